@@ -131,6 +131,11 @@ def device_generator(device: torch.device) -> torch.Generator | None:
     return generator
 
 
+def host_words(count: int, device: torch.device) -> torch.Tensor:
+    """Zeros, int32, in memory of the host that kernels on ``device`` read where it lies."""
+    return torch.zeros(count, dtype=torch.int32, pin_memory=_is_accelerator(device))
+
+
 def peak_allocated(device: torch.device) -> int | None:
     """The most bytes that were allocated at once on ``device``; None on the host, which does not count them."""
     return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None

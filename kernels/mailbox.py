@@ -2,6 +2,7 @@
 
     of each rank   2 x W slots     what the ranks write to it, in turns of two epochs
                    2 x W x most    arrivals: the epoch in which a rank has written a tile, likewise
+    of this rank   W ended         what the host writes down: that a rank has ended, so nobody waits for it
 
 An *epoch* is the number of a call, from 1, counted by all ranks alike. Nothing is ever reset, so a signal that comes
 late, or twice, is one of an old epoch and means nothing any more.
@@ -26,7 +27,8 @@ class Mailbox:
     slots: Tensor
     """Address of the slots of each rank, int64 [W]."""
     arrivals: Tensor
-    """Address of the arrivals of each rank, int64 [W]."""
+    """Address of the arrivals of each rank, and last of the words of this rank about ranks that have ended, int32 [W]:
+    int64 [W + 1]."""
     status: Tensor
     """What did not come, int64 [1], of this rank alone; 0: everything came."""
     capacity: int
@@ -35,6 +37,8 @@ class Mailbox:
     """Tiles of a call that a rank can signal."""
     patience: int
     """Looks at a signal until it counts as lost."""
+    multicast: int = 0
+    """Address of the slots of all ranks at once, through the switch between them; 0: there is no such."""
 
     @property
     def ranks(self) -> int:

@@ -25,15 +25,15 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.zero": ("layout", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim"),
     "engine.parallel": (
-        "grid", "shard_table", "comm", "model", "trace", "tensor", "activation_checkpointing", "kernel_injection",
-        "pipeline",
+        "grid", "shard_table", "comm", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",
+        "kernel_injection", "pipeline",
     ),
     "engine.parallel.tensor": (
         "tp_axis", "collectives", "deferred_linear", "global_tensor", "logits", "overlap", "plan", "layers",
         "thread_ranks", "auto",
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
-    "engine.kernels": ("device", "dispatch", "mailbox", "optim", "gpu", "ops"),
+    "engine.kernels": ("device", "dispatch", "mailbox", "expert_rows", "optim", "gpu", "ops", "experts"),
     "engine.launch.jobs": (
         "request", "torchrun", "hostfile", "sent", "job_file", "slurm", "kubernetes", "remote", "preflight", "ssh",
         "ssh_job", "launch_command",

@@ -25,6 +25,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("soak", "watchdog-cost", "watchdog-faults"), ("engine/watchdog", "parallel/comm")),
         "reliability": (),  # each row tells its own commit
         **dict.fromkeys(("scaling", "scaling-verdict"), (*RUN, "engine/planning", "benchmarks/scaling")),
+        "protocol-defects": ("kernels/gpu/overlap", "tests/kernels/gpu/overlap"),
         "kernels-models": (*RUN, "kernels"),
         "integrity": ("engine/integrity",),
         "integrity-cost": ("engine/integrity", "engine/step", "zero"),

@@ -89,6 +89,8 @@ AMPERE = (
     Tile(64, 128, 32, 4, 4, 2, described=False, peak=0.8),
 )
 """Tiles for 16-bit elements on sm_80 and its relatives."""
+HALF = Tile(128, 128, 64, 8, 3, 2, described=False)
+"""Tile for 16-bit elements that no tensor descriptor is for: rows that have just come, rows of one of many experts."""
 EXACT = Tile(64, 64, 16, 8, 2, 2, described=False)
 """Tile for 32-bit elements multiplied in full fp32, without tensor cores."""
 TF32 = Tile(128, 128, 32, 8, 3, 2, described=False)

@@ -21,6 +21,7 @@ from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
 from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.parallel.comm.meeting import FailureReports, JointCalls
+from engine.parallel.comm.symmetric.peer_watch import PeerEndedError
 from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
 from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
@@ -40,7 +41,7 @@ class Pending:
         wait: Wait | None = None,
         describe: Callable[[], str] = str,
         broken: Callable[[], None] | None = None,
-        absent: Callable[[], str] = str,
+        absent: Callable[[RuntimeError], str] = lambda error: "",
         note: "_Note | None" = None,
     ) -> None:
         self._wait = wait
@@ -95,7 +96,7 @@ _HOLD_BACK_SECONDS = 10.0
 
 
 def _named_failure(
-    what: str, error: RuntimeError, broken: Callable[[], None] | None, absent: Callable[[], str]
+    what: str, error: RuntimeError, broken: Callable[[], None] | None, absent: Callable[[RuntimeError], str]
 ) -> EngineError:
     """The error of a rank whose communication failed, most often because another rank ended first.
 
@@ -106,7 +107,7 @@ def _named_failure(
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     if launched and broken is not None:
         broken()
-    who = absent()
+    who = absent(error)
     if launched:
         sleep(_HOLD_BACK_SECONDS)
     stopped = f"A peer has probably stopped{f': {who}' if who else ''}; look for the first traceback of the job."
@@ -209,7 +210,7 @@ class Comm:
     def open_symmetric(self, axis: Axis, sizes: SlotSizes, seconds: float) -> SymmetricBuffer | None:
         """Memory of ``axis`` that kernels of all its ranks write; None where there is none. Every rank calls it."""
         memory = self._backend.share_bytes(axis, sizes.total) if sizes.ranks > 1 else None
-        buffer = SymmetricBuffer(memory, sizes, seconds) if memory is not None else None
+        buffer = SymmetricBuffer(memory, sizes, seconds, self.grid.peers(axis)) if memory is not None else None
         if buffer is not None:
             self._symmetric.append(buffer)
         return buffer
@@ -230,6 +231,8 @@ class Comm:
         try:
             for buffer in self._symmetric:
                 buffer.check()
+        except PeerEndedError as error:
+            raise EngineError(f"{error}; look for the first traceback of the job.") from error
         except RuntimeError as error:
             raise EngineError(f"{error}: that rank has ended, stands still, or makes other calls.") from error
 
@@ -289,11 +292,16 @@ class Comm:
         kind = "message" if record.op in ("send", "receive") else "collective"
         return f"{kind} {record} between ranks {self.grid.peers(record.axis)} on rank {self.grid.rank}"
 
-    def _absent(self, record: Record) -> str:
+    def _absent(self, record: Record, error: RuntimeError) -> str:
         """Words about the ranks that did not come to what has failed; the two ends of a message are one call."""
         op = "message" if record.op in ("send", "receive") else record.op
         call = f"{op} {record.label!r} over {record.axis}"
-        return self.reports.absent(call, self.grid.peers(record.axis)) if self.reports is not None else ""
+        if self.reports is None:
+            return ""
+        if isinstance(error, PeerEndedError):  # it names the rank, and nobody has to wait for the words of others
+            self.reports.tell(call)
+            return ""
+        return self.reports.absent(call, self.grid.peers(record.axis))
 
 
 class _Route(NamedTuple):

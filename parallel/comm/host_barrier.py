@@ -61,6 +61,11 @@ class HostBarrier:
                 socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(int(seconds * 1e6), 10**6))
             )
 
+    @property
+    def descriptors(self) -> dict[int, int]:
+        """By index, that of the link to each other rank, which the system closes when that rank ends."""
+        return {index: link.fileno() for index, link in self._links.items()}
+
     def arrive(self) -> None:
         """Signal that this rank has arrived at the barrier; ``meet`` must follow.
 

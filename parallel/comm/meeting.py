@@ -244,6 +244,10 @@ class FailureReports:
         asking.join(2 * _REPORT_SECONDS)
         return words[0] if words else ""
 
+    def tell(self, what: str) -> None:
+        """Write down that ``what`` has failed here, for others that ask; nobody is asked, and nobody waited for."""
+        threading.Thread(target=self._ask, args=(what, (), str), daemon=True).start()
+
     def _ask(self, what: str, peers: Sequence[int], tell: Callable[[str], object]) -> None:
         silent, elsewhere = [rank for rank in peers if rank != self._rank], list[str]()
         deadline = time.monotonic() + _REPORT_SECONDS

@@ -199,6 +199,7 @@ def open_shared_bytes(index: int, ranks: int, size: int, seconds: float, exchang
         index=index,
         looks_a_second=_LOOKS_A_SECOND,
         close=barrier.close,
+        links=barrier.descriptors,
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.errors import EngineError, first_line
 from engine.kernels.device import collectives_for, finish, is_host
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
+from engine.parallel.comm.host_barrier import NO_HOST, host_identity, open_neighbours
 from engine.parallel.comm.shared_memory import SharedMemory, open_shared_bytes, open_shared_memory
 from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
 from engine.parallel.comm.world import OwnedGroups, shares_memory
@@ -77,8 +78,7 @@ class TorchBackend:
         """Shared memory for ``axis`` and for any other axis of the same ranks; empty unless they run on one host."""
         group, grid = self._groups[axis], self._grid
         assert group is not None
-        seconds = group._get_backend(self._device).options._timeout.total_seconds()
-        exchange = partial(_exchange, group)
+        seconds, exchange = _timeout(group, self._device), partial(_exchange, group)
         found = open_shared_memory(grid.index(axis), grid.size(axis), shares_memory(), seconds, exchange)
         alike: tuple[Axis, ...] = ("tp", "replica", "world")
         return {} if found is None else {name: found for name in alike if grid.peers(name) == grid.peers(axis)}
@@ -93,9 +93,9 @@ class TorchBackend:
         assert group is not None
         if not is_host(self._device):
             return _peer_memory(group, size, self._device)
-        seconds = group._get_backend(self._device).options._timeout.total_seconds()
         index, ranks = self._grid.index(axis), self._grid.size(axis)
-        return open_shared_bytes(index, ranks, size, seconds, partial(_exchange, group)) if shares_memory() else None
+        seconds, exchange = _timeout(group, self._device), partial(_exchange, group)
+        return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
 
     def open_gathers(self) -> None:
         """Create a second group of the data axis."""
@@ -208,20 +208,34 @@ def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> S
         found = symmetric_memory.rendezvous(own, group.group_name)
     except RuntimeError as error:
         logger.info("no symmetric memory between these GPUs: %s", first_line(error))
-    reached = torch.tensor([found is not None], dtype=torch.int32, device=device)
+    multicast = 0 if found is None else int(found.multicast_ptr or 0)
+    reached = torch.tensor([found is not None, multicast > 0], dtype=torch.int32, device=device)
     dist.all_reduce(reached, dist.ReduceOp.MIN, group)
-    if not reached.item() or own is None or found is None:
+    reaches, switches = reached.tolist()
+    if not reaches or own is None or found is None:
         return None
     own.zero_()
     finish(device)
     dist.barrier(group, device_ids=[device.index or 0])
+    index, exchange = dist.get_rank(group), partial(_exchange, group, device=device)
+    host = host_identity() if shares_memory() else NO_HOST
+    # its memory is not used: it knows when another process of this host ends; None where ranks are on several hosts
+    neighbours = open_neighbours(index, dist.get_world_size(group), host, 1, _timeout(group, device), exchange)
     return SharedBytes(
         own=own,
         addresses=tuple(found.buffer_ptrs),
-        index=dist.get_rank(group),
+        index=index,
         looks_a_second=_LOOKS_A_SECOND,
-        close=lambda: None,  # the memory goes with its tensor
+        multicast=multicast if switches else 0,
+        close=(lambda: None) if neighbours is None else neighbours.close,  # the memory goes with its tensor
+        links={} if neighbours is None else neighbours.descriptors,
     )
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds."""
+    found: float = group._get_backend(device).options._timeout.total_seconds()
+    return found
 
 
 _LOOKS_A_SECOND = 1e6
@@ -240,9 +254,9 @@ def _finisher(work: dist.Work | None) -> Wait:
     return work.wait if work is not None else lambda: None
 
 
-def _exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
-    """The bytes of all ranks of a group, in order of index."""
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _exchange(group: dist.ProcessGroup, data: bytes, device: torch.device | None = None) -> list[bytes]:
+    """The bytes of all ranks of a group, in order of index; they travel from ``device``, by default the host."""
+    own = torch.tensor(list(data), dtype=torch.uint8, device=device)
     full = own.new_empty(dist.get_world_size(group), len(data))
     _ALL_GATHER(full.view(-1), own, group=group)
     return [bytes(row) for row in full.tolist()]

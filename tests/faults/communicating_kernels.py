@@ -6,6 +6,10 @@ _FOLDER = "tests/kernels/gpu/overlap"
 _CONFORMANCE = f"{_FOLDER}/test_conformance.py::test_kernels_do_what_the_model_does"
 _MISSING = f"{_FOLDER}/test_turns.py::test_what_does_not_come_is_written_down"
 _CALLS = f"{_FOLDER}/test_turns.py::test_every_call_equals_the_plain_products"
+_EXPERTS = f"{_FOLDER}/test_experts.py::test_every_call_equals_exchange_and_plain_products"
+_WITHOUT_ROWS = f"{_FOLDER}/test_experts.py::test_a_rank_without_rows_for_another_is_waited_for_all_the_same"
+_GROUPED = "tests/kernels/experts/test_grouped_product.py"
+_SYMMETRIC = "tests/parallel/comm/symmetric"
 
 COMMUNICATING_KERNELS = (
     Fault(
@@ -29,8 +33,8 @@ COMMUNICATING_KERNELS = (
         name="arrival-of-an-old-call",
         about="Rows count as arrived that were of the call before last.",
         file="kernels/gpu/overlap/signals.py",
-        old="epoch, most, RANKS), epoch, epoch, patience)",
-        new="epoch, most, RANKS), epoch - 2, epoch, patience)",
+        old="epoch, most, RANKS), ended, epoch, epoch, patience)",
+        new="epoch, most, RANKS), ended, epoch - 2, epoch, patience)",
         tests=(_MISSING,),
     ),
     Fault(
@@ -69,8 +73,123 @@ COMMUNICATING_KERNELS = (
         name="missing-tile-unreported",
         about="Training goes on with rows that did not come.",
         file="parallel/comm/symmetric/symmetric_buffer.py",
-        old="        if missing is not None:\n",
-        new="        if missing is not None and missing.tile < 0:\n",
+        old="        if missing is None:\n",
+        new="        if missing is None or missing.tile >= 0:\n",
         tests=("tests/parallel/comm/symmetric/test_symmetric_buffer.py::test_a_rank_that_does_not_come_is_named",),
+    ),
+    Fault(
+        name="wait-without-acquire",
+        about="A tile may be read before its signal, as it was before it came.",
+        file="kernels/gpu/overlap/signals.py",
+        old='        value = tl.atomic_add(place, 0, sem="acquire", scope="sys")\n        looks += 1',
+        new='        value = tl.atomic_add(place, 0, sem="relaxed", scope="sys")\n        looks += 1',
+        tests=("tests/kernels/test_offline.py::test_kernels_that_have_changed_compile_as_before",),
+    ),
+    Fault(
+        name="tile-read-unasked",
+        about="A tile is multiplied whether it has come or not.",
+        file="kernels/gpu/overlap/gather_matmul.py",
+        old="            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):\n",
+        new="            if epoch > 0:\n",
+        tests=(_CONFORMANCE,),
+    ),
+    Fault(
+        name="signals-swapped",
+        about="Rows of experts are signalled when their neighbours have been written.",
+        file="kernels/gpu/overlap/expert_matmul.py",
+        old="signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)",
+        new="signal(arrival_of(arrivals, target, rank, tile ^ 1, epoch, most, RANKS), epoch)",
+        tests=(_CONFORMANCE,),
+    ),
+    Fault(
+        name="no-signal-without-rows",
+        about="A rank hangs that waits for another one without rows for it, until its time is over.",
+        file="kernels/gpu/overlap/expert_matmul.py",
+        old="        signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)",
+        new="        if rows > 0:\n"
+        "            signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)",
+        tests=(_WITHOUT_ROWS,),
+    ),
+    Fault(
+        name="empty-tile-not-waited-for",
+        about="A rank does not wait for another one without rows for it, and overwrites what that one still reads.",
+        file="kernels/gpu/overlap/expert_matmul.py",
+        old="            has_come = came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS)\n",
+        new="            has_come = rows > 0\n            if has_come:\n"
+        "                has_come = came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS)\n",
+        tests=(_WITHOUT_ROWS,),
+    ),
+    Fault(
+        name="rows-of-another-expert-sent",
+        about="An owner gets the first rows of a rank in place of those for its experts.",
+        file="kernels/gpu/overlap/expert_matmul.py",
+        old="load_tile(tokens + here * K, 0",
+        new="load_tile(tokens + there * K, 0",
+        tests=(_EXPERTS,),
+    ),
+    Fault(
+        name="returned-rows-misplaced",
+        about="Rows that come back overwrite those of another owner.",
+        file="kernels/gpu/overlap/expert_matmul.py",
+        old="store_tile(out + here * N, values",
+        new="store_tile(out + there * N, values",
+        tests=(_EXPERTS,),
+    ),
+    Fault(
+        name="gradient-of-earlier-experts",
+        about="The gradient of an expert's matrix takes in rows of the experts before and after it.",
+        file="kernels/gpu/grouped_matmul.py",
+        old="rows = tl.cast(tl.load(ends + expert) - start, tl.int32)",
+        new="rows = tl.cast(tl.load(ends + expert), tl.int32)",
+        tests=(f"{_GROUPED}::test_whole_numbers_are_exact_and_an_expert_without_rows_gets_zeros",),
+    ),
+    Fault(
+        name="rows-beyond-the-slot",
+        about="More rows than a slot holds overwrite those of the next rank.",
+        file="parallel/expert_overlap/routed_products.py",
+        old="    if not route.buffer.fits(size, tiles):\n",
+        new="    if not size and not tiles:\n",
+        tests=("tests/parallel/expert_overlap/test_routed_products.py::test_what_cannot_be_sent_is_one_sentence",),
+    ),
+    Fault(
+        name="sum-without-a-rank-sent",
+        about="A sum by the switch is given to all ranks although one of them has not written its part.",
+        file="kernels/gpu/overlap/multicast_sum.py",
+        old="        if missing == 0:\n",
+        new="        if missing >= 0:\n",
+        tests=(f"{_FOLDER}/test_turns.py::test_a_sum_that_lacks_a_rank_is_not_sent",),
+    ),
+    Fault(
+        name="sums-over-the-parts",
+        about="The switch gives sums to the slots that other owners still read their parts from.",
+        file="kernels/gpu/overlap/multicast_sum.py",
+        old="    given = ((epoch + 1) % 2 * RANKS + own) * capacity\n",
+        new="    given = ((epoch + 2) % 2 * RANKS + own) * capacity\n",
+        tests=(_CONFORMANCE,),
+    ),
+    Fault(
+        name="no-last-look",
+        about="What a rank has sent before it closed its engine counts as missing.",
+        file="kernels/gpu/overlap/signals.py",
+        old='        value = tl.atomic_add(place, 0, sem="acquire", scope="sys")\n        looks += 1',
+        new="        if looks < patience - 1:\n"
+        '            value = tl.atomic_add(place, 0, sem="acquire", scope="sys")\n        looks += 1',
+        tests=(f"{_FOLDER}/test_conformance.py::test_a_look_at_who_has_ended_follows_some_looks_at_a_signal",),
+    ),
+    Fault(
+        name="end-of-a-rank-unseen",
+        about="Ranks wait for a dead one until their time is over.",
+        file="parallel/comm/symmetric/peer_watch.py",
+        old="                self._ended[indices[descriptor]] = 1\n",
+        new="                self._ended[indices[descriptor]] = 0\n",
+        tests=(f"{_SYMMETRIC}/test_killed_rank.py::test_whoever_ends_is_written_down_alone",),
+    ),
+    Fault(
+        name="children-hide-the-end-of-a-rank",
+        about="Ranks wait for a dead one as long as a process that it has started holds its sockets open.",
+        file="parallel/comm/symmetric/peer_watch.py",
+        old="return [os.pidfd_open(process)] if process > 0 else []",
+        new="return [os.pidfd_open(process)] if process < 0 else []",
+        tests=(f"{_SYMMETRIC}/test_killed_rank.py::test_children_that_a_rank_leaves_behind_do_not_hide_its_end",),
     ),
 )

@@ -19,9 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.launches import activations, communicating, gateds, linears, losses, norms, optimizers, rotaries
+from tests.kernels.launches import (
+    activations,
+    communicating,
+    experts,
+    gateds,
+    linears,
+    losses,
+    norms,
+    optimizers,
+    rotaries,
+)
 
-OPERATORS = (activations, communicating, gateds, losses, norms, optimizers, rotaries)
+OPERATORS = (activations, communicating, experts, gateds, losses, norms, optimizers, rotaries)
 
 _TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -40,6 +50,7 @@ class Resources:
     spilled_bytes: int
     wgmma: int
     mma: int
+    tcgen05: int
     dots: int
     """Matrix products in the kernel's own code, but for those of exact fp32, which no tensor core has."""
     tma: int
@@ -47,6 +58,10 @@ class Resources:
     """Loads of a signal, of the scope of the system."""
     releases: int
     """Stores of a signal, likewise."""
+    multimem: int
+    """Loads that add and stores that reach the memory of all ranks."""
+    alias_fences: int
+    """Between an address of the switch and one of a rank's memory."""
 
 
 class Recorded:
@@ -56,16 +71,17 @@ class Recorded:
         self.options = {name: named.pop(name) for name in _OPTIONS if name in named}
         self.kernel, values = kernel, dict(zip(kernel.arg_names, args, strict=False)) | named
         constant = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        plain = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
         self.types: dict[str, str] = {}
         self.constants: dict[str, Any] = {}
         self.attributes: dict[tuple[int, ...], Any] = {}
         for index, name in enumerate(kernel.arg_names):
             value = values[name]
-            if name in constant or value is None or (type(value) is int and value == 1):
+            if name in constant or value is None or (type(value) is int and value == 1 and name not in plain):
                 self.types[name], self.constants[name] = "constexpr", value
                 continue
             self.types[name] = _type_of(value)
-            if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0):
+            if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0 and name not in plain):
                 self.attributes[index,] = [["tt.divisibility", 16]]
 
     def compile(self, arch: int) -> Resources:
@@ -84,6 +100,7 @@ class Recorded:
             spilled,
             wgmma=ptx.count("wgmma.mma_async"),
             mma=len(re.findall(r"\bmma\.sync", ptx)),
+            tcgen05=ptx.count("tcgen05.mma"),
             dots=len(_TENSOR_CORES.findall(built.asm["ttir"])),
             tma=ptx.count("cp.async.bulk.tensor"),
             acquires=len(
@@ -92,6 +109,8 @@ class Recorded:
                 )
             ),
             releases=len(re.findall(r"\batom\.[\w.]*(?:release[\w.]*sys|sys[\w.]*release)", ptx)),
+            multimem=len(re.findall(r"\bmultimem\.(?:ld_reduce|st)\.relaxed\.sys\b", ptx)),
+            alias_fences=ptx.count("fence.proxy.alias"),
         )
 
 
@@ -158,7 +177,11 @@ def main(arch: int) -> None:
     """Compile all."""
     found = {
         f"{kernel} {case}": asdict(launch.compile(arch))
-        for case, make in (*(case for module in OPERATORS for case in module.launches()), *linears.launches(arch))
+        for case, make in (
+            *(case for module in OPERATORS for case in module.launches()),
+            *linears.launches(arch),
+            *communicating.switched(arch),
+        )
         for kernel, launch in recorded(make).items()
     }
     print(json.dumps(found))

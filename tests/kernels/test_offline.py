@@ -20,7 +20,7 @@ import pytest
 
 BUDGETS = Path(__file__).parent / "budgets.json"
 Check = Callable[[int, dict[str, Any]], None]
-ARCHITECTURES = {80: 163_840, 90: 232_448}
+ARCHITECTURES = {80: 163_840, 90: 232_448, 100: 232_448}
 """Compute capability -> bytes of shared memory that a block can have."""
 
 
@@ -82,7 +82,7 @@ def within_budget(arch: int, budgets: dict[str, Any]) -> None:
 
 
 def on_tensor_cores(arch: int, budgets: dict[str, Any]) -> None:
-    instruction = {80: "mma", 90: "wgmma"}[arch]
+    instruction = {80: "mma", 90: "wgmma", 100: "tcgen05"}[arch]
     products = {name: took for name, took in compiled(arch).items() if took["dots"]}
     assert all(took[instruction] for took in products.values()), products
 
@@ -97,24 +97,31 @@ def by_tensor_memory_access(arch: int, budgets: dict[str, Any]) -> None:
 def orders_its_signals(arch: int, budgets: dict[str, Any]) -> None:
     """What waits acquires, what signals releases, over the whole system; without, a peer could see a tile too late."""
     found = compiled(arch)
-    waits = [name for name in found if name.startswith(("gather_product", "sum_slots", "collect_slots"))]
-    signals = [
-        name
-        for name in found
-        if name.startswith(("product_scatter", "forward_slots")) or name.startswith("gather_product_kernel column both")
-    ]
-    assert len(waits) == 8 and all(found[name]["acquires"] for name in waits), waits
-    assert len(signals) == 10 and all(found[name]["releases"] for name in signals), signals
+    both = ("gather_product_kernel column both", "dispatch_product")
+    waits = [name for name in found if name.startswith((*both, "gather_product", "sum_slots", "collect_", "multicast"))]
+    sends = (*both, "product_scatter", "product_return", "forward_slots", "multicast")
+    signals = [name for name in found if name.startswith(sends)]
+    switched = 3 if arch >= 90 else 0
+    # each wait looks at the signal, at who has ended, and at the signal again
+    assert len(waits) == 14 + switched and all(found[name]["acquires"] >= 3 for name in waits), waits
+    assert len(signals) == 20 + switched and all(found[name]["releases"] for name in signals), signals
+
+
+def adds_by_the_switch(arch: int, budgets: dict[str, Any]) -> None:
+    """Loads that add, stores that reach all, and a fence on either side of them."""
+    switched = {name: took for name, took in compiled(arch).items() if took["multimem"]}
+    assert sorted(switched) == [f"multicast_sum_kernel by switch {kind}" for kind in ("bf16", "fp16", "fp32")]
+    # a thread of the 16-bit tile adds 8 times 16 bytes, one of the fp32 tile 4 times
+    assert [took["multimem"] for _, took in sorted(switched.items())] == [16, 16, 8]
+    assert all(took["alias_fences"] == 2 for took in switched.values())
 
 
 CHECKS = [
-    (within_budget, 80),
-    (within_budget, 90),
-    (on_tensor_cores, 80),
-    (on_tensor_cores, 90),
+    *((check, arch) for check in (within_budget, on_tensor_cores, orders_its_signals) for arch in ARCHITECTURES),
     (by_tensor_memory_access, 90),
-    (orders_its_signals, 80),
-    (orders_its_signals, 90),
+    (by_tensor_memory_access, 100),
+    (adds_by_the_switch, 90),
+    (adds_by_the_switch, 100),
 ]
 
 

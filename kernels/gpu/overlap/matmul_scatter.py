@@ -16,19 +16,21 @@ Shape suffixes: B sequences of L rows each that a rank owns, W ranks; rows of th
 import triton
 import triton.language as tl
 
-from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_place, tile_product
+from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_finish_halves, tile_place, tile_product
 from engine.kernels.gpu.overlap.signals import arrival_of, came, signal, slot_of
 
 
 @triton.jit
 def product_scatter_kernel(
     whole, matrix, plus, out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N, K,
-    RANKS: tl.constexpr, EVERYWHERE: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
-    PLUS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    RANKS: tl.constexpr, EVERYWHERE: tl.constexpr, STAYS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr, PLUS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Multiply ``whole`` [B, W, L, K] with ``matrix`` [K, N], add ``plus``, and send rows [B, w, L, N] to rank w.
 
-    With EVERYWHERE ``whole`` is [B, L, K], and all rows go to all ranks. ``out`` tells the dtype that travels.
+    With EVERYWHERE ``whole`` is [B, L, K], and all rows go to all ranks. With STAYS a tile stays in the memory of this
+    rank, where its owner looks for it. ``out`` tells the dtype that travels.
     """
     each = tl.cdiv(L, BM)
     rows = B * each
@@ -47,8 +49,15 @@ def product_scatter_kernel(
         added = plus + place * L * N if PLUS else None
         for hop in range(hops):
             owner = (first + hop) % RANKS
-            slot = slot_of(slots, owner, rank, epoch, capacity, RANKS, out) + sequence * L * N
-            tile_finish(sums, None, added, None, slot, row, column, L, N, "none", False, PLUS, False, BM, BN, False)
+            holder = rank if STAYS else owner
+            writer = owner if STAYS else rank
+            slot = slot_of(slots, holder, writer, epoch, capacity, RANKS, out) + sequence * L * N
+            if EVERYWHERE:
+                tile_finish_halves(
+                    sums, None, added, None, slot, row, column, L, N, "none", False, PLUS, False, BM, BN, False
+                )
+            else:
+                tile_finish(sums, None, added, None, slot, row, column, L, N, "none", False, PLUS, False, BM, BN, False)
             signal(arrival_of(arrivals, owner, rank, tile * columns + tile_column, epoch, most, RANKS), epoch)
 
 

@@ -5,11 +5,17 @@
 
 No assembly: an exchange with release semantics and an addition of nothing with acquire semantics, both of the scope of
 the system, are what a GPU needs for its peers and what the interpreter runs between processes. The second becomes a
-plain load that acquires. Every wait is bounded, since a rank may end; what did not come is written down once.
+plain load that acquires. Every wait is bounded, since a rank may stand still; what did not come is written down once.
+
+A rank that has ended is waited for no longer: the host, which notices, writes so into memory that waits look at now and
+then. It can only know after everything that the rank has signalled, so one more look at the signal tells the rest.
 """
 
 import triton
 import triton.language as tl
+
+LOOKS_BETWEEN: tl.constexpr = tl.constexpr(64)
+"""Looks at a signal for each look at whether its writer has ended, which is in the memory of the host."""
 
 
 @triton.jit
@@ -20,12 +26,16 @@ def signal(place, epoch):
 
 
 @triton.jit
-def arrived(place, epoch, last, patience):
-    """Wait until the int32 at ``place`` is at least ``epoch``; False after ``patience`` looks, or if it is more than
-    ``last``: then the ranks do not make the same calls."""
+def arrived(place, ended, epoch, last, patience):
+    """Wait until the int32 at ``place`` is at least ``epoch``; False after ``patience`` looks, or as soon as the int32
+    at ``ended`` is not 0, or if it is more than ``last``: then the ranks do not make the same calls."""
     value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
     looks = 0
     while (value < epoch) & (looks < patience):
+        if looks % LOOKS_BETWEEN == LOOKS_BETWEEN - 1:
+            gone = tl.atomic_add(ended, 0, sem="acquire", scope="sys")
+            if gone != 0:
+                looks = patience - 1  # the next look is the last
         value = tl.atomic_add(place, 0, sem="acquire", scope="sys")
         looks += 1
     tl.debug_barrier()
@@ -61,7 +71,8 @@ def arrival_of(arrivals, owner, writer, tile, epoch, most, RANKS: tl.constexpr):
 @triton.jit
 def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.constexpr):
     """Wait until ``writer`` has left a tile with ``rank``; False, and written down, if it has not."""
-    there = arrived(arrival_of(arrivals, rank, writer, tile, epoch, most, RANKS), epoch, epoch, patience)
+    ended = place_of(arrivals, RANKS, writer)
+    there = arrived(arrival_of(arrivals, rank, writer, tile, epoch, most, RANKS), ended, epoch, epoch, patience)
     if not there:
         write_down(status, writer, tile, epoch)
     return there

@@ -1,7 +1,7 @@
 """Memory of equal size on every rank of an axis, as a backend gives it, and how much a kernel needs of it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from torch import Tensor
@@ -25,6 +25,11 @@ class SharedBytes:
     """How often a kernel can look at a signal, about."""
     close: Callable[[], None]
     """Release the memory; a second call does nothing."""
+    multicast: int = 0
+    """Address of all parts at once, for loads that add and stores that reach all (NVLink SHARP); 0: there is none."""
+    links: Mapping[int, int] = field(default_factory=dict)
+    """By index of another rank, the descriptor of a socket that the system closes when that rank ends; ranks without
+    one are not watched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Memory that all ranks of an axis can write, for kernels that communicate (``kernels/gpu/overlap``).
 
-    of each rank   slots of two epochs │ arrivals        the layout of :class:`Mailbox`
+    of each rank      slots of two epochs │ arrivals     the layout of :class:`Mailbox`
+    of this one       who has ended                      memory of the host, see :class:`PeerWatch`
 
 The memory comes from the backend: shared memory between processes of one host on CPUs, symmetric memory of torch
 between GPUs that reach each other. Where there is none, collectives do the same work.
@@ -10,12 +11,15 @@ collectives; there is nothing else that a call has to agree on.
 """
 
 import logging
+from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
+from engine.kernels.device import host_words
 from engine.kernels.mailbox import Mailbox, read_status
+from engine.parallel.comm.symmetric.peer_watch import PeerEndedError, PeerWatch
 from engine.parallel.comm.symmetric.shared_bytes import SharedBytes, SlotSizes, padded_bytes
 
 logger = logging.getLogger("trine")
@@ -25,16 +29,21 @@ class SymmetricBuffer:
     """One rank's end. All ranks of the axis make the same calls.
 
     Args:
-        seconds: how long a kernel waits for a signal.
+        seconds: how long a kernel waits for a signal of a rank that has not ended.
+        peers: the ranks of the axis, by index.
     """
 
-    def __init__(self, memory: SharedBytes, sizes: SlotSizes, seconds: float) -> None:
-        self._memory, self._sizes = memory, sizes
+    def __init__(self, memory: SharedBytes, sizes: SlotSizes, seconds: float, peers: Sequence[int]) -> None:
+        self._memory, self._peers = memory, peers
+        self.sizes = sizes
+        """How much fits."""
         self._epoch = 0
         self._said: set[str] = set()
         device = memory.own.device
         slots = torch.tensor(memory.addresses, dtype=torch.int64)
-        arrivals = slots + sizes.slots
+        self._ended = host_words(sizes.ranks, device)
+        arrivals = torch.cat([slots + sizes.slots, torch.tensor([self._ended.data_ptr()])])
+        self._watch = PeerWatch(memory.links, self._ended) if memory.links else None
         self.mailbox = Mailbox(
             rank=memory.index,
             slots=slots.to(device),
@@ -43,11 +52,12 @@ class SymmetricBuffer:
             capacity=padded_bytes(sizes.capacity),
             most=sizes.most,
             patience=min(int(seconds * memory.looks_a_second), 2**31 - 1),
+            multicast=memory.multicast,
         )
 
     def fits(self, size: int, tiles: int) -> bool:
         """Whether a rank can send ``size`` bytes in ``tiles`` tiles to another in one call."""
-        return size <= self._sizes.capacity and tiles <= self._sizes.most
+        return size <= self.sizes.capacity and tiles <= self.sizes.most
 
     def say_once(self, sentence: str) -> None:
         """Tell in the log what is not sent this way, the first time."""
@@ -62,21 +72,26 @@ class SymmetricBuffer:
 
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """What ``writer`` has left with this rank, a view; valid until this rank's next call but one."""
-        start = ((epoch % 2) * self._sizes.ranks + writer) * padded_bytes(self._sizes.capacity)
+        start = ((epoch % 2) * self.sizes.ranks + writer) * padded_bytes(self.sizes.capacity)
         return self._memory.own[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def check(self) -> None:
         """Fail if a signal did not come. Waits for the kernel on a GPU.
 
         Raises:
-            RuntimeError: it names the rank, the tile and the call.
+            PeerEndedError: the rank that had to send it has ended; it names the rank, the tile and the call.
+            RuntimeError: it has not come in time, likewise.
         """
         missing = read_status(int(self.mailbox.status.item()))
-        if missing is not None:
-            raise RuntimeError(
-                f"tile {missing.tile} of tensor rank {missing.rank} in call {missing.epoch} has not come in time"
-            )
+        if missing is None:
+            return
+        what = f"tile {missing.tile} of tensor rank {missing.rank} in call {missing.epoch}"
+        if self._ended[missing.rank]:
+            raise PeerEndedError(f"rank {self._peers[missing.rank]} has ended or closed its engine before {what} came")
+        raise RuntimeError(f"{what} has not come in time")
 
     def close(self) -> None:
         """Release the memory. A second call does nothing."""
+        if self._watch is not None:
+            self._watch.close()
         self._memory.close()

@@ -2,6 +2,7 @@
 
     one-shot    product to all ranks │ sum                      two ranks: each sends what a ring would
     two-shot    product of each part to its owner │ sum │ to all ranks │ collect
+    by switch   product stays │ the switch sums, and sends to all ranks │ collect      where GPUs have such (multicast)
 
 The choice is made from the number of ranks, so that the bytes are those of the plan.
 
@@ -58,7 +59,7 @@ class _MultiplyAndSum(torch.autograd.Function):
 
         def call() -> Callable[[], None]:
             assert axis.symmetric is not None
-            found.append((_one_shot if axis.size == _ONE_SHOT else _two_shot)(x_MP, matrix_PO, axis.symmetric))
+            found.append(_form(axis)(x_MP, matrix_PO, axis.symmetric))
             return completion(axis.symmetric, x.device)
 
         axis.in_kernel("all_reduce", full, ROW_OUTPUTS, call).wait()
@@ -72,6 +73,12 @@ class _MultiplyAndSum(torch.autograd.Function):
         kernels = ctx.axis.kernels
         dx = product(dy, weight.t() if ctx.transposed else weight, kernels) if needs_x else None
         return dx, weight_gradient(x, dy, weight.dtype, ctx.transposed, kernels) if needs_weight else None, None, None
+
+
+def _form(axis: TensorAxis) -> Callable[[Tensor, Tensor, SymmetricBuffer], Tensor]:
+    if axis.size == _ONE_SHOT:
+        return _one_shot
+    return _by_switch if axis.symmetric is not None and axis.symmetric.mailbox.multicast else _two_shot
 
 
 def _one_shot(x_MP: Tensor, matrix_PO: Tensor, buffer: SymmetricBuffer) -> Tensor:
@@ -98,3 +105,21 @@ def _two_shot(x_MP: Tensor, matrix_PO: Tensor, buffer: SymmetricBuffer) -> Tenso
     at = KernelCall(buffer.mailbox, buffer.next_epoch())
     launch_forward_slots(part, at)
     return launch_collect_slots(part, at).flatten(0, 1)
+
+
+def _by_switch(x_MP: Tensor, matrix_PO: Tensor, buffer: SymmetricBuffer) -> Tensor:
+    from engine.kernels.gpu.overlap.launches import (
+        KernelCall,
+        launch_collect_slots,
+        launch_multicast_sum,
+        launch_product_scatter,
+        tile_of,
+    )
+
+    ranks, columns = buffer.mailbox.ranks, matrix_PO.shape[1]
+    at = KernelCall(buffer.mailbox, buffer.next_epoch(), tile_of(x_MP.dtype))
+    rows = x_MP.shape[0] // ranks
+    launch_product_scatter(x_MP.view(1, ranks, rows, -1), matrix_PO, None, at, x_MP.dtype, stays=True)
+    launch_multicast_sum(rows, columns, at, x_MP.dtype)
+    at = KernelCall(buffer.mailbox, buffer.next_epoch(), tile_of(x_MP.dtype))
+    return launch_collect_slots(x_MP.new_empty((rows, columns)), at).flatten(0, 1)

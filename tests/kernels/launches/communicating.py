@@ -11,6 +11,7 @@ from engine.kernels.gpu.overlap.launches import (
     launch_collect_slots,
     launch_forward_slots,
     launch_gather_product,
+    launch_multicast_sum,
     launch_product_scatter,
     launch_sum_slots,
 )
@@ -27,17 +28,24 @@ def launches() -> Iterator[tuple[str, Launch]]:
         for plus in (False, True):
             yield f"row{' plus' * plus} {name}", partial(_scatter, dtype, plus, False)
         yield f"everywhere {name}", partial(_scatter, dtype, False, True)
+        yield f"stays {name}", partial(_scatter, dtype, False, False, True)
         part = meta(ROWS, COLUMNS, dtype=dtype)
         yield f"send on {name}", partial(launch_forward_slots, part, KernelCall(mailbox(), 17))
         yield f"collect {name}", partial(launch_collect_slots, part, KernelCall(mailbox(), 17))
         yield f"sum {name}", partial(launch_sum_slots, SEQUENCES, ROWS, COLUMNS, KernelCall(mailbox(), 17), dtype)
 
 
+def switched(arch: int) -> Iterator[tuple[str, Launch]]:
+    """Sums by a switch, which GPUs before Hopper have no instructions for."""
+    for dtype, name in ((BF16, "bf16"), (torch.float16, "fp16"), (FP32, "fp32")) if arch >= 90 else ():
+        yield f"by switch {name}", partial(launch_multicast_sum, ROWS, COLUMNS, KernelCall(mailbox(), 17), dtype)
+
+
 def mailbox() -> Mailbox:
-    table = meta(RANKS, dtype=torch.int64)
+    slots, arrivals = meta(RANKS, dtype=torch.int64), meta(RANKS + 1, dtype=torch.int64)
     return Mailbox(
-        rank=3, slots=table, arrivals=table, status=meta(1, dtype=torch.int64), capacity=1 << 24, most=1 << 14,
-        patience=1_000_000,
+        rank=3, slots=slots, arrivals=arrivals, status=meta(1, dtype=torch.int64), capacity=1 << 24, most=1 << 14,
+        patience=1_000_000, multicast=1 << 40,
     )  # fmt: skip
 
 
@@ -50,8 +58,8 @@ def _gather(dtype: torch.dtype, half: str) -> None:
     launch_gather_product(part, _matrix(dtype), bias, KernelCall(mailbox(), 17), half)  # type: ignore[arg-type]
 
 
-def _scatter(dtype: torch.dtype, plus: bool, everywhere: bool) -> None:
+def _scatter(dtype: torch.dtype, plus: bool, everywhere: bool, stays: bool = False) -> None:
     ranks = () if everywhere else (RANKS,)
     whole = meta(SEQUENCES, *ranks, ROWS, DEPTH, dtype=dtype)
     added = meta(SEQUENCES, *ranks, ROWS, COLUMNS, dtype=dtype) if plus else None
-    launch_product_scatter(whole, _matrix(dtype), added, KernelCall(mailbox(), 17), dtype)
+    launch_product_scatter(whole, _matrix(dtype), added, KernelCall(mailbox(), 17), dtype, stays)

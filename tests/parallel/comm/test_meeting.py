@@ -125,5 +125,13 @@ def test_a_report_names_who_did_not_come_and_who_was_elsewhere() -> None:
     )
 
 
+def test_a_rank_that_knows_who_has_ended_tells_the_others_where_it_was() -> None:
+    store, call = HashStore(), "all_gather 'column inputs' over tp"
+    FailureReports(store, 1).tell(call)
+    FailureReports(Lost(), 1).tell(call)  # nobody hears it, and nobody waits
+    store.wait(["failed/1"])
+    assert FailureReports(store, 0).absent(call, (0, 1)) == ""
+
+
 def test_a_report_to_a_store_that_is_lost_says_so() -> None:
     assert FailureReports(Lost(), 1).absent("x", (0, 1)) == "rank 0 does not answer"

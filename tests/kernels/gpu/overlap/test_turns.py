@@ -10,6 +10,7 @@ from engine.kernels.gpu.overlap.launches import (
     launch_collect_slots,
     launch_forward_slots,
     launch_gather_product,
+    launch_multicast_sum,
     launch_product_scatter,
     launch_sum_slots,
 )
@@ -85,6 +86,34 @@ def test_sums_are_whole_on_all_ranks(ranks: int) -> None:
         found = launch_collect_slots(parts[box.rank].contiguous(), KernelCall(box, 2))
         assert all(row.equal(part) for row, part in zip(found, parts, strict=True))
     assert not any(box.status.item() for box in boxes)
+
+
+@pytest.mark.parametrize("ranks", [2, wide(3), wide(8)])
+def test_sums_by_a_switch_are_whole_on_all_ranks(ranks: int) -> None:
+    """Emulated: every rank keeps its product, the owner of rows adds that of all ranks, and all collect the sums."""
+    boxes, _ = mailboxes(ranks, CAPACITY, MOST)
+    matrix = whole_numbers(K, N)
+    for epoch in (1, 3):
+        inputs = [whole_numbers(1, ranks, L, K, seed=epoch + rank) for rank in range(ranks)]
+        wanted = torch.stack([x @ matrix for x in inputs]).sum((0, 1))
+        calls = [KernelCall(box, epoch, SMALL) for box in boxes]
+        for call, x in zip(calls, inputs, strict=True):
+            launch_product_scatter(x, matrix, None, call, torch.float32, stays=True)
+        for call in calls:
+            launch_multicast_sum(L, N, call, torch.float32)
+        for box in boxes:
+            assert launch_collect_slots(torch.empty(L, N), KernelCall(box, epoch + 1, SMALL)).equal(wanted)
+    assert not any(box.status.item() for box in boxes)
+
+
+def test_a_sum_that_lacks_a_rank_is_not_sent() -> None:
+    boxes, memory = mailboxes(2, CAPACITY, MOST)
+    first, matrix = KernelCall(boxes[0], 1, SMALL), torch.ones(K, N)
+    launch_product_scatter(torch.ones(1, 2, L, K), matrix, None, first, torch.float32, True)
+    launch_multicast_sum(L, N, first, torch.float32)
+    assert read_status(int(boxes[0].status)) == Missing(rank=1, tile=0, epoch=1)
+    arrivals = memory[:, 2 * 2 * CAPACITY // 4 :][:, : 2 * 2 * MOST].view(2, 2, 2, MOST)  # owner, parity, writer, tile
+    assert arrivals[:, 1, 0].any() and not arrivals[:, 0].any(), "parts are signalled, sums are not"
 
 
 @pytest.mark.parametrize("fault", ["lost", "of another call"])

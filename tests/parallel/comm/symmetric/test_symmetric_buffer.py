@@ -2,14 +2,20 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from engine.errors import EngineError
-from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
+from engine.parallel.comm.backend import RecordingBackend
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.symmetric.shared_bytes import SharedBytes, SlotSizes
+from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.parallel.grid import Grid
 from engine.parallel.tensor.overlap.fused_moves import gather_in_kernel, scatter_in_kernel
+from engine.parallel.tensor.overlap.fused_sum import multiply_and_sum, sums_in_kernel
 from engine.parallel.tensor.overlap.moves import PLAIN_MOVES, Route
 from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.kernels.interpreter import repair
@@ -63,6 +69,38 @@ def test_kernels_of_processes_equal_collectives_bit_for_bit(run_ranks: RunRanks,
     assert run_ranks(late, ranks, calls, 0.01, seconds=250.0) == [(calls, [])] * ranks
 
 
+def switched(calls: int, most: float) -> tuple[int, list[str]]:
+    """Body of a rank: sums by a switch, which is emulated, between calls of another kind, late at random."""
+    repair()
+    axis, wrong = axis_of(), list[str]()
+    assert axis.symmetric is not None
+    axis.symmetric.mailbox = replace(axis.symmetric.mailbox, multicast=1)
+    rest = torch.Generator().manual_seed(100 + axis.index)
+    layer = torch.nn.Linear(K, N, bias=False)
+    for call in range(calls):
+        time.sleep(most * float(torch.rand(1, generator=rest)))
+        layer.weight.data = whole_numbers(N, K, seed=10 * call + axis.index, dtype=torch.float32)
+        x = whole_numbers(B, axis.size * L, K, seed=99 * call + axis.index, dtype=torch.float32)
+        assert sums_in_kernel(layer, x, axis)
+        wanted = x @ layer.weight.t()
+        axis.all_reduce(wanted, "row outputs")
+        wrong += [f"sum {call}"] * (not torch.equal(multiply_and_sum(layer, x, axis), wanted))
+        part, matrix = x[:, :L].contiguous(), layer.weight.detach().t()
+        pair = [
+            gather(part, matrix, None, Route(axis, "column inputs"))
+            for gather in (gather_in_kernel, PLAIN_MOVES.gather)
+        ]
+        wrong += [f"gather {call}"] * (not all(map(torch.equal, *pair)))
+    made = axis.symmetric.next_epoch() - 1
+    axis._comm.close()
+    return made, wrong
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [wide(3, 10), wide(4, 6), wide(8, 3)])
+def test_sums_by_a_switch_equal_collectives_bit_for_bit(run_ranks: RunRanks, ranks: int, calls: int) -> None:
+    assert run_ranks(switched, ranks, calls, 0.01, seconds=250.0) == [(3 * calls, [])] * ranks
+
+
 def abandoned() -> str:
     """Body of a rank: the last one ends before its call."""
     repair()
@@ -79,6 +117,32 @@ def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks) -> None:
     said, nothing = run_ranks(abandoned, 2)
     assert nothing == "" and "tile 0 of tensor rank 1 in call 1 has not come in time" in said
     assert "'column inputs' over tp" in said
+
+
+@pytest.mark.parametrize(
+    ("ended", "sentence"),
+    [
+        (False, "tile 6 of tensor rank 1 in call 5 has not come in time: that rank has ended, stands still, or makes"),
+        (
+            True,
+            "rank 9 has ended or closed its engine before tile 6 of tensor rank 1 in call 5 came; look for the first",
+        ),
+    ],
+)
+def test_a_step_tells_of_a_rank_that_has_ended_from_one_that_is_late(ended: bool, sentence: str) -> None:
+    """What a GPU is asked once a step."""
+    sizes = SlotSizes(ranks=2, capacity=64, most=8)
+    own = torch.zeros(sizes.total, dtype=torch.uint8)
+    memory = SharedBytes(own=own, addresses=(own.data_ptr(),) * 2, index=0, looks_a_second=1.0, close=lambda: None)
+    buffer = SymmetricBuffer(memory, sizes, 1.0, peers=(8, 9))
+    comm = Comm(Grid(), RecordingBackend(Grid()))
+    comm._symmetric.append(buffer)
+    comm.check_kernels()
+    buffer.mailbox.status[0] = 5 << 32 | 1 << 24 | 7
+    buffer._ended[1] = ended
+    assert int(buffer.mailbox.arrivals[2]) == buffer._ended.data_ptr()
+    with pytest.raises(EngineError, match=sentence):
+        comm.check_kernels()
 
 
 def too_large() -> tuple[int, bool]:

@@ -1,0 +1,122 @@
+"""Products of experts in Triton: rows sorted by expert, one matrix for each (a grouped GEMM), and their gradients.
+
+    grouped_product            out[rows of e] = x[rows of e] B_e
+    grouped_weight_gradient    out_e = x[rows of e]' d[rows of e]
+
+Where an expert's rows end is read on the device, so the host waits for nothing. Tiles never cross experts; their sums
+are those of ``kernels/gpu/matmul``, which these kernels call.
+
+Shape suffixes: R rows, X experts, K the dim that is summed over, N columns.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.gpu.launch_shapes import EXACT, GROUP, HALF, TF32, Tile, processors
+from engine.kernels.gpu.matmul import tile_finish, tile_place, tile_product
+
+_ALIGNED = 16
+"""Bytes of which the rows of a matrix are a multiple."""
+
+
+@triton.jit
+def grouped_product_kernel(
+    x, matrices, out, ends, experts, N, K,
+    MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [R, N] = x [R, K] times the expert's matrix of ``matrices`` [X, K, N]; rows of expert e end at ends[e]."""
+    columns = tl.cdiv(N, BN)
+    index = tl.program_id(0)
+    first = 0
+    start = tl.cast(0, tl.int64)
+    for expert in range(experts):
+        end = tl.cast(tl.load(ends + expert), tl.int64)
+        rows = tl.cast(end - start, tl.int32)
+        tiles = tl.cdiv(rows, BM)
+        while index < first + tiles * columns:
+            tile_row, tile_column = tile_place(index - first, tiles, columns, GROUP)
+            row = tile_row * BM
+            column = tile_column * BN
+            matrix = matrices + tl.cast(expert, tl.int64) * K * N
+            sums = tile_product(
+                x + start * K, matrix, row, column, rows, N, K, False, MATRIX_TRANSPOSED, PRECISION, BM, BN, BK, False
+            )
+            target = out + start * N
+            tile_finish(
+                sums, None, None, None, target, row, column, rows, N, "none", False, False, False, BM, BN, False
+            )
+            index += tl.num_programs(0)
+        first += tiles * columns
+        start = end
+
+
+@triton.jit
+def grouped_weight_gradient_kernel(
+    x, d, out, ends, experts, N, K, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [X, K, N]: of each expert, the product of its rows of ``x`` [R, K], transposed, and of ``d`` [R, N]."""
+    height = tl.cdiv(K, BM)
+    columns = tl.cdiv(N, BN)
+    each = height * columns
+    for index in range(tl.program_id(0), experts * each, tl.num_programs(0)):
+        expert = index // each
+        tile_row, tile_column = tile_place(index % each, height, columns, GROUP)
+        start = tl.cast(tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.int64)
+        rows = tl.cast(tl.load(ends + expert) - start, tl.int32)
+        row = tile_row * BM
+        column = tile_column * BN
+        sums = tile_product(
+            x + start * K, d + start * N, row, column, K, N, rows, True, False, PRECISION, BM, BN, BK, False
+        )
+        target = out + tl.cast(expert, tl.int64) * K * N
+        tile_finish(sums, None, None, None, target, row, column, K, N, "none", False, False, False, BM, BN, False)
+
+
+def launch_grouped_product(x_RK: Tensor, matrices_XKN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
+    """out [R, N] in the dtype of ``x_RK``, which is contiguous; ``ends_X`` are integers on the same device."""
+    matrices, transposed = stack_as_it_lies(matrices_XKN)
+    experts, depth, columns = matrices_XKN.shape
+    out = x_RK.new_empty((x_RK.shape[0], columns))
+    grouped_product_kernel[(processors(x_RK.device),)](
+        x_RK, matrices, out, ends_X, experts, columns, depth,
+        MATRIX_TRANSPOSED=transposed, **_settings(tile or _tile_for(x_RK.dtype)),
+    )  # fmt: skip
+    return out
+
+
+def launch_grouped_weight_gradient(x_RK: Tensor, d_RN: Tensor, ends_X: Tensor, tile: Tile | None = None) -> Tensor:
+    """out [X, K, N] in the dtype of ``x_RK``; both operands are contiguous, and of one dtype."""
+    depth, columns, experts = x_RK.shape[1], d_RN.shape[1], len(ends_X)
+    out = x_RK.new_empty((experts, depth, columns))
+    grouped_weight_gradient_kernel[(processors(x_RK.device),)](
+        x_RK, d_RN, out, ends_X, experts, columns, depth, **_settings(tile or _tile_for(x_RK.dtype)),
+    )  # fmt: skip
+    return out
+
+
+def stack_as_it_lies(matrices: Tensor) -> tuple[Tensor, bool]:
+    """(the contiguous stack of matrices [X, K, N] or [X, N, K], whether the operand is its transpose)."""
+    plain = matrices.is_contiguous() and matrices.shape[2] * matrices.element_size() % _ALIGNED == 0
+    lying = matrices if plain else matrices.transpose(1, 2)
+    return (lying if lying.is_contiguous() and not lying.data_ptr() % _ALIGNED else lying.clone()), not plain
+
+
+def _tile_for(dtype: torch.dtype) -> Tile:
+    """Pointers only: where an expert's rows begin, no tensor descriptor can."""
+    if dtype.itemsize == 2:
+        return HALF
+    return TF32 if torch.get_float32_matmul_precision() != "highest" else EXACT
+
+
+def _settings(tile: Tile) -> dict[str, Any]:
+    return {
+        "PRECISION": "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee",
+        "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "GROUP": GROUP,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip

@@ -1,0 +1,119 @@
+"""All-to-all and the products of experts, in one kernel there and in two back.
+
+    there   push rows to 1, 2, 3, own │ own rows x B │ rows of 3 x B │ of 2 │ of 1       a tile when its rows have come
+    back    tiles of 1 │ of 2 │ of 3 │ own │ collect rows from own, 3, 2, 1              a tile leaves when it is done
+
+Each expert has a matrix; a tile lies within the rows that one rank sends to one expert, so it waits for one signal, and
+its sums are those of ``kernels/gpu/matmul``, which these kernels call. Which tiles there are is a table of
+:class:`ExpertRows`. Two ranks that have no rows for each other still give each other a signal, of a tile without rows:
+that every rank waits for all others in each call is what lets slots be written again (:mod:`engine.kernels.mailbox`).
+Numbers that change from call to call are not specialised, since others wait while a rank compiles.
+
+Shape suffixes: T rows of a rank, R rows that its experts get, X experts of a rank, K the dim that is summed over.
+"""
+
+import triton
+import triton.language as tl
+
+from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_place, tile_product
+from engine.kernels.gpu.overlap.signals import arrival_of, came, signal, slot_of
+
+
+@triton.jit
+def _fields(tiles, index):
+    """The rank at the other end, number of the tile, expert, first row in the slot, rows, first row of this rank."""
+    place = tiles + index * 6
+    return (
+        tl.load(place), tl.load(place + 1), tl.load(place + 2),
+        tl.cast(tl.load(place + 3), tl.int64), tl.load(place + 4), tl.cast(tl.load(place + 5), tl.int64),
+    )  # fmt: skip
+
+
+@triton.jit
+def _push_rows(
+    tokens, sent, tiles, slots, arrivals, rank, epoch, capacity, most, K,
+    RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write the ``tiles`` tiles of ``tokens`` [T, K] that the table ``sent`` names into this rank's slots."""
+    for index in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        target, tile, _, there, rows, here = _fields(sent, index)
+        slot = slot_of(slots, target, rank, epoch, capacity, RANKS, tokens) + there * K
+        if rows > 0:
+            for column in range(0, K, BK):
+                values = load_tile(tokens + here * K, 0, column, rows, K, BM, BK, False, False)
+                store_tile(slot, values, 0, column, rows, K, BM, BK, False)
+        signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)
+
+
+@triton.jit(do_not_specialize=["sent_tiles", "received_tiles", "epoch"])
+def dispatch_product_kernel(
+    tokens, matrices, out, sent, received, sent_tiles, received_tiles,
+    slots, arrivals, status, rank, epoch, patience, capacity, most, N, K,
+    RANKS: tl.constexpr, PUSHES: tl.constexpr, MULTIPLIES: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Push ``tokens`` [T, K] to the ranks of their experts; out [R, N] = what comes times ``matrices`` [X, K, N]."""
+    if PUSHES:
+        _push_rows(tokens, sent, sent_tiles, slots, arrivals, rank, epoch, capacity, most, K, RANKS, BM, BK)
+    if MULTIPLIES:
+        columns = tl.cdiv(N, BN)
+        for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):
+            place, tile_column = tile_place(index, received_tiles, columns, GROUP)
+            source, tile, expert, there, rows, here = _fields(received, place)
+            has_come = came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS)
+            if has_come & (rows > 0):
+                column = tile_column * BN
+                slot = slot_of(slots, rank, source, epoch, capacity, RANKS, tokens) + there * K
+                matrix = matrices + tl.cast(expert, tl.int64) * K * N
+                sums = tile_product(
+                    slot, matrix, 0, column, rows, N, K, False, MATRIX_TRANSPOSED, PRECISION, BM, BN, BK, False
+                )
+                target = out + here * N
+                tile_finish(
+                    sums, None, None, None, target, 0, column, rows, N, "none", False, False, False, BM, BN, False
+                )
+
+
+@triton.jit(do_not_specialize=["received_tiles", "epoch"])
+def product_return_kernel(
+    whole, matrices, out, received, received_tiles,
+    slots, arrivals, status, rank, epoch, patience, capacity, most, N, K,
+    RANKS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Multiply ``whole`` [R, K] with ``matrices`` [X, K, N], and send each row to the rank that it has come from.
+
+    ``out`` tells the dtype that travels.
+    """
+    columns = tl.cdiv(N, BN)
+    for index in range(tl.program_id(0), received_tiles * columns, tl.num_programs(0)):
+        place, tile_column = tile_place(index, received_tiles, columns, GROUP)
+        source, tile, expert, there, rows, here = _fields(received, place)
+        if rows > 0:
+            column = tile_column * BN
+            matrix = matrices + tl.cast(expert, tl.int64) * K * N
+            sums = tile_product(
+                whole + here * K, matrix, 0, column, rows, N, K,
+                False, MATRIX_TRANSPOSED, PRECISION, BM, BN, BK, False,
+            )  # fmt: skip
+            slot = slot_of(slots, source, rank, epoch, capacity, RANKS, out) + there * N
+            tile_finish(sums, None, None, None, slot, 0, column, rows, N, "none", False, False, False, BM, BN, False)
+        signal(arrival_of(arrivals, source, rank, tile * columns + tile_column, epoch, most, RANKS), epoch)
+
+
+@triton.jit(do_not_specialize=["sent_tiles", "epoch"])
+def collect_rows_kernel(
+    out, sent, sent_tiles, slots, arrivals, status, rank, epoch, patience, capacity, most, N,
+    RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out [T, N] = the rows of this rank that the owners of their experts have sent back."""
+    columns = tl.cdiv(N, BN)
+    for index in range(tl.program_id(0), sent_tiles * columns, tl.num_programs(0)):
+        owner, tile, _, there, rows, here = _fields(sent, index // columns)
+        tile_column = index % columns
+        number = tile * columns + tile_column
+        has_come = came(arrivals, status, rank, owner, number, epoch, patience, most, RANKS)
+        if has_come & (rows > 0):
+            slot = slot_of(slots, rank, owner, epoch, capacity, RANKS, out) + there * N
+            values = load_tile(slot, 0, tile_column * BN, rows, N, BM, BN, False, False)
+            store_tile(out + here * N, values, 0, tile_column * BN, rows, N, BM, BN, False)

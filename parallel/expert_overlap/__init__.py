@@ -1,0 +1,1 @@
+"""Products of experts whose rows travel to the ranks that own the experts, inside the kernels that multiply them."""

@@ -1,0 +1,184 @@
+"""Products of experts on other ranks: rows travel inside the kernels that multiply them (``kernels/gpu/overlap``).
+
+    dispatch_product   tokens -> the owners of their experts, a product each      gradient: a product there, rows return
+    product_return     a product each -> back to the ranks of the tokens          gradient: rows are dispatched anew
+
+Both are calls of all ranks of the axis, also of one without rows. Counts have been exchanged before, as expert
+parallel code has to do to allocate anything. How often a token travels, and how the results of its experts are weighed
+and added, is up to the caller. Nothing of the engine uses them yet.
+
+Shape suffixes: T rows of a rank, R rows that its experts get, X experts of a rank, K inputs, N outputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.kernels.device import is_host
+from engine.kernels.dispatch import Kernels
+from engine.kernels.expert_rows import ExpertRows
+from engine.kernels.experts.grouped_product import grouped_product_reference, grouped_weight_gradient
+from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+
+_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_ALIGNED = 16
+"""Bytes of which rows are a multiple, so that a program loads whole lines."""
+AllToAll = Callable[[list[Tensor]], list[Tensor]]
+"""Sends each rank its rows, and returns what has come from each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRoute:
+    """Which rows go where in a call, and through which memory."""
+
+    rows: ExpertRows
+    buffer: SymmetricBuffer
+    kernels: Kernels
+    """For gradients of weights, which stay on their rank."""
+
+
+def dispatch_product(tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
+    """tokens [T, K], sorted by expert, -> [R, N]: the rows that this rank's experts get, times weight [X, K, N].
+
+    Rows of the result are sorted by expert, then by rank. Differentiable.
+
+    Raises:
+        EngineError: the rows do not fit the memory, or the kernels; the same on all ranks, before anything is sent. Or
+            a rank did not come.
+    """
+    _check(tokens, weight, route.rows.own)
+    _check_room(tokens, weight, route)
+    y: Tensor = _DispatchProduct.apply(tokens, weight, route)  # type: ignore[no-untyped-call]
+    return y
+
+
+def product_return(rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
+    """rows [R, K], sorted by expert, then by rank, times weight [X, K, N], back on their ranks: [T, N].
+
+    Differentiable; errors as :func:`dispatch_product`.
+    """
+    _check(rows, weight, route.rows.here)
+    _check_room(rows, weight, route)
+    y: Tensor = _ProductReturn.apply(rows, weight, route)  # type: ignore[no-untyped-call]
+    return y
+
+
+def dispatch_product_reference(tokens: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
+    """Reference of :func:`dispatch_product`: an all-to-all, then a product for each expert."""
+    received = rows.by_expert(exchange(rows.to_owners(tokens)))
+    return grouped_product_reference(received, weight, rows.sizes.cumsum(0))
+
+
+def product_return_reference(whole: Tensor, weight: Tensor, rows: ExpertRows, exchange: AllToAll) -> Tensor:
+    """Reference of :func:`product_return`."""
+    product = grouped_product_reference(whole, weight, rows.sizes.cumsum(0))
+    return torch.cat(exchange(rows.by_rank(product)))
+
+
+class _DispatchProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
+        out, received = _dispatch(tokens, weight, route, keeps=ctx.needs_input_grad[1])
+        ctx.save_for_backward(received, weight)
+        ctx.route = route
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        received, weight = ctx.saved_tensors
+        dx = _return(dy, weight.transpose(1, 2), ctx.route)
+        return dx, _weight_gradient(ctx, received, dy, weight), None
+
+
+class _ProductReturn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.route = route
+        return _return(rows, weight, route)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        rows, weight = ctx.saved_tensors
+        dx, received = _dispatch(dy, weight.transpose(1, 2), ctx.route, keeps=ctx.needs_input_grad[1])
+        return dx, _weight_gradient(ctx, rows, received, weight), None
+
+
+def _dispatch(tokens: Tensor, weight: Tensor, route: ExpertRoute, *, keeps: bool) -> tuple[Tensor, Tensor]:
+    """The product, and what has come, [R, K], if it ``keeps`` that."""
+    from engine.kernels.gpu.overlap.expert_launches import launch_dispatch_product
+    from engine.kernels.gpu.overlap.launches import KernelCall
+
+    buffer, rows = route.buffer, route.rows
+    call = KernelCall(buffer.mailbox, buffer.next_epoch())
+    out = launch_dispatch_product(tokens.contiguous(), weight, rows, call)
+    _complete(buffer, tokens.device)
+    if not keeps:
+        return out, tokens.new_empty(0)
+    sizes = rows.received.sum(1).tolist()
+    slots = (buffer.slot(call.epoch, n, (size, tokens.shape[1]), tokens.dtype) for n, size in enumerate(sizes))
+    return out, rows.by_expert(list(slots))
+
+
+def _return(whole: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
+    from engine.kernels.gpu.overlap.expert_launches import launch_collect_rows, launch_product_return
+    from engine.kernels.gpu.overlap.launches import KernelCall, tile_of
+
+    buffer = route.buffer
+    call = KernelCall(buffer.mailbox, buffer.next_epoch(), tile_of(weight.dtype))
+    launch_product_return(whole.contiguous(), weight, route.rows, call)
+    out = launch_collect_rows(weight.shape[2], route.rows, call, weight.dtype)
+    _complete(buffer, whole.device)
+    return out
+
+
+def _weight_gradient(ctx: Any, left: Tensor, right: Tensor, weight: Tensor) -> Tensor | None:
+    if not ctx.needs_input_grad[1]:
+        return None
+    ends = ctx.route.rows.sizes.cumsum(0).int().to(left.device)
+    return grouped_weight_gradient(left, right, weight, ends, ctx.route.kernels)
+
+
+def _complete(buffer: SymmetricBuffer, device: torch.device) -> None:
+    """On CPUs, where the kernel has ended, fail if something did not come; a GPU is asked once a step."""
+    if is_host(device):
+        try:
+            buffer.check()
+        except RuntimeError as error:
+            raise EngineError(f"a product of experts failed: {error}; look for the first traceback.") from error
+
+
+def _check(rows: Tensor, weight: Tensor, count: int) -> None:
+    if rows.dtype not in _DTYPES or rows.dtype != weight.dtype:
+        raise EngineError(
+            f"rows are {rows.dtype} and experts {weight.dtype}; pass both in one of float32, float16, bfloat16."
+        )
+    if rows.dim() != 2 or weight.dim() != 3 or rows.shape != (count, weight.shape[1]):
+        raise EngineError(
+            f"rows {tuple(rows.shape)} and experts {tuple(weight.shape)} do not fit the counts, which say {count} "
+            "rows; pass rows [rows, inputs], sorted by expert, and experts [experts, inputs, outputs]."
+        )
+    if any(size * rows.element_size() % _ALIGNED for size in weight.shape[1:]):
+        raise EngineError(
+            f"experts {tuple(weight.shape)} of {weight.dtype} have rows that are no multiple of {_ALIGNED} bytes, "
+            "which a kernel cannot send; choose other sizes."
+        )
+
+
+def _check_room(rows: Tensor, weight: Tensor, route: ExpertRoute) -> None:
+    """Both directions, so that a forward that fits has a backward that does."""
+    from engine.kernels.gpu.overlap.launches import tile_of
+
+    tile, holds = tile_of(weight.dtype), route.buffer.sizes
+    widest = max(weight.shape[1:])
+    size = route.rows.most_rows() * widest * rows.element_size()
+    tiles = route.rows.most_tiles(tile.rows) * -(-widest // tile.columns)
+    if not route.buffer.fits(size, tiles):
+        raise EngineError(
+            f"a rank would send {size} bytes in {tiles} tiles to another, but a slot holds {holds.capacity} bytes and "
+            f"{holds.most} tiles; send fewer rows at once, or open the memory with larger slots."
+        )
