@@ -7,7 +7,8 @@ All that torch knows of a type it is asked by the type's name; what it does not 
 AMD's GPUs are "cuda" in torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -144,6 +145,30 @@ def device_name(device: torch.device) -> str:
 def cuda_capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of an NVIDIA GPU; (0, 0) of any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+class SideStream:
+    """A second queue of work on ``device``; on the host, where nothing is queued, work is done when it is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _module(device.type).Stream(device) if _is_accelerator(device) else None
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """What is given inside begins when the current stream has done what it was given before."""
+        if self._stream is None:
+            yield
+            return
+        module = _module(self._device.type)
+        self._stream.wait_stream(module.current_stream(self._device))
+        with module.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """The current stream goes on when this one has done what it was given."""
+        if self._stream is not None:
+            _module(self._device.type).current_stream(self._device).wait_stream(self._stream)
 
 
 def _is_accelerator(device: torch.device) -> bool:

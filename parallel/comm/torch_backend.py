@@ -215,17 +215,14 @@ def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> S
     own.zero_()
     finish(device)
     dist.barrier(group, device_ids=[device.index or 0])
+    index, ranks = dist.get_rank(group), dist.get_world_size(group)
     return SharedBytes(
-        own=own,
-        addresses=tuple(found.buffer_ptrs),
-        index=dist.get_rank(group),
-        looks_a_second=_LOOKS_A_SECOND,
+        parts=tuple(own if peer == index else found.get_buffer(peer, (size,), torch.uint8) for peer in range(ranks)),
+        index=index,
         close=lambda: None,  # the memory goes with its tensor
     )
 
 
-_LOOKS_A_SECOND = 1e6
-"""Of a kernel at memory of a peer."""
 _MOST_PLACES = 1 << 14
 """Number of stages that tags can distinguish."""
 

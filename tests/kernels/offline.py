@@ -60,12 +60,12 @@ class Recorded:
         self.constants: dict[str, Any] = {}
         self.attributes: dict[tuple[int, ...], Any] = {}
         for index, name in enumerate(kernel.arg_names):
-            value = values[name]
-            if name in constant or value is None or (type(value) is int and value == 1):
+            value, given = values[name], kernel.params[index].do_not_specialize
+            if name in constant or value is None or (type(value) is int and value == 1 and not given):
                 self.types[name], self.constants[name] = "constexpr", value
                 continue
             self.types[name] = _type_of(value)
-            if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0):
+            if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0 and not given):
                 self.attributes[index,] = [["tt.divisibility", 16]]
 
     def compile(self, arch: int) -> Resources:

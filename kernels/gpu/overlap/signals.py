@@ -6,6 +6,9 @@
 No assembly: an exchange with release semantics and an addition of nothing with acquire semantics, both of the scope of
 the system, are what a GPU needs for its peers and what the interpreter runs between processes. The second becomes a
 plain load that acquires. Every wait is bounded, since a rank may end; what did not come is written down once.
+
+A kernel is compiled once for all ranks and calls: it is not specialised for the values of ``rank`` and ``epoch``. While
+a rank compiles, the others wait; and ranks on one GPU cannot load a kernel while another waits for them.
 """
 
 import triton
@@ -42,7 +45,7 @@ def write_down(status, rank, tile, epoch):
 @triton.jit
 def slot_of(table, owner, writer, epoch, capacity, RANKS: tl.constexpr, like):
     """Pointer to the elements that ``writer`` leaves with ``owner`` in ``epoch``, of the type of pointer ``like``."""
-    start = tl.load(table + owner) + ((epoch % 2) * RANKS + writer) * capacity
+    start = tl.load(table + owner) + tl.cast((epoch % 2) * RANKS + writer, tl.int64) * capacity
     return tl.multiple_of(start.to(like.dtype), 16)  # a pointer out of a table says nothing of its alignment
 
 

@@ -51,7 +51,7 @@ def scattered(
 
 @pytest.mark.parametrize("ranks", [2, wide(4)])
 def test_every_call_equals_the_plain_products(ranks: int) -> None:
-    boxes, _ = mailboxes(ranks, CAPACITY, MOST)
+    boxes, _buffers = mailboxes(ranks, CAPACITY, MOST)
     matrix, bias = whole_numbers(K, N), whole_numbers(N)
     for epoch in range(1, 5):
         if epoch % 2:
@@ -71,7 +71,7 @@ def test_every_call_equals_the_plain_products(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, wide(4)])
 def test_sums_are_whole_on_all_ranks(ranks: int) -> None:
-    boxes, _ = mailboxes(ranks, CAPACITY, MOST)
+    boxes, _buffers = mailboxes(ranks, CAPACITY, MOST)
     matrix = whole_numbers(K, N)
     inputs = [whole_numbers(1, 2 * L, K, seed=rank) for rank in range(ranks)]
     wanted = torch.stack([x @ matrix for x in inputs]).sum(0)
@@ -89,12 +89,12 @@ def test_sums_are_whole_on_all_ranks(ranks: int) -> None:
 
 @pytest.mark.parametrize("fault", ["lost", "of another call"])
 def test_what_does_not_come_is_written_down(fault: str) -> None:
-    boxes, memory = mailboxes(2, CAPACITY, MOST)
+    boxes, buffers = mailboxes(2, CAPACITY, MOST)
     matrix = whole_numbers(K, N)
     parts = [whole_numbers(B, L, K, seed=rank) for rank in range(2)]
     for box, part in zip(boxes, parts, strict=True):
         launch_gather_product(part, matrix, None, KernelCall(box, 1, SMALL), "push")
-    arrival = memory[0][2 * 2 * CAPACITY // 4 :][(1 * 2 + 1) * MOST + 3 :]  # at rank 0, of rank 1, tile 3, odd calls
+    arrival = buffers[1].arrivals_at(0, 1)[3:]  # at rank 0, of rank 1, tile 3, odd calls
     assert arrival[0] == 1
     arrival[0] = 0 if fault == "lost" else 3
     launch_gather_product(parts[0], matrix, None, KernelCall(boxes[0], 1, SMALL), "multiply")

@@ -1,24 +1,17 @@
-"""Ranks in one process that take turns: the memory of all of them is one tensor, and nobody runs while another does."""
+"""Ranks in one process that take turns: nobody runs while another does."""
 
 import torch
-from torch import Tensor
 
 from engine.kernels.mailbox import Mailbox
+from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
+from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer, virtual_ranks
 
-PATIENCE = 50
+SECONDS = 0.005
+"""Fifty looks at a signal."""
 
 
-def mailboxes(ranks: int, capacity: int, most: int) -> tuple[list[Mailbox], Tensor]:
-    """The view of each rank, and the memory, int32, that they share."""
-    each = 2 * ranks * capacity // 4 + 2 * ranks * most
-    memory = torch.zeros(ranks, -(-each // 4) * 4, dtype=torch.int32)
-    slots = torch.tensor([row.data_ptr() for row in memory])
-    arrivals = slots + 2 * ranks * capacity
-    boxes = [
-        Mailbox(
-            rank=rank, slots=slots, arrivals=arrivals,
-            status=torch.zeros(1, dtype=torch.int64), capacity=capacity, most=most, patience=PATIENCE,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    return boxes, memory
+def mailboxes(ranks: int, capacity: int, most: int) -> tuple[list[Mailbox], tuple[SymmetricBuffer, ...]]:
+    """The view of each rank, and its memory, which has to be kept: kernels know its address only."""
+    sizes = SlotSizes(ranks=ranks, capacity=capacity, most=most)
+    buffers = virtual_ranks(sizes, SECONDS, torch.device("cpu"))
+    return [buffer.mailbox for buffer in buffers], buffers
