@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.kernels.overlap_choices import Operation, ProductSizes
 from engine.parallel.tensor.collectives import (
     COLUMN_INPUTS,
     ROW_OUTPUTS,
@@ -239,11 +240,19 @@ class SharedInPieces(Shared):
         return product
 
 
-def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis) -> bool:
+def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
     """Whether ``rows`` rows of a rank, with as many bytes as ``part``, are to travel while others are multiplied: in
     more than one chunk, or tile by tile."""
     size = part.numel() * part.element_size()
-    return fuses(axis) or choose_pieces(rows, size, part.device.type, axis) > 1
+    return _is_fused(part, axis, operation) or choose_pieces(rows, size, part.device.type, axis) > 1
+
+
+def _is_fused(part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
+    if axis.measured is None or not part.numel():
+        return fuses(axis)
+    depth = part.shape[-1]
+    sizes = ProductSizes(axis.size * part.numel() // depth, 0, depth)  # for some number of columns
+    return fuses(axis) and axis.measured.may_fuse(operation, sizes, part.dtype)
 
 
 def scatter_product(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
