@@ -7,7 +7,7 @@ All that torch knows of a type it is asked by the type's name; what it does not 
 AMD's GPUs are "cuda" in torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -163,6 +163,18 @@ class SideStream:
         module = _module(self._device.type)
         self._stream.wait_stream(module.current_stream(self._device))
         with module.stream(self._stream):
+            yield
+
+    @contextmanager
+    def after(self, events: Iterable[torch.Event | None]) -> Iterator[None]:
+        """What is given inside begins after ``events``, which :func:`record_event` made, whatever else runs."""
+        if self._stream is None:
+            yield
+            return
+        with _module(self._device.type).stream(self._stream):
+            for event in events:
+                if event is not None:
+                    self._stream.wait_event(event)
             yield
 
     def join(self) -> None:

@@ -63,8 +63,10 @@ def arrival_of(arrivals, owner, writer, tile, epoch, most, RANKS: tl.constexpr):
 
 @triton.jit
 def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.constexpr):
-    """Wait until ``writer`` has left a tile with ``rank``; False, and written down, if it has not."""
-    there = arrived(arrival_of(arrivals, rank, writer, tile, epoch, most, RANKS), epoch, epoch, patience)
+    """Wait until ``writer`` has left a tile with ``rank``; False, and written down, if it has not. Once something has
+    not come, nothing else is waited for: a rank that has ended costs one wait, not one for each tile."""
+    looks = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
+    there = arrived(arrival_of(arrivals, rank, writer, tile, epoch, most, RANKS), epoch, epoch, looks)
     if not there:
         write_down(status, writer, tile, epoch)
     return there
