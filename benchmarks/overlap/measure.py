@@ -21,6 +21,8 @@ from engine.kernels.gpu.launch_shapes import Tile
 
 Answer = TypeVar("Answer")
 IN_KERNELS = ("fused", "copied")
+IN_TURNS = "in turns"
+"""The fused way, launched in halves."""
 ALLOWED = 2.0**-6
 """Of the largest entry, to whatever rounds sums in another order: two units of bf16."""
 TUNED_SHARE = 0.35
@@ -40,25 +42,32 @@ class Sampling:
 
 
 def run_case(case: OverlapCase, place: Place, seconds: float, sampling: Sampling) -> dict[str, Any]:
-    """All of it, in plain data: checks by tile, the tile that was taken, seconds by way."""
+    """All of it, in plain data: checks by tile, the tile that was taken, seconds by way.
+
+    The first tile, which ships, is always tried; the others while their share of the time lasts, since each is
+    compiled. Kernels that are interpreted are checked in all tiles.
+    """
     budget, trial = Budget(seconds), OverlapTrial(case, place)
-    tiles = {name_of(tile): Tile(*tile, parts=2, described=False) for tile in case.tiles}
-    found: dict[str, Any] = describe(case)
-    trial.fill(whole_numbers=True)
-    wanted = trial.expected()
-    found["checks"] = {name: _check(trial, tile, wanted, budget, place) for name, tile in tiles.items()}
-    right = {name: tile for name, tile in tiles.items() if found["checks"][name].get("passed")}
+    tuning = budget.part(TUNED_SHARE * seconds)
+    host = is_host(place.device)
+    found: dict[str, Any] = describe(case) | {"checks": {}, "tuned": {}}
+    right: dict[str, Tile] = {}
+    for number, sizes in enumerate(case.tiles):
+        name, tile = name_of(sizes), Tile(*sizes, parts=2, described=False)
+        if number and not host and not goes_on(place, tuning):
+            found["tuned"][name] = "not tried: no time left"
+            continue
+        found["checks"][name] = _check(trial, tile, place)
+        if found["checks"][name]["passed"]:
+            right[name] = tile
+            if not host:
+                found["tuned"][name] = _tune(trial, tile, sampling)
     found["passed"] = bool(right) and not any(_is_wrong(check) for check in found["checks"].values())
-    if not right or is_host(place.device):
-        return found
-    trial.fill(whole_numbers=False)
-    found["tuned"] = {
-        name: _tune(trial, tile, sampling, budget.part(TUNED_SHARE * seconds)) for name, tile in right.items()
-    }
-    known = {name: taken for name, taken in found["tuned"].items() if isinstance(taken, float)}
-    best = min(known, key=known.__getitem__, default=next(iter(right)))
-    found["tile"] = case.tiles[list(tiles).index(best)]
-    found["seconds"] = _measure(trial, right[best], sampling, budget)
+    if right and not host:
+        known = {name: taken for name, taken in found["tuned"].items() if isinstance(taken, float)}
+        best = min(known, key=known.__getitem__, default=next(iter(right)))
+        found["tile"] = next(sizes for sizes in case.tiles if name_of(sizes) == best)
+        found["seconds"] = time_ways(trial, right[best], sampling, budget)
     return found
 
 
@@ -75,15 +84,14 @@ def name_of(tile: tuple[int, int, int, int, int]) -> str:
     return f"{rows}x{columns}x{depth} w{warps} s{stages}"
 
 
-def _check(trial: OverlapTrial, tile: Tile, wanted: Any, budget: Budget, place: Place) -> dict[str, Any]:
+def _check(trial: OverlapTrial, tile: Tile, place: Place) -> dict[str, Any]:
     """The deviation of every way; what is in kernels is exact, or fails."""
-    if not _goes_on(place, budget):
-        return {"error": "not checked: no time left"}
+    trial.fill(whole_numbers=True)
+    wanted = trial.expected()
     scale = max(float(one.abs().max()) for one in wanted)
-    ways: dict[str, Run] = {"in turns": lambda: trial.first_in_turns(tile), **trial.ways(tile)}
+    ways: dict[str, Run] = {IN_TURNS: lambda: trial.first_in_turns(tile), **trial.ways(tile)}
     rows: dict[str, Any] = {}
     for name, run in ways.items():
-        exact = name in ("in turns", *IN_KERNELS)
 
         def deviation(run: Run = run) -> float:
             largest = max(deviating(run(), wanted))
@@ -93,11 +101,17 @@ def _check(trial: OverlapTrial, tile: Tile, wanted: Any, budget: Budget, place: 
         answer = _guarded(trial, name, deviation)
         if isinstance(answer, float):
             (answer,) = place.longest([answer])
-            rows[name] = {"deviation": answer, "passed": answer == 0.0 if exact else answer <= ALLOWED * scale}
+            rows[name] = {
+                "deviation": answer,
+                "passed": answer == 0.0 if _is_exact(name) else answer <= ALLOWED * scale,
+            }
         else:
             rows[name] = {"error": answer, "passed": False}
-    ours = [row for name, row in rows.items() if name in ("in turns", *IN_KERNELS)]
-    return {"ways": rows, "passed": all(row["passed"] for row in ours)}
+    return {"ways": rows, "passed": all(row["passed"] for name, row in rows.items() if _is_exact(name))}
+
+
+def _is_exact(way: str) -> bool:
+    return way in (IN_TURNS, *IN_KERNELS)
 
 
 def _is_wrong(check: Mapping[str, Any]) -> bool:
@@ -105,10 +119,9 @@ def _is_wrong(check: Mapping[str, Any]) -> bool:
     return any("deviation" in row and not row["passed"] for row in check.get("ways", {}).values())
 
 
-def _tune(trial: OverlapTrial, tile: Tile, sampling: Sampling, budget: Budget) -> float | str:
+def _tune(trial: OverlapTrial, tile: Tile, sampling: Sampling) -> float | str:
     """Seconds of the fused way."""
-    if not _goes_on(trial.place, budget):
-        return "not tried: no time left"
+    trial.fill(whole_numbers=False)
     run = trial.ways(tile)["fused"]
 
     def taken() -> float:
@@ -120,14 +133,15 @@ def _tune(trial: OverlapTrial, tile: Tile, sampling: Sampling, budget: Budget) -
     return trial.place.longest([answer])[0] if isinstance(answer, float) else answer
 
 
-def _measure(trial: OverlapTrial, tile: Tile, sampling: Sampling, budget: Budget) -> dict[str, Any]:
-    """Of every way and part, in rounds of changing order, the same on all ranks."""
+def time_ways(trial: OverlapTrial, tile: Tile, sampling: Sampling, budget: Budget) -> dict[str, Any]:
+    """Seconds of every way and part, in rounds of changing order, the same on all ranks."""
+    trial.fill(whole_numbers=False)
     runs = trial.ways(tile) | trial.parts(tile) | trial.alone(tile)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     errors: dict[str, str] = {}
     order = random.Random(0)
     for turn in range(sampling.rounds + 1):  # the first one is warm-up
-        if turn > 1 and not _goes_on(trial.place, budget):
+        if turn > 1 and not goes_on(trial.place, budget):
             break
         for name in order.sample(list(runs), len(runs)):
             if name in errors:
@@ -151,7 +165,7 @@ def _summary(trial: OverlapTrial, samples: list[float]) -> dict[str, Any]:
     return {"seconds": middle, "spread": [least, most], "count": len(samples)}
 
 
-def _goes_on(place: Place, budget: Budget) -> bool:
+def goes_on(place: Place, budget: Budget) -> bool:
     """Whether there is time, alike on all ranks."""
     return place.longest([float(not budget.left)]) == [0.0]
 

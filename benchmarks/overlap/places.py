@@ -60,9 +60,12 @@ class VirtualPlace:
     """All ranks in this process, each on a stream of its own; on a CPU they take turns."""
 
     def __init__(self, ranks: int, device: torch.device) -> None:
-        self.device, self.ranks, self.own = device, ranks, range(ranks)
-        self.board: Board | None = Board(ranks)
-        self.axes = [VirtualAxis(rank, self.board, device) for rank in self.own]
+        self.device, self.ranks = device, ranks
+        self.own: Sequence[int] = range(ranks)
+        board = Board(ranks)
+        self.board: Board | None = board
+        self._axes = [VirtualAxis(rank, board, device) for rank in self.own]
+        self.axes: Sequence[TensorAxis] = self._axes
         self.clock: Clock = WallClock() if is_host(device) else EventClock(device)
         self._streams = [SideStream(device) for _ in self.own]
 
@@ -78,7 +81,7 @@ class VirtualPlace:
 
     def together(self, works: Sequence[Turns]) -> list[Tensor]:
         """In turns on the host, at once on the device."""
-        for axis in self.axes:
+        for axis in self._axes:
             axis.begin()
         found: dict[int, Tensor] = {}
         while len(found) < len(works):
@@ -110,9 +113,10 @@ class ProcessPlace:
         open_world(world)
         grid = Grid(tp=world.size, rank=world.rank)
         self._comm = Comm(grid, TorchBackend(grid, world.device))
-        self.device, self.ranks, self.own = world.device, world.size, (world.rank,)
+        self.device, self.ranks = world.device, world.size
+        self.own: Sequence[int] = (world.rank,)
         self.board: Board | None = None
-        self.axes = [TensorAxis(self._comm)]
+        self.axes: Sequence[TensorAxis] = [TensorAxis(self._comm)]
         token = torch.zeros(1, device=self.device)
         host = is_host(self.device)
         self.clock: Clock = WallClock() if host else EventClock(self.device, lambda: dist.all_reduce(token))

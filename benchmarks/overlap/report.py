@@ -82,16 +82,47 @@ def overlap_table(cases: Sequence[Found]) -> str:
     return "\n".join([_line(HEADINGS), _line(["---"] * len(HEADINGS)), *(_line(_cells(found)) for found in cases)])
 
 
+CHECKED = ("fused", "copied", "chunks", "collectives", "async-TP")
+
+
+def check_table(cases: Sequence[Found]) -> str:
+    """Markdown: whether each way gave what plain products and sums give, with whole numbers, in how many tiles."""
+    headings = ("operation", "of", "ranks", "M x N x K", "dtype", "tiles", *CHECKED)
+    return "\n".join([_line(headings), _line(["---"] * len(headings)), *(_line(_checks(found)) for found in cases)])
+
+
+def _checks(found: Found) -> list[str]:
+    tiles = [check["ways"] for check in found.get("checks", {}).values()]
+    told = [found["error"], *["-"] * (len(CHECKED) - 1)] if "error" in found else [_checked(tiles, w) for w in CHECKED]
+    return [*_head(found), str(len(tiles)), *told]
+
+
+def _checked(tiles: Sequence[Mapping[str, Any]], way: str) -> str:
+    rows = [ways[way] for ways in tiles if way in ways]
+    if not rows:
+        return "-"
+    if any("error" in row for row in rows):
+        return "did not run"
+    if not all(row["passed"] for row in rows):
+        return "WRONG"
+    largest = max(row["deviation"] for row in rows)
+    return "exact" if largest == 0 else f"within {largest:.1e}"
+
+
+def _head(found: Found) -> list[str]:
+    sizes = found["sizes"]
+    return [
+        found["operation"], found["of"], str(found["ranks"]),
+        f"{sizes['rows']} x {sizes['columns']} x {sizes['depth']}", found["dtype"],
+    ]  # fmt: skip
+
+
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
 def _cells(found: Found) -> list[str]:
-    sizes = found["sizes"]
-    head = [
-        found["operation"], found["of"], str(found["ranks"]),
-        f"{sizes['rows']} x {sizes['columns']} x {sizes['depth']}", found["dtype"],
-    ]  # fmt: skip
+    head = _head(found)
     if "error" in found:
         return [*head, found["error"], *["-"] * (len(HEADINGS) - len(head) - 1)]
     tile = found.get("tile")
@@ -115,9 +146,9 @@ def overlap_failures(cases: Sequence[Found]) -> list[str]:
     """What was wrong or did not run, each once."""
     lines: dict[str, None] = {}
     for found in cases:
+        if "error" in found:
+            lines[f"{found['name']}: {found['error']}"] = None
         for tile, check in found.get("checks", {}).items():
-            if "error" in check:
-                lines[f"{found['name']}, {tile}: {check['error']}"] = None
             for way, row in check.get("ways", {}).items():
                 if not row["passed"]:
                     why = row.get("error", f"deviates by {row.get('deviation')}")

@@ -188,6 +188,8 @@ class OverlapTrial:
         if len(self.place.own) > 1 or is_host(self.place.device) or self.case.operation == "product_sum":
             return {}
         (given,), (matrix,) = self.inputs, self.matrices
+        from torch.distributed import _symmetric_memory  # noqa: F401  registers the operators
+
         group = dist.group.WORLD
         assert group is not None
         operators = torch.ops.symm_mem
@@ -222,7 +224,7 @@ class OverlapTrial:
 
     def _product(self, index: int) -> Turns:
         yield
-        return self._whole_rows[index] @ self.matrices[index]
+        return torch.mm(self._whole_rows[index], self.matrices[index])
 
     @cached_property
     def _whole_rows(self) -> list[Tensor]:

@@ -33,7 +33,7 @@ def _row(found: Found, device: str) -> OverlapChoice | None:
     return OverlapChoice(
         operation=found["operation"], device=device, dtype=found["dtype"], ranks=found["ranks"],
         rows=found["sizes"]["rows"], columns=found["sizes"]["columns"], depth=found["sizes"]["depth"],
-        way=way, speedup=round(speedup, 3), tile=None if tile == TILES[0] else tile,  # type: ignore[arg-type]
+        way=way, speedup=round(speedup, 3), tile=None if tile == TILES[0] else tile,
     )  # fmt: skip
 
 

@@ -101,3 +101,22 @@ def test_what_does_not_come_is_written_down(fault: str) -> None:
     assert read_status(int(boxes[0].status)) == Missing(rank=1, tile=3, epoch=1)
     launch_gather_product(parts[1], matrix, None, KernelCall(boxes[1], 1, SMALL), "multiply")
     assert read_status(int(boxes[1].status)) is None
+
+
+def test_after_something_that_did_not_come_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    boxes, _buffers = mailboxes(2, CAPACITY, MOST)
+    looks = 0
+    look = InterpreterBuilder.create_atomic_rmw
+
+    def counted(*args: object) -> object:
+        nonlocal looks
+        looks += 1
+        return look(*args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", counted)
+    tiles = B * -(-L // SMALL.rows) * -(-N // SMALL.columns)
+    launch_sum_slots(B, L, N, KernelCall(boxes[0], 1, SMALL), torch.float32)
+    assert looks == 2 * tiles + boxes[0].patience, "one look at each tile of each rank, and one wait"
+    assert read_status(int(boxes[0].status)) == Missing(rank=0, tile=0, epoch=1)
