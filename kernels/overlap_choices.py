@@ -62,26 +62,28 @@ class OverlapChoices:
 
     def find(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> OverlapChoice | None:
         """The row that applies."""
+        product = (sizes.columns, sizes.depth)
         held = [
-            row
-            for row in self._of(operation, sizes, dtype)
-            if (row.columns, row.depth) == (sizes.columns, sizes.depth) and row.rows <= sizes.rows
+            row for row in self._of(operation, dtype) if (row.columns, row.depth) == product and row.rows <= sizes.rows
         ]
         return max(held, key=lambda row: row.rows, default=None)
 
-    def may_fuse(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> bool:
-        """Whether a product of these rows and this depth fuses for some number of columns."""
-        widths = {row.columns for row in self._of(operation, sizes, dtype)}
-        found = (self.find(operation, sizes._replace(columns=width), dtype) for width in widths)
+    def may_fuse(
+        self, operation: Operation, rows: int, dtype: torch.dtype, *, columns: int | None = None,
+        depth: int | None = None,
+    ) -> bool:  # fmt: skip
+        """Whether some product of these rows fuses, of the columns or the depth that are known."""
+        products = {
+            ProductSizes(rows, row.columns, row.depth)
+            for row in self._of(operation, dtype)
+            if row.columns == (columns or row.columns) and row.depth == (depth or row.depth)
+        }
+        found = (self.find(operation, sizes, dtype) for sizes in products)
         return any(row is not None and row.fuses for row in found)
 
-    def _of(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> list[OverlapChoice]:
+    def _of(self, operation: Operation, dtype: torch.dtype) -> list[OverlapChoice]:
         name = str(dtype).removeprefix("torch.")
-        return [
-            row
-            for row in self.rows
-            if row.operation == operation and row.depth == sizes.depth and fnmatchcase(name, row.dtype)
-        ]
+        return [row for row in self.rows if row.operation == operation and fnmatchcase(name, row.dtype)]
 
 
 def read_overlap(text: str) -> tuple[OverlapChoice, ...]:

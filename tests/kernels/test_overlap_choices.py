@@ -37,11 +37,13 @@ def test_a_row_applies_to_its_product_up_to_the_rows_of_the_next() -> None:
     assert choices.find("product_scatter", ProductSizes(4096, 1792, 4096), BF16) is None
 
 
-def test_a_product_whose_columns_are_not_known_may_fuse() -> None:
+def test_a_product_of_which_one_size_is_known_may_fuse() -> None:
     choices = OverlapChoices(ROWS)
-    assert choices.may_fuse("gather_product", ProductSizes(4096, 0, 4096), BF16)
-    assert not choices.may_fuse("gather_product", ProductSizes(16384, 0, 4096), BF16), "chunks were faster there"
-    assert not choices.may_fuse("gather_product", ProductSizes(4096, 0, 1024), BF16)
+    assert choices.may_fuse("gather_product", 4096, BF16, depth=4096)
+    assert choices.may_fuse("gather_product", 4096, BF16, columns=1792)
+    assert not choices.may_fuse("gather_product", 16384, BF16, depth=4096), "chunks were faster there"
+    assert not choices.may_fuse("gather_product", 4096, BF16, depth=1792)
+    assert not choices.may_fuse("product_scatter", 4096, BF16, depth=4096)
 
 
 def test_rows_are_of_a_gpu_and_a_number_of_ranks() -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
-from engine.kernels.overlap_choices import Operation, ProductSizes
+from engine.kernels.overlap_choices import Operation
 from engine.parallel.tensor.collectives import (
     COLUMN_INPUTS,
     ROW_OUTPUTS,
@@ -248,11 +248,16 @@ def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation
 
 
 def _is_fused(part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    if axis.measured is None or not part.numel():
+    """Whether kernels may communicate for a product of ``part``, or for the gradient of ``part``, whose other size
+    nobody knows here."""
+    if axis.measured is None or not fuses(axis) or not part.numel():
         return fuses(axis)
-    depth = part.shape[-1]
-    sizes = ProductSizes(axis.size * part.numel() // depth, 0, depth)  # for some number of columns
-    return fuses(axis) and axis.measured.may_fuse(operation, sizes, part.dtype)
+    width = part.shape[-1]
+    rows = axis.size * part.numel() // width
+    backward: Operation = "product_scatter" if operation == "gather_product" else "gather_product"
+    return axis.measured.may_fuse(operation, rows, part.dtype, depth=width) or axis.measured.may_fuse(
+        backward, rows, part.dtype, columns=width
+    )
 
 
 def scatter_product(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
