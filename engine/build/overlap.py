@@ -12,14 +12,13 @@ import logging
 import torch
 
 from engine.config import Config
-from engine.kernels.device import device_name
 from engine.kernels.dispatch import has_triton, runs_triton
-from engine.kernels.overlap_choices import OverlapChoices, overlap_choices
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
 from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
 from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
+from engine.planning.fused_layers import measured_overlap
 
 logger = logging.getLogger("trine")
 _MOST_TILES = 1 << 14
@@ -33,26 +32,15 @@ def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.devi
         axis.overlap = Overlap(frozenset())
     elif wanted == "chunks":
         axis.overlap = Overlap(frozenset({device.type}), 0)
-    elif wanted == "fused" and axis.size > 1:
-        runs = runs_triton(device)
-        axis.symmetric = _open(comm, config) if runs else None
-        if axis.symmetric is None and comm.grid.rank == 0:
-            logger.warning('parallel.overlap "fused": %s; collectives take their place.', _reason(device, runs))
-    elif wanted == "auto" and axis.size > 1:
+    elif axis.size > 1:
         axis.measured = measured_overlap(config, device, axis.kernels.card)
-        axis.symmetric = _open(comm, config) if axis.measured is not None else None
-
-
-def measured_overlap(config: Config, device: torch.device, card: str | None = None) -> OverlapChoices | None:
-    """What "auto" runs in kernels on this GPU; None: nothing.
-
-    Args:
-        card: the GPU by which all ranks choose, "" if kernels do not run on all of them; None: the one of this rank.
-    """
-    if config.parallel.overlap != "auto" or config.tp == 1 or card == "" or not runs_triton(device):
-        return None
-    found = overlap_choices(card or device_name(device), config.tp)
-    return found if any(row.fuses for row in found.rows) else None
+        if wanted == "fused" or axis.measured is not None:
+            runs = runs_triton(device)
+            axis.symmetric = _open(comm, config) if runs else None
+            if axis.symmetric is None and comm.grid.rank == 0:
+                logger.warning(
+                    'parallel.overlap "%s": %s; collectives take their place.', wanted, _reason(device, runs)
+                )
 
 
 def _open(comm: Comm, config: Config) -> SymmetricBuffer | None:
