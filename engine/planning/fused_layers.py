@@ -1,4 +1,4 @@
-"""Layers whose products communicate in kernels with overlap "auto": those of a size that was measured to win."""
+"""Layers that communicate in kernels where the configuration leaves that open: of sizes that were measured to win."""
 
 import re
 from collections.abc import Iterator
