@@ -152,7 +152,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = _module(device.type).Stream(device) if _is_accelerator(device) else None
+        self._stream = torch.Stream(device) if _is_accelerator(device) else None
 
     @contextmanager
     def behind(self) -> Iterator[None]:
@@ -160,9 +160,8 @@ class SideStream:
         if self._stream is None:
             yield
             return
-        module = _module(self._device.type)
-        self._stream.wait_stream(module.current_stream(self._device))
-        with module.stream(self._stream):
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
             yield
 
     @contextmanager
@@ -171,16 +170,16 @@ class SideStream:
         if self._stream is None:
             yield
             return
-        with _module(self._device.type).stream(self._stream):
+        with self._stream:
             for event in events:
                 if event is not None:
-                    self._stream.wait_event(event)
+                    event.wait()
             yield
 
     def join(self) -> None:
         """The current stream goes on when this one has done what it was given."""
         if self._stream is not None:
-            _module(self._device.type).current_stream(self._device).wait_stream(self._stream)
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
 def _is_accelerator(device: torch.device) -> bool:

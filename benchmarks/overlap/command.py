@@ -134,9 +134,9 @@ def _head(found: dict[str, Any]) -> str:
     else:
         lines.append(
             "Medians of interleaved rounds, L2 flushed. hidden: (gated product + transfer - ours) / the shorter of the "
-            "two; gated / plain: one rank alone, all rows there, over the plain product in the same tile (for a "
-            "scatter: the product that sends over the plain one). Ways of many launches suffer where one process "
-            "launches for many virtual ranks."
+            "two; from host: rows of others lie in pinned memory and come over the link of the GPU; gated / plain: one "
+            "rank alone, all rows there, over the plain product in the same tile (for a scatter: the product that "
+            "sends over the plain one). Ways of many launches suffer where one process launches for many ranks."
         )
     return "\n".join([*lines, "", f"The run took {found['seconds']:.0f} s."])
 

@@ -57,7 +57,7 @@ def run_case(case: OverlapCase, place: Place, seconds: float, sampling: Sampling
         if number and not host and not goes_on(place, tuning):
             found["tuned"][name] = "not tried: no time left"
             continue
-        found["checks"][name] = _check(trial, tile, place)
+        found["checks"][name] = check_ways(trial, tile, place)
         if found["checks"][name]["passed"]:
             right[name] = tile
             if not host:
@@ -84,7 +84,7 @@ def name_of(tile: tuple[int, int, int, int, int]) -> str:
     return f"{rows}x{columns}x{depth} w{warps} s{stages}"
 
 
-def _check(trial: OverlapTrial, tile: Tile, place: Place) -> dict[str, Any]:
+def check_ways(trial: OverlapTrial, tile: Tile, place: Place) -> dict[str, Any]:
     """The deviation of every way; what is in kernels is exact, or fails."""
     trial.fill(whole_numbers=True)
     wanted = trial.expected()

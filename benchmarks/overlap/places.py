@@ -57,21 +57,28 @@ class Place(Protocol):
 
 
 class VirtualPlace:
-    """All ranks in this process, each on a stream of its own; on a CPU they take turns."""
+    """All ranks in this process, each on a stream of its own; on a CPU they take turns.
+
+    A rank has three streams: of its kernels, of its collectives and of its copies. torch gives out 32 streams of a
+    device in turn, so those of 8 ranks, made together, are 24 different ones; a shared one would be a deadlock.
+    """
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         self.device, self.ranks = device, ranks
         self.own: Sequence[int] = range(ranks)
         board = Board(ranks)
         self.board: Board | None = board
-        self._axes = [VirtualAxis(rank, board, device) for rank in self.own]
+        self._streams, sides, self._copies = ([SideStream(device) for _ in self.own] for _ in range(3))
+        self._axes = [VirtualAxis(rank, board, device, sides[rank]) for rank in self.own]
         self.axes: Sequence[TensorAxis] = self._axes
         self.clock: Clock = WallClock() if is_host(device) else EventClock(device)
-        self._streams = [SideStream(device) for _ in self.own]
 
     def open(self, sizes: SlotSizes) -> list[SymmetricBuffer]:
         """An allocation for each rank."""
-        return list(virtual_ranks(sizes, SECONDS, self.device))
+        buffers = virtual_ranks(sizes, SECONDS, self.device)
+        for buffer, copies in zip(buffers, self._copies, strict=True):
+            buffer.copies = copies
+        return list(buffers)
 
     def programs(self, spare: int = 0) -> int | None:
         """A share of the processors, so that the programs of all ranks run at once."""

@@ -14,7 +14,7 @@ OTHERS = ("chunks", "collectives", "async-TP")
 SHOWN = ("fused", "copied", *OTHERS, "product", "transfer")
 HEADINGS = (
     "operation", "of", "ranks", "M x N x K", "dtype", "right", "tile",
-    *(f"{name} ms" for name in SHOWN), "best other / ours", "hidden", "gated / plain",
+    *(f"{name} ms" for name in SHOWN), "best other / ours", "hidden", "hidden, from host", "gated / plain",
 )  # fmt: skip
 Found = Mapping[str, Any]
 """What ``run_case`` gives."""
@@ -33,10 +33,20 @@ def fastest(found: Found, ways: Sequence[str]) -> tuple[float, str] | None:
 
 def hidden(found: Found) -> float | None:
     """Share of the shorter of product and transfer that the fastest of our ways hides behind the other."""
-    ours, product, transfer = fastest(found, IN_KERNELS), seconds_of(found, "gated"), seconds_of(found, "transfer")
+    ours = fastest(found, IN_KERNELS)
+    return _hidden(found, None if ours is None else ours[0], "transfer")
+
+
+def hidden_from_host(found: Found) -> float | None:
+    """The same of a gather whose rows come from the host."""
+    return _hidden(found, seconds_of(found, "from host"), "host transfer")
+
+
+def _hidden(found: Found, ours: float | None, moved: str) -> float | None:
+    product, transfer = seconds_of(found, "gated"), seconds_of(found, moved)
     if ours is None or product is None or transfer is None:
         return None
-    return (product + transfer - ours[0]) / min(product, transfer)
+    return (product + transfer - ours) / min(product, transfer)
 
 
 def gated_ratio(found: Found) -> float | None:
@@ -134,6 +144,7 @@ def _cells(found: Found) -> list[str]:
         *("-" if value is None else f"{value * 1e3:.3f}" for value in taken),
         _figure(gain(found), "{:.2f}"),
         _figure(hidden(found), "{:.0%}"),
+        _figure(hidden_from_host(found), "{:.0%}"),
         _figure(gated_ratio(found), "{:.3f}"),
     ]
 

@@ -24,7 +24,7 @@ from engine.parallel.comm.comm import Pending
 from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
 from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.tensor.overlap.chunked_matmul import MOST_PIECES
-from engine.parallel.tensor.overlap.copied_rows import copied_rows
+from engine.parallel.tensor.overlap.copied_rows import copied_rows, leave_rows, signal_numbers
 from engine.parallel.tensor.overlap.fused_sum import sum_in_turns
 from engine.parallel.tensor.overlap.moves import Route, gather_product, product_scatter
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -52,10 +52,10 @@ class OverlapTrial:
         )
         self.matrices = [layer.t() for layer in layers]
 
-    def fill(self, whole_numbers: bool) -> None:
-        """New content, unlike on every rank; sums of whole numbers are exact in fp32."""
+    def fill(self, whole_numbers: bool, turn: int = 0) -> None:
+        """New content, unlike on every rank and in every turn; sums of whole numbers are exact in fp32."""
         for rank, given, matrix in zip(self.place.own, self.inputs, self.matrices, strict=True):
-            generator = torch.Generator(device=self.place.device).manual_seed(rank)
+            generator = torch.Generator(device=self.place.device).manual_seed(self.case.ranks * turn + rank)
             for tensor in (given, matrix):
                 if whole_numbers:
                     tensor.random_(-2, 3, generator=generator)
@@ -101,10 +101,40 @@ class OverlapTrial:
     def parts(self, tile: Tile) -> dict[str, Run]:
         """What the ways consist of: the product in a kernel all of whose rows have come, and the transfer alone."""
         self._open_gates(tile)
-        return {
+        made: dict[str, Run] = {
             "gated": partial(self._run, partial(self._gated, tile)),
             "product": partial(self._run, self._product),
             "transfer": partial(self._run, partial(self._transfer, self._products())),
+        }
+        return made | self._from_host(tile) if self.place.board is not None else made
+
+    def _from_host(self, tile: Tile) -> dict[str, Run]:
+        """A gather whose rows, but for a rank's own, come from memory of the host: over the one real link, by the copy
+        engine, that a single GPU has."""
+        if self.case.operation != "gather_product":
+            return {}
+        pins = not is_host(self.place.device)
+        rows = [given.cpu().pin_memory() if pins else given.clone() for given in self.inputs]
+
+        def turns(multiplies: bool, index: int) -> Turns:
+            given, buffer = self.inputs[index], self.buffers[index]
+            call = self._call(buffer, tile, SPARE_PROCESSORS)
+            numbers = signal_numbers(given, buffer, call.epoch, tile.rows)
+            leave_rows(given, numbers, buffer, (index, call.epoch, tile.rows))
+            with buffer.copies.behind():
+                for step in range(1, self.case.ranks):
+                    owner = (index + step) % self.case.ranks
+                    leave_rows(rows[index], numbers, buffer, (owner, call.epoch, tile.rows))
+            if self._takes_turns:
+                yield
+            if multiplies:
+                given = launch_gather_product(given, self.matrices[index], None, call, "multiply")
+            buffer.copies.join()
+            return given
+
+        return {
+            "from host": partial(self._run, partial(turns, True)),
+            "host transfer": partial(self._run, partial(turns, False)),
         }
 
     def alone(self, tile: Tile) -> dict[str, Run]:

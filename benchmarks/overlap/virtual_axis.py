@@ -41,12 +41,11 @@ class Board:
 
 
 class VirtualAxis(TensorAxis):
-    """The axis as one virtual rank sees it."""
+    """The axis as one virtual rank sees it; ``side``: where its transfers run."""
 
-    def __init__(self, index: int, board: Board, device: torch.device) -> None:
+    def __init__(self, index: int, board: Board, device: torch.device, side: SideStream) -> None:
         self.index, self.size, self.dry, self.listener = index, board.ranks, False, None
-        self._board, self._device = board, device
-        self._side = SideStream(device)
+        self._board, self._device, self._side = board, device, side
         self._calls = 0
 
     def begin(self) -> None:

@@ -12,6 +12,7 @@ collectives; there is nothing else that a call has to agree on.
 """
 
 import logging
+from functools import cached_property
 from math import prod
 
 import torch
@@ -36,8 +37,6 @@ class SymmetricBuffer:
         self._epoch = 0
         self._said: set[str] = set()
         device = memory.own.device
-        self.copies = SideStream(device)
-        """Where copies to other ranks go while this rank computes."""
         slots = torch.tensor(memory.addresses, dtype=torch.int64)
         arrivals = slots + sizes.slots
         self.mailbox = Mailbox(
@@ -49,6 +48,12 @@ class SymmetricBuffer:
             most=sizes.most,
             patience=min(int(seconds * memory.looks_a_second), 2**31 - 1),
         )
+
+    @cached_property
+    def copies(self) -> SideStream:
+        """Where copies to other ranks go while this rank computes. Virtual ranks are given one each: a device has few
+        streams, and one that two ranks share would let one wait behind the other."""
+        return SideStream(self._memory.own.device)
 
     def fits(self, size: int, tiles: int) -> bool:
         """Whether a rank can send ``size`` bytes in ``tiles`` tiles to another in one call."""

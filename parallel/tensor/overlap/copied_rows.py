@@ -29,20 +29,29 @@ def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows
     A product that is launched inside waits for them (``launch_gather_product`` with half "multiply").
     """
     rank, ranks = buffer.mailbox.rank, buffer.mailbox.ranks
-    tiles = -(-part_BLK.shape[1] // tile_rows)
-    numbers = torch.full((tiles,), epoch, dtype=torch.int32, device=part_BLK.device)
-    _leave(part_BLK, numbers, buffer, (rank, epoch, tile_rows))
+    numbers = signal_numbers(part_BLK, buffer, epoch, tile_rows)
+    leave_rows(part_BLK, numbers, buffer, (rank, epoch, tile_rows))
     with buffer.copies.behind():
         for step in range(1, ranks):
-            _leave(part_BLK, numbers, buffer, ((rank + step) % ranks, epoch, tile_rows))
+            leave_rows(part_BLK, numbers, buffer, ((rank + step) % ranks, epoch, tile_rows))
     try:
         yield
     finally:
         buffer.copies.join()  # from here on nothing reads the rows, nor the numbers, which live until here
 
 
-def _leave(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call: tuple[int, int, int]) -> None:
-    """Copies to one rank; ``call``: that rank, the epoch and the rows of a tile."""
+def signal_numbers(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Tensor:
+    """The signals of a sequence, int32 [tiles], as :func:`leave_rows` copies them; they have to live until it has."""
+    tiles = -(-part_BLK.shape[1] // tile_rows)
+    return torch.full((tiles,), epoch, dtype=torch.int32, device=buffer.mailbox.status.device)
+
+
+def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call: tuple[int, int, int]) -> None:
+    """Copy rows, and their signals, to one rank, on the current stream. The rows may lie in pinned memory of the host.
+
+    Args:
+        call: that rank, the epoch, and the rows of a tile.
+    """
     owner, epoch, tile_rows = call
     (sequences, rows, _), tiles = part_BLK.shape, len(numbers)
     slot_BLK = buffer.slot_at(owner, epoch, tuple(part_BLK.shape), part_BLK.dtype)

@@ -18,7 +18,15 @@ from benchmarks.overlap.cases import OPERATIONS, TILES, OverlapCase, llama_cases
 from benchmarks.overlap.command import OverlapOrder, VirtualDesk, conclude_overlap, measure_overlap
 from benchmarks.overlap.measure import Sampling, describe, run_case, time_ways
 from benchmarks.overlap.places import VirtualPlace
-from benchmarks.overlap.report import check_table, gain, gated_ratio, hidden, judge_overlap, overlap_failures
+from benchmarks.overlap.report import (
+    check_table,
+    gain,
+    gated_ratio,
+    hidden,
+    hidden_from_host,
+    judge_overlap,
+    overlap_failures,
+)
 from benchmarks.overlap.trial import OverlapTrial
 from benchmarks.overlap.winners import overlap_json, propose_overlap
 from engine.kernels.gpu.launch_shapes import Tile
@@ -48,7 +56,7 @@ def found_of(case: OverlapCase = CASE, passed: bool = True, **seconds: float) ->
 
 MEASURED = found_of(
     fused=1.2, copied=1.1, chunks=1.4, collectives=1.5, gated=1.0, transfer=0.4, product=0.95,
-    communicating_alone=1.01, plain_alone=1.0,
+    communicating_alone=1.01, plain_alone=1.0, from_host=2.5, host_transfer=2.0,
 )  # fmt: skip
 
 
@@ -71,6 +79,7 @@ def test_a_slot_holds_rows_and_parts_of_products() -> None:
 def test_shares_and_ratios_follow_the_formulas() -> None:
     assert hidden(MEASURED) == pytest.approx((1.0 + 0.4 - 1.1) / 0.4)
     assert gated_ratio(MEASURED) == pytest.approx(1.01)
+    assert hidden_from_host(MEASURED) == pytest.approx((1.0 + 2.0 - 2.5) / 1.0), "of the product, which is shorter"
     assert gain(MEASURED) == pytest.approx(1.4 / 1.1)
     assert gain(MEASURED | {"seconds": {}}) is None and hidden(found_of(fused=1.0)) is None
 
@@ -148,7 +157,7 @@ def test_a_table_of_a_gpu_has_times_and_goals() -> None:
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[3:] == [
         "8192 x 1792 x 4096", "bfloat16", "yes", "128x256x64", "1200.000", "1100.000", "1400.000", "1500.000", "-",
-        "950.000", "400.000", "1.27", "75%", "1.010",
+        "950.000", "400.000", "1.27", "75%", "50%", "1.010",
     ]  # fmt: skip
     assert "FAIL: gather_product 8B up tp8 bfloat16: hidden at least 85%, reached 0.750" in text
 
