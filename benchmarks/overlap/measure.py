@@ -47,6 +47,7 @@ def run_case(case: OverlapCase, place: Place, seconds: float, sampling: Sampling
     The first tile, which ships, is always tried; the others while their share of the time lasts, since each is
     compiled. Kernels that are interpreted are checked in all tiles.
     """
+    settle(place.device, "the case before")  # frees its memory: to make room while a rank waits would take for ever
     budget, trial = Budget(seconds), OverlapTrial(case, place)
     tuning = budget.part(TUNED_SHARE * seconds)
     host = is_host(place.device)

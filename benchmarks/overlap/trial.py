@@ -157,7 +157,9 @@ class OverlapTrial:
 
     def first_in_turns(self, tile: Tile) -> Sequence[Tensor]:
         """The fused way with each half launched for all ranks before the next: it loads kernels and allocates memory
-        while nobody waits for anybody."""
+        while nobody waits for anybody. Of a gather the one by copies too."""
+        if self.case.operation == "gather_product":
+            self._run(partial(self._copied, tile, in_turns=True))
         return self._run(partial(self._fused, tile, in_turns=True))
 
     def _run(self, turns: Callable[[int], Turns], pieces: int = 1) -> Sequence[Tensor]:
@@ -187,11 +189,11 @@ class OverlapTrial:
         yield
         return launch_gather_product(given, matrix, None, call, "multiply")
 
-    def _copied(self, tile: Tile, index: int) -> Turns:
+    def _copied(self, tile: Tile, index: int, in_turns: bool = False) -> Turns:
         given, buffer = self.inputs[index], self.buffers[index]
         call = self._call(buffer, tile, SPARE_PROCESSORS)
         with copied_rows(given, buffer, call.epoch, tile.rows):
-            if self._takes_turns:
+            if in_turns or self._takes_turns:
                 yield
             return launch_gather_product(given, self.matrices[index], None, call, "multiply")
 

@@ -91,31 +91,30 @@ def planted(sequence: bool, rows: list[dict[str, Any]]) -> tuple[Parity | None, 
     )
 
 
-def row(operation: str, columns: int, depth: int, way: str = "fused", rows: int = 8) -> dict[str, Any]:
+def row(operation: str, columns: int, depth: int) -> dict[str, Any]:
+    """A kernel was measured to win from 8 rows on."""
     return {
-        "operation": operation, "rows": rows, "columns": columns, "depth": depth, "way": way, "speedup": 1.2,
+        "operation": operation, "rows": 8, "columns": columns, "depth": depth, "way": "fused", "speedup": 1.2,
         "tile": (16, 16, 16, 4, 2),
     }  # fmt: skip
+
+
+QUERY = row("gather_product", 8, 16)
+"""Also the gradient of the attention's output; gate and up have other columns."""
 
 
 @pytest.mark.parametrize(
     ("sequence", "rows", "launched"),
     [
-        # query in forward, and the gradient of the attention's output; not gate and down, which have other columns
-        (True, [row("gather_product", 8, 16)], {"launch_gather_product": 2}),
-        wide(True, [row("gather_product", 8, 16, "copied")], {"launch_gather_product": 2, "copied_rows": 2}),
-        wide(
-            True,
-            [row("gather_product", 8, 16), row("gather_product", 8, 16, "chunks", 4)],
-            {"launch_gather_product": 2},
-        ),
-        wide(True, [row("gather_product", 8, 16, rows=9)], {}),
-        wide(True, [row("gather_product", 8, 16, "collectives")], {}),
-        wide(True, [row("product_scatter", 16, 8)], {"launch_product_scatter": 2}),
-        wide(False, [row("product_sum", 16, 8)], {"launch_product_scatter": 1}),
-        wide(False, [row("product_sum", 16, 9)], {}),
+        pytest.param(True, [QUERY], {"launch_gather_product": 2}, id="gather"),
+        wide(True, [QUERY | {"way": "copied"}], {"launch_gather_product": 2, "copied_rows": 2}, id="copies"),
+        wide(True, [QUERY, QUERY | {"way": "chunks", "rows": 4}], {"launch_gather_product": 2}, id="from 8 rows on"),
+        wide(True, [QUERY | {"rows": 9}], {}, id="too few rows"),
+        wide(True, [QUERY | {"way": "collectives"}], {}, id="collectives win"),
+        wide(True, [row("product_scatter", 16, 8)], {"launch_product_scatter": 2}, id="scatter"),
+        wide(False, [row("product_sum", 16, 8)], {"launch_product_scatter": 1}, id="sum"),
+        wide(False, [row("product_sum", 16, 9)], {}, id="another depth"),
     ],
-    ids=str,
 )
 def test_auto_runs_in_kernels_what_was_measured_to_win(
     run_ranks: RunRanks, sequence: bool, rows: list[dict[str, Any]], launched: dict[str, int]
