@@ -48,7 +48,11 @@ def run_case(case: OverlapCase, place: Place, seconds: float, sampling: Sampling
     compiled. Kernels that are interpreted are checked in all tiles.
     """
     settle(place.device, "the case before")  # frees its memory: to make room while a rank waits would take for ever
-    budget, trial = Budget(seconds), OverlapTrial(case, place)
+    budget = Budget(seconds)
+    try:
+        trial = OverlapTrial(case, place)
+    except RuntimeError as error:  # no memory that the ranks share, alike on all of them, or too little
+        return describe(case) | {"error": last_line(error)}
     tuning = budget.part(TUNED_SHARE * seconds)
     host = is_host(place.device)
     found: dict[str, Any] = describe(case) | {"checks": {}, "tuned": {}}

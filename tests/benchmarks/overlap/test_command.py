@@ -32,6 +32,8 @@ from benchmarks.overlap.winners import overlap_json, propose_overlap
 from engine.kernels.gpu.launch_shapes import Tile
 from engine.kernels.gpu.overlap.launches import tile_of
 from engine.kernels.overlap_choices import OverlapChoice, ProductSizes, read_overlap
+from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
+from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from tests.kernels.interpreter import repair
 from tests.selection import wide
 from tests.structure import ROOT
@@ -181,6 +183,18 @@ def test_a_run_without_a_gpu_checks_and_times_nothing(
     text = (tmp_path / "overlap.md").read_text()
     assert "times would mean nothing" in text and " ms |" not in text and text in capsys.readouterr().out
     assert not (tmp_path / "overlap_winners.json").exists(), "nothing was measured"
+
+
+class Apart(VirtualPlace):
+    """Ranks that share no memory."""
+
+    def open(self, sizes: SlotSizes) -> list[SymmetricBuffer]:
+        raise RuntimeError("the ranks share no memory that all of them can write")
+
+
+def test_ranks_that_share_no_memory_are_told() -> None:
+    found = run_case(TINY["product_sum"], Apart(2, CPU), 1.0, Sampling())
+    assert found["error"] == "RuntimeError: the ranks share no memory that all of them can write"
 
 
 @pytest.mark.parametrize("operation", [wide(operation) for operation in OPERATIONS])
