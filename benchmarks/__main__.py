@@ -49,6 +49,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             frozenset({"rounds", "out"}),
         ),
         "kernels": Benchmark("kernels.command", "every kernel on one GPU beside its peers", frozenset({"out"})),
+        "overlap": Benchmark(
+            "overlap.command", "products that communicate beside collectives; one GPU, several, or none",
+            frozenset({"out"}),
+        ),
         "gpu_step": Benchmark("gpu_step.command", "steps of 1 B models on one GPU beside peers", frozenset({"out"})),
     }
 )  # fmt: skip

@@ -39,6 +39,7 @@ from engine.parallel.comm.world import (
 from engine.parallel.grid import Grid
 from engine.planning.analysis import needs_example, needs_search
 from engine.planning.found_styles import FoundStyles
+from engine.planning.fused_layers import measured_overlap
 from engine.planning.plan import Plan
 from engine.planning.profile_calls import Costs, needs_profiling
 from engine.program.batch import Batch
@@ -181,7 +182,7 @@ class _Joined:
             with say_if_slow("placing the model", rank):
                 runtime = build(self.model, plan, self.comm, self.device, self.request, example)
         if rank == 0:
-            logger.info(banner_text(plan, str(self.device)))
+            logger.info(banner_text(plan, str(self.device), measured_overlap(self.config, self.device)))
         return runtime
 
     def _plan(self, example: Batch, problem: Exception | None) -> Plan:

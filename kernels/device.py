@@ -7,7 +7,8 @@ All that torch knows of a type it is asked by the type's name; what it does not 
 AMD's GPUs are "cuda" in torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -149,6 +150,41 @@ def device_name(device: torch.device) -> str:
 def cuda_capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of an NVIDIA GPU; (0, 0) of any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+class SideStream:
+    """A second queue of work on ``device``; on the host, where nothing is queued, work is done when it is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device) if _is_accelerator(device) else None
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """What is given inside begins when the current stream has done what it was given before."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+
+    @contextmanager
+    def after(self, events: Iterable[torch.Event | None]) -> Iterator[None]:
+        """What is given inside begins after ``events``, which :func:`record_event` made, whatever else runs."""
+        if self._stream is None:
+            yield
+            return
+        with self._stream:
+            for event in events:
+                if event is not None:
+                    event.wait()
+            yield
+
+    def join(self) -> None:
+        """The current stream goes on when this one has done what it was given."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
 def _is_accelerator(device: torch.device) -> bool:

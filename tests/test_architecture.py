@@ -33,7 +33,9 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "thread_ranks", "auto",
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
-    "engine.kernels": ("device", "dispatch", "mailbox", "expert_rows", "optim", "gpu", "ops", "experts"),
+    "engine.kernels": (
+        "device", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim", "gpu", "ops", "experts",
+    ),
     "engine.launch.jobs": (
         "request", "torchrun", "hostfile", "sent", "job_file", "slurm", "kubernetes", "remote", "preflight", "ssh",
         "ssh_job", "launch_command",

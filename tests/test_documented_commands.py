@@ -97,6 +97,8 @@ TESTED = {
         "tests/benchmarks/scaling/test_command.py::test_the_launcher_starts_it",
     "python -m benchmarks scaling --render runs/scaling.json --svg runs/scaling.svg":
         "tests/benchmarks/scaling/test_command.py::test_a_render_needs_no_ranks",
+    "torchrun --nproc_per_node 8 -m benchmarks overlap":
+        "tests/benchmarks/overlap/test_command.py::test_processes_of_torchrun_are_right",
     "srun python train.py":
         "tests/parallel/comm/test_launcher.py::test_a_task_of_srun_meets_at_the_first_node_of_its_step",
 }  # fmt: skip
@@ -151,6 +153,7 @@ MEASURED = (
     "python -m benchmarks sleeping_blocks --write-figures",
     "python -m benchmarks tensor --models llama,fused --rounds 7 --write-figures",
     "python -m benchmarks kernels --out runs/benchmarks", "python -m benchmarks gpu_step --out runs/benchmarks",
+    "python -m benchmarks overlap",
 )  # fmt: skip
 """Benchmarks, which take minutes, some of them on a GPU: their names and options exist."""
 

@@ -39,10 +39,14 @@ class WallClock:
 
 class EventClock:
     """For what runs on a GPU. Writes over the L2 keep the GPU busy while the host prepares a piece of work, so that
-    the time between the events has none of the host's delays; the host waits after all samples."""
+    the time between the events has none of the host's delays; the host waits after all samples.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        align: given to the GPU before each piece of work; ranks that measure together wait for each other in it.
+    """
+
+    def __init__(self, device: torch.device, align: Work | None = None) -> None:
+        self._device, self._align = device, align
         self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
         self._flush.zero_()
         start, end = _event(), _event()
@@ -59,6 +63,8 @@ class EventClock:
             prepare()
             for _ in range(self._writes(host)):
                 self._flush.zero_()
+            if self._align is not None:
+                self._align()
             start, end = _event(), _event()
             start.record()
             before = time.perf_counter()

@@ -1,6 +1,7 @@
 """How products of tensor ranks overlap with communication: what the configuration asks for, and what is possible here.
 
-auto      chunks on GPUs from a size on; kernels that communicate where they were measured to win, so far nowhere
+auto      chunks on GPUs from a size on; kernels that communicate where they were measured to win on this GPU with as
+          many ranks (``kernels/overlap.json``)
 off       each collective is waited for
 chunks    rows travel in chunks, on any device
 fused     kernels that communicate; collectives where a product does not fit them
@@ -14,8 +15,10 @@ from engine.config import Config
 from engine.kernels.dispatch import has_triton, runs_triton
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
+from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
 from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
+from engine.planning.fused_layers import measured_overlap
 
 logger = logging.getLogger("trine")
 _MOST_TILES = 1 << 14
@@ -29,12 +32,20 @@ def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.devi
         axis.overlap = Overlap(frozenset())
     elif wanted == "chunks":
         axis.overlap = Overlap(frozenset({device.type}), 0)
-    elif wanted == "fused" and axis.size > 1:
-        sizes = SlotSizes(ranks=axis.size, capacity=config.parallel.overlap_buffer_bytes, most=_MOST_TILES)
-        runs = runs_triton(device)
-        axis.symmetric = comm.open_symmetric("tp", sizes, timeout_seconds()) if runs else None
-        if axis.symmetric is None and comm.grid.rank == 0:
-            logger.warning('parallel.overlap "fused": %s; collectives take their place.', _reason(device, runs))
+    elif axis.size > 1:
+        axis.measured = measured_overlap(config, device, axis.kernels.card)
+        if wanted == "fused" or axis.measured is not None:
+            runs = runs_triton(device)
+            axis.symmetric = _open(comm, config) if runs else None
+            if axis.symmetric is None and comm.grid.rank == 0:
+                logger.warning(
+                    'parallel.overlap "%s": %s; collectives take their place.', wanted, _reason(device, runs)
+                )
+
+
+def _open(comm: Comm, config: Config) -> SymmetricBuffer | None:
+    sizes = SlotSizes(ranks=config.tp, capacity=config.parallel.overlap_buffer_bytes, most=_MOST_TILES)
+    return comm.open_symmetric("tp", sizes, timeout_seconds())
 
 
 def _reason(device: torch.device, runs: bool) -> str:

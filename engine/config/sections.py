@@ -50,7 +50,7 @@ class ParallelConfig:
         "auto", one_of("auto", "off", "chunks", "fused", noun="a way to overlap"))  # fmt: skip
     """How products of tensor ranks overlap with communication; "auto": chunks on GPUs, fused where measured to win."""
     overlap_buffer_bytes: int = setting(1 << 24, SIZE)
-    """With overlap "fused": bytes that a rank can send to another in one product; larger products go by collectives."""
+    """Fused: bytes that a rank can send to another in one product; larger products go by collectives."""
     schedule: str = setting("1f1b", AnyOf(
         rules=(Choice(options=SCHEDULES, noun="a schedule"), Text(noun="a schedule", ends=(".csv", ".txt"))),
         remedy=f"give {', '.join(SCHEDULES)}, or the path of a .csv or .txt file of actions"))  # fmt: skip

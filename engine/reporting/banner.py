@@ -3,20 +3,27 @@
 from collections.abc import Sequence
 
 from engine.config.sections import CheckpointConfig, IntegrityConfig
+from engine.kernels.overlap_choices import OverlapChoices
 from engine.parallel.comm.traffic import Tally, megabytes
 from engine.parallel.kernel_injection.inject import describe_replacements as replaced
 from engine.parallel.pipeline.report.text import draw
 from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
 from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.tensor.plan.tensor_plan import Reason
+from engine.parallel.tensor.tp_axis import Overlap
 from engine.planning.budgets import GatherPlan, RankPlan, reduces_each_microbatch
+from engine.planning.fused_layers import fused_layers
 from engine.planning.plan import Plan
 from engine.precision.loss_scaler import make_loss_scale
 from engine.zero.gather.gather_schedule import count_gathers
 
 
-def banner_text(plan: Plan, device: str) -> str:
-    """The banner: grid, parameters, state and traffic of a rank, and the rules of the run, a line or a few for each."""
+def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None) -> str:
+    """The banner: grid, parameters, state and traffic of a rank, and the rules of the run, a line or a few for each.
+
+    Args:
+        measured: where kernels that communicate were measured to win on this device.
+    """
     config, rank = plan.config, plan.rank(0)
     clip = config.gradient_clipping
     lines = {
@@ -27,6 +34,7 @@ def banner_text(plan: Plan, device: str) -> str:
         "precision": _precision_line(plan),
         "zero": _zero_line(plan),
         **_tensor_lines(plan),
+        **_overlap_line(plan, device, measured),
         **_pipeline_lines(plan),
         **_kernel_lines(plan),
         "state": _state_line(plan, rank),
@@ -158,6 +166,31 @@ def _tensor_lines(plan: Plan) -> dict[str, str]:
     if any(reason.how in ("view", "replicate") for reason in plan.tensor.reasons):
         lines += reasons_table(plan.tensor.reasons).splitlines()
     return {"tensor": _INDENT.join(lines)}
+
+
+def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> dict[str, str]:
+    """How products of tensor ranks overlap with their communication."""
+    if plan.tensor is None:
+        return {}
+    wanted, rows = plan.config.parallel.overlap, "column inputs and row outputs"
+    least, most = megabytes(Overlap().bytes), megabytes(plan.config.parallel.overlap_buffer_bytes)
+    behind = "input gradients are summed behind weight gradients"
+    if wanted == "off":
+        return {"overlap": "off: every collective is waited for"}
+    if wanted == "fused":
+        what = rows if plan.tensor.sequence else "row outputs"
+        return {"overlap": f"fused for {what} of at most {most} between two ranks; collectives for the rest"}
+    if wanted == "chunks":
+        return {"overlap": f"chunks for {rows}; collectives for the rest" if plan.tensor.sequence else behind}
+    fused = fused_layers(plan, measured)
+    words = [f"fused for {', '.join(fused)}"] * bool(fused)
+    if device.startswith("cpu"):
+        words.append(f"collectives for {'the rest' if fused else 'everything, on CPUs'}")
+    elif plan.tensor.sequence:
+        words += [f"chunks of at least {least} for {'other ' * bool(fused)}{rows}", "collectives for the rest"]
+    else:
+        words.append(f"collectives for {'the rest' if fused else 'row outputs'}; from {least} on {behind}")
+    return {"overlap": "; ".join(words)}
 
 
 def reasons_table(reasons: Sequence[Reason]) -> str:

@@ -36,9 +36,6 @@ _IN_PARTS = 1 << 19
 _MOST_VIEWS = 256
 """Views of slots that are cached, because making them costs as much as a small sum."""
 
-_LOOKS_A_SECOND = 1e4
-"""Of a kernel that is interpreted."""
-
 _Steps = Iterator[None]
 """A collective in two halves: it yields once, after this rank has written everything that the others wait for."""
 
@@ -194,10 +191,8 @@ def open_shared_bytes(index: int, ranks: int, size: int, seconds: float, exchang
         return None
     whole = torch.frombuffer(barrier.memory, dtype=torch.uint8).view(ranks, size)
     return SharedBytes(
-        own=whole[index],
-        addresses=tuple(part.data_ptr() for part in whole),
+        parts=tuple(whole),
         index=index,
-        looks_a_second=_LOOKS_A_SECOND,
         close=barrier.close,
         links=barrier.descriptors,
     )

@@ -217,15 +217,14 @@ def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> S
     own.zero_()
     finish(device)
     dist.barrier(group, device_ids=[device.index or 0])
-    index, exchange = dist.get_rank(group), partial(_exchange, group, device=device)
+    index, ranks = dist.get_rank(group), dist.get_world_size(group)
+    exchange = partial(_exchange, group, device=device)
     host = host_identity() if shares_memory() else NO_HOST
     # its memory is not used: it knows when another process of this host ends; None where ranks are on several hosts
-    neighbours = open_neighbours(index, dist.get_world_size(group), host, 1, _timeout(group, device), exchange)
+    neighbours = open_neighbours(index, ranks, host, 1, _timeout(group, device), exchange)
     return SharedBytes(
-        own=own,
-        addresses=tuple(found.buffer_ptrs),
+        parts=tuple(own if peer == index else found.get_buffer(peer, (size,), torch.uint8) for peer in range(ranks)),
         index=index,
-        looks_a_second=_LOOKS_A_SECOND,
         multicast=multicast if switches else 0,
         close=(lambda: None) if neighbours is None else neighbours.close,  # the memory goes with its tensor
         links={} if neighbours is None else neighbours.descriptors,
@@ -238,8 +237,6 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> float:
     return found
 
 
-_LOOKS_A_SECOND = 1e6
-"""Of a kernel at memory of a peer."""
 _MOST_PLACES = 1 << 14
 """Number of stages that tags can distinguish."""
 

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.kernels.device import ACCELERATORS
 from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.overlap_choices import OverlapChoices
 from engine.parallel.comm.backend import Reduction, Wait
 from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
@@ -59,6 +60,8 @@ class TensorAxis:
     """Memory through which kernels of the ranks communicate; None: collectives do."""
     spare: Callable[[], None] | None = None
     """Computes a little that is left of another microbatch; called before each wait for a collective of this one."""
+    measured: OverlapChoices | None = None
+    """Where such kernels were measured to win, and run; None: they run wherever a product fits them."""
 
     def __init__(self, comm: Comm) -> None:
         self.index = comm.grid.index("tp")

@@ -33,8 +33,8 @@ COMMUNICATING_KERNELS = (
         name="arrival-of-an-old-call",
         about="Rows count as arrived that were of the call before last.",
         file="kernels/gpu/overlap/signals.py",
-        old="epoch, most, RANKS), ended, epoch, epoch, patience)",
-        new="epoch, most, RANKS), ended, epoch - 2, epoch, patience)",
+        old="epoch, most, RANKS), ended, epoch, epoch, looks)",
+        new="epoch, most, RANKS), ended, epoch - 2, epoch, looks)",
         tests=(_MISSING,),
     ),
     Fault(
@@ -49,8 +49,8 @@ COMMUNICATING_KERNELS = (
         name="slots-do-not-alternate",
         about="A rank overwrites rows that another one still reads.",
         file="kernels/gpu/overlap/signals.py",
-        old="((epoch % 2) * RANKS + writer) * capacity",
-        new="writer * capacity",
+        old="tl.cast((epoch % 2) * RANKS + writer, tl.int64) * capacity",
+        new="tl.cast(writer, tl.int64) * capacity",
         tests=(_CONFORMANCE,),
     ),
     Fault(

@@ -8,6 +8,7 @@ import torch
 
 from engine.kernels.device import (
     ACCELERATORS,
+    SideStream,
     collectives_for,
     compiles_triton,
     device_generator,
@@ -78,6 +79,32 @@ def test_another_device_is_used_by_its_name(run_ranks: RunRanks) -> None:
         "early": True, "copied": 1000.0, "name": "emulated device", "waits": {"event": 1, "device": 1},
         "collectives": "gloo",
     }  # fmt: skip
+
+
+def streamed() -> list[float]:
+    """What the current stream sees of a tensor that side streams change, on a device whose streams are late."""
+    load()
+    device = torch.device(NAME, 1)
+    use_device(device)
+    with policy("late"):
+        held, seen = torch.zeros(100, device=device), []
+        first, second = SideStream(device), SideStream(device)
+        with first.behind():
+            held.add_(1)
+            ready = record_event(device)
+        with second.after([ready, None]):
+            held.mul_(3)
+        second.join()
+        seen.append(held.sum().item())
+        first.join()
+    with SideStream(CPU).behind(), SideStream(CPU).after([None]):
+        seen.append(torch.ones(1).item())
+    SideStream(CPU).join()
+    return seen
+
+
+def test_side_streams_begin_and_end_where_they_are_told(run_ranks: RunRanks) -> None:
+    assert run_ranks(streamed, 1) == [[300.0, 1.0]]
 
 
 def drawn() -> tuple[list[float], list[float], bool]:

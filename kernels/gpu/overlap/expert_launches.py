@@ -15,7 +15,7 @@ from engine.kernels.gpu.overlap.expert_matmul import (
     dispatch_product_kernel,
     product_return_kernel,
 )
-from engine.kernels.gpu.overlap.launches import Half, KernelCall, precision, programs, tile_shape
+from engine.kernels.gpu.overlap.launches import Half, KernelCall, precision, tile_shape
 
 
 def launch_dispatch_product(
@@ -32,7 +32,7 @@ def launch_dispatch_product(
     sent = rows.source_tiles(shape.rows, sends=True).to(tokens_TK.device, non_blocking=True)
     received = rows.owner_tiles(shape.rows, sends=False).to(tokens_TK.device, non_blocking=True)
     out = matrices.new_empty((rows.here, columns))
-    dispatch_product_kernel[(programs(tokens_TK, shape),)](
+    dispatch_product_kernel[call.grid(tokens_TK.device)](
         tokens_TK, matrices, out, sent, received, len(sent), len(received),
         mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, columns, depth,
         RANKS=mailbox.ranks, PUSHES=half != "multiply", MULTIPLIES=half != "push", MATRIX_TRANSPOSED=transposed,
@@ -47,7 +47,7 @@ def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRow
     depth, columns = matrices_XKN.shape[1:]
     shape, mailbox = call.shape(matrices.dtype), call.mailbox
     received = rows.owner_tiles(shape.rows, sends=True).to(rows_RK.device, non_blocking=True)
-    product_return_kernel[(programs(rows_RK, shape),)](
+    product_return_kernel[call.grid(rows_RK.device)](
         rows_RK, matrices, matrices.new_empty(0), received, len(received),
         mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, columns, depth,
         RANKS=mailbox.ranks, MATRIX_TRANSPOSED=transposed, PRECISION=precision(), **tile_shape(shape), GROUP=GROUP,
@@ -60,7 +60,7 @@ def launch_collect_rows(columns: int, rows: ExpertRows, call: KernelCall, dtype:
     device = mailbox.status.device
     out = torch.empty((rows.own, columns), dtype=dtype, device=device)
     sent = rows.source_tiles(shape.rows, sends=False).to(device, non_blocking=True)
-    collect_rows_kernel[(programs(out, shape),)](
+    collect_rows_kernel[call.grid(out.device)](
         out, sent, len(sent), mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, columns,
         RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
     )  # fmt: skip

@@ -45,7 +45,7 @@ def _push_rows(
         signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)
 
 
-@triton.jit(do_not_specialize=["sent_tiles", "received_tiles", "epoch"])
+@triton.jit(do_not_specialize=("sent_tiles", "received_tiles", "rank", "epoch"))
 def dispatch_product_kernel(
     tokens, matrices, out, sent, received, sent_tiles, received_tiles,
     slots, arrivals, status, rank, epoch, patience, capacity, most, N, K,
@@ -74,7 +74,7 @@ def dispatch_product_kernel(
                 )
 
 
-@triton.jit(do_not_specialize=["received_tiles", "epoch"])
+@triton.jit(do_not_specialize=("received_tiles", "rank", "epoch"))
 def product_return_kernel(
     whole, matrices, out, received, received_tiles,
     slots, arrivals, status, rank, epoch, patience, capacity, most, N, K,
@@ -101,7 +101,7 @@ def product_return_kernel(
         signal(arrival_of(arrivals, source, rank, tile * columns + tile_column, epoch, most, RANKS), epoch)
 
 
-@triton.jit(do_not_specialize=["sent_tiles", "epoch"])
+@triton.jit(do_not_specialize=("sent_tiles", "rank", "epoch"))
 def collect_rows_kernel(
     out, sent, sent_tiles, slots, arrivals, status, rank, epoch, patience, capacity, most, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,

@@ -41,7 +41,7 @@ def _push(
         signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rank", "epoch"))
 def gather_product_kernel(
     part, matrix, bias, out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N, K,
     RANKS: tl.constexpr, PUSHES: tl.constexpr, MULTIPLIES: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,

@@ -35,10 +35,17 @@ class KernelCall:
     epoch: int
     tile: Tile | None = None
     """Of its products; None: the one that ships for their dtype."""
+    programs: int | None = None
+    """Of each kernel, all of which run at once; None: one on each processor. Ranks on one GPU take a share each."""
 
     def shape(self, dtype: torch.dtype) -> Tile:
         """The tile of a product in ``dtype``."""
         return self.tile or tile_of(dtype)
+
+    def grid(self, device: torch.device) -> tuple[int]:
+        """All programs run at once, so that those that wait never keep others from what they wait for; where kernels
+        are interpreted programs run one after the other, so there is one."""
+        return (1 if is_host(device) else self.programs or processors(device),)
 
     @property
     def numbers(self) -> tuple[int, int, int, int, int]:
@@ -59,7 +66,7 @@ def launch_gather_product(
     (sequences, rows, depth), columns = part_BLK.shape, matrix_KN.shape[1]
     shape, mailbox = call.shape(matrix.dtype), call.mailbox
     out = matrix.new_empty((sequences, mailbox.ranks, rows, columns))
-    gather_product_kernel[(programs(out, shape),)](
+    gather_product_kernel[call.grid(out.device)](
         part_BLK, matrix, bias, out, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers,
         sequences, rows, columns, depth,
         RANKS=mailbox.ranks, PUSHES=half != "multiply", MULTIPLIES=half != "push", MATRIX_TRANSPOSED=transposed,
@@ -80,7 +87,7 @@ def launch_product_scatter(
     matrix, transposed = as_it_lies(matrix_KN)
     sequences, (rows, depth), columns = whole.shape[0], whole.shape[-2:], matrix_KN.shape[1]
     shape, mailbox = call.shape(matrix.dtype), call.mailbox
-    product_scatter_kernel[(programs(whole, shape),)](
+    product_scatter_kernel[call.grid(whole.device)](
         whole, matrix, plus, whole.new_empty(0, dtype=dtype), mailbox.slots, mailbox.arrivals, mailbox.status,
         *call.numbers, sequences, rows, columns, depth,
         RANKS=mailbox.ranks, EVERYWHERE=everywhere, STAYS=stays, MATRIX_TRANSPOSED=transposed, PRECISION=precision(),
@@ -92,7 +99,7 @@ def launch_sum_slots(sequences: int, rows: int, columns: int, call: KernelCall, 
     """out [B, L, N]: the sum of what all ranks have sent, in the tiles of the product."""
     shape, mailbox = call.shape(dtype), call.mailbox
     out = torch.empty((sequences, rows, columns), dtype=dtype, device=mailbox.status.device)
-    sum_slots_kernel[(programs(out, shape),)](
+    sum_slots_kernel[call.grid(out.device)](
         out, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, sequences, rows, columns,
         RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
     )  # fmt: skip
@@ -103,7 +110,7 @@ def launch_multicast_sum(rows: int, columns: int, call: KernelCall, dtype: torch
     """Add what all ranks keep of this rank's rows [L, N], and send the sum to all of them in the next epoch."""
     shape, mailbox = call.shape(dtype), call.mailbox
     like = torch.empty(0, dtype=dtype, device=mailbox.status.device)
-    multicast_sum_kernel[(programs(like, shape),)](
+    multicast_sum_kernel[call.grid(like.device)](
         like, mailbox.multicast, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, rows, columns,
         RANKS=mailbox.ranks, INSTRUCTIONS=None if is_host(like.device) else _add_and_give(dtype),
         BYTES=dtype.itemsize, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
@@ -125,7 +132,7 @@ def launch_forward_slots(part_LN: Tensor, call: KernelCall) -> None:
     """Send ``part_LN``, contiguous, to all ranks, for :func:`launch_collect_slots`."""
     rows, columns = part_LN.shape
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
-    forward_slots_kernel[(programs(part_LN, shape),)](
+    forward_slots_kernel[call.grid(part_LN.device)](
         part_LN, mailbox.slots, mailbox.arrivals, mailbox.rank, call.epoch, mailbox.capacity, mailbox.most,
         rows, columns,
         RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
@@ -136,7 +143,7 @@ def launch_collect_slots(part_LN: Tensor, call: KernelCall) -> Tensor:
     """out [W, L, N]: what all ranks have sent, each as much as ``part_LN``."""
     shape, mailbox = call.shape(part_LN.dtype), call.mailbox
     out = part_LN.new_empty((mailbox.ranks, *part_LN.shape))
-    collect_slots_kernel[(programs(out, shape),)](
+    collect_slots_kernel[call.grid(out.device)](
         out, mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, *part_LN.shape,
         RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
     )  # fmt: skip
@@ -153,12 +160,6 @@ def tile_of(dtype: torch.dtype) -> Tile:
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
     """Tiles of a product of a rank's rows, which are the most signals that it sends to another."""
     return int(sequences * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
-
-
-def programs(tensor: Tensor, tile: Tile) -> int:
-    """All of them run at once, so that those that wait never keep others from what they wait for; where kernels are
-    interpreted programs run one after the other, so there is one."""
-    return 1 if is_host(tensor.device) else processors(tensor.device)
 
 
 def tile_shape(tile: Tile) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_f
 from engine.kernels.gpu.overlap.signals import arrival_of, came, signal, slot_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rank", "epoch"))
 def product_scatter_kernel(
     whole, matrix, plus, out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N, K,
     RANKS: tl.constexpr, EVERYWHERE: tl.constexpr, STAYS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
@@ -61,7 +61,7 @@ def product_scatter_kernel(
             signal(arrival_of(arrivals, owner, rank, tile * columns + tile_column, epoch, most, RANKS), epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rank", "epoch"))
 def sum_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -81,7 +81,7 @@ def sum_slots_kernel(
         store_tile(out + start, sums, row, column, L, N, BM, BN, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rank", "epoch"))
 def forward_slots_kernel(
     part, slots, arrivals, rank, epoch, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -100,7 +100,7 @@ def forward_slots_kernel(
         signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rank", "epoch"))
 def collect_slots_kernel(
     out, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,

@@ -9,6 +9,9 @@ plain load that acquires. Every wait is bounded, since a rank may stand still; w
 
 A rank that has ended is waited for no longer: the host, which notices, writes so into memory that waits look at now and
 then. It can only know after everything that the rank has signalled, so one more look at the signal tells the rest.
+
+A kernel is compiled once for all ranks and calls: it is not specialised for the values of ``rank`` and ``epoch``. While
+a rank compiles, the others wait; and ranks on one GPU cannot load a kernel while another waits for them.
 """
 
 import triton
@@ -52,7 +55,7 @@ def write_down(status, rank, tile, epoch):
 @triton.jit
 def slot_of(table, owner, writer, epoch, capacity, RANKS: tl.constexpr, like):
     """Pointer to the elements that ``writer`` leaves with ``owner`` in ``epoch``, of the type of pointer ``like``."""
-    start = tl.load(table + owner) + ((epoch % 2) * RANKS + writer) * capacity
+    start = tl.load(table + owner) + tl.cast((epoch % 2) * RANKS + writer, tl.int64) * capacity
     return tl.multiple_of(start.to(like.dtype), 16)  # a pointer out of a table says nothing of its alignment
 
 
@@ -70,9 +73,11 @@ def arrival_of(arrivals, owner, writer, tile, epoch, most, RANKS: tl.constexpr):
 
 @triton.jit
 def came(arrivals, status, rank, writer, tile, epoch, patience, most, RANKS: tl.constexpr):
-    """Wait until ``writer`` has left a tile with ``rank``; False, and written down, if it has not."""
+    """Wait until ``writer`` has left a tile with ``rank``; False, and written down, if it has not. Once something has
+    not come, nothing else is waited for: a rank that stands still costs one wait, not one for each tile."""
+    looks = tl.where(tl.load(status, volatile=True) == 0, patience, 0)
     ended = place_of(arrivals, RANKS, writer)
-    there = arrived(arrival_of(arrivals, rank, writer, tile, epoch, most, RANKS), ended, epoch, epoch, patience)
+    there = arrived(arrival_of(arrivals, rank, writer, tile, epoch, most, RANKS), ended, epoch, epoch, looks)
     if not there:
         write_down(status, writer, tile, epoch)
     return there

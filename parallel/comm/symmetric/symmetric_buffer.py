@@ -4,7 +4,9 @@
     of this one       who has ended                      memory of the host, see :class:`PeerWatch`
 
 The memory comes from the backend: shared memory between processes of one host on CPUs, symmetric memory of torch
-between GPUs that reach each other. Where there is none, collectives do the same work.
+between GPUs that reach each other. Where there is none, collectives do the same work. Ranks can also be parts of one
+process that share a device (:func:`virtual_ranks`): one GPU runs the whole protocol, each rank on a stream of its own,
+with all programs of all ranks at once; on a CPU the ranks take turns.
 
 An *epoch* is one call. It is counted on every rank, and all ranks make the same calls in one order, as they do with
 collectives; there is nothing else that a call has to agree on.
@@ -12,15 +14,16 @@ collectives; there is nothing else that a call has to agree on.
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 
 import torch
 from torch import Tensor
 
-from engine.kernels.device import host_words
+from engine.kernels.device import SideStream, host_words
 from engine.kernels.mailbox import Mailbox, read_status
 from engine.parallel.comm.symmetric.peer_watch import PeerEndedError, PeerWatch
-from engine.parallel.comm.symmetric.shared_bytes import SharedBytes, SlotSizes, padded_bytes
+from engine.parallel.comm.symmetric.shared_bytes import SharedBytes, SlotSizes, padded_bytes, virtual_bytes
 
 logger = logging.getLogger("trine")
 
@@ -55,6 +58,12 @@ class SymmetricBuffer:
             multicast=memory.multicast,
         )
 
+    @cached_property
+    def copies(self) -> SideStream:
+        """Where copies to other ranks go while this rank computes. Virtual ranks are given one each: a device has few
+        streams, and one that two ranks share would let one wait behind the other."""
+        return SideStream(self._memory.own.device)
+
     def fits(self, size: int, tiles: int) -> bool:
         """Whether a rank can send ``size`` bytes in ``tiles`` tiles to another in one call."""
         return size <= self.sizes.capacity and tiles <= self.sizes.most
@@ -72,8 +81,24 @@ class SymmetricBuffer:
 
     def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """What ``writer`` has left with this rank, a view; valid until this rank's next call but one."""
-        start = ((epoch % 2) * self.sizes.ranks + writer) * padded_bytes(self.sizes.capacity)
-        return self._memory.own[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
+
+    def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Where this rank writes what it leaves with ``owner``, a view."""
+        return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
+
+    def arrivals_at(self, owner: int, epoch: int) -> Tensor:
+        """Where this rank signals tiles to ``owner``: int32 [most], a view."""
+        most = self.sizes.most
+        words = self._memory.parts[owner][self.sizes.slots :].view(torch.int32)
+        return words[self._turn(epoch, self.mailbox.rank) * most :][:most]
+
+    def _slot(self, owner: int, writer: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        start = self._turn(epoch, writer) * padded_bytes(self.sizes.capacity)
+        return self._memory.parts[owner][start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def _turn(self, epoch: int, writer: int) -> int:
+        return (epoch % 2) * self.sizes.ranks + writer
 
     def check(self) -> None:
         """Fail if a signal did not come. Waits for the kernel on a GPU.
@@ -95,3 +120,9 @@ class SymmetricBuffer:
         if self._watch is not None:
             self._watch.close()
         self._memory.close()
+
+
+def virtual_ranks(sizes: SlotSizes, seconds: float, device: torch.device) -> tuple[SymmetricBuffer, ...]:
+    """The ends of ranks that are parts of this process and share ``device``."""
+    memories = virtual_bytes(sizes.ranks, sizes.total, device)
+    return tuple(SymmetricBuffer(memory, sizes, seconds, range(sizes.ranks)) for memory in memories)

@@ -76,7 +76,7 @@ class Region:
         own: Any = layer
         if self._views.sequence and x.ndim > 2 and own.tensor_product != "own" and has_own_weights(layer):
             rows, rest = divmod(x.shape[-2], self.axis.size)
-            if not rest and is_in_pieces(rows, x.narrow(-2, 0, rows), self.axis):
+            if not rest and is_in_pieces(rows, x.narrow(-2, 0, rows), self.axis, "product_scatter"):
                 y = scatter_product(layer, x, self.axis)
                 return cut_rows(self._views, y, (*x.shape[:-1], y.shape[-1]))
         if not self._views.sequence and own.tensor_product != "own" and sums_in_kernel(layer, x, self.axis):
@@ -97,7 +97,7 @@ class Region:
             if dim is None:
                 return Shared(gather_global(x).local)
         by_rows = dim is not None and dim == part.ndim - 2 and not self._views.regather
-        if by_rows and is_in_pieces(part.shape[-2], part, self.axis):
+        if by_rows and is_in_pieces(part.shape[-2], part, self.axis, "gather_product"):
             return SharedInPieces(part, self.axis, self._plain)
         if dim not in self._entrances:
             self._entrances[dim] = Entrance(self.axis, self._owned, self._forget, dim, self._views.regather)

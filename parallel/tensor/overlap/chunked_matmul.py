@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.kernels.overlap_choices import Operation
 from engine.parallel.tensor.collectives import (
     COLUMN_INPUTS,
     ROW_OUTPUTS,
@@ -239,11 +240,24 @@ class SharedInPieces(Shared):
         return product
 
 
-def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis) -> bool:
+def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
     """Whether ``rows`` rows of a rank, with as many bytes as ``part``, are to travel while others are multiplied: in
     more than one chunk, or tile by tile."""
     size = part.numel() * part.element_size()
-    return fuses(axis) or choose_pieces(rows, size, part.device.type, axis) > 1
+    return _is_fused(part, axis, operation) or choose_pieces(rows, size, part.device.type, axis) > 1
+
+
+def _is_fused(part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
+    """Whether kernels may communicate for a product of ``part``, or for the gradient of ``part``, whose other size
+    nobody knows here."""
+    if axis.measured is None or not fuses(axis) or not part.numel():
+        return fuses(axis)
+    width = part.shape[-1]
+    rows = axis.size * part.numel() // width
+    backward: Operation = "product_scatter" if operation == "gather_product" else "gather_product"
+    return axis.measured.may_fuse(operation, rows, part.dtype, depth=width) or axis.measured.may_fuse(
+        backward, rows, part.dtype, columns=width
+    )
 
 
 def scatter_product(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:

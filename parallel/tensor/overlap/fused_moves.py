@@ -1,5 +1,6 @@
 """Products whose rows travel inside the kernel that multiplies them: a tile is multiplied when its rows have come, and
-sent when it is done (``kernels/gpu/overlap``).
+sent when it is done (``kernels/gpu/overlap``). Where that was measured to be faster, copies carry the rows to a kernel
+that waits for them (:mod:`~engine.parallel.tensor.overlap.copied_rows`).
 
 What does not fit the kernel or the memory of the axis goes by collectives, which every rank decides alike, from shapes
 and dtypes. Bytes and calls are counted as those of the collectives that the kernels replace.
@@ -8,14 +9,21 @@ Shape suffixes: B sequences of L rows each that a rank holds, W ranks, K the dim
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.kernels.device import is_host
+from engine.kernels.overlap_choices import Operation, OverlapChoice, ProductSizes
 from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.parallel.tensor.overlap.copied_rows import copied_rows
 from engine.parallel.tensor.overlap.moves import PLAIN_MOVES, Moves, Route
 from engine.parallel.tensor.tp_axis import TensorAxis
+
+if TYPE_CHECKING:
+    from engine.kernels.gpu.launch_shapes import Tile  # needs Triton
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ALIGNED = 16
@@ -27,22 +35,49 @@ def fuses(axis: TensorAxis) -> bool:
     return axis.symmetric is not None and not axis.dry and axis.repeats is None
 
 
+def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> bool:
+    """Whether a product of these sizes is to communicate by itself, as far as sizes tell."""
+    row = measured_row(axis, operation, sizes, dtype)
+    return fuses(axis) and (axis.measured is None or (row is not None and row.fuses))
+
+
+def measured_row(
+    axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype
+) -> OverlapChoice | None:
+    """What was measured of a product of these sizes, where only what was measured to win runs in kernels."""
+    return None if axis.measured is None else axis.measured.find(operation, sizes, dtype)
+
+
+def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
+    """The tile that was measured to be the fastest, or the one that ships."""
+    from engine.kernels.gpu.launch_shapes import Tile
+    from engine.kernels.gpu.overlap.launches import tile_of
+
+    return tile_of(dtype) if row is None or row.tile is None else Tile(*row.tile, parts=2, described=False)
+
+
 def gather_in_kernel(part: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) -> tuple[Tensor, Tensor]:
     """:class:`GatherProduct` in one kernel."""
     buffer, axis = route.axis.symmetric, route.axis
     rows_BLK = part.contiguous().view(-1, *part.shape[-2:])
-    if buffer is None or part.dtype != matrix.dtype or not fits(buffer, rows_BLK, matrix, rows_BLK.nbytes):
+    sizes = ProductSizes(axis.size * rows_BLK.shape[:2].numel(), *matrix.shape[::-1])
+    if buffer is None or part.dtype != matrix.dtype or not runs_in_kernel(axis, "gather_product", sizes, part.dtype):
+        return PLAIN_MOVES.gather(part, matrix, bias, route)
+    row = measured_row(axis, "gather_product", sizes, part.dtype)
+    if not fits(buffer, rows_BLK, matrix, rows_BLK.nbytes, row):
         return PLAIN_MOVES.gather(part, matrix, bias, route)
     from engine.kernels.gpu.overlap.launches import KernelCall, launch_gather_product
 
     whole_BWLK = part.new_empty((rows_BLK.shape[0], axis.size, *rows_BLK.shape[1:]))
     found: list[Tensor] = []
+    copied = row is not None and row.way == "copied"
 
     def call() -> Callable[[], None]:
-        epoch = buffer.next_epoch()
-        found.append(launch_gather_product(rows_BLK, matrix, bias, KernelCall(buffer.mailbox, epoch)))
+        at = KernelCall(buffer.mailbox, buffer.next_epoch(), tile_for(row, matrix.dtype))
+        with copied_rows(rows_BLK, buffer, at.epoch, at.shape(matrix.dtype).rows) if copied else nullcontext():
+            found.append(launch_gather_product(rows_BLK, matrix, bias, at, "multiply" if copied else "both"))
         for writer in range(axis.size):
-            whole_BWLK[:, writer].copy_(buffer.slot(epoch, writer, tuple(rows_BLK.shape), part.dtype))
+            whole_BWLK[:, writer].copy_(buffer.slot(at.epoch, writer, tuple(rows_BLK.shape), part.dtype))
         return completion(buffer, part.device)
 
     axis.in_kernel("all_gather", whole_BWLK, route.label, call).wait()
@@ -57,17 +92,19 @@ def scatter_in_kernel(
     buffer, axis = route.axis.symmetric, route.axis
     rows, columns = whole.shape[-2] // axis.size, matrix.shape[-1]
     whole_BWLK = whole.to(matrix.dtype).contiguous().view(-1, axis.size, rows, whole.shape[-1])
-    sequences = whole_BWLK.shape[0]
-    sent = sequences * rows * columns * dtype.itemsize
-    if buffer is None or dtype not in _DTYPES or not fits(buffer, whole_BWLK[:, 0], matrix, sent):
+    sequences, sizes = whole_BWLK.shape[0], ProductSizes(whole_BWLK.shape[:3].numel(), *matrix.shape[::-1])
+    if buffer is None or dtype not in _DTYPES or not runs_in_kernel(axis, "product_scatter", sizes, matrix.dtype):
         return PLAIN_MOVES.scatter(whole, matrix, plus, dtype, route)
-    from engine.kernels.gpu.overlap.launches import KernelCall, launch_product_scatter, launch_sum_slots, tile_of
+    row = measured_row(axis, "product_scatter", sizes, matrix.dtype)
+    if not fits(buffer, whole_BWLK[:, 0], matrix, sequences * rows * columns * dtype.itemsize, row):
+        return PLAIN_MOVES.scatter(whole, matrix, plus, dtype, route)
+    from engine.kernels.gpu.overlap.launches import KernelCall, launch_product_scatter, launch_sum_slots
 
     added = None if plus is None else plus.contiguous().view(sequences, axis.size, rows, columns)
     found: list[Tensor] = []
 
     def call() -> Callable[[], None]:
-        at = KernelCall(buffer.mailbox, buffer.next_epoch(), tile_of(matrix.dtype))
+        at = KernelCall(buffer.mailbox, buffer.next_epoch(), tile_for(row, matrix.dtype))
         launch_product_scatter(whole_BWLK, matrix, added, at, dtype)
         found.append(launch_sum_slots(sequences, rows, columns, at, dtype))
         return completion(buffer, whole.device)
@@ -88,28 +125,31 @@ def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
     return found
 
 
-def fits(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int) -> bool:
-    """Whether the kernels can multiply these rows with ``matrix`` [K, N] and send ``size`` bytes to each rank.
+def fits(
+    buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int, row: OverlapChoice | None = None
+) -> bool:
+    """Whether the kernels can multiply these rows with ``matrix`` [K, N] and send ``size`` bytes to each rank, in the
+    tile of ``row``.
 
     What they cannot is said once; every rank finds the same.
     """
-    reason = _obstacle(buffer, rows_BLK, matrix, size)
+    reason = _obstacle(buffer, rows_BLK, matrix, size, row)
     if reason:
         buffer.say_once(f"{tuple(rows_BLK.shape)} x {tuple(matrix.shape)} goes by collectives: {reason}")
     return not reason
 
 
-def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int) -> str:
+def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int, row: OverlapChoice | None) -> str:
     if matrix.dtype not in _DTYPES:
         return f"no kernel multiplies {matrix.dtype}"
     if not rows_BLK.numel() or not matrix.numel():
         return "it is empty"
-    from engine.kernels.gpu.overlap.launches import signals_of, tile_of
+    from engine.kernels.gpu.overlap.launches import signals_of
 
     sequences, rows, depth = rows_BLK.shape
     if any(width * matrix.element_size() % _ALIGNED for width in (depth, matrix.shape[1])):
         return f"its rows are no multiple of {_ALIGNED} bytes"
-    if not buffer.fits(size, signals_of(sequences, rows, matrix.shape[1], tile_of(matrix.dtype))):
+    if not buffer.fits(size, signals_of(sequences, rows, matrix.shape[1], tile_for(row, matrix.dtype))):
         return f"a rank would send {size} bytes to each other; raise parallel.overlap_buffer_bytes"
     return ""
 

@@ -9,18 +9,32 @@ The choice is made from the number of ranks, so that the bytes are those of the 
 Shape suffixes: P this rank's shard of the features, O outputs, M rows.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.kernels.ops.linear import product
+from engine.kernels.overlap_choices import ProductSizes
 from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.tensor.collectives import ROW_OUTPUTS, refuse_second_derivatives
 from engine.parallel.tensor.deferred_linear import is_conv1d, weight_gradient
-from engine.parallel.tensor.overlap.fused_moves import completion, fits, fuses, in_shape
+from engine.parallel.tensor.overlap.fused_moves import (
+    completion,
+    fits,
+    fuses,
+    in_shape,
+    measured_row,
+    runs_in_kernel,
+    tile_for,
+)
 from engine.parallel.tensor.tp_axis import TensorAxis
+
+if TYPE_CHECKING:
+    from engine.kernels.gpu.launch_shapes import Tile  # needs Triton
+    from engine.kernels.gpu.overlap.launches import KernelCall
 
 _ONE_SHOT = 2
 """Ranks for which sending everything to everybody sends no more than a ring."""
@@ -36,9 +50,11 @@ def sums_in_kernel(layer: nn.Module, x: Tensor, axis: TensorAxis) -> bool:
     buffer, matrix = axis.symmetric, weight if is_conv1d(layer) else weight.t()
     parts = 1 if axis.size == _ONE_SHOT else axis.size
     rows, rest = divmod(x.numel() // x.shape[-1], parts)
-    if buffer is None or rest:
+    sizes = ProductSizes(parts * rows, *matrix.shape[::-1])
+    if buffer is None or rest or not runs_in_kernel(axis, "product_sum", sizes, x.dtype):
         return False
-    return fits(buffer, x.reshape(1, -1, x.shape[-1])[:, :rows], matrix, rows * matrix.shape[1] * x.element_size())
+    row, size = measured_row(axis, "product_sum", sizes, x.dtype), rows * matrix.shape[1] * x.element_size()
+    return fits(buffer, x.reshape(1, -1, x.shape[-1])[:, :rows], matrix, size, row)
 
 
 def multiply_and_sum(layer: nn.Module, x: Tensor, axis: TensorAxis) -> Tensor:
@@ -59,7 +75,9 @@ class _MultiplyAndSum(torch.autograd.Function):
 
         def call() -> Callable[[], None]:
             assert axis.symmetric is not None
-            found.append(_form(axis)(x_MP, matrix_PO, axis.symmetric))
+            sizes = ProductSizes(x_MP.shape[0], *matrix_PO.shape[::-1])
+            tile = tile_for(measured_row(axis, "product_sum", sizes, x.dtype), x.dtype)
+            found.append(last_turn(sum_in_turns(x_MP, matrix_PO, partial(_next_call, axis.symmetric, tile))))
             return completion(axis.symmetric, x.device)
 
         axis.in_kernel("all_reduce", full, ROW_OUTPUTS, call).wait()
@@ -75,51 +93,51 @@ class _MultiplyAndSum(torch.autograd.Function):
         return dx, weight_gradient(x, dy, weight.dtype, ctx.transposed, kernels) if needs_weight else None, None, None
 
 
-def _form(axis: TensorAxis) -> Callable[[Tensor, Tensor, SymmetricBuffer], Tensor]:
-    if axis.size == _ONE_SHOT:
-        return _one_shot
-    return _by_switch if axis.symmetric is not None and axis.symmetric.mailbox.multicast else _two_shot
+def _next_call(buffer: SymmetricBuffer, tile: "Tile") -> "KernelCall":
+    from engine.kernels.gpu.overlap.launches import KernelCall
+
+    return KernelCall(buffer.mailbox, buffer.next_epoch(), tile)
 
 
-def _one_shot(x_MP: Tensor, matrix_PO: Tensor, buffer: SymmetricBuffer) -> Tensor:
-    from engine.kernels.gpu.overlap.launches import KernelCall, launch_product_scatter, launch_sum_slots
-
-    at = KernelCall(buffer.mailbox, buffer.next_epoch())
-    launch_product_scatter(x_MP[None], matrix_PO, None, at, x_MP.dtype)
-    return launch_sum_slots(1, x_MP.shape[0], matrix_PO.shape[1], at, x_MP.dtype)
-
-
-def _two_shot(x_MP: Tensor, matrix_PO: Tensor, buffer: SymmetricBuffer) -> Tensor:
+def sum_in_turns(
+    x_MP: Tensor, matrix_PO: Tensor, next_call: "Callable[[], KernelCall]"
+) -> Generator[None, None, Tensor]:
+    """The sum over the ranks of ``x_MP`` times ``matrix_PO``, [M, O]; it yields where the next launch waits for what
+    the other ranks have launched so far."""
     from engine.kernels.gpu.overlap.launches import (
-        KernelCall,
         launch_collect_slots,
         launch_forward_slots,
+        launch_multicast_sum,
         launch_product_scatter,
         launch_sum_slots,
     )
 
-    ranks, at = buffer.mailbox.ranks, KernelCall(buffer.mailbox, buffer.next_epoch())
-    rows = x_MP.shape[0] // ranks
-    launch_product_scatter(x_MP.view(1, ranks, rows, -1), matrix_PO, None, at, x_MP.dtype)
-    part = launch_sum_slots(1, rows, matrix_PO.shape[1], at, x_MP.dtype)[0]
-    at = KernelCall(buffer.mailbox, buffer.next_epoch())
-    launch_forward_slots(part, at)
+    at, columns = next_call(), matrix_PO.shape[1]
+    ranks = at.mailbox.ranks
+    if ranks == _ONE_SHOT:
+        launch_product_scatter(x_MP[None], matrix_PO, None, at, x_MP.dtype)
+        yield
+        return launch_sum_slots(1, x_MP.shape[0], columns, at, x_MP.dtype)
+    rows, switches = x_MP.shape[0] // ranks, bool(at.mailbox.multicast)
+    launch_product_scatter(x_MP.view(1, ranks, rows, -1), matrix_PO, None, at, x_MP.dtype, stays=switches)
+    yield
+    if switches:
+        part = x_MP.new_empty((rows, columns))
+        launch_multicast_sum(rows, columns, at, x_MP.dtype)
+        at = next_call()
+    else:
+        part = launch_sum_slots(1, rows, columns, at, x_MP.dtype)[0]
+        at = next_call()
+        launch_forward_slots(part, at)
+    yield
     return launch_collect_slots(part, at).flatten(0, 1)
 
 
-def _by_switch(x_MP: Tensor, matrix_PO: Tensor, buffer: SymmetricBuffer) -> Tensor:
-    from engine.kernels.gpu.overlap.launches import (
-        KernelCall,
-        launch_collect_slots,
-        launch_multicast_sum,
-        launch_product_scatter,
-        tile_of,
-    )
-
-    ranks, columns = buffer.mailbox.ranks, matrix_PO.shape[1]
-    at = KernelCall(buffer.mailbox, buffer.next_epoch(), tile_of(x_MP.dtype))
-    rows = x_MP.shape[0] // ranks
-    launch_product_scatter(x_MP.view(1, ranks, rows, -1), matrix_PO, None, at, x_MP.dtype, stays=True)
-    launch_multicast_sum(rows, columns, at, x_MP.dtype)
-    at = KernelCall(buffer.mailbox, buffer.next_epoch(), tile_of(x_MP.dtype))
-    return launch_collect_slots(x_MP.new_empty((rows, columns)), at).flatten(0, 1)
+def last_turn(turns: Generator[None, None, Tensor]) -> Tensor:
+    """What the launches of a rank that runs beside the others give."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result

@@ -1,6 +1,7 @@
 """What ``parallel.overlap`` asks for is what the tensor axis is told; what is not possible here is said."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from engine.build.overlap import set_overlap
 from engine.config import load_config
+from engine.kernels import overlap_choices
+from engine.kernels.overlap_choices import OverlapChoice
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
@@ -31,6 +34,26 @@ def test_rows_travel_in_as_many_chunks_as_asked_for(overlap: str, on_cpu: int, o
     assert choose_pieces(8, 1 << 22, "cpu", axis) == on_cpu
     assert choose_pieces(8, 1 << 22, "cuda", axis) == on_gpu, "the device of this rank is the CPU"
     assert axis.symmetric is None
+
+
+ROW = OverlapChoice(
+    operation="gather_product", device="cpu", dtype="bfloat16", ranks=2, rows=1, columns=8, depth=8, way="fused",
+    speedup=2.0,
+)  # fmt: skip
+
+
+def test_auto_wants_memory_for_kernels_only_where_one_was_measured_to_win(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for row in (replace(ROW, device="another"), replace(ROW, ranks=4), replace(ROW, way="chunks")):
+        monkeypatch.setattr(overlap_choices, "shipped_overlap", lambda row=row: (row,))
+        assert told("auto").measured is None and not caplog.messages
+    monkeypatch.setattr(overlap_choices, "shipped_overlap", lambda: (ROW,))
+    axis = told("auto")
+    assert axis.measured is not None and axis.measured.rows == (ROW,)
+    (message,) = caplog.messages
+    assert message.startswith('parallel.overlap "auto": the tensor ranks share no memory'), "and says so"
+    assert told("chunks").measured is None
 
 
 def test_kernels_without_memory_give_way_to_collectives(caplog: pytest.LogCaptureFixture) -> None:

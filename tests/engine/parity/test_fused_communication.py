@@ -65,6 +65,65 @@ def test_the_decoder_trains_as_one_process(
         assert counted == launched
 
 
+def planted(sequence: bool, rows: list[dict[str, Any]]) -> tuple[Parity | None, dict[str, int]]:
+    """Body of a rank: a step with overlap "auto" where ``rows`` were measured, and how often kernels were launched."""
+    repair()
+    from engine.kernels import overlap_choices
+    from engine.kernels.gpu.overlap import launches
+    from engine.parallel.tensor.overlap import copied_rows, fused_moves
+
+    table = tuple(overlap_choices.OverlapChoice(device="cpu", dtype="float32", ranks=2, **row) for row in rows)
+    overlap_choices.shipped_overlap = lambda: table  # type: ignore[assignment]
+    launched: Counter[str] = Counter()
+    for name in LAUNCHES:
+        setattr(launches, name, _counted(name, getattr(launches, name), launched))
+    setattr(fused_moves, "copied_rows", _counted("copied_rows", copied_rows.copied_rows, launched))  # noqa: B010
+    tokens = torch.randint(0, 32, (1, 9), generator=torch.Generator().manual_seed(3))
+    config = settings(1, parallel={"overlap": "auto", "pipeline": 1, "tensor": 2, "sequence_parallel": sequence})
+
+    def build() -> Decoder:
+        torch.manual_seed(1)
+        return Decoder(SHAPE)
+
+    one = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
+    return verify(build, config | one, [{"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}], loss_sum), dict(
+        launched
+    )
+
+
+def row(operation: str, columns: int, depth: int) -> dict[str, Any]:
+    """A kernel was measured to win from 8 rows on."""
+    return {
+        "operation": operation, "rows": 8, "columns": columns, "depth": depth, "way": "fused", "speedup": 1.2,
+        "tile": (16, 16, 16, 4, 2),
+    }  # fmt: skip
+
+
+QUERY = row("gather_product", 8, 16)
+"""Also the gradient of the attention's output; gate and up have other columns."""
+
+
+@pytest.mark.parametrize(
+    ("sequence", "rows", "launched"),
+    [
+        pytest.param(True, [QUERY], {"launch_gather_product": 2}, id="gather"),
+        wide(True, [QUERY | {"way": "copied"}], {"launch_gather_product": 2, "copied_rows": 2}, id="copies"),
+        wide(True, [QUERY, QUERY | {"way": "chunks", "rows": 4}], {"launch_gather_product": 2}, id="from 8 rows on"),
+        wide(True, [QUERY | {"rows": 9}], {}, id="too few rows"),
+        wide(True, [QUERY | {"way": "collectives"}], {}, id="collectives win"),
+        wide(True, [row("product_scatter", 16, 8)], {"launch_product_scatter": 2}, id="scatter"),
+        wide(False, [row("product_sum", 16, 8)], {"launch_product_scatter": 1}, id="sum"),
+        wide(False, [row("product_sum", 16, 9)], {}, id="another depth"),
+    ],
+)
+def test_auto_runs_in_kernels_what_was_measured_to_win(
+    run_ranks: RunRanks, sequence: bool, rows: list[dict[str, Any]], launched: dict[str, int]
+) -> None:
+    for parity, counted in run_ranks(planted, 2, sequence, rows, seconds=200.0):
+        assert parity is None or parity.holds(), str(parity)
+        assert counted == launched
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("names", "ranks", "changes"),

@@ -14,6 +14,7 @@ from engine.kernels.gpu.overlap.launches import (
     launch_product_scatter,
     launch_sum_slots,
 )
+from engine.kernels.gpu.overlap.signals import LOOKS_BETWEEN
 from engine.kernels.mailbox import Mailbox, Missing, read_status
 from tests.kernels.gpu.overlap.turns import mailboxes
 from tests.selection import wide
@@ -52,7 +53,7 @@ def scattered(
 
 @pytest.mark.parametrize("ranks", [2, wide(4)])
 def test_every_call_equals_the_plain_products(ranks: int) -> None:
-    boxes, _ = mailboxes(ranks, CAPACITY, MOST)
+    boxes, _memory = mailboxes(ranks, CAPACITY, MOST)
     matrix, bias = whole_numbers(K, N), whole_numbers(N)
     for epoch in range(1, 5):
         if epoch % 2:
@@ -72,7 +73,7 @@ def test_every_call_equals_the_plain_products(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, wide(4)])
 def test_sums_are_whole_on_all_ranks(ranks: int) -> None:
-    boxes, _ = mailboxes(ranks, CAPACITY, MOST)
+    boxes, _memory = mailboxes(ranks, CAPACITY, MOST)
     matrix = whole_numbers(K, N)
     inputs = [whole_numbers(1, 2 * L, K, seed=rank) for rank in range(ranks)]
     wanted = torch.stack([x @ matrix for x in inputs]).sum(0)
@@ -91,7 +92,7 @@ def test_sums_are_whole_on_all_ranks(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, wide(3), wide(8)])
 def test_sums_by_a_switch_are_whole_on_all_ranks(ranks: int) -> None:
     """Emulated: every rank keeps its product, the owner of rows adds that of all ranks, and all collect the sums."""
-    boxes, _ = mailboxes(ranks, CAPACITY, MOST)
+    boxes, _memory = mailboxes(ranks, CAPACITY, MOST)
     matrix = whole_numbers(K, N)
     for epoch in (1, 3):
         inputs = [whole_numbers(1, ranks, L, K, seed=epoch + rank) for rank in range(ranks)]
@@ -123,10 +124,31 @@ def test_what_does_not_come_is_written_down(fault: str) -> None:
     parts = [whole_numbers(B, L, K, seed=rank) for rank in range(2)]
     for box, part in zip(boxes, parts, strict=True):
         launch_gather_product(part, matrix, None, KernelCall(box, 1, SMALL), "push")
-    arrival = memory[0][2 * 2 * CAPACITY // 4 :][(1 * 2 + 1) * MOST + 3 :]  # at rank 0, of rank 1, tile 3, odd calls
+    arrivals = memory[0, 2 * 2 * CAPACITY // 4 :][: 2 * 2 * MOST].view(2, 2, MOST)  # parity, writer, tile
+    arrival = arrivals[1, 1, 3:]
     assert arrival[0] == 1
     arrival[0] = 0 if fault == "lost" else 3
     launch_gather_product(parts[0], matrix, None, KernelCall(boxes[0], 1, SMALL), "multiply")
     assert read_status(int(boxes[0].status)) == Missing(rank=1, tile=3, epoch=1)
     launch_gather_product(parts[1], matrix, None, KernelCall(boxes[1], 1, SMALL), "multiply")
     assert read_status(int(boxes[1].status)) is None
+
+
+def test_after_something_that_did_not_come_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    boxes, _memory = mailboxes(2, CAPACITY, MOST)
+    looks = 0
+    look = InterpreterBuilder.create_atomic_rmw
+
+    def counted(*args: object) -> object:
+        nonlocal looks
+        looks += 1
+        return look(*args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", counted)
+    tiles = B * -(-L // SMALL.rows) * -(-N // SMALL.columns)
+    launch_sum_slots(B, L, N, KernelCall(boxes[0], 1, SMALL), torch.float32)
+    at_ended = boxes[0].patience // LOOKS_BETWEEN.value
+    assert looks == 2 * tiles + boxes[0].patience + at_ended, "one look at each tile of each rank, and one wait"
+    assert read_status(int(boxes[0].status)) == Missing(rank=0, tile=0, epoch=1)

@@ -1,0 +1,1 @@
+"""Products that communicate, beside chunks, collectives and torch's own."""

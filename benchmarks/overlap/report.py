@@ -1,0 +1,170 @@
+"""From seconds to shares, verdicts and one table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.overlap.measure import COMMUNICATES, IN_KERNELS, PLAIN
+
+HIDDEN_GOAL = 0.85
+"""Of the transfer, or of the product where that is shorter."""
+GATED_GOAL = 1.02
+"""Time of a product that looks for its rows, all of which are there, over that of the plain one in the same tile."""
+OTHERS = ("chunks", "collectives", "async-TP")
+SHOWN = ("fused", "copied", *OTHERS, "product", "transfer")
+HEADINGS = (
+    "operation", "of", "ranks", "M x N x K", "dtype", "right", "tile",
+    *(f"{name} ms" for name in SHOWN), "best other / ours", "hidden", "hidden, from host", "gated / plain",
+)  # fmt: skip
+Found = Mapping[str, Any]
+"""What ``run_case`` gives."""
+
+
+def seconds_of(found: Found, way: str) -> float | None:
+    """Median; None where it was not measured."""
+    value = found.get("seconds", {}).get(way, {}).get("seconds")
+    return None if value is None else float(value)
+
+
+def fastest(found: Found, ways: Sequence[str]) -> tuple[float, str] | None:
+    """(seconds, which) of several ways."""
+    return min(((taken, way) for way in ways if (taken := seconds_of(found, way)) is not None), default=None)
+
+
+def hidden(found: Found) -> float | None:
+    """Share of the shorter of product and transfer that the fastest of our ways hides behind the other."""
+    ours = fastest(found, IN_KERNELS)
+    return _hidden(found, None if ours is None else ours[0], "transfer")
+
+
+def hidden_from_host(found: Found) -> float | None:
+    """The same of a gather whose rows come from the host."""
+    return _hidden(found, seconds_of(found, "from host"), "host transfer")
+
+
+def _hidden(found: Found, ours: float | None, moved: str) -> float | None:
+    product, transfer = seconds_of(found, "gated"), seconds_of(found, moved)
+    if ours is None or product is None or transfer is None:
+        return None
+    return (product + transfer - ours) / min(product, transfer)
+
+
+def gated_ratio(found: Found) -> float | None:
+    """Of one rank alone."""
+    communicating, plain = seconds_of(found, COMMUNICATES), seconds_of(found, PLAIN)
+    return communicating / plain if communicating and plain else None
+
+
+def gain(found: Found) -> float | None:
+    """Time of the fastest other way over that of the fastest of ours."""
+    ours, other = fastest(found, IN_KERNELS), fastest(found, OTHERS)
+    return other[0] / ours[0] if ours and other else None
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapVerdict:
+    """What became of a goal."""
+
+    case: str
+    wanted: str
+    reached: float
+    passed: bool
+
+    def __str__(self) -> str:
+        return f"{'pass' if self.passed else 'FAIL'}: {self.case}: {self.wanted}, reached {self.reached:.3f}"
+
+
+def judge_overlap(found: Found) -> list[OverlapVerdict]:
+    """The goals of a case that was timed."""
+    verdicts = []
+    if (share := hidden(found)) is not None:
+        wanted = f"hidden at least {HIDDEN_GOAL:.0%}"
+        verdicts.append(OverlapVerdict(found["name"], wanted, share, share >= HIDDEN_GOAL))
+    ratio = gated_ratio(found)
+    if ratio is not None and found["operation"] == "gather_product":
+        wanted = f"gated / plain at most {GATED_GOAL}"
+        verdicts.append(OverlapVerdict(found["name"], wanted, ratio, ratio <= GATED_GOAL))
+    return verdicts
+
+
+def overlap_table(cases: Sequence[Found]) -> str:
+    """Markdown, a line a case; what was not measured is "-"."""
+    return "\n".join([_line(HEADINGS), _line(["---"] * len(HEADINGS)), *(_line(_cells(found)) for found in cases)])
+
+
+CHECKED = ("fused", "copied", "chunks", "collectives", "async-TP")
+
+
+def check_table(cases: Sequence[Found]) -> str:
+    """Markdown: whether each way gave what plain products and sums give, with whole numbers, in how many tiles."""
+    headings = ("operation", "of", "ranks", "M x N x K", "dtype", "tiles", *CHECKED)
+    return "\n".join([_line(headings), _line(["---"] * len(headings)), *(_line(_checks(found)) for found in cases)])
+
+
+def _checks(found: Found) -> list[str]:
+    tiles = [check["ways"] for check in found.get("checks", {}).values()]
+    told = [found["error"], *["-"] * (len(CHECKED) - 1)] if "error" in found else [_checked(tiles, w) for w in CHECKED]
+    return [*_head(found), str(len(tiles)), *told]
+
+
+def _checked(tiles: Sequence[Mapping[str, Any]], way: str) -> str:
+    rows = [ways[way] for ways in tiles if way in ways]
+    if not rows:
+        return "-"
+    if any("error" in row for row in rows):
+        return "did not run"
+    if not all(row["passed"] for row in rows):
+        return "WRONG"
+    largest = max(row["deviation"] for row in rows)
+    return "exact" if largest == 0 else f"within {largest:.1e}"
+
+
+def _head(found: Found) -> list[str]:
+    sizes = found["sizes"]
+    return [
+        found["operation"], found["of"], str(found["ranks"]),
+        f"{sizes['rows']} x {sizes['columns']} x {sizes['depth']}", found["dtype"],
+    ]  # fmt: skip
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
+
+
+def _cells(found: Found) -> list[str]:
+    head = _head(found)
+    if "error" in found:
+        return [*head, found["error"], *["-"] * (len(HEADINGS) - len(head) - 1)]
+    tile = found.get("tile")
+    taken = (seconds_of(found, way) for way in SHOWN)
+    return [
+        *head,
+        "yes" if found.get("passed") else "NO",
+        "x".join(map(str, tile[:3])) if tile else "-",
+        *("-" if value is None else f"{value * 1e3:.3f}" for value in taken),
+        _figure(gain(found), "{:.2f}"),
+        _figure(hidden(found), "{:.0%}"),
+        _figure(hidden_from_host(found), "{:.0%}"),
+        _figure(gated_ratio(found), "{:.3f}"),
+    ]
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def overlap_failures(cases: Sequence[Found]) -> list[str]:
+    """What was wrong or did not run, each once."""
+    lines: dict[str, None] = {}
+    for found in cases:
+        if "error" in found:
+            lines[f"{found['name']}: {found['error']}"] = None
+        for tile, check in found.get("checks", {}).items():
+            for way, row in check.get("ways", {}).items():
+                if not row["passed"]:
+                    why = row.get("error", f"deviates by {row.get('deviation')}")
+                    lines[f"{found['name']}, {tile}, {way}: {why}"] = None
+        for way, row in found.get("seconds", {}).items():
+            if "error" in row:
+                lines[f"{found['name']}, {way}: {row['error']}"] = None
+    return list(lines)

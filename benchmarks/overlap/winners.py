@@ -1,0 +1,48 @@
+"""Rows for ``kernels/overlap.json``, from what was measured between several GPUs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.overlap.cases import TILES
+from benchmarks.overlap.measure import IN_KERNELS
+from benchmarks.overlap.report import Found, fastest
+from engine.kernels.overlap_choices import OverlapChoice
+
+MARGIN = 1.02
+"""A kernel that communicates has to be faster by so much: less is noise."""
+OTHER_WAYS = ("chunks", "collectives")
+"""Of the engine."""
+
+
+def propose_overlap(cases: Sequence[Found], device: str, shipped: Sequence[OverlapChoice]) -> list[OverlapChoice]:
+    """The shipped table, and rows of ``device`` in place of its old ones of the same products."""
+    rows = [row for found in cases if (row := _row(found, device)) is not None]
+    replaced = {_key(row) for row in rows}
+    return [*rows, *(row for row in shipped if _key(row) not in replaced)]
+
+
+def _row(found: Found, device: str) -> OverlapChoice | None:
+    ours, other = fastest(found, IN_KERNELS), fastest(found, OTHER_WAYS)
+    if ours is None or other is None or not found.get("passed"):
+        return None
+    speedup = other[0] / ours[0]
+    way: Any = ours[1] if speedup >= MARGIN else other[1]
+    tile = tuple(found["tile"])
+    return OverlapChoice(
+        operation=found["operation"], device=device, dtype=found["dtype"], ranks=found["ranks"],
+        rows=found["sizes"]["rows"], columns=found["sizes"]["columns"], depth=found["sizes"]["depth"],
+        way=way, speedup=round(speedup, 3), tile=None if tile == TILES[0] else tile,
+    )  # fmt: skip
+
+
+def _key(row: OverlapChoice) -> tuple[object, ...]:
+    return row.device, row.ranks, row.operation, row.dtype, row.rows, row.columns, row.depth
+
+
+def overlap_json(rows: Sequence[OverlapChoice]) -> str:
+    """As ``kernels/overlap.json`` is written, a line a row."""
+    lines = [json.dumps({name: value for name, value in asdict(row).items() if value is not None}) for row in rows]
+    body = ",".join(f"\n    {line}" for line in lines) + "\n  " * bool(lines)
+    return f'{{\n  "winners": [{body}]\n}}\n'

@@ -1,0 +1,227 @@
+"""The benchmark of products that communicate: its formulas, goals and winners, and tiny runs of every way."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.harness.budget import Budget
+from benchmarks.harness.worker import WorkerError
+from benchmarks.overlap import command
+from benchmarks.overlap.cases import OPERATIONS, TILES, OverlapCase, llama_cases, tiny_cases
+from benchmarks.overlap.command import OverlapOrder, VirtualDesk, conclude_overlap, measure_overlap
+from benchmarks.overlap.measure import Sampling, describe, run_case, time_ways
+from benchmarks.overlap.places import VirtualPlace
+from benchmarks.overlap.report import (
+    check_table,
+    gain,
+    gated_ratio,
+    hidden,
+    hidden_from_host,
+    judge_overlap,
+    overlap_failures,
+)
+from benchmarks.overlap.trial import OverlapTrial
+from benchmarks.overlap.winners import overlap_json, propose_overlap
+from engine.kernels.gpu.launch_shapes import Tile
+from engine.kernels.gpu.overlap.launches import tile_of
+from engine.kernels.overlap_choices import OverlapChoice, ProductSizes, read_overlap
+from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
+from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from tests.kernels.interpreter import repair
+from tests.selection import wide
+from tests.structure import ROOT
+
+CPU = torch.device("cpu")
+GPU = "NVIDIA H100 80GB HBM3"
+CASE = llama_cases((8,), quick=True)[0]
+TINY = {case.operation: case for case in tiny_cases((2,), quick=True)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreter() -> None:
+    """As tests of kernels have it."""
+    repair()
+
+
+def found_of(case: OverlapCase = CASE, passed: bool = True, **seconds: float) -> dict[str, Any]:
+    """As ``run_case`` gives it."""
+    rows = {name.replace("_", " "): {"seconds": taken} for name, taken in seconds.items()}
+    return describe(case) | {"passed": passed, "tile": TILES[1], "checks": {}, "seconds": rows}
+
+
+MEASURED = found_of(
+    fused=1.2, copied=1.1, chunks=1.4, collectives=1.5, gated=1.0, transfer=0.4, product=0.95,
+    communicating_alone=1.01, plain_alone=1.0, from_host=2.5, host_transfer=2.0,
+)  # fmt: skip
+
+
+def test_cases_are_the_products_of_llama() -> None:
+    names = {(case.operation, case.of, case.ranks): case.sizes for case in llama_cases((2, 8))}
+    assert len(names) == len(llama_cases((2, 8))) == 12
+    assert names["gather_product", "70B up", 8] == ProductSizes(8192, 28672 // 8, 8192)
+    assert names["product_scatter", "8B down", 2] == names["product_sum", "8B down", 2]
+    assert names["product_sum", "8B down", 2] == ProductSizes(8192, 4096, 14336 // 2)
+    assert TILES[0] == (tile_of(torch.bfloat16).rows, 128, 64, 8, 3), "the first tile ships"
+
+
+def test_a_slot_holds_rows_and_parts_of_products() -> None:
+    gathers, scatters, sums = llama_cases((2,), quick=True)
+    assert gathers.capacity == 2 * 4096 * max(4096, 14336 // 2)
+    assert scatters.capacity == 2 * 4096 * max(4096, 14336 // 2)
+    assert sums.capacity == 2 * 8192 * 4096, "two ranks send each other the whole product"
+
+
+def test_shares_and_ratios_follow_the_formulas() -> None:
+    assert hidden(MEASURED) == pytest.approx((1.0 + 0.4 - 1.1) / 0.4)
+    assert gated_ratio(MEASURED) == pytest.approx(1.01)
+    assert hidden_from_host(MEASURED) == pytest.approx((1.0 + 2.0 - 2.5) / 1.0), "of the product, which is shorter"
+    assert gain(MEASURED) == pytest.approx(1.4 / 1.1)
+    assert gain(MEASURED | {"seconds": {}}) is None and hidden(found_of(fused=1.0)) is None
+
+
+def test_goals_are_judged() -> None:
+    share, ratio = judge_overlap(MEASURED)
+    assert (share.passed, ratio.passed) == (False, True) and str(share).startswith("FAIL: gather_product 8B up tp8")
+    assert [one.passed for one in judge_overlap(found_of(fused=1.05, gated=1.0, transfer=0.4))] == [True]
+
+
+def test_winners_are_right_faster_by_a_margin_and_read_back() -> None:
+    shipped = (
+        OverlapChoice(
+            operation="gather_product", device=GPU, dtype="bfloat16", ranks=8, rows=8192, columns=1792, depth=4096,
+            way="chunks", speedup=0.5,
+        ),
+        OverlapChoice(
+            operation="gather_product", device="another", dtype="bfloat16", ranks=8, rows=8192, columns=1792,
+            depth=4096, way="fused", speedup=1.5,
+        ),
+    )  # fmt: skip
+    rows = propose_overlap([MEASURED], GPU, shipped)
+    assert rows == [replace(shipped[0], way="copied", speedup=1.273, tile=TILES[1]), shipped[1]]
+    assert list(read_overlap(overlap_json(rows))) == rows
+    assert read_overlap(overlap_json([])) == ()
+    (close,) = propose_overlap([found_of(fused=1.0, collectives=1.01)], GPU, ())
+    assert (close.way, close.fuses) == ("collectives", False), "less than the margin is noise"
+    assert propose_overlap([found_of(passed=False, fused=1.0, chunks=2.0)], GPU, ()) == []
+    assert propose_overlap([found_of(fused=1.0)], GPU, ()) == [], "nothing to compare with"
+
+
+def test_what_is_wrong_or_did_not_run_is_told() -> None:
+    ways = {
+        "fused": {"deviation": 2.0, "passed": False},
+        "copied": {"deviation": 0.0, "passed": True},
+        "chunks": {"error": "RuntimeError: no", "passed": False},
+    }
+    found = found_of(passed=False) | {"checks": {"16x16x16 w4 s2": {"ways": ways, "passed": False}}}
+    assert "| 1 | WRONG | exact | did not run | - | - |" in check_table([found])
+    assert len(overlap_failures([found])) == 2
+    assert "no time left | -" in check_table([describe(CASE) | {"error": "no time left"}])
+
+
+def test_a_case_that_takes_its_process_along_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    class Dying:
+        def __init__(self, *_: Any) -> None:
+            asked.append(("start",))
+
+        def ask(self, request: tuple[Any, ...], seconds: float) -> Any:
+            asked.append(request)
+            if len(asked) == 2:
+                raise WorkerError("the process died", ended=True)
+            return {"passed": True}
+
+        def close(self) -> None:
+            asked.append(("close",))
+
+    monkeypatch.setattr(command, "Worker", Dying)
+    cases = llama_cases((8,), quick=True)[:2]
+    found = measure_overlap(cases, Budget(100), VirtualDesk(OverlapOrder((8,), True, False)))
+    assert [row.get("error", "passed") for row in found] == ["the process died", "passed"]
+    assert [one[0] for one in asked] == ["start", cases[0].name, "close", "start", cases[1].name]
+    late = measure_overlap(cases, Budget(1), VirtualDesk(OverlapOrder((8,), True, False)))
+    assert {row["error"] for row in late} == {"not measured: no time left"}
+
+
+def test_a_table_of_a_gpu_has_times_and_goals() -> None:
+    about = {"device": GPU}
+    text = conclude_overlap(
+        {"interpreted": False, "where": "here", "about": about, "cases": [MEASURED], "seconds": 1.0}
+    )
+    line = next(line for line in text.splitlines() if line.startswith("| gather_product"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[3:] == [
+        "8192 x 1792 x 4096", "bfloat16", "yes", "128x256x64", "1200.000", "1100.000", "1400.000", "1500.000", "-",
+        "950.000", "400.000", "1.27", "75%", "50%", "1.010",
+    ]  # fmt: skip
+    assert "FAIL: gather_product 8B up tp8 bfloat16: hidden at least 85%, reached 0.750" in text
+
+
+def test_a_run_without_a_gpu_checks_and_times_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in command.QUEUES:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(command, "find_accelerator", lambda: None)
+    small = replace(TINY["gather_product"], tiles=((32, 16, 32, 4, 2),))
+    monkeypatch.setattr(command, "tiny_cases", lambda *_: [small])
+    assert command.main(["--quick", "--ranks", "2", "--out", str(tmp_path)]) == 0
+    figures = json.loads((tmp_path / "overlap.json").read_text())
+    (case,) = figures["cases"]
+    (check,) = case["checks"].values()
+    assert figures["interpreted"] and case["passed"] and "seconds" not in case and not case["tuned"]
+    assert {way: row["deviation"] for way, row in check["ways"].items()} == dict.fromkeys(
+        ("in turns", "fused", "copied", "chunks", "collectives"), 0.0
+    )
+    text = (tmp_path / "overlap.md").read_text()
+    assert "times would mean nothing" in text and " ms |" not in text and text in capsys.readouterr().out
+    assert not (tmp_path / "overlap_winners.json").exists(), "nothing was measured"
+
+
+class Apart(VirtualPlace):
+    """Ranks that share no memory."""
+
+    def open(self, sizes: SlotSizes) -> list[SymmetricBuffer]:
+        raise RuntimeError("the ranks share no memory that all of them can write")
+
+
+def test_ranks_that_share_no_memory_are_told() -> None:
+    found = run_case(TINY["product_sum"], Apart(2, CPU), 1.0, Sampling())
+    assert found["error"] == "RuntimeError: the ranks share no memory that all of them can write"
+
+
+@pytest.mark.parametrize("operation", [wide(operation) for operation in OPERATIONS])
+@pytest.mark.parametrize("ranks", [wide(2), wide(4)])
+def test_every_way_and_part_runs(operation: str, ranks: int) -> None:
+    (case,) = [case for case in tiny_cases((ranks,), quick=True) if case.operation == operation]
+    trial = OverlapTrial(case, VirtualPlace(ranks, CPU))
+    found = time_ways(trial, Tile(*case.tiles[1], parts=2, described=False), Sampling(1, 1, 1), Budget(60))
+    assert not {name: row for name, row in found.items() if "error" in row}
+    assert {"fused", "collectives", "gated", "product", "transfer", "communicating alone", "plain alone"} <= set(found)
+
+
+@pytest.mark.long
+def test_tiny_cases_of_four_ranks_are_right() -> None:
+    for case in tiny_cases((4,), quick=True):
+        assert run_case(case, VirtualPlace(case.ranks, CPU), 60.0, Sampling())["passed"], case.name
+
+
+@pytest.mark.long
+def test_processes_of_torchrun_are_right(tmp_path: Path) -> None:
+    command_line = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "benchmarks", "overlap",
+        "--quick", "--out", str(tmp_path),
+    ]  # fmt: skip
+    own = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command_line, cwd=ROOT, env=own, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "overlap.json").read_text())
+    assert figures["where"] == "2 processes, gloo and shared memory."
+    assert [case["passed"] for case in figures["cases"]] == [True] * 3
