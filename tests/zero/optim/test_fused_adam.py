@@ -244,7 +244,8 @@ class Casts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default) and out.dtype == torch.bfloat16:
-            self.made.append(str(func))
+            if out.data_ptr() != args[-1].data_ptr():  # the backend of this test copies a shard to where it lies
+                self.made.append(str(func))
         return out
 
 
