@@ -21,9 +21,9 @@ from engine.parallel.kernel_injection.inject import Replacement, find_heads, fin
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.placeholders import is_expanded
-from engine.parallel.tensor.deferred_linear import fuse
+from engine.parallel.tensor.deferred_linear import fuse, is_linear
 from engine.parallel.tensor.layers.lazy_head import install_lazy_head
-from engine.parallel.tensor.layers.linear import ColumnLayer, is_cut
+from engine.parallel.tensor.layers.linear import ColumnLayer, has_plain_forward, is_cut
 from engine.parallel.tensor.layers.vocab_parallel import HeadLayer
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.budgets import shards_parameters
@@ -96,6 +96,15 @@ def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: Forward
         layer = model.get_submodule(found.module)
         if found.activation != "none" and (isinstance(layer, ColumnLayer) or not is_cut(layer)):
             fuse(layer, found.activation, changes.kernels, patches)
+
+
+def add_weight_gradients(model: nn.Module, kernels: Kernels, patches: ForwardPatches) -> None:
+    """Let the products of full linear layers add their weight gradients to main gradients, as sharded layers do."""
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        plain = is_linear(layer) and has_plain_forward(layer) and not is_cut(layer) and "forward" not in vars(layer)
+        if plain and weight is not None and weight.requires_grad:
+            fuse(layer, "none", kernels, patches)
 
 
 def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:

@@ -20,7 +20,6 @@ Shape suffixes: N tokens, C tokens of a chunk, H width, V vocabulary, W columns 
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +28,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.device import multiplies_wide
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.cross_entropy import CrossEntropy, check_target
+from engine.kernels.ops.linear import add_by_library_
 from engine.kernels.ops.parallel_softmax import (
     Exchange,
     Question,
@@ -50,8 +49,6 @@ _FP16_SLOPE = 256.0
 """Factor on fp16 gradients of logits until they are summed. Without it softmax probabilities below 6e-8 would underflow
 to 0 whatever the loss scale is, because the loss scale is applied later.
 """
-_SLAB = 8192
-"""Rows of dW that are added at a time where the matrix product cannot accumulate into fp32 itself."""
 
 
 class Head(NamedTuple):
@@ -164,34 +161,9 @@ class _Sums:
         if self.hidden is not None:
             torch.mm(grad_CW, self._weight, out=self.hidden[part])
         if self.weight is not None:
-            _add_product(self.weight, grad_CW.t(), self._hidden[part])
+            add_by_library_(self.weight, grad_CW.t(), self._hidden[part])
         if self.bias is not None:
             self.bias += grad_CW.sum(0, dtype=self.bias.dtype)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute ``total += a b`` with products of narrow operands accumulated in the dtype of ``total``."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif not multiplies_wide(a.device):
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-    elif _adds_wide(a.device, a.dtype):
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        for rows, its in zip(torch.split(total, _SLAB), torch.split(a, _SLAB), strict=True):
-            rows += torch.mm(its, b, out_dtype=total.dtype)
-
-
-@cache
-def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch adds a product of ``dtype`` to fp32 in place; older ones require equal dtypes."""
-    narrow = torch.zeros((16, 16), dtype=dtype, device=device)
-    wide = torch.zeros_like(narrow, dtype=torch.float32)
-    try:
-        torch.addmm(wide, narrow, narrow, out_dtype=wide.dtype, out=wide)
-    except RuntimeError:
-        return False
-    return True
 
 
 class _Terms(torch.autograd.Function):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.main_gradient import MainGradient, is_executed
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.deferred_linear import (
     FusedForward,
@@ -30,8 +31,8 @@ from engine.parallel.tensor.deferred_linear import (
     deferrable_linear,
     followed,
     is_conv1d,
-    is_executed,
     is_linear,
+    unless_added,
 )
 from engine.parallel.tensor.layers.linear import RowLayer, has_plain_forward, is_cut
 
@@ -43,19 +44,21 @@ class DeferredWeightGrads:
     """Weight gradients that the I of one stage and microbatch defers to its W."""
 
     def __init__(self) -> None:
-        self._work: list[tuple[str, partial[Tensor]]] = []
+        self._work: list[tuple[str, partial[Tensor], MainGradient | None]] = []
         self._versions: list[int] = []
         """Version counters of the saved tensors when each gradient was deferred."""
 
-    def leave(self, name: str, compute: partial[Tensor]) -> None:
-        """Defer a gradient."""
-        self._work.append((name, compute))
+    def leave(self, name: str, compute: partial[Tensor], main: MainGradient | None = None) -> None:
+        """Defer a gradient; that of a weight with a main gradient, ``main``, is then added to it."""
+        self._work.append((name, compute, main))
         self._versions.append(_version(compute))
 
     @property
     def bytes(self) -> int:
         """Bytes kept for the deferred gradients, each storage once."""
-        kept = [arg.untyped_storage() for _, compute in self._work for arg in compute.args if isinstance(arg, Tensor)]
+        kept = [
+            arg.untyped_storage() for _, compute, _ in self._work for arg in compute.args if isinstance(arg, Tensor)
+        ]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     @torch.no_grad()
@@ -68,14 +71,16 @@ class DeferredWeightGrads:
         work, self._work = self._work[::-1], []
         versions, self._versions = self._versions[::-1], []
         while work:
-            name, compute = work.pop()
+            name, compute, main = work.pop()
             if _version(compute) != versions.pop():
                 raise EngineError(
                     f"a tensor saved for the deferred gradient of {name!r} was written in place before that gradient "
                     "was computed; keep the model from writing to tensors of another microbatch, or choose a schedule "
                     "without split backwards, such as 1f1b."
                 )
-            take(name, compute())
+            grad = compute() if main is None else unless_added(compute, main, None)
+            if grad is not None:
+                take(name, grad)
 
 
 class SplitBackward:
@@ -139,9 +144,8 @@ class _Layer:
             return self._plain(x)
         names = self._names[id(weight)], "" if bias is None else self._names[id(bias)]
         kernels = self.split_backward.kernels
-        y = deferrable_linear(
-            x, weight, bias, LinearSpec(self._transposed, _Waits(self.split_backward, names), kernels)
-        )
+        waits = _Waits(self.split_backward, names)
+        y = deferrable_linear(x, weight, bias, LinearSpec(self._transposed, waits, kernels))
         return followed(self._module, y, kernels)
 
     def _can_wait(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -167,7 +171,7 @@ class _Waits(NamedTuple):
         deferred = self.split_backward.open
         if deferred is None or torch.is_grad_enabled() or not is_executed(nodes[1][0]):
             return False
-        deferred.leave(self.names[0], wanted.weight)
+        deferred.leave(self.names[0], wanted.weight, wanted.main)
         if wanted.bias is not None:
             deferred.leave(self.names[1], wanted.bias)
         return True

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.adamw import AdamRun, DeviceDecision
+from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
+from engine.kernels.optim.update_rules import adam_
 from engine.parallel.comm.comm import Pending
 from engine.parallel.shard_table import Range, ShardRow
 from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
@@ -215,9 +216,18 @@ def test_a_bucket_is_gathered_before_the_next_one_is_updated(make: Step, monkeyp
     def updated(weights: Tensor) -> None:
         events.append(("update", of_bucket[weights.untyped_storage().data_ptr()]))
 
-    by_kernel, by_torch, gather = flat_optimizers.adamw_, flat_optimizers.adam_, rig.comm.all_gather
-    monkeypatch.setattr(flat_optimizers, "adamw_", lambda run, *more: (updated(run.weights), by_kernel(run, *more)))
-    monkeypatch.setattr(flat_optimizers, "adam_", lambda w, *more: (list(map(updated, w)), by_torch(w, *more)))
+    def by_kernel(run: AdamRun, *more: Any) -> None:
+        updated(run.weights)
+        adamw_(run, *more)
+
+    def by_torch(weights: list[Tensor], *more: Any) -> None:
+        for one in weights:
+            updated(one)
+        adam_(weights, *more)
+
+    gather = rig.comm.all_gather
+    monkeypatch.setattr(flat_optimizers, "adamw_", by_kernel)
+    monkeypatch.setattr(flat_optimizers, "adam_", by_torch)
 
     def gathered(into: Tensor, part: Tensor, *more: Any) -> Pending:
         index = next(flat.bucket.index for flat in rig.buckets if flat.params is into)
@@ -234,18 +244,18 @@ def test_a_bucket_is_gathered_before_the_next_one_is_updated(make: Step, monkeyp
     assert sum(what == "gather" for what, _ in events) == len(rig.buckets)
 
 
-class Casts(TorchDispatchMode):
+class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations that give or write bf16."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default) and out.dtype == torch.bfloat16:
-            if out.data_ptr() != args[-1].data_ptr():  # the backend of this test copies a shard to where it lies
-                self.made.append(str(func))
+        casts = func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default) and out.dtype == torch.bfloat16
+        if casts and out.data_ptr() != args[-1].data_ptr():  # the backend of this test copies a shard to where it lies
+            self.made.append(str(func))
         return out
 
 
@@ -254,13 +264,12 @@ def test_the_kernel_writes_narrow_weights_where_they_are_gathered_from(monkeypat
     optimizer = ShardedOptimizer(rig.buckets, [GroupOptions()], ADAMW, rig.comm, True)
     optimizer.use(Kernels("triton"))
     written: list[tuple[int, int]] = []
-    plain = flat_optimizers.adamw_
 
     def noted(run: AdamRun, *more: Any) -> None:
         assert run.narrow is not None and run.narrow.numel() == run.weights.numel()
         written.append((run.narrow.data_ptr(), run.narrow.nbytes))
         with _disable_current_modes():  # the interpreter copies what it gives to a kernel
-            plain(run, *more)
+            adamw_(run, *more)
 
     monkeypatch.setattr(flat_optimizers, "adamw_", noted)
     before = [flat.params.clone() for flat in rig.buckets]
