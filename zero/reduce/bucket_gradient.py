@@ -23,8 +23,13 @@ class ProductSums(Protocol):
 
     forwards: int
     """Number of forwards so far."""
-    knows_uses: bool
-    """True after the first step, in which every use of a parameter has been seen."""
+
+    @property
+    def knows_uses(self) -> bool:
+        """True if the uses of a parameter in a forward are all that the running backward goes through.
+
+        So it is after the first step, in which uses that no product makes have shown.
+        """
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
         """The sum of a parameter for a product of the running backward; None: it has to deliver a gradient."""

@@ -162,6 +162,8 @@ class Backward(NamedTuple):
     microbatch: int = 0
     further: bool = False
     """True for the first one after one that was taken for the last one: all buckets are reduced a second time."""
+    own: bool = False
+    """True for a backward of the user's own, which may go through several forwards."""
 
 
 class Reducer(Protocol):
@@ -243,7 +245,8 @@ class SharedReduction:
         """While not None: for each gradient of a backward, whether it is finite, on the device."""
         self._observer: Take | None = None
         self._hooks = GradientHooks(trained, self.take, setup.start, warns=setup.comm.grid.rank == 0)
-        self.forwards, self.knows_uses = 0, False
+        self.forwards = 0
+        self._learned = self._own = False
         self._main = setup.main
         self._products: list[BucketGradient] = []
         if setup.main is not None:
@@ -272,12 +275,17 @@ class SharedReduction:
         """A forward begins; see :class:`Reducer`."""
         self.forwards += 1
 
+    @property
+    def knows_uses(self) -> bool:
+        """True if the uses of a parameter in a forward are all that the running backward goes through."""
+        return self._learned and not self._own
+
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
         """The sum of a parameter, for a product that adds to it; None if the gradient itself is needed.
 
-        It is needed where gradients are watched or shown to an observer, and where hooks of the user's see them.
+        It is needed where an observer or hooks of the user's see it.
         """
-        if self._watched is not None or self._observer is not None or not self._hooks.admits(name, node):
+        if self._observer is not None or not self._hooks.admits(name, node):
             return None
         return self._sum(name)
 
@@ -285,9 +293,11 @@ class SharedReduction:
         raise NotImplementedError
 
     def added(self, name: str) -> None:
-        """A product has been added to the sum of a parameter."""
+        """A product has been added to the sum of a parameter, which is watched as its gradient would be."""
         self._seen.add(name)
         self._note_sum(name)
+        if self._watched is not None and (opened := self._sum(name)) is not None:
+            self._watched.append(opened.into.isfinite().all())
 
     def _note_sum(self, name: str) -> None:
         """The sum of a parameter has content."""
@@ -300,7 +310,7 @@ class SharedReduction:
     def _end_step(self) -> None:
         """Note which parameters had no gradient."""
         self.unused = self.names - self._seen
-        self.knows_uses = self.knows_uses or bool(self._seen)
+        self._learned = self._learned or bool(self._seen)
 
     def _forget_products(self) -> None:
         for product in self._products:

@@ -280,3 +280,18 @@ def test_the_kernel_writes_narrow_weights_where_they_are_gathered_from(monkeypat
     assert casts.made == [], "one launch for each bucket updates, rounds and writes"
     for flat, old, shard in zip(rig.buckets, before, shards, strict=True):
         assert torch.equal(shard, flat.weights.bfloat16()) and not torch.equal(shard, old[flat.shard])
+
+
+def test_a_skipped_step_writes_no_narrow_weight() -> None:
+    """Nor over weights that the user has written since the last update, which reach the masters with the next one."""
+    rig = build(model(), Setting(ranks=2, rank=1, stage=1, bucket_elements=700, dtype="bfloat16"))
+    optimizer = ShardedOptimizer(rig.buckets, [GroupOptions()], ADAMW, rig.comm, True)
+    optimizer.use(Kernels("triton"))
+    for flat in rig.buckets:
+        flat.kept.fill_(0.5)
+        flat.grads.fill_(math.nan)
+    masters = [flat.weights.clone() for flat in rig.buckets]
+    optimizer.launch(decision(go=False))
+    for flat, master in zip(rig.buckets, masters, strict=True):
+        assert torch.equal(flat.params[flat.shard], torch.full_like(flat.kept, 0.5))
+        assert torch.equal(flat.weights, master)

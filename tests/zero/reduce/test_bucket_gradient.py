@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ class Products(nn.Module):
     def __init__(self, kernels: Kernels, bias: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes = zip(WIDTHS, WIDTHS[1:], strict=False)
+        sizes = pairwise(WIDTHS)
         self.layers = nn.ModuleList(nn.Linear(inputs, outputs, bias) for inputs, outputs in sizes)
         self.kernels = kernels
         self.seen: Callable[[int, Tensor], object] = lambda number, y: None
@@ -155,12 +156,40 @@ def test_no_weight_gradient_is_made(stage: int, dtype: str) -> None:
             assert made.made == 0
         rig.reducer.finish()
     assert all(bool(grad.any()) for grad in rig.grads().values())
-    rig.reducer.watch(True)  # a gradient that has to be looked at is made
-    loss = straight(model, x(9).to(getattr(torch, dtype)))
-    with rig.reducer.backward(Backward(last=True)), Made(sizes, known) as made:
-        torch.autograd.backward(loss)
-    assert made.made >= LAYERS
-    assert rig.reducer.found_nonfinite() is False
+    rig.reducer.watch(True)
+    for value, expected in ((1.0, False), (float("inf"), True)):
+        loss = straight(model, x(9).to(getattr(torch, dtype)) * value)
+        with rig.reducer.backward(Backward(last=True)):
+            torch.autograd.backward(loss)
+        rig.reducer.finish()
+        assert rig.reducer.found_nonfinite() is expected
+
+
+def test_an_observer_is_shown_gradients() -> None:
+    rig, plain = rig_for()
+    assert_same(rig, plain, (straight, x(0)))
+    seen: dict[str, Tensor] = {}
+    rig.reducer.observe(lambda name, grad: seen.update({name: grad.clone()}))
+    assert_same(rig, plain, (straight, x(1)))
+    expected = plain_grads(plain, partial(straight, plain, x(1)))
+    assert seen.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(seen[name], grad)
+
+
+def test_a_backward_of_the_users_own_may_go_through_several_forwards() -> None:
+    rig, plain = rig_for()
+    assert_same(rig, plain, (straight, x(0)))
+    values = []
+    for seed in (1, 2):
+        rig.reducer.begin_forward()
+        values.append(straight(rig.model, x(seed)))  # type: ignore[arg-type]
+    with rig.reducer.backward(Backward(last=True, own=True)):
+        torch.autograd.backward(values[0] + values[1])
+    rig.reducer.finish()
+    expected = plain_grads(plain, *(partial(straight, plain, x(seed)) for seed in (1, 2)))
+    for name, grad in rig.grads().items():
+        torch.testing.assert_close(grad, expected[name])
 
 
 class Events(RecordingBackend):
