@@ -43,6 +43,9 @@ class MainGradients:
     def __init__(self) -> None:
         self._of: dict[int, tuple[Tensor, MainGradient]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
     def register(self, parameter: Tensor, main: MainGradient) -> None:
         """From now on products add the gradient of ``parameter`` to ``main``."""
         self._of[id(parameter)] = parameter, main

@@ -1,4 +1,4 @@
-"""Faults of products that add weight gradients to flat buckets, and of parameters that are gathered bucket by bucket."""
+"""Faults of products that add to flat buckets, and of parameters that are gathered bucket by bucket."""
 
 from tests.faults.fault import Fault
 
@@ -16,7 +16,7 @@ PRODUCTS_INTO_BUCKETS = (
     ),
     Fault(
         name="gradient-beside-products-forgotten",
-        about="What an embedding gives to the weight that it shares with its head takes the place of the head's product.",
+        about="What an embedding gives to the weight that it shares with its head replaces the head's product.",
         file="zero/reduce/step_reducer.py",
         old="        if opened.holds:\n",
         new="        if False:\n",
@@ -56,7 +56,7 @@ PRODUCTS_INTO_BUCKETS = (
     ),
     Fault(
         name="products-alone-tell-nobody",
-        about="A weight of several products is never told, so its bucket and all behind it wait for the end of the step.",
+        about="A weight of several products is never told, so its bucket and all behind it wait for the step's end.",
         file="zero/reduce/bucket_gradient.py",
         old="        if not others:\n",
         new="        if others:\n",
@@ -72,7 +72,7 @@ PRODUCTS_INTO_BUCKETS = (
     ),
     Fault(
         name="bucket-gathered-before-its-update",
-        about="The gather of a bucket is started before its update, so data ranks go on with old weights of each other.",
+        about="The gather of a bucket is started before its update, so data ranks go on with each other's old weights.",
         file="zero/optim/flat_optimizers.py",
         old="            self._update_groups(chosen)\n            self.order.updated(number)\n",
         new="            self.order.updated(number)\n            self._update_groups(chosen)\n",
