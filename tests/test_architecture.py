@@ -33,7 +33,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "thread_ranks", "auto",
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
-    "engine.kernels": ("device", "dispatch", "mailbox", "optim", "gpu", "ops"),
+    "engine.kernels": ("device", "main_gradient", "dispatch", "mailbox", "optim", "gpu", "ops"),
     "engine.launch.jobs": (
         "request", "torchrun", "hostfile", "sent", "job_file", "slurm", "kubernetes", "remote", "preflight", "ssh",
         "ssh_job", "launch_command",

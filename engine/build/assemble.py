@@ -10,7 +10,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from engine.build.equal_input import check_equal
 from engine.build.forward_changes import (
-    add_weight_gradients,
     agree_on_kernels,
     fuse_activations,
     leave_out_of_compilation,
@@ -27,7 +26,6 @@ from engine.integrity.guard import Integrity
 from engine.integrity.held import Holdings
 from engine.integrity.reruns import ComputedGradients
 from engine.kernels.dispatch import Kernels
-from engine.kernels.main_gradient import MainGradients
 from engine.optim.given_optimizer import show_inner
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
@@ -119,14 +117,11 @@ def build(
         placed = place_model(model, plan, comm, device, axis, patches)
     trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
     buckets, frozen = placed[:trained], placed[trained:]
-    adds = kernels.replaces(device) and not config.compile  # compiled layers make their gradients themselves
-    reducer = _reducer(model, plan, comm, buckets, own_backward, kernels.main if adds else None)
+    reducer = _reducer(model, plan, comm, buckets, own_backward, kernels)
     optimizer = _optimizer(plan, buckets, comm, request)
     program = request.program(model, plan.precision, device)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)
-        if adds:
-            add_weight_gradients(model, kernels, patches)
         make_heads_lazy(model, [h for h in request.changes.heads if plan.is_last(f"{h}.weight")], axis, patches)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     if config.compile and plan.tensor is not None:
@@ -247,11 +242,14 @@ def _rounding(plan: Plan, tp: int) -> RoundedUpdates:
 
 def _reducer(
     model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], own_backward: OwnBackward,
-    main: MainGradients | None,
+    kernels: Kernels,
 ) -> Reducer:  # fmt: skip
     config = plan.config
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sums, wire = PartialSums(plan.table, comm), plan.precision.wire
+    # compiled layers make their gradients themselves
+    adds = bool(buckets) and kernels.replaces(buckets[0].params.device) and not config.compile
+    main = kernels.main if adds else None
     setup = ReducerSetup(buckets, trained, comm, wire, sums, own_backward.start, main)
     if reduces_each_microbatch(config):
         return MicrobatchReducer(setup, config.accumulation)

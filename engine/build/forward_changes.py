@@ -91,14 +91,20 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """Run a linear layer and its activation in one kernel, if the layer is full or sharded by columns."""
+    """Run a linear layer and its activation in one kernel, if the layer is full or sharded by columns.
+
+    Other full layers run through the same operator if weight gradients are added to main gradients, which is known once
+    there is a reducer.
+    """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)
         if found.activation != "none" and (isinstance(layer, ColumnLayer) or not is_cut(layer)):
             fuse(layer, found.activation, changes.kernels, patches)
+    if changes.kernels.main:
+        _add_weight_gradients(model, changes.kernels, patches)
 
 
-def add_weight_gradients(model: nn.Module, kernels: Kernels, patches: ForwardPatches) -> None:
+def _add_weight_gradients(model: nn.Module, kernels: Kernels, patches: ForwardPatches) -> None:
     """Let the products of full linear layers add their weight gradients to main gradients, as sharded layers do."""
     for layer in model.modules():
         weight = layer._parameters.get("weight")

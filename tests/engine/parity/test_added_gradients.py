@@ -10,6 +10,7 @@ import torch
 import engine
 from engine.kernels.ops import linear as products
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.parallel.tensor import deferred_linear
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests.engine.parity.launches import differences, settings
 from tests.kernels.interpreter import repair
@@ -80,10 +81,8 @@ def _count() -> list[bool]:
         noted.append(plain(*args))
         return noted[-1]
 
-    import engine.parallel.tensor.deferred_linear as deferred
-
-    products.added_to_main = noting
-    deferred.added_to_main = noting
+    for module in (products, deferred_linear):
+        setattr(module, "added_to_main", noting)  # noqa: B010
     return noted
 
 
