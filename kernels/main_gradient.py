@@ -56,7 +56,7 @@ class MainGradients:
 
     def use(self, weight: Tensor) -> MainGradient | None:
         """The main gradient for a product of a forward with ``weight``, if there is one for this very tensor."""
-        if not self._of or torch.compiler.is_compiling() or not weight.requires_grad:
+        if torch.compiler.is_compiling() or not self._of or not weight.requires_grad:
             return None
         parameter, main = self._of.get(id(weight), (None, None))
         if parameter is not weight or main is None:

@@ -26,7 +26,7 @@ PRODUCTS_INTO_BUCKETS = (
         name="told-before-all-uses",
         about="A bucket is sent when the first of a weight's two products is added, so the second one is missing.",
         file="zero/reduce/bucket_gradient.py",
-        old="(self._sums.knows_uses and not self.several)",
+        old="(self._sums.knows_uses and self.sole and not self.several)",
         new="self._sums.knows_uses",
         tests=(f"{_PRODUCTS}::test_a_weight_of_several_uses_is_told_after_all_of_them",),
     ),

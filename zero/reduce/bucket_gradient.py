@@ -3,9 +3,9 @@
     backward of a layer    dx │ db │ bucket += dy' x │ the bucket is complete: its reduction is launched
     autograd                       the layer below, no gradient to accumulate
 
-A weight that one product uses in a forward is told as soon as its product is added, directly behind its kernel. What
-other uses it may have is known after the first step. A weight of several uses is told by the node of autograd that
-waits for all of them, whether products have added them or a gradient arrives.
+A weight with one use is told as soon as its product is added, directly behind its kernel. That it has no other use
+must have shown: in an earlier backward, and in the forwards since. Until then, and where there are several uses, it is
+told by the node of autograd that waits for all of them, whether products have added them or a gradient arrives.
 """
 
 from collections.abc import Sequence
@@ -46,6 +46,8 @@ class BucketGradient:
 
     def __init__(self, name: str, parameter: nn.Parameter, sums: ProductSums) -> None:
         self.name, self.parameter, self._sums = name, parameter, sums
+        self.sole = False
+        """True once one product has given all of a backward's gradient."""
         self.several = False
         """True once the parameter had several uses in one forward."""
         self._last_forward = 0
@@ -67,7 +69,7 @@ class BucketGradient:
     def end(self, node: Any | None) -> None:
         """Count the product, and say that the sum is complete when it is the last one."""
         self._sums.added(self.name)
-        if node is None or (self._sums.knows_uses and not self.several):
+        if node is None or (self._sums.knows_uses and self.sole and not self.several):
             self._sums.complete(self.name)
             return
         self._added += 1
@@ -84,6 +86,7 @@ class BucketGradient:
         """All uses have given what they have; a gradient beside the products is taken by the parameter's own hook."""
         others = any(grad is not None for grad in grads)
         self.several = self.several or self._added > 1 or others
+        self.sole = True
         self.forget()
         if not others:
             self._sums.complete(self.name)

@@ -263,6 +263,24 @@ def test_a_second_use_that_comes_later_is_waited_for() -> None:
         assert_same(rig, plain, (loss, x(1)), (loss, x(2)))
 
 
+def test_a_weight_that_was_not_multiplied_before_is_not_told_early() -> None:
+    """As of tasks that take turns: the first steps read the weights without a product, or do not use them at all."""
+
+    def read(model: Products, given: Tensor) -> Tensor:
+        total = some(model, given)
+        for layer in list(model.layers)[1:]:
+            weight: Any = layer.weight
+            total = total + weight[1].sum()
+        return total
+
+    def both(model: Products, given: Tensor) -> Tensor:
+        return straight(model, given) + read(model, given)
+
+    rig, plain = rig_for()
+    for loss in (some, read, both, read, straight):
+        assert_same(rig, plain, (loss, x(1)), (loss, x(2)))
+
+
 def test_another_use_that_no_product_has_is_refused_after_the_reduction() -> None:
     rig, plain = rig_for()
     assert_same(rig, plain, (straight, x(0)))
