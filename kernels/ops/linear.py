@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.device import multiplies_wide
+from engine.kernels.device import is_host, multiplies_wide
 from engine.kernels.dispatch import Kernels, is_narrow
 from engine.kernels.main_gradient import MainGradient, open_sum
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
@@ -145,13 +145,18 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bo
     """Add the product of a [M, K] and b [K, N] to ``into`` [M, N], which may be fp32 for narrow operands (main
     gradients); ``fresh`` overwrites its content.
 
-    Sums are fp32 wherever ``into`` is, and no memory is taken for the product.
+    Sums are fp32 wherever ``into`` is, and no memory is taken for the product, except on an accelerator that cannot
+    multiply 16-bit matrices into an fp32 one.
     """
     fits = _multiply(a, b) and _lies(a) and into.shape == (a.shape[0], b.shape[1]) and _is_written(into, a)
     if fits and kernels.triton("linear_backward", a, a.shape[-1]):
         _add_product(into, a, b, fresh)
-        return
-    add_by_library_(into, a, b, fresh)
+    elif into.dtype == a.dtype or is_host(a.device) or multiplies_wide(a.device):
+        add_by_library_(into, a, b, fresh)
+    elif fresh:  # a product in fp32 would take longer than memory for a narrow one
+        into.copy_(a @ b)
+    else:
+        into += a @ b
 
 
 def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:

@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from engine.errors import EngineError
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops import linear as products
+from engine.kernels.ops.cross_entropy import CrossEntropy, Reduction
 from engine.kernels.ops.linear import LinearForm, linear
+from engine.kernels.ops.linear_cross_entropy import linear_cross_entropy
 from engine.parallel.comm.backend import RecordingBackend, Wait
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis, Grid
@@ -375,6 +377,32 @@ def test_shards_of_each_microbatch_too(loss: Loss) -> None:
             whole = torch.zeros(flat.bucket.elements)
             whole[slot.start : slot.stop] = expected[slot.name].flatten()
             torch.testing.assert_close(flat.grads, whole[flat.shard])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_the_chunks_of_a_loss_are_added_too(reduction: Reduction) -> None:
+    """Scaled after the forward, or product by product where the backward recomputes them; a tied weight is summed."""
+
+    def loss(model: Products, given: Tensor) -> Tensor:
+        weight: Any = model.layers[0].weight
+        target = torch.arange(7) % WIDTHS[1]
+        losses = linear_cross_entropy(given, weight, None, target, CrossEntropy(reduction=reduction), model.kernels)
+        return 3 * losses.sum() + 0.1 * straight(model, given)
+
+    rig, plain = rig_for(Setting(bucket_elements=10**6))
+    model: Any = rig.model
+    known = {t.untyped_storage().data_ptr() for flat in rig.buckets for t in (flat.grads, flat.params)}
+    for step in range(2):
+        for index in range(2):
+            rig.reducer.begin_forward()
+            value = loss(model, x(2 * step + index))
+            with rig.reducer.backward(Backward(last=index == 1)), Made({WIDTHS[0] * WIDTHS[1]}, known) as made:
+                torch.autograd.backward(value)
+            assert made.made == 0
+        rig.reducer.finish()
+        expected = plain_grads(plain, *(partial(loss, plain, x(2 * step + index)) for index in range(2)))
+        for name, grad in rig.grads().items():
+            torch.testing.assert_close(grad, expected[name])
 
 
 def test_kernels_add_in_their_epilogue(monkeypatch: pytest.MonkeyPatch) -> None:
