@@ -74,8 +74,8 @@ PRODUCTS_INTO_BUCKETS = (
         name="bucket-gathered-before-its-update",
         about="The gather of a bucket is started before its update, so data ranks go on with each other's old weights.",
         file="zero/optim/flat_optimizers.py",
-        old="            self._update_groups(chosen)\n            self.order.updated(number)\n",
-        new="            self.order.updated(number)\n            self._update_groups(chosen)\n",
+        old="        for number, chosen in enumerate(self.order.sets):\n",
+        new="        for number, chosen in enumerate(self.order.sets):\n            self.order.updated(number)\n",
         tests=(f"{_ADAM}::test_a_bucket_is_gathered_before_the_next_one_is_updated",),
     ),
     Fault(
@@ -83,7 +83,7 @@ PRODUCTS_INTO_BUCKETS = (
         about="The first gather waits for the update of the last bucket, so nothing hides it.",
         file="zero/optim/sharded_optimizer.py",
         old="            self._bucket_tensors, lambda",
-        new="            [frozenset().union(*self._bucket_tensors)] + [frozenset()] * (len(self._buckets) - 1), lambda",
+        new="            [sum(self._bucket_tensors, ()), *[()] * (len(self._buckets) - 1)], lambda",
         tests=(f"{_ADAM}::test_a_bucket_is_gathered_before_the_next_one_is_updated",),
     ),
     Fault(

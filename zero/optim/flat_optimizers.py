@@ -38,7 +38,7 @@ class UpdatePiece(NamedTuple):
 class UpdateOrder:
     """The tensors of an optimizer in the sets in which they are updated, one set after another."""
 
-    sets: Sequence[frozenset[Tensor]]
+    sets: Sequence[Sequence[Tensor]]
     updated: Callable[[int], None]
     """Called with the number of a set as soon as its update is made, or launched."""
 
@@ -71,19 +71,17 @@ class FlatOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
         if self.order is None:
-            self._update_groups(None)
+            for group in self.param_groups:
+                self._update_group([weight for weight in group["params"] if weight.grad is not None], group)
             return loss
+        group_of = {weight: group for group in self.param_groups for weight in group["params"]}
         for number, chosen in enumerate(self.order.sets):
-            self._update_groups(chosen)
+            for group in self.param_groups:
+                weights = [weight for weight in chosen if weight.grad is not None and group_of[weight] is group]
+                if weights:
+                    self._update_group(weights, group)
             self.order.updated(number)
         return loss
-
-    def _update_groups(self, chosen: frozenset[Tensor] | None) -> None:
-        """Update the tensors in ``chosen`` that have gradients; None: all."""
-        for group in self.param_groups:
-            weights = [w for w in group["params"] if w.grad is not None and (chosen is None or w in chosen)]
-            if weights or chosen is None:
-                self._update_group(weights, group)
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         rounded = self.rounding is not None

@@ -117,7 +117,7 @@ class ShardedOptimizer:
                 parameter = nn.Parameter(weights)
                 members[group].append(parameter)
                 self.places.append(OptimizerTensor(parameter, flat.gradient(part).view(shape), flat, part))
-        self._bucket_tensors = [frozenset(p.parameter for p in self.places if p.flat is flat) for flat in buckets]
+        self._bucket_tensors = [tuple(p.parameter for p in self.places if p.flat is flat) for flat in buckets]
         """The optimizer tensors of each bucket."""
         self._rounding: RoundedUpdates | None = None
         self._kernels = REFERENCE
