@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.device import compiles_triton, device_name, is_host
+from engine.kernels.main_gradient import MainGradients
 
 logger = logging.getLogger("trine")
 
@@ -102,6 +103,8 @@ class Kernels:
         self._made: dict[tuple[Any, ...], bool] = {}
         self.card: str | None = None
         """GPU whose rows apply; "" turns all kernels off, None uses the GPU that the tensor is on."""
+        self.main = MainGradients()
+        """Where products add the gradients of weights."""
 
     def replaces(self, device: torch.device) -> bool:
         """Return whether modules of a model are given our operators at all; "auto" leaves CPU models unchanged."""

@@ -34,7 +34,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
     "engine.kernels": (
-        "device", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim", "gpu", "ops", "experts",
+        "device", "main_gradient", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim", "gpu", "ops",
+        "experts",
     ),
     "engine.launch.jobs": (
         "request", "torchrun", "hostfile", "sent", "job_file", "slurm", "kubernetes", "remote", "preflight", "ssh",

@@ -117,7 +117,7 @@ def build(
         placed = place_model(model, plan, comm, device, axis, patches)
     trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
     buckets, frozen = placed[:trained], placed[trained:]
-    reducer = _reducer(model, plan, comm, buckets, own_backward)
+    reducer = _reducer(model, plan, comm, buckets, own_backward, kernels)
     optimizer, program = _optimizer(plan, buckets, comm, request), request.program(model, plan.precision, device)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)
@@ -241,12 +241,16 @@ def _rounding(plan: Plan, tp: int) -> RoundedUpdates:
 
 
 def _reducer(
-    model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], own_backward: OwnBackward
-) -> Reducer:
+    model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], own_backward: OwnBackward,
+    kernels: Kernels,
+) -> Reducer:  # fmt: skip
     config = plan.config
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sums, wire = PartialSums(plan.table, comm), plan.precision.wire
-    setup = ReducerSetup(buckets, trained, comm, wire, sums, own_backward.start)
+    # compiled layers make their gradients themselves
+    adds = bool(buckets) and kernels.replaces(buckets[0].params.device) and not config.compile
+    main = kernels.main if adds else None
+    setup = ReducerSetup(buckets, trained, comm, wire, sums, own_backward.start, main)
     if reduces_each_microbatch(config):
         return MicrobatchReducer(setup, config.accumulation)
     return GradientReducer(setup, scatter=config.zero_optimization.stage > 0)

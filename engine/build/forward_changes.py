@@ -21,9 +21,9 @@ from engine.parallel.kernel_injection.inject import Replacement, find_heads, fin
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.placeholders import is_expanded
-from engine.parallel.tensor.deferred_linear import fuse
+from engine.parallel.tensor.deferred_linear import fuse, is_linear
 from engine.parallel.tensor.layers.lazy_head import install_lazy_head
-from engine.parallel.tensor.layers.linear import ColumnLayer, is_cut
+from engine.parallel.tensor.layers.linear import ColumnLayer, has_plain_forward, is_cut
 from engine.parallel.tensor.layers.vocab_parallel import HeadLayer
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.budgets import shards_parameters
@@ -91,11 +91,32 @@ def agree_on_kernels(kernels: Kernels, comm: Comm, device: torch.device) -> None
 
 
 def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: ForwardPatches) -> None:
-    """Run a linear layer and its activation in one kernel, if the layer is full or sharded by columns."""
+    """Run a linear layer and its activation in one kernel, if the layer is full or sharded by columns.
+
+    Other full layers run through the same operator if weight gradients are added to main gradients, which is known once
+    there is a reducer.
+    """
     for found in changes.replacements:
         layer = model.get_submodule(found.module)
         if found.activation != "none" and (isinstance(layer, ColumnLayer) or not is_cut(layer)):
             fuse(layer, found.activation, changes.kernels, patches)
+    if changes.kernels.main:
+        _add_weight_gradients(model, changes.kernels, patches)
+
+
+def _add_weight_gradients(model: nn.Module, kernels: Kernels, patches: ForwardPatches) -> None:
+    """Let the products of full linear layers add their weight gradients to main gradients, as sharded layers do."""
+    compiled = {id(layer) for block in model.modules() if _is_compiled(block) for layer in block.modules()}
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        plain = is_linear(layer) and has_plain_forward(layer) and not is_cut(layer) and "forward" not in vars(layer)
+        if plain and id(layer) not in compiled and weight is not None and weight.requires_grad:
+            fuse(layer, "none", kernels, patches)
+
+
+def _is_compiled(block: nn.Module) -> bool:
+    """Whether the user has compiled it, in place or by a wrapper."""
+    return block._compiled_call_impl is not None or isinstance(getattr(block, "_orig_mod", None), nn.Module)
 
 
 def make_heads_lazy(model: nn.Module, heads: Iterable[str], axis: TensorAxis, patches: ForwardPatches) -> None:

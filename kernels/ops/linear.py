@@ -7,23 +7,31 @@ the activation's derivative needs it and gradients are wanted. ``tuned.json`` ca
 products of the backward "linear_backward"; each runs in Triton or in the vendor library (cuBLAS). After a product of
 the library, bias, activation and residual run as the pointwise operator ("activation").
 
+A weight with a main gradient (``kernels/main_gradient.py``) gets no dW: d' x is added to the main gradient as the last
+thing that the backward of the layer launches.
+
 Shape suffixes: M rows (all leading dims together), I inputs, O outputs.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
+from engine.kernels.device import is_host, multiplies_wide
 from engine.kernels.dispatch import Kernels, is_narrow
+from engine.kernels.main_gradient import MainGradient, open_sum
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
 from engine.kernels.ops.bias_activation import activate
 
 _ALIGNED = 16
 """Alignment in bytes of a matrix row, which tensor descriptors (TMA) require."""
+_SLAB = 8192
+"""Rows of a sum that are added at a time where the matrix product cannot accumulate into fp32 itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,9 @@ def linear(
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    main = kernels.main.use(weight) if torch.is_grad_enabled() and weight.ndim == 2 else None
+    if main is not None and x.dtype == weight.dtype:
+        return _with_main(_Given(x, weight, bias, residual), form, kernels, main)
     matrix_IO = weight if form.transposed or weight.ndim != 2 else weight.t()
     if not _fits(x, matrix_IO, bias):
         return linear_reference(x, weight, bias, form, residual)
@@ -68,6 +79,31 @@ def linear_reference(
     """PyTorch reference of :func:`linear`."""
     y = ACTIVATIONS[form.activation](functional.linear(x, weight.t() if form.transposed else weight, bias))
     return y if residual is None else y + residual
+
+
+class _Given(NamedTuple):
+    """Operands of a linear layer."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+
+
+def _with_main(given: _Given, form: LinearForm, kernels: Kernels, main: MainGradient) -> Tensor:
+    """:func:`linear` of a weight with a main gradient; what the product's kernel cannot fuse comes after it."""
+    x, weight, bias, residual = given
+    matrix_IO = weight if form.transposed else weight.t()
+    shape = (*x.shape[:-1], matrix_IO.shape[1])
+    fused = _fits(x, matrix_IO, bias) and kernels.triton("linear", x, x.shape[-1])
+    within = fused and residual is not None and residual.dtype == x.dtype and residual.shape == shape
+    inside = _rows(residual) if residual is not None and within else None
+    how = MainProduct(form.transposed, form.activation if fused else "none", fused, kernels, main)
+    y_MO: Tensor = _MainLinear.apply(_rows(x), weight, bias, inside, how)  # type: ignore[no-untyped-call]
+    y = y_MO.view(shape)
+    if not fused and form.activation != "none":
+        return activate(y, None, form.activation, kernels, residual)
+    return y if residual is None or within else y + residual
 
 
 def _fused(
@@ -105,19 +141,61 @@ def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
     return out.view(*a.shape[:-1], b.shape[1])
 
 
-def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels) -> None:
+def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bool = False) -> None:
     """Add the product of a [M, K] and b [K, N] to ``into`` [M, N], which may be fp32 for narrow operands (main
-    gradients).
+    gradients); ``fresh`` overwrites its content.
 
-    The Triton kernel adds its fp32 sums; PyTorch rounds the product to the dtype of the operands first.
+    Sums are fp32 wherever ``into`` is, and no memory is taken for the product, except on an accelerator that cannot
+    multiply 16-bit matrices into an fp32 one.
     """
     fits = _multiply(a, b) and _lies(a) and into.shape == (a.shape[0], b.shape[1]) and _is_written(into, a)
     if fits and kernels.triton("linear_backward", a, a.shape[-1]):
-        _add_product(into, a, b)
-    elif into.dtype == a.dtype:
-        into.addmm_(a, b)
+        _add_product(into, a, b, fresh)
+    elif into.dtype == a.dtype or is_host(a.device) or multiplies_wide(a.device):
+        add_by_library_(into, a, b, fresh)
+    elif fresh:  # a product in fp32 would take longer than memory for a narrow one
+        into.copy_(a @ b)
     else:
         into += a @ b
+
+
+def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
+    """Compute ``total += a b``, ``fresh`` ``total = a b``; narrow operands are summed in the dtype of ``total``."""
+    if a.dtype == total.dtype or not multiplies_wide(a.device):
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if fresh else 1)
+        return
+    if fresh:
+        total.zero_()
+    if _adds_wide(a.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        for rows, its in zip(torch.split(total, _SLAB), torch.split(a, _SLAB), strict=True):
+            rows += torch.mm(its, b, out_dtype=total.dtype)
+
+
+@cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether this torch adds a product of ``dtype`` to fp32 in place; older ones require equal dtypes."""
+    narrow = torch.zeros((16, 16), dtype=dtype, device=device)
+    wide = torch.zeros_like(narrow, dtype=torch.float32)
+    try:
+        torch.addmm(wide, narrow, narrow, out_dtype=wide.dtype, out=wide)
+    except RuntimeError:
+        return False
+    return True
+
+
+def added_to_main(main: MainGradient | None, node: Any | None, a: Tensor, b: Tensor, kernels: Kernels) -> bool:
+    """Add a weight gradient, the product of a [M, K] and b [K, N], to its main gradient [M, N].
+
+    False: the caller has to make and return it. ``node``: see :class:`MainGradient`.
+    """
+    opened = open_sum(main, node)
+    if main is None or opened is None:
+        return False
+    add_product_(opened.into, a, b, kernels, fresh=not opened.holds)
+    main.end(node)
+    return True
 
 
 def _fits(x: Tensor, matrix_IO: Tensor, bias: Tensor | None) -> bool:
@@ -177,10 +255,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("trine::add_product", mutates_args=("into",))
-def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(into: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
     from engine.kernels.gpu.linear import Follows, launch_matmul
 
-    launch_matmul(a, b, Follows(residual=into), into)
+    launch_matmul(a, b, Follows(residual=None if fresh else into), into)
 
 
 @_linear.register_fake
@@ -203,7 +281,7 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 
 
 @_add_product.register_fake
-def _(into: Tensor, a: Tensor, b: Tensor) -> None:
+def _(into: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
     return None
 
 
@@ -222,14 +300,19 @@ def _linear_gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Any, ...]:
     x, matrix, bias, needed = ctx.saved_tensors
     if not any(ctx.needs_input_grad[:3]):  # without these gradients, the input of the derivative was not saved
         return None, None, None, dy if ctx.needs_input_grad[3] else None, None, None, None
+    d, dbias = _before_activation(ctx, dy, bias, needed)
+    dx, dmatrix = _operand_gradients(ctx, d, x, matrix, triton=ctx.backward)
+    return dx, dmatrix, dbias, dy if ctx.needs_input_grad[3] else None, None, None, None
+
+
+def _before_activation(ctx: Any, dy: Tensor, bias: Tensor | None, needed: Tensor | None) -> tuple[Tensor, Any]:
+    """Return (d, db or None); ``needed`` is what the derivative of the activation is computed from."""
     d, dbias = dy.contiguous(), None
     if ctx.activation != "none":
         d, dbias = torch.ops.trine.activate_backward(d, needed, bias, ctx.activation)
     if ctx.bias is not None and (dbias is None or not dbias.numel()):
-        dbias = d.sum(0, dtype=torch.float32)
-    dx, dmatrix = _operand_gradients(ctx, d, x, matrix, triton=ctx.backward)
-    dbias = None if ctx.bias is None or dbias is None else dbias.to(ctx.bias)
-    return dx, dmatrix, dbias, dy if ctx.needs_input_grad[3] else None, None, None, None
+        dbias = d.sum(0, dtype=torch.promote_types(d.dtype, torch.float32))
+    return d, None if ctx.bias is None or dbias is None else dbias.to(ctx.bias)
 
 
 def _operand_gradients(
@@ -261,3 +344,49 @@ _linear.register_autograd(_linear_gradients, setup_context=_keep_linear)
 
 
 _library_linear.register_autograd(_library_linear_gradients, setup_context=_keep_library_linear)
+
+
+class MainProduct(NamedTuple):
+    """Settings of a product whose weight has a main gradient."""
+
+    transposed: bool
+    activation: Activation
+    """Computed in the product's kernel; "none" where that is not used."""
+    fused: bool
+    """Whether the product runs in Triton."""
+    kernels: Kernels
+    main: MainGradient
+
+
+class _MainLinear(torch.autograd.Function):
+    """x [M, I] -> act(x W' + b) + residual [M, O]; the weight is the parameter itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, how: MainProduct
+    ) -> Tensor:
+        ctx.how, ctx.activation, ctx.bias = how, how.activation, None if bias is None else bias.dtype
+        matrix = weight if how.transposed else weight.t()
+        keeps = how.activation != "none" and not (how.activation == "relu" and residual is None)
+        if how.fused:
+            backward = how.kernels.triton("linear_backward", x, x.shape[-1])
+            pair: tuple[Tensor, Tensor] = _linear(x, matrix, bias, residual, how.activation, keeps, backward)
+            y, pre = pair
+        else:
+            y = pre = functional.linear(x, matrix.t(), bias)
+        needed = pre if keeps else y if how.activation == "relu" else None
+        ctx.save_for_backward(x, weight, bias if keeps else None, needed)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, bias, needed = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
+        d, dbias = _before_activation(ctx, dy, bias, needed)
+        how, dweight = ctx.how, None
+        dx = product(d, weight.t() if how.transposed else weight, how.kernels) if needs_x else None
+        if needs_weight:
+            left, right = (x, d) if how.transposed else (d, x)
+            if not added_to_main(how.main, ctx.next_functions[1][0], left.t(), right, how.kernels):
+                dweight = product(left.t(), right, how.kernels)
+        return dx, dweight, dbias if needs_bias else None, dy if needs_residual else None, None

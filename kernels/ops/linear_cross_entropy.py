@@ -13,14 +13,14 @@ Gradients are computed in one of two ways:
                     until the backward.
     recomputed      in all other cases (a gradient for each token, columns on several ranks, other terms): the backward
                     recomputes the logits in the same chunks. 8 N V H flop. A few numbers a token are kept.
-dW and db are summed over the chunks in fp32 (fp64 for fp64) and rounded once. Memory besides inputs and results: the
-logits of one chunk, and dW in fp32.
+dW and db are summed over the chunks in fp32 (fp64 for fp64) and rounded once. A weight with a main gradient in that
+dtype gets no dW: chunks that are recomputed add to it, and the dW of a forward is scaled and added in one pass. Memory
+besides inputs and results: the logits of one chunk, and dW in fp32.
 
 Shape suffixes: N tokens, C tokens of a chunk, H width, V vocabulary, W columns of it that this rank holds.
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +29,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.device import multiplies_wide
 from engine.kernels.dispatch import Kernels
+from engine.kernels.main_gradient import OpenSum, open_sum
 from engine.kernels.ops.cross_entropy import CrossEntropy, check_target
+from engine.kernels.ops.linear import add_by_library_
 from engine.kernels.ops.parallel_softmax import (
     Exchange,
     Question,
@@ -50,8 +51,6 @@ _FP16_SLOPE = 256.0
 """Factor on fp16 gradients of logits until they are summed. Without it softmax probabilities below 6e-8 would underflow
 to 0 whatever the loss scale is, because the loss scale is applied later.
 """
-_SLAB = 8192
-"""Rows of dW that are added at a time where the matrix product cannot accumulate into fp32 itself."""
 
 
 class Head(NamedTuple):
@@ -150,12 +149,15 @@ def _columns_like(hidden_NH: Tensor, head: Head, kernels: Kernels) -> bool:
 class _Sums:
     """Sums of the gradients over the chunks; only the gradients that are ``wanted`` are computed."""
 
-    def __init__(self, hidden_NH: Tensor, head: Head, wanted: tuple[bool, ...]) -> None:
+    def __init__(self, hidden_NH: Tensor, head: Head, wanted: tuple[bool, ...], into: Tensor | None = None) -> None:
+        """``into``: what the products of the weight's gradient are added to; None: a sum of their own."""
         self._hidden, self._weight = hidden_NH, head.weight
         wide = torch.promote_types(head.weight.dtype, torch.float32)
         wants_hidden, wants_weight, wants_bias = wanted
         self.hidden = torch.empty_like(hidden_NH, memory_format=torch.contiguous_format) if wants_hidden else None
-        self.weight = torch.zeros_like(head.weight, dtype=wide) if wants_weight else None
+        self.weight = into
+        if wants_weight and into is None:
+            self.weight = torch.zeros_like(head.weight, dtype=wide)
         bias = head.bias if wants_bias else None
         self.bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
 
@@ -164,34 +166,9 @@ class _Sums:
         if self.hidden is not None:
             torch.mm(grad_CW, self._weight, out=self.hidden[part])
         if self.weight is not None:
-            _add_product(self.weight, grad_CW.t(), self._hidden[part])
+            add_by_library_(self.weight, grad_CW.t(), self._hidden[part])
         if self.bias is not None:
             self.bias += grad_CW.sum(0, dtype=self.bias.dtype)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute ``total += a b`` with products of narrow operands accumulated in the dtype of ``total``."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif not multiplies_wide(a.device):
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-    elif _adds_wide(a.device, a.dtype):
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        for rows, its in zip(torch.split(total, _SLAB), torch.split(a, _SLAB), strict=True):
-            rows += torch.mm(its, b, out_dtype=total.dtype)
-
-
-@cache
-def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this torch adds a product of ``dtype`` to fp32 in place; older ones require equal dtypes."""
-    narrow = torch.zeros((16, 16), dtype=dtype, device=device)
-    wide = torch.zeros_like(narrow, dtype=torch.float32)
-    try:
-        torch.addmm(wide, narrow, narrow, out_dtype=wide.dtype, out=wide)
-    except RuntimeError:
-        return False
-    return True
 
 
 class _Terms(torch.autograd.Function):
@@ -205,6 +182,7 @@ class _Terms(torch.autograd.Function):
         conditions: Conditions,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
+        ctx.main = conditions.kernels.main.use(weight_WH)
         head = Head(weight_WH, bias_W)
         ctx.triton = _columns_like(hidden_NH, head, conditions.kernels)
         known, answered = conditions.known, question.target is None and not question.weighted
@@ -226,7 +204,10 @@ class _Terms(torch.autograd.Function):
         hidden_NH, weight_WH, bias_W, target_N, weight_W, largest_N, log_sum_N = ctx.saved_tensors
         head, softmax = Head(weight_WH, bias_W), Softmax(largest_N, log_sum_N)
         question = ctx.question._replace(target=target_N, weight=weight_W)
-        sums = _Sums(hidden_NH, head, ctx.needs_input_grad[:3])
+        opened = _main_sum(ctx, torch.promote_types(weight_WH.dtype, torch.float32))
+        if opened is not None and not opened.holds:
+            opened.into.zero_()
+        sums = _Sums(hidden_NH, head, ctx.needs_input_grad[:3], None if opened is None else opened.into)
         with _without_autocast(hidden_NH):
             for part in _chunks(hidden_NH, len(weight_WH)):
                 logits_CW, asked = head.logits(hidden_NH[part]), question.rows(part)
@@ -234,6 +215,9 @@ class _Terms(torch.autograd.Function):
                 wanted = Slopes(*slopes).rows(part)
                 sums.add(part, find_gradient(logits_CW, asked, its, wanted, ctx.triton, inplace=True))
                 del logits_CW  # free the logits before the next chunk allocates its own
+        if opened is not None:
+            ctx.main.end(ctx.next_functions[1][0])
+            return sums.hidden, None, _as(sums.bias, bias_W), None, None
         return sums.hidden, _as(sums.weight, weight_WH), _as(sums.bias, bias_W), None, None
 
 
@@ -250,6 +234,7 @@ class _Summed(torch.autograd.Function):
         how: tuple[CrossEntropy, Kernels],
     ) -> Tensor:
         form, kernels = how
+        ctx.main = kernels.main.use(weight_VH)
         head, counted_N = Head(weight_VH, bias_V), target_N != form.ignore_index
         triton = _columns_like(hidden_NH, head, kernels)
         sums = _Sums(hidden_NH, head, ctx.needs_input_grad[:3])
@@ -285,8 +270,23 @@ class _Summed(torch.autograd.Function):
         if ctx.mean:
             slope = slope / counted_N.sum().clamp_(min=1)
         weight, bias = ctx.dtypes
-        scaled = _scaled(dhidden_NH, slope), _scaled(dweight_VH, slope, weight), _scaled(dbias_V, slope, bias)
-        return *scaled, None, None
+        dhidden_NH, dbias_V = _scaled(dhidden_NH, slope), _scaled(dbias_V, slope, bias)
+        opened = None if dweight_VH is None else _main_sum(ctx, dweight_VH.dtype)
+        if opened is None:
+            return dhidden_NH, _scaled(dweight_VH, slope, weight), dbias_V, None, None
+        scale = slope.reshape(1).to(dweight_VH.dtype)
+        if opened.holds:
+            opened.into.addcmul_(dweight_VH, scale)
+        else:
+            torch.mul(dweight_VH, scale, out=opened.into)
+        ctx.main.end(ctx.next_functions[1][0])
+        return dhidden_NH, None, dbias_V, None, None
+
+
+def _main_sum(ctx: Any, wide: torch.dtype) -> OpenSum | None:
+    """The main gradient of the head's weight, if this backward may add to it and it is as wide as sums over chunks."""
+    opened = open_sum(ctx.main, ctx.next_functions[1][0]) if ctx.needs_input_grad[1] else None
+    return opened if opened is not None and opened.into.dtype == wide else None
 
 
 def _statistics(hidden_NH: Tensor, head: Head, question: Question, triton: bool) -> Statistics:

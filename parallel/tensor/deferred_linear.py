@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.main_gradient import MainGradient
 from engine.kernels.ops.activation_functions import Activation
 from engine.kernels.ops.bias_activation import activate
-from engine.kernels.ops.linear import LinearForm, linear, product
+from engine.kernels.ops.linear import LinearForm, added_to_main, linear, product
 from engine.kernels.ops.linear import linear as kernel_linear
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 
@@ -47,7 +48,10 @@ class GradsWanted(NamedTuple):
     """The gradients of a product's parameters, as calls that compute them."""
 
     weight: partial[Tensor]
+    """A call of :func:`weight_gradient`."""
     bias: partial[Tensor] | None
+    main: MainGradient | None = None
+    """The main gradient of the weight, to which its gradient may be added instead (:func:`unless_added`)."""
 
 
 class DeferralPolicy(Protocol):
@@ -110,6 +114,7 @@ class _Product(torch.autograd.Function):
         kept, token = beside
         ctx.save_for_backward(x if kept is None else kept, weight)
         ctx.linear, ctx.bias, ctx.token = linear, None if bias is None else bias.dtype, token is not None
+        ctx.main = linear.kernels.main.use(weight)
         with torch.autocast(x.device.type, enabled=False):
             w_OI = weight.to(x.dtype)
             b_O = None if bias is None else bias.to(x.dtype)
@@ -129,10 +134,12 @@ class _Product(torch.autograd.Function):
         wanted = GradsWanted(
             partial(weight_gradient, x, dy, weight.dtype, transposed, kernels),
             None if bias is None else partial(bias_gradient, dy, bias),
+            ctx.main,
         )
         if later.put_off(wanted, ctx.next_functions):
             return dx, None, None, None, None, token
-        return dx, wanted.weight(), None if wanted.bias is None else wanted.bias(), None, None, token
+        db = None if wanted.bias is None else wanted.bias()
+        return dx, unless_added(wanted.weight, wanted.main, ctx.next_functions[1][0]), db, None, None, token
 
 
 def weight_gradient(
@@ -144,20 +151,22 @@ def weight_gradient(
     return product(left.t(), right, kernels).to(dtype)
 
 
+def unless_added(compute: "partial[Tensor]", main: MainGradient | None, node: Any | None) -> Tensor | None:
+    """The weight gradient that ``compute`` makes, or None where it is added to its main gradient instead.
+
+    ``compute``: a call of :func:`weight_gradient`, with all of its arguments. ``node``: see :class:`MainGradient`.
+    """
+    if main is None:
+        return compute()
+    x, dy, _, transposed, kernels = compute.args
+    x_BI, dy_BO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    left, right = (x_BI, dy_BO) if transposed else (dy_BO, x_BI)
+    return None if added_to_main(main, node, left.t(), right, kernels) else compute()
+
+
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     """db [O] in ``dtype``."""
     return dy.reshape(-1, dy.shape[-1]).sum(0).to(dtype)
-
-
-def is_executed(node: Any) -> bool:
-    """Whether the running backward executes ``node``.
-
-    A nested ``torch.autograd.grad`` inside a recomputed block asks for other gradients and may leave it out.
-    """
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch raises this if backward asks for the gradient of this very node
-        return False
 
 
 def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
@@ -169,7 +178,7 @@ def fused_forward(module: nn.Module, x: Tensor, activation: Activation, kernels:
 def followed(layer: nn.Module, y: Tensor, kernels: Kernels) -> Tensor:
     """Apply the activation that was fused into ``layer``, if any, to its product ``y``, which includes the bias."""
     kind: Activation | None = getattr(layer, "tensor_activation", None)
-    return y if kind is None else activate(y, None, kind, kernels)
+    return y if kind in (None, "none") else activate(y, None, kind, kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +193,7 @@ class FusedForward:
         """x [.., I] -> [.., O]."""
         if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
             # a tracer matches products by torch's own names
-            return activate(type(self.module).forward(self.module, x), None, self.activation, self.kernels)
+            return followed(self.module, type(self.module).forward(self.module, x), self.kernels)
         return fused_forward(self.module, x, self.activation, self.kernels)
 
 
@@ -194,7 +203,10 @@ def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: Fo
     A sharded layer takes the kernels of its axis in place of ``kernels``. An operator that is in the layer's forward
     slot is taken off first.
     """
-    with patches.changing(layer, PatchLayer.FUSED, f"computes the activation {activation} in its product's kernel"):
+    note = f"computes the activation {activation} in its product's kernel"
+    if activation == "none":
+        note = "adds its weight gradient to the flat bucket in its product's kernel"
+    with patches.changing(layer, PatchLayer.FUSED, note):
         vars(layer).pop("forward", None)
         layer.tensor_activation = activation  # type: ignore[assignment]
         if not hasattr(layer, "multiply"):  # a sharded layer applies tensor_activation itself

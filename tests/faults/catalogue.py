@@ -6,6 +6,7 @@ from tests.faults.fault import Fault
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
 from tests.faults.pipeline import PIPELINE
+from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.reliability import RELIABILITY
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
@@ -16,6 +17,7 @@ AREAS = {
     "tensor": TENSOR,
     "pipeline": PIPELINE,
     "zero": ZERO,
+    "products into buckets": PRODUCTS_INTO_BUCKETS,
     "step and precision": STEP_AND_PRECISION,
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,

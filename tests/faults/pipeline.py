@@ -74,8 +74,8 @@ PIPELINE = (
         name="weight-gradients-never-computed",
         about="A weight gradient that a zero-bubble schedule has deferred is dropped, so those layers do not learn.",
         file="parallel/pipeline/runtime/split_backward.py",
-        old="        return name, compute()\n",
-        new="        return name, torch.zeros_like(compute())\n",
+        old="                take(name, grad)\n",
+        new="                take(name, torch.zeros_like(grad))\n",
         tests=(
             "tests/parallel/pipeline/runtime/test_split_backward.py::test_two_parts_give_the_gradients_of_a_whole_backward",
         ),
@@ -94,8 +94,8 @@ PIPELINE = (
         name="deferred-input-overwritten",
         about="A deferred weight gradient is computed from an activation that the model has overwritten since.",
         file="parallel/pipeline/runtime/split_backward.py",
-        old="if _version(compute) != version:",
-        new="if _version(compute) < version:",
+        old="if _version(work.compute) != work.version:",
+        new="if _version(work.compute) < work.version:",
         tests=(
             "tests/parallel/pipeline/runtime/test_split_backward.py::test_what_is_written_while_it_waits_is_not_used",
         ),
@@ -104,8 +104,8 @@ PIPELINE = (
         name="computed-ahead-and-forgotten",
         about="A weight gradient that was computed while a collective travelled is dropped.",
         file="parallel/pipeline/runtime/split_backward.py",
-        old="while self._done or self._work:\n            take(*(self._done.popleft() if self._done else ",
-        new="while self._work:\n            take(*(",
+        old="while self._done or self._work:\n            name, grad = self._done.popleft() if self._done else ",
+        new="while self._work:\n            name, grad = ",
         tests=(
             "tests/parallel/pipeline/runtime/test_split_backward.py"
             "::test_what_is_computed_ahead_is_the_same_to_the_bit_and_nobody_sees_it",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.main_gradient import MainGradients
 from engine.parallel.comm.backend import Backend, RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
@@ -26,6 +27,7 @@ class Setting:
     """1: each parameter has a bucket of its own."""
     dtype: str = "float32"
     wire: torch.dtype | None = None
+    main: MainGradients | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def build(model: nn.Module, setting: Setting, backend: Callable[[Grid], Backend]
     buckets = allocate(layout, parameters, who, torch.device("cpu"))
     grid = Grid(dp=setting.ranks, rank=setting.rank)
     comm = Comm(grid, backend(grid))
-    reducer = GradientReducer(ReducerSetup(buckets, parameters, comm, setting.wire), scatter=setting.stage > 0)
+    setup = ReducerSetup(buckets, parameters, comm, setting.wire, main=setting.main)
+    reducer = GradientReducer(setup, scatter=setting.stage > 0)
     return Rig(model, comm, layout, buckets, reducer)
 
 

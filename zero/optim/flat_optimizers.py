@@ -7,6 +7,8 @@ Adam can also update through kernels that read the decision on the device (``ker
     control sums agreed -> factor, go: scalars on the device -> updates and gathers are launched -> the host reads
 
 If the host then finds that the update was skipped, it restores what it has counted in advance (``Bookkeeping``).
+
+An update may go bucket by bucket (``UpdateOrder``), so that each bucket is gathered while the next one is updated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +34,15 @@ class UpdatePiece(NamedTuple):
     missed: int
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateOrder:
+    """The tensors of an optimizer in the sets in which they are updated, one set after another."""
+
+    sets: Sequence[Sequence[Tensor]]
+    updated: Callable[[int], None]
+    """Called with the number of a set as soon as its update is made, or launched."""
+
+
 class FlatOptimizer(torch.optim.Optimizer):
     """Base class that calls ``_update`` for each group with the tensors that have gradients."""
 
@@ -40,6 +51,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     """The pieces to update of tensors that are not updated as a whole."""
     rounding: RoundedUpdates | None = None
     """Update rule for bf16 weights without masters, if there are any."""
+    order: UpdateOrder | None = None
+    """Sets of tensors to update one after another; None: a group after another."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch does, but without its guard against torch.compile, whose import is half of the start of a rank."""
@@ -56,9 +69,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Update every group once."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
             group["step"] = group.get("step", 0) + 1
-            self._update_group(weights, group)
+        if self.order is None:
+            for group in self.param_groups:
+                self._update_group([weight for weight in group["params"] if weight.grad is not None], group)
+            return loss
+        group_of = {weight: group for group in self.param_groups for weight in group["params"]}
+        for number, chosen in enumerate(self.order.sets):
+            for group in self.param_groups:
+                weights = [weight for weight in chosen if weight.grad is not None and group_of[weight] is group]
+                if weights:
+                    self._update_group(weights, group)
+            self.order.updated(number)
         return loss
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:

@@ -1,4 +1,12 @@
-"""Sharded optimizer step: updates the weights that this rank owns and gathers the parameters over axis dp."""
+"""Sharded optimizer step: updates the weights that this rank owns and gathers the parameters over axis dp.
+
+    bucket 0   | update | gather ------>
+    bucket 1            | update | gather ------>        the built-in optimizers; others update everything first
+    bucket 2                     | update | gather ------> | wait
+
+Where the kernels of Adam update a master, they also write its narrow weights, into the shard of the buffer that is
+gathered: there is no pass that casts or copies.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +19,11 @@ from torch import Tensor, nn
 from engine.errors import ConfigError, EngineError
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.ops.adamw import DeviceDecision, fits_adamw_kernel
-from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.comm import Comm, Pending
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Slot
 from engine.zero.optim.bf16_updates import RoundedUpdates
-from engine.zero.optim.flat_optimizers import FlatAdam, FlatOptimizer, FusedAdam, UpdatePiece
+from engine.zero.optim.flat_optimizers import FlatAdam, FlatOptimizer, FusedAdam, UpdateOrder, UpdatePiece
 from engine.zero.optim.master_weights import sync_masters
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -109,6 +117,8 @@ class ShardedOptimizer:
                 parameter = nn.Parameter(weights)
                 members[group].append(parameter)
                 self.places.append(OptimizerTensor(parameter, flat.gradient(part).view(shape), flat, part))
+        self._bucket_tensors = [tuple(p.parameter for p in self.places if p.flat is flat) for flat in buckets]
+        """The optimizer tensors of each bucket."""
         self._rounding: RoundedUpdates | None = None
         self._kernels = REFERENCE
         self._make = partial(_make, factory, groups, members)
@@ -168,10 +178,9 @@ class ShardedOptimizer:
         self._give_gradients()
         self.inner.fused = FusedAdam(self._kernels, decision, narrow, self._rounding)
         try:
-            self._step_inner()
+            self._step_inner(rounded=True)
         finally:
             self.inner.fused = None
-        self._gather(self._buckets, rounded=True)
 
     def forget(self) -> None:
         """Reset the state to that of a new optimizer; some (Adagrad) create state in their constructor."""
@@ -193,8 +202,7 @@ class ShardedOptimizer:
         if self._rounding is not None:
             self._rounding.scale = scale
         self._give_gradients()
-        self._step_inner()
-        self._gather(self._buckets, rounded=False)
+        self._step_inner(rounded=False)
         self.settle()
 
     def settle(self) -> None:
@@ -206,7 +214,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def refresh(self, buckets: Sequence[FlatBucket]) -> None:
         """Round written masters into the parameters of all data ranks, with the gathers that follow an update."""
-        self._gather(buckets, rounded=False)
+        _wait([self._start_gather(flat, rounded=False) for flat in buckets])
         _tell_autograd(buckets)
 
     def scales_in_place(self, flat: FlatBucket) -> bool:
@@ -230,22 +238,41 @@ class ShardedOptimizer:
         """Count the parameters of this rank, ``among``, of which this step makes another use than the last one."""
         return len(unused ^ (self.unused & among))
 
-    def _step_inner(self) -> None:
-        """Step; parameters without a gradient keep values and moments, and built-in optimizers their step count."""
-        kept: list[tuple[Tensor, Tensor]] = []
-        if isinstance(self.inner, FlatOptimizer):
-            apart = self.unused.union(self.missed)
-            several = [place for place in self.places if not apart.isdisjoint(place.names())] if apart else []
-            self.inner.pieces = {place.parameter: tuple(self._pieces(place)) for place in several}
-        else:
-            kept = [(part, part.clone()) for place in self.places for part in self._unused_parts(place)]
+    def _step_inner(self, rounded: bool) -> None:
+        """Step and gather; parameters without a gradient keep values and moments, and built-in optimizers their count.
+
+        ``rounded``: the step itself writes the values of masters into the narrow weights.
+        """
+        if not isinstance(self.inner, FlatOptimizer):
+            self._step_other()
+            _wait([self._start_gather(flat, rounded) for flat in self._buckets])
+            return
+        apart = self.unused.union(self.missed)
+        several = [place for place in self.places if not apart.isdisjoint(place.names())] if apart else []
+        self.inner.pieces = {place.parameter: tuple(self._pieces(place)) for place in several}
+        gathers: list[Pending | None] = []
+        self.inner.order = UpdateOrder(
+            self._bucket_tensors, lambda number: gathers.append(self._start_gather(self._buckets[number], rounded))
+        )
+        try:
+            self._call_step()
+        finally:
+            self.inner.order = None
+        _wait(gathers)
+
+    def _step_other(self) -> None:
+        """Step of an optimizer of the user's, which updates everything at once."""
+        kept = [(part, part.clone()) for place in self.places for part in self._unused_parts(place)]
+        self._call_step()
+        for part, before in kept:
+            part.copy_(before)
+
+    def _call_step(self) -> None:
         self._stepping = True
         try:
             self.inner.step()
         finally:
             self._stepping = False
-        for part, before in kept:
-            part.copy_(before)
 
     def _pieces(self, place: OptimizerTensor) -> Iterator[UpdatePiece]:
         """Yield runs of parameters that are updated and have missed the same number of updates."""
@@ -280,15 +307,18 @@ class ShardedOptimizer:
             # set in every step: zero_grad() on the inner optimizer must not end the training
             place.parameter.grad = place.grads
 
-    def _gather(self, buckets: Sequence[FlatBucket], rounded: bool) -> None:
-        """Gather the parameters; ``rounded`` says that masters have been copied into ``kept`` already."""
-        gathers = []
-        for flat in buckets:
-            if flat.master is not None and not rounded:
-                flat.kept.copy_(flat.master)
-            if self._sharded and not flat.sharded:
-                gathers.append(self._comm.all_gather(flat.params, flat.kept, "dp", "parameters"))
-        for gather in gathers:
+    def _start_gather(self, flat: FlatBucket, rounded: bool) -> Pending | None:
+        """Start the gather of a bucket, if it has one; ``rounded``: its master is in ``kept`` already."""
+        if flat.master is not None and not rounded:
+            flat.kept.copy_(flat.master)
+        if self._sharded and not flat.sharded:
+            return self._comm.all_gather(flat.params, flat.kept, "dp", "parameters")
+        return None
+
+
+def _wait(gathers: Sequence[Pending | None]) -> None:
+    for gather in gathers:
+        if gather is not None:
             gather.wait()
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.kernels.main_gradient import OpenSum
 from engine.parallel.comm.comm import Pending
 from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
@@ -35,7 +36,10 @@ class _Filling:
 
     flat: FlatBucket
     buffer: Tensor | None = None
+    summed: set[str] = field(default_factory=set)
+    """Parameters of which the buffer holds gradients."""
     arrived: set[str] = field(default_factory=set)
+    """Those to which the running backward adds nothing more."""
     reduced: bool = False
     repeats: bool = False
     """True once a parameter gave a gradient after its bucket was reduced (re-entrant checkpointing); from then on the
@@ -87,6 +91,7 @@ class MicrobatchReducer(SharedReduction):
     def backward(self, which: Backward) -> Iterator[None]:
         """Collect and reduce the gradients of one backward; the last one of a step is not special here."""
         self._settle()
+        self._own = which.own
         place = which.stage, which.microbatch
         if which.part == "input":
             self._keeping = self._kept[place] = []
@@ -133,6 +138,7 @@ class MicrobatchReducer(SharedReduction):
         self._flights.clear()
         self._kept.clear()
         self._seen.clear()
+        self._forget_products()
         self._rounds = dict.fromkeys(self._rounds, 0)
         for filling in self._fillings:
             filling.touched = False
@@ -141,24 +147,39 @@ class MicrobatchReducer(SharedReduction):
 
     def _add(self, name: str, grad: Tensor) -> None:
         """Add a gradient to its bucket, or keep it for the second part of its backward."""
-        if self._keeping is not None:
+        opened = self._sum(name)
+        if opened is None and self._keeping is not None:
             self._keeping.append((name, grad))
             return
+        assert opened is not None
+        if opened.holds:
+            opened.into.add_(grad)
+        else:
+            opened.into.copy_(grad)
+        self._note_sum(name)
+        self.complete(name)
+
+    def _sum(self, name: str) -> OpenSum | None:
+        """Where the running backward sums a gradient; None in the first part of a split one."""
+        if self._keeping is not None:
+            return None
         filling, slot = self._places[name]
         if filling.flat.bucket.partial:
-            self._add_whole(filling, slot, grad)
-            return
+            return OpenSum(self._whole_sum(filling, slot), holds=True)
         if filling.reduced:
             filling.repeats, filling.reduced = True, False  # reduced again in this round, on every rank alike
+            filling.summed.clear()
             filling.arrived.clear()
         if filling.buffer is None:
             filling.buffer = self._borrow(filling.flat)
-        view = slot_view(filling.buffer, slot)
-        if name in filling.arrived:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
-        filling.arrived.add(name)
+        return OpenSum(slot_view(filling.buffer, slot), name in filling.summed)
+
+    def _note_sum(self, name: str) -> None:
+        self._places[name][0].summed.add(name)
+
+    def complete(self, name: str) -> None:
+        """Reduce the buckets that are complete."""
+        self._places[name][0].arrived.add(name)
         # Buckets are launched in order: data ranks must issue the same collectives, though their hooks may fire in
         # another order.
         while self._next < len(self._round) and self._ready(self._round[self._next]):
@@ -170,12 +191,12 @@ class MicrobatchReducer(SharedReduction):
             return True
         return len(filling.arrived) == len(filling.flat.bucket.slots) and not filling.repeats
 
-    def _add_whole(self, filling: _Filling, slot: Slot, grad: Tensor) -> None:
-        """Add a partial gradient, which stays full until the end of the step."""
+    def _whole_sum(self, filling: _Filling, slot: Slot) -> Tensor:
+        """The sum of a partial gradient, which stays full until the end of the step."""
         if not filling.touched:
             filling.flat.grads.zero_()
             filling.touched = True
-        slot_view(filling.flat.grads, slot).add_(grad)
+        return slot_view(filling.flat.grads, slot)
 
     def _begin_round(self, stage: int | None) -> None:
         self._round = [f for f in self._fillings if not f.flat.bucket.stages or stage in f.flat.bucket.stages]
@@ -183,7 +204,7 @@ class MicrobatchReducer(SharedReduction):
 
     def _end_round(self, stage: int | None) -> None:
         """Reduce the remaining buckets in order, then those with gradients that arrived after their reduction."""
-        again = [f for f in self._round[: self._next] if not f.reduced and f.arrived]
+        again = [f for f in self._round[: self._next] if not f.reduced and f.summed]
         for filling in (*self._round[self._next :], *again):
             self._launch(filling)
         for filling in self._round:
@@ -193,6 +214,7 @@ class MicrobatchReducer(SharedReduction):
             self._rounds[stage] += 1
 
     def _begin(self, filling: _Filling) -> None:
+        filling.summed.clear()
         filling.arrived.clear()
         filling.reduced = False
 
@@ -258,7 +280,7 @@ def _blank(full: Tensor, filling: _Filling) -> None:
     """Zero the slots without a gradient and the padding, because the norm runs over both."""
     stop = 0
     for slot in filling.flat.bucket.slots:
-        if slot.name in filling.arrived:
+        if slot.name in filling.summed:
             if stop < slot.start:
                 full[stop : slot.start].zero_()
             stop = slot.stop

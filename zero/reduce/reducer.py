@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.kernels.main_gradient import MainGradients, OpenSum
 from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.model.placeholders import plan_as_trainable
 from engine.parallel.trace.guarded_parameter import GuardedParameter
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.reduce.bucket_gradient import BucketGradient
 from engine.zero.reduce.gradient_guard import check_own_hooks, plain_grad, set_plain_grad
 
 logger = logging.getLogger("trine")
@@ -34,8 +36,10 @@ class GradientHooks:
         self, parameters: Mapping[str, nn.Parameter], take: Take, start: Callable[[], None] | None, warns: bool = False
     ) -> None:
         self._parameters = parameters
-        self._take, self._start, self._warns = take, start, warns
-        self._open = False
+        self._take, self._start, self._warns, self._first = take, start, warns, warns
+        self.open = False
+        """True while a backward runs whose gradients are taken."""
+        self._told = False
         self._handles = []
         for name, parameter in parameters.items():
             untyped: Any = parameter  # torch leaves the method untyped
@@ -51,11 +55,11 @@ class GradientHooks:
         for parameter, _ in users:
             self._warn(parameter)
             parameter.grad = None
-        self._open = True
+        self.open = True
         try:
             yield
         finally:
-            self._open = False
+            self.open = False
             for parameter, grad in users:
                 parameter.grad = grad
 
@@ -83,18 +87,40 @@ class GradientHooks:
         )
 
     def _arrive(self, name: str, parameter: Tensor) -> None:
-        if not self._open and self._start is not None:
+        if not self.open and self._start is not None:
             self._begin(parameter, self._start)
-        if not self._open or parameter.grad is None:
+        if not self.open or parameter.grad is None:
             self._warn(parameter)
-            return  # a gradient of the user's own backward
-        if isinstance(parameter, GuardedParameter):
-            raise EngineError(
-                f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so the gradient is invalid: "
-                "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
-            )
+            return  # a gradient of the user's own backward, or none beside what products have added
+        _check_gathered(name, parameter)
         grad, parameter.grad = parameter.grad.detach(), None  # with create_graph, a gradient has a graph
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
+
+    def admits(self, name: str, node: Any | None) -> bool:
+        """Whether a product of the running backward may add to the sum; ``node``: None if autograd takes no part.
+
+        Hooks of the user's on the parameter need a gradient that is made; the log says so once.
+        """
+        parameter = self._parameters[name]
+        if not self.open and self._start is not None:
+            self._begin(parameter, self._start)
+        if not self.open or not parameter.requires_grad:
+            return False
+        if parameter._backward_hooks:
+            self._tell_hook(name)
+            return False
+        if node is not None:
+            _check_gathered(name, parameter)
+        return True
+
+    def _tell_hook(self, name: str) -> None:
+        if not self._told and self._first:
+            logger.warning(
+                "parameter %r has a hook (register_hook), so its gradient is made apart and then added to its bucket, "
+                "which takes memory and time; all other weights are added to by their products.",
+                name,
+            )
+        self._told = True
 
     @staticmethod
     def _begin(parameter: Tensor, start: Callable[[], None]) -> None:
@@ -105,6 +131,19 @@ class GradientHooks:
             start()
         finally:
             set_plain_grad(parameter, grad)
+
+
+def _check_gathered(name: str, parameter: Tensor) -> None:
+    """Refuse a gradient that was computed from freed memory.
+
+    Raises:
+        EngineError: the parameter is sharded and not gathered.
+    """
+    if isinstance(parameter, GuardedParameter):
+        raise EngineError(
+            f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so the gradient is invalid: "
+            "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
+        )
 
 
 SumPartial = Callable[[Mapping[str, Tensor]], None]
@@ -123,6 +162,8 @@ class Backward(NamedTuple):
     microbatch: int = 0
     further: bool = False
     """True for the first one after one that was taken for the last one: all buckets are reduced a second time."""
+    own: bool = False
+    """True for a backward of the user's own, which may go through several forwards."""
 
 
 class Reducer(Protocol):
@@ -161,6 +202,9 @@ class Reducer(Protocol):
     def found_nonfinite(self) -> bool:
         """Whether a watched gradient of this step was not finite; waits for the device, and starts anew."""
 
+    def begin_forward(self) -> None:
+        """A forward begins, whose products may add to the sums in its backward."""
+
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
 
@@ -181,6 +225,8 @@ class ReducerSetup:
     """Function that sums gradients by parameter name, in place, over the tensor ranks that hold a part."""
     start: Callable[[], None] | None = None
     """Function that is called when a gradient arrives while no backward is open, to open it; None: never."""
+    main: MainGradients | None = None
+    """Where products of a backward find the sums that they add to; None: every gradient is made."""
 
 
 class SharedReduction:
@@ -199,6 +245,14 @@ class SharedReduction:
         """While not None: for each gradient of a backward, whether it is finite, on the device."""
         self._observer: Take | None = None
         self._hooks = GradientHooks(trained, self.take, setup.start, warns=setup.comm.grid.rank == 0)
+        self.forwards = 0
+        self._learned = self._own = False
+        self._main = setup.main
+        self._products: list[BucketGradient] = []
+        if setup.main is not None:
+            self._products = [BucketGradient(name, parameter, self) for name, parameter in trained.items()]
+            for product in self._products:
+                setup.main.register(product.parameter, product)
 
     def take(self, name: str, grad: Tensor) -> None:
         """Take the gradient of a parameter inside a backward."""
@@ -217,13 +271,57 @@ class SharedReduction:
     def _add(self, name: str, grad: Tensor) -> None:
         raise NotImplementedError
 
+    def begin_forward(self) -> None:
+        """A forward begins; see :class:`Reducer`."""
+        self.forwards += 1
+
+    @property
+    def knows_uses(self) -> bool:
+        """True if the uses of a parameter in a forward are all that the running backward goes through."""
+        return self._learned and not self._own
+
+    def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
+        """The sum of a parameter, for a product that adds to it; None if the gradient itself is needed.
+
+        It is needed where an observer or hooks of the user's see it.
+        """
+        if self._observer is not None or not self._hooks.admits(name, node):
+            return None
+        return self._sum(name)
+
+    def _sum(self, name: str) -> OpenSum | None:
+        raise NotImplementedError
+
+    def added(self, name: str) -> None:
+        """A product has been added to the sum of a parameter, which is watched as its gradient would be."""
+        self._seen.add(name)
+        self._note_sum(name)
+        if self._watched is not None and (opened := self._sum(name)) is not None:
+            self._watched.append(opened.into.isfinite().all())
+
+    def _note_sum(self, name: str) -> None:
+        """The sum of a parameter has content."""
+        raise NotImplementedError
+
+    def complete(self, name: str) -> None:
+        """The running backward adds nothing more to the sum of a parameter."""
+        raise NotImplementedError
+
     def _end_step(self) -> None:
         """Note which parameters had no gradient."""
         self.unused = self.names - self._seen
+        self._learned = self._learned or bool(self._seen)
+
+    def _forget_products(self) -> None:
+        for product in self._products:
+            product.forget()
 
     def remove(self) -> None:
-        """Remove the hooks from the parameters."""
+        """Remove the hooks from the parameters; products make their gradients apart again."""
         self._hooks.remove()
+        self._forget_products()
+        if self._main is not None:
+            self._main.clear()
 
     def watch(self, on: bool) -> None:
         """From now on look whether each gradient that a backward delivers is finite; see :class:`Reducer`."""

@@ -23,6 +23,7 @@ from functools import partial
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.kernels.main_gradient import OpenSum
 from engine.parallel.comm.comm import Pending
 from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
@@ -91,7 +92,7 @@ class GradientReducer(SharedReduction):
         self._settle()
         if which.further:
             self._reopen()
-        self._last = which.last
+        self._last, self._own = which.last, which.own
         # The first step only observes, because it is not yet known which parameters give several gradients.
         self._eager = which.last and self._whole_step_seen
         try:
@@ -122,6 +123,7 @@ class GradientReducer(SharedReduction):
         error of this step, because a peer may never have joined the collective.
         """
         self._seen.clear()
+        self._forget_products()
         self._empty()
 
     def _empty(self) -> None:
@@ -162,18 +164,30 @@ class GradientReducer(SharedReduction):
 
     def _add(self, name: str, grad: Tensor) -> None:
         """Add a gradient to its bucket."""
+        opened = self._sum(name)
+        if opened.holds:
+            opened.into.add_(grad)
+        else:
+            opened.into.copy_(grad)
+        self._note_sum(name)
+        self.complete(name)
+
+    def _sum(self, name: str) -> OpenSum:
         place = self._places[name]
-        progress = place.progress
-        if progress.reduction is not None:
+        if place.progress.reduction is not None:
             raise EngineError(
                 f"parameter {place.name!r} got a gradient after its bucket was reduced: its use differs from the "
                 "earlier steps; use it the same number of times in every backward."
             )
-        if place.touched:
-            place.view.add_(grad)
-        else:
-            place.view.copy_(grad)
-        place.touched = True
+        return OpenSum(place.view, place.touched)
+
+    def _note_sum(self, name: str) -> None:
+        self._places[name].touched = True
+
+    def complete(self, name: str) -> None:
+        """Reduce the buckets that are complete, if this backward is the last one."""
+        place = self._places[name]
+        progress = place.progress
         if self._last:
             progress.repeats = progress.repeats or place.arrived
             progress.missing -= not place.arrived

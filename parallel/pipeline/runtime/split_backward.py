@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.errors import EngineError
 from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.main_gradient import MainGradient, is_executed
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.deferred_linear import (
     FusedForward,
@@ -38,8 +39,8 @@ from engine.parallel.tensor.deferred_linear import (
     deferrable_linear,
     followed,
     is_conv1d,
-    is_executed,
     is_linear,
+    unless_added,
 )
 from engine.parallel.tensor.layers.linear import RowLayer, has_plain_forward, is_cut
 
@@ -54,6 +55,8 @@ class _Deferred(NamedTuple):
     compute: partial[Tensor]
     version: int
     """Version counters of the saved tensors when it was deferred."""
+    main: MainGradient | None
+    """What it is added to in W; one that is computed ahead is added as any other gradient."""
 
 
 class DeferredWeightGrads:
@@ -64,9 +67,9 @@ class DeferredWeightGrads:
         self._done: deque[tuple[str, Tensor]] = deque()
         """Gradients that were computed ahead."""
 
-    def leave(self, name: str, compute: partial[Tensor]) -> None:
-        """Defer a gradient."""
-        self._work.append(_Deferred(name, compute, _version(compute)))
+    def leave(self, name: str, compute: partial[Tensor], main: MainGradient | None = None) -> None:
+        """Defer a gradient; that of a weight with a main gradient, ``main``, is then added to it."""
+        self._work.append(_Deferred(name, compute, _version(compute), main))
 
     @property
     def bytes(self) -> int:
@@ -82,7 +85,8 @@ class DeferredWeightGrads:
         """
         if self._work:
             with _plain(self._work[0].compute):
-                self._done.append(self._next())
+                work = self._next()
+                self._done.append((work.name, work.compute()))
 
     @torch.no_grad()
     def compute(self, take: Take) -> None:
@@ -92,17 +96,23 @@ class DeferredWeightGrads:
             EngineError: the model has written to a saved tensor in place.
         """
         while self._done or self._work:
-            take(*(self._done.popleft() if self._done else self._next()))
+            name, grad = self._done.popleft() if self._done else self._rest(self._next())
+            if grad is not None:
+                take(name, grad)
 
-    def _next(self) -> tuple[str, Tensor]:
-        name, compute, version = self._work.popleft()
-        if _version(compute) != version:
+    @staticmethod
+    def _rest(work: _Deferred) -> tuple[str, Tensor | None]:
+        return work.name, unless_added(work.compute, work.main, None)
+
+    def _next(self) -> _Deferred:
+        work = self._work.popleft()
+        if _version(work.compute) != work.version:
             raise EngineError(
-                f"a tensor saved for the deferred gradient of {name!r} was written in place before that gradient "
+                f"a tensor saved for the deferred gradient of {work.name!r} was written in place before that gradient "
                 "was computed; keep the model from writing to tensors of another microbatch, or choose a schedule "
                 "without split backwards, such as 1f1b."
             )
-        return name, compute()
+        return work
 
 
 class SplitBackward:
@@ -166,9 +176,8 @@ class _Layer:
             return self._plain(x)
         names = self._names[id(weight)], "" if bias is None else self._names[id(bias)]
         kernels = self.split_backward.kernels
-        y = deferrable_linear(
-            x, weight, bias, LinearSpec(self._transposed, _Waits(self.split_backward, names), kernels)
-        )
+        waits = _Waits(self.split_backward, names)
+        y = deferrable_linear(x, weight, bias, LinearSpec(self._transposed, waits, kernels))
         return followed(self._module, y, kernels)
 
     def _can_wait(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -194,7 +203,7 @@ class _Waits(NamedTuple):
         deferred = self.split_backward.open
         if deferred is None or torch.is_grad_enabled() or not is_executed(nodes[1][0]):
             return False
-        deferred.leave(self.names[0], wanted.weight)
+        deferred.leave(self.names[0], wanted.weight, wanted.main)
         if wanted.bias is not None:
             deferred.leave(self.names[1], wanted.bias)
         return True

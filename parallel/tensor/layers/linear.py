@@ -57,8 +57,11 @@ def _ours(base: type) -> bool:
 
 
 def is_replaced(x: Tensor, kernels: Kernels) -> bool:
-    """Whether a layer's product with ``x`` runs through ``kernels.ops.linear`` in place of the layer's own forward."""
-    if kernels.mode == "reference" or not kernels.replaces(x.device):
+    """Whether a layer's product with ``x`` runs through ``kernels.ops.linear`` in place of the layer's own forward.
+
+    References take the layer's own, unless weight gradients are to be added to main gradients.
+    """
+    if not kernels.replaces(x.device) or (kernels.mode == "reference" and not kernels.main):
         return False
     # a tracer that matches operations by name must see torch's own product
     return _get_current_function_mode() is None  # type: ignore[no-untyped-call]

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels
+from engine.kernels.main_gradient import is_executed
 from engine.parallel.comm.comm import Pending
 from engine.parallel.tensor.collectives import (
     COLUMN_INPUTS,
@@ -48,7 +49,7 @@ from engine.parallel.tensor.deferred_linear import (
     deferrable_linear,
     followed,
     is_conv1d,
-    is_executed,
+    unless_added,
 )
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -226,7 +227,8 @@ class _Work:
                 self.again.start(wanted.weight.args[0])
         return True  # without the node, backward asks for no gradient of the parameters
 
-    def take(self) -> tuple[Tensor | None, Tensor | None]:
+    def take(self, node: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of weight and bias, which are computed now; None for a weight whose main gradient has it."""
         wanted, self._wanted = self._wanted, None
         if wanted is None:
             return None, None
@@ -234,7 +236,8 @@ class _Work:
         if self.again is not None:
             _, dy, *more = weight.args  # the first argument is the shard of x that the forward kept
             weight = partial(weight.func, self.again.take().to(dy.dtype), dy, *more)
-        return weight(), None if wanted.bias is None else wanted.bias()
+        db = None if wanted.bias is None else wanted.bias()
+        return unless_added(weight, wanted.main, node), db
 
 
 class _Arrive(torch.autograd.Function):
@@ -257,4 +260,4 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, nothing: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
-        return None, None, *ctx.work.take()
+        return None, None, *ctx.work.take(ctx.next_functions[1][0])

@@ -24,6 +24,7 @@ Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs, P this rank
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from engine.parallel.tensor.collectives import (
     refuse_second_derivatives,
     split_parts,
 )
-from engine.parallel.tensor.deferred_linear import bias_gradient, followed, is_conv1d, weight_gradient
+from engine.parallel.tensor.deferred_linear import bias_gradient, followed, is_conv1d, unless_added, weight_gradient
 from engine.parallel.tensor.overlap.async_input_grad import Shared, has_own_weights
 from engine.parallel.tensor.overlap.fused_moves import FUSED_MOVES, fuses
 from engine.parallel.tensor.overlap.moves import PLAIN_MOVES, Moves, Route
@@ -142,6 +143,7 @@ class _GatherMultiply(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Pieced) -> Any:
         ctx.pieced, ctx.route, ctx.bias = pieced, pieced.route(x), None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
+        ctx.main = pieced.axis.kernels.main.use(weight)
         dtype = _computed_in(x)
         with torch.autocast(x.device.type, enabled=False):
             b_O = None if bias is None else bias.to(dtype)
@@ -160,12 +162,11 @@ class _GatherMultiply(torch.autograd.Function):
             dy = weight.new_zeros(ctx.shape, dtype=dtype_y)
         coming = _start_gather(x, route) if needs_weight and pieced.regather else None
         sums = pieced.moves.scatter(dy, pieced.back(weight, dy), dwhole, dtype_x, route) if needs_x else None
-        dw = db = None
+        dw, db = None, bias_gradient(dy, ctx.bias) if needs_bias else None
         if needs_weight:
-            whole = x if coming is None else coming()
-            dw = weight_gradient(whole.to(dy.dtype), dy, weight.dtype, pieced.transposed, pieced.axis.kernels)
-        if needs_bias:
-            db = bias_gradient(dy, ctx.bias)
+            whole, kernels = x if coming is None else coming(), pieced.axis.kernels
+            compute = partial(weight_gradient, whole.to(dy.dtype), dy, weight.dtype, pieced.transposed, kernels)
+            dw = unless_added(compute, ctx.main, ctx.next_functions[1][0])
         return None if sums is None else sums(), dw, db, None
 
 
@@ -173,7 +174,7 @@ class _MultiplyScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, pieced: Pieced) -> Tensor:
         part = split_parts(x, pieced.axis, x.ndim - 2)[0]
-        ctx.pieced, ctx.route = pieced, pieced.route(part)
+        ctx.pieced, ctx.route, ctx.main = pieced, pieced.route(part), pieced.axis.kernels.main.use(weight)
         ctx.save_for_backward(x, weight)
         dtype = _computed_in(x)
         with torch.autocast(x.device.type, enabled=False):
@@ -193,7 +194,9 @@ class _MultiplyScatter(torch.autograd.Function):
         else:
             whole = _start_gather(dy, route)()
         if needs_weight:
-            dw = weight_gradient(x.to(dy.dtype), whole, weight.dtype, pieced.transposed, pieced.axis.kernels)
+            kernels = pieced.axis.kernels
+            compute = partial(weight_gradient, x.to(dy.dtype), whole, weight.dtype, pieced.transposed, kernels)
+            dw = unless_added(compute, ctx.main, ctx.next_functions[1][0])
         return dx, dw, None
 
 

@@ -20,7 +20,7 @@ from engine.kernels.ops.linear import product
 from engine.kernels.overlap_choices import ProductSizes
 from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.tensor.collectives import ROW_OUTPUTS, refuse_second_derivatives
-from engine.parallel.tensor.deferred_linear import is_conv1d, weight_gradient
+from engine.parallel.tensor.deferred_linear import is_conv1d, unless_added, weight_gradient
 from engine.parallel.tensor.overlap.fused_moves import (
     completion,
     fits,
@@ -68,7 +68,7 @@ class _MultiplyAndSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, axis: TensorAxis, transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.transposed = axis, transposed
+        ctx.axis, ctx.transposed, ctx.main = axis, transposed, axis.kernels.main.use(weight)
         matrix_PO = weight if transposed else weight.t()
         x_MP, found = x.reshape(-1, x.shape[-1]).contiguous(), list[Tensor]()
         full = torch.empty((x_MP.shape[0], matrix_PO.shape[1]), dtype=x.dtype, device="meta")
@@ -90,7 +90,10 @@ class _MultiplyAndSum(torch.autograd.Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         kernels = ctx.axis.kernels
         dx = product(dy, weight.t() if ctx.transposed else weight, kernels) if needs_x else None
-        return dx, weight_gradient(x, dy, weight.dtype, ctx.transposed, kernels) if needs_weight else None, None, None
+        if not needs_weight:
+            return dx, None, None, None
+        compute = partial(weight_gradient, x, dy, weight.dtype, ctx.transposed, kernels)
+        return dx, unless_added(compute, ctx.main, ctx.next_functions[1][0]), None, None
 
 
 def _next_call(buffer: SymmetricBuffer, tile: "Tile") -> "KernelCall":

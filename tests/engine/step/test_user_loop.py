@@ -169,6 +169,13 @@ def test_every_loop_trains_as_torch_in_one_process(grid: dict[str, int], stage: 
     assert {name: text for name, text in found.items() if text} == {}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, {"stage": 2, "reduce": "microbatch"}, 3], ids=str)
+def test_loops_whose_products_add_to_buckets_train_so_too(stage: Any, run_ranks: RunRanks) -> None:
+    found = run_ranks(all_loops, 2, settings({"data": 2}, stage, kernels="reference"), seconds=300.0)[0]
+    assert {name: text for name, text in found.items() if text} == {}
+
+
 class Pair(NamedTuple):
     """A generator and a discriminator."""
 

@@ -2,16 +2,21 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.adamw import DeviceDecision
+from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
+from engine.kernels.optim.update_rules import adam_
+from engine.parallel.comm.comm import Pending
 from engine.parallel.shard_table import Range, ShardRow
 from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
 from engine.zero.layout import Item, build_layout
+from engine.zero.optim import flat_optimizers
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatLion
 from engine.zero.optim.sharded_optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
@@ -199,3 +204,94 @@ def test_only_adam_with_a_kernel_decides_on_the_device() -> None:
     optimizer = ShardedOptimizer(wide.buckets, [GroupOptions()], ADAMW, wide.comm, True)
     optimizer.use(Kernels("triton"))
     assert not optimizer.decides_on_device
+
+
+@pytest.mark.parametrize("make", [by_host, by_device])
+def test_a_bucket_is_gathered_before_the_next_one_is_updated(make: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = build(model(), Setting(ranks=2, rank=1, stage=1, bucket_elements=700, dtype="bfloat16"))
+    optimizer = ShardedOptimizer(rig.buckets, GROUPS, ADAMW, rig.comm, True)
+    of_bucket = {flat.weights.untyped_storage().data_ptr(): flat.bucket.index for flat in rig.buckets}
+    events: list[tuple[str, int]] = []
+
+    def updated(weights: Tensor) -> None:
+        events.append(("update", of_bucket[weights.untyped_storage().data_ptr()]))
+
+    def by_kernel(run: AdamRun, *more: Any) -> None:
+        updated(run.weights)
+        adamw_(run, *more)
+
+    def by_torch(weights: list[Tensor], *more: Any) -> None:
+        for one in weights:
+            updated(one)
+        adam_(weights, *more)
+
+    gather = rig.comm.all_gather
+    monkeypatch.setattr(flat_optimizers, "adamw_", by_kernel)
+    monkeypatch.setattr(flat_optimizers, "adam_", by_torch)
+
+    def gathered(into: Tensor, part: Tensor, *more: Any) -> Pending:
+        index = next(flat.bucket.index for flat in rig.buckets if flat.params is into)
+        assert torch.equal(part, rig.buckets[index].weights.to(part.dtype)), "what is sent is the updated weights"
+        events.append(("gather", index))
+        return gather(into, part, *more)
+
+    monkeypatch.setattr(rig.comm, "all_gather", gathered)
+    make(optimizer)
+    assert len(rig.buckets) > 1
+    assert list(dict.fromkeys(events)) == [
+        (what, flat.bucket.index) for flat in rig.buckets for what in ("update", "gather")
+    ]
+    assert sum(what == "gather" for what, _ in events) == len(rig.buckets)
+
+
+class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations that give or write bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        casts = func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default) and out.dtype == torch.bfloat16
+        if casts and out.data_ptr() != args[-1].data_ptr():  # the backend of this test copies a shard to where it lies
+            self.made.append(str(func))
+        return out
+
+
+def test_the_kernel_writes_narrow_weights_where_they_are_gathered_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = build(model(), Setting(ranks=2, rank=1, stage=1, bucket_elements=700, dtype="bfloat16"))
+    optimizer = ShardedOptimizer(rig.buckets, [GroupOptions()], ADAMW, rig.comm, True)
+    optimizer.use(Kernels("triton"))
+    written: list[tuple[int, int]] = []
+
+    def noted(run: AdamRun, *more: Any) -> None:
+        assert run.narrow is not None and run.narrow.numel() == run.weights.numel()
+        written.append((run.narrow.data_ptr(), run.narrow.nbytes))
+        with _disable_current_modes():  # the interpreter copies what it gives to a kernel
+            adamw_(run, *more)
+
+    monkeypatch.setattr(flat_optimizers, "adamw_", noted)
+    before = [flat.params.clone() for flat in rig.buckets]
+    with Casts() as casts:
+        optimizer.launch(decision())
+    shards = [flat.params[flat.shard] for flat in rig.buckets]
+    assert written == [(shard.data_ptr(), shard.nbytes) for shard in shards]
+    assert casts.made == [], "one launch for each bucket updates, rounds and writes"
+    for flat, old, shard in zip(rig.buckets, before, shards, strict=True):
+        assert torch.equal(shard, flat.weights.bfloat16()) and not torch.equal(shard, old[flat.shard])
+
+
+def test_a_skipped_step_writes_no_narrow_weight() -> None:
+    """Nor over weights that the user has written since the last update, which reach the masters with the next one."""
+    rig = build(model(), Setting(ranks=2, rank=1, stage=1, bucket_elements=700, dtype="bfloat16"))
+    optimizer = ShardedOptimizer(rig.buckets, [GroupOptions()], ADAMW, rig.comm, True)
+    optimizer.use(Kernels("triton"))
+    for flat in rig.buckets:
+        flat.kept.fill_(0.5)
+        flat.grads.fill_(math.nan)
+    masters = [flat.weights.clone() for flat in rig.buckets]
+    optimizer.launch(decision(go=False))
+    for flat, master in zip(rig.buckets, masters, strict=True):
+        assert torch.equal(flat.params[flat.shard], torch.full_like(flat.kept, 0.5))
+        assert torch.equal(flat.weights, master)
