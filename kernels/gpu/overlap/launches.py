@@ -162,10 +162,12 @@ def programs(tensor: Tensor, tile: Tile) -> int:
 
 
 def tile_shape(tile: Tile) -> dict[str, Any]:
+    """Settings of a kernel that multiplies in such tiles."""
     return {
         "BM": tile.rows, "BN": tile.columns, "BK": tile.depth, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
 
 def precision() -> str:
+    """Of products of fp32, as Triton calls it."""
     return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
