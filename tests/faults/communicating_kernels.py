@@ -180,8 +180,8 @@ COMMUNICATING_KERNELS = (
         name="end-of-a-rank-unseen",
         about="Ranks wait for a dead one until their time is over.",
         file="parallel/comm/symmetric/peer_watch.py",
-        old="                self._ended[indices[descriptor]] = 1\n",
-        new="                self._ended[indices[descriptor]] = 0\n",
+        old="                    self._ended[indices[descriptor]] = count\n",
+        new="                    self._ended[indices[descriptor]] = 0\n",
         tests=(f"{_SYMMETRIC}/test_killed_rank.py::test_whoever_ends_is_written_down_alone",),
     ),
     Fault(

@@ -1,7 +1,7 @@
 """Who of the ranks has ended: a thread that the operating system wakes, and a word that kernels look at.
 
     a rank ends, however    the system closes its sockets, and tells those who hold a descriptor of its process
-    every other rank        poll returns at once, the thread writes ended[index] = 1
+    every other rank        poll returns at once, the thread writes ended[index] = 1, of the next one that ends 2, ..
     a kernel that waits     looks at the word every so often, and gives up
 
 The descriptor is for a rank that leaves children behind, such as workers that load data: they keep its sockets open.
@@ -29,7 +29,8 @@ class PeerWatch:
 
     Args:
         links: by index of a rank, the descriptor of a socket whose other end that rank alone holds.
-        ended: int32 [W] in memory of the host, zeros; a word is set when its rank has ended, or closed its end.
+        ended: int32 [W] in memory of the host, zeros; a word is set when its rank has ended, or closed its end, to how
+            many had by then.
     """
 
     def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:
@@ -48,7 +49,7 @@ class PeerWatch:
                 os.close(descriptor)
 
     def _run(self) -> None:
-        poll, indices = select.poll(), self._indices | self._processes
+        poll, indices, count = select.poll(), self._indices | self._processes, 0
         for descriptor in (self._wake, *indices):
             poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
         while True:
@@ -56,7 +57,9 @@ class PeerWatch:
                 if descriptor == self._wake:
                     return
                 poll.unregister(descriptor)
-                self._ended[indices[descriptor]] = 1
+                if self._ended[indices[descriptor]] == 0:
+                    count += 1
+                    self._ended[indices[descriptor]] = count
 
 
 def _process_of(link: int) -> list[int]:

@@ -111,8 +111,13 @@ class SymmetricBuffer:
         if missing is None:
             return
         what = f"tile {missing.tile} of tensor rank {missing.rank} in call {missing.epoch}"
-        if self._ended[missing.rank]:
-            raise PeerEndedError(f"rank {self._peers[missing.rank]} has ended or closed its engine before {what} came")
+        ended = self._ended.tolist()
+        if ended[missing.rank]:
+            # whoever notices that a rank has ended ends too, and may be the one that this rank waits for
+            first = min((turn, index) for index, turn in enumerate(ended) if turn)[1]
+            before = "" if first == missing.rank else f", and rank {self._peers[first]} before it"
+            peer = self._peers[missing.rank]
+            raise PeerEndedError(f"rank {peer} has ended or closed its engine before {what} came{before}")
         raise RuntimeError(f"{what} has not come in time")
 
     def close(self) -> None:

@@ -92,3 +92,12 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     x, weight = made((3, 2), torch.float32)
     with pytest.raises(EngineError, match=r"rows \(5, 40\), matrices \(2, 40, 72\) and ends \(3,\) do not fit"):
         grouped_product(x, weight, ends_of((3, 1, 1)), Kernels("reference"))
+
+
+@pytest.mark.long
+def test_operators_are_registered_as_torch_wants_it() -> None:
+    ends = ends_of((3, 0, 5))
+    x, weight = made((3, 0, 5), torch.float32)
+    dy = torch.ones(8, N)
+    torch.library.opcheck(torch.ops.trine.grouped_weight_gradient.default, (x, dy, ends))
+    torch.library.opcheck(torch.ops.trine.grouped_product.default, (x.requires_grad_(), weight.requires_grad_(), ends))
