@@ -66,5 +66,5 @@ class EngineTraits:
     """Part of the products that recomputation "selective" repeats."""
     parallel_block: bool = False
     """Attention and MLP run side by side, and share their sums over tensor ranks."""
-    window: int = 0
-    """Tokens to which attention is limited; 0: all."""
+    flash: bool = True
+    """Attention runs in blocks; False: its scores are written, all pairs of them."""

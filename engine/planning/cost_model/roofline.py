@@ -16,6 +16,8 @@ from engine.planning.cost_model.workload import Product, Workload
 
 LOGIT_BYTES = 18
 """Moved for an element of the logits in forward and backward, 16 and 32 bits of it, by a fused loss."""
+SCORE_BYTES = 12
+"""Moved for each score of attention that is not computed in blocks: written, masked, normalized, dropped, read."""
 UPDATE_BYTES = 34
 """Moved for each element that Adam updates: gradient, master, two moments read and three written, weight, norm."""
 
@@ -49,9 +51,10 @@ class Roofline:
     def block(self) -> BlockSeconds:
         """The forward of a block."""
         work, layout, gpu = self._workload, self._layout, self._gpu
-        pairs = min(work.context, self._traits.window) if self._traits.window else work.context
-        executed = 4 * work.attention * pairs * (0.5 if work.causal and pairs == work.context else 1.0)
+        flash = self._traits.flash
+        executed = 4 * work.attention * work.context * (0.5 if work.causal and flash else 1.0)
         bytes_moved = (work.fused if self._traits.fused else work.passes).on(layout.tp, layout.sequence)
+        bytes_moved += 0 if flash else SCORE_BYTES * work.heads * work.context / layout.tp
         return BlockSeconds(
             products=sum(self.product(product, self._traits.fp8) for product in work.products),
             attention=executed * self._tokens / layout.tp / (gpu.bf16_rate * gpu.reached.attention),

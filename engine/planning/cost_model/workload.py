@@ -60,6 +60,7 @@ class Workload:
     attention: float
     """Width of all heads: pairs of tokens cost 4 FLOPs for each."""
     causal: bool
+    heads: int
     passes: Shared
     """Bytes a token in the forward of a block, each operator by itself."""
     fused: Shared
@@ -135,6 +136,7 @@ class DecoderShape:
             products=products,
             attention=q,
             causal=True,
+            heads=self.heads,
             passes=Shared(12 * (q + kv) * self.gated + 5 * ups * 2 * f, (22 if self.gated else 10) * inputs),
             fused=Shared(4 * (q + kv) * self.gated + 2 * (ups + 1) * f, 8 * inputs),
             kept=kept,
