@@ -150,7 +150,8 @@ class StepModel:
         ring, held = links.ring("dp"), parameters / layout.tp
         one = held * (n - 1) / n / ring.rate
         latency = ring.latency * (n - 1) * BUCKETS
-        gradients, gathers = self._traits.gradient_bytes * one, 2 * one
+        rounds = m if layout.keeps_gradient_shards else 1
+        gradients, gathers = rounds * self._traits.gradient_bytes * one, 2 * one
         lost = 1 - self._gpu.reached.overlap
         if layout.stage == 3:
             passes = m * (2 if self._traits.regathers else 1)
@@ -158,9 +159,9 @@ class StepModel:
             hidden = min(whole, m * window)
             return whole - hidden + lost * hidden + latency
         if self._traits.gathers_hidden:
-            hidden = min(gradients, window * 2 / 3) + min(gathers, window / 3)
+            hidden = min(gradients, rounds * window * 2 / 3) + min(gathers, window / 3)
             return gradients + gathers - hidden + lost * hidden + latency
-        hidden = min(gradients, window * 2 / 3)
+        hidden = min(gradients, rounds * window * 2 / 3)
         return gradients - hidden + lost * hidden + gathers + latency
 
     def _update(self, layout: TrainingLayout, parameters: float) -> float:

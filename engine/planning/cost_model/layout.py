@@ -1,8 +1,11 @@
 """One way to train: the grid, what is sharded, the schedule, the batch and what is recomputed. Pure data, no torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from engine.planning.cost_model.workload import Recomputation
+
+Reduction = Literal["step", "microbatch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +25,8 @@ class TrainingLayout:
     """Rows of a microbatch."""
     microbatches: int = 1
     recomputation: Recomputation = "none"
+    reduction: Reduction = "step"
+    """When ZeRO 2 and 3 reduce gradients; after each microbatch only shards of them are kept."""
     sequence: bool = True
     """Tensor ranks share what is between their products along the sequence."""
 
@@ -31,15 +36,21 @@ class TrainingLayout:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
+    def keeps_gradient_shards(self) -> bool:
+        """No rank ever has all gradients of its parameters."""
+        return self.stage >= 2 and self.reduction == "microbatch"
+
+    @property
     def rows(self) -> int:
         """Rows of a step."""
         return self.dp * self.micro * self.microbatches
 
     def __str__(self) -> str:
         sizes = (("dp", self.dp), ("tp", self.tp), ("pp", self.pp), ("cp", self.cp))
+        reduced = " of every microbatch" * self.keeps_gradient_shards
         grid = " x ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "1 rank"
         virtual = f" of {self.virtual} stages a rank" if self.virtual > 1 else ""
-        parts = [grid, f"ZeRO {self.stage}"] + [f"{self.schedule}{virtual}"] * (self.pp > 1)
+        parts = [grid, f"ZeRO {self.stage}{reduced}"] + [f"{self.schedule}{virtual}"] * (self.pp > 1)
         parts.append(f"{self.microbatches} microbatches of {self.micro}")
         return ", ".join([*parts, f"recomputation {self.recomputation}"])
 
@@ -52,8 +63,8 @@ class EngineTraits:
     """Elementwise code is fused, by kernels or a compiler."""
     fp8: bool = False
     """Products of blocks run in fp8."""
-    tensor_overlap: float = 0.0
-    """Part of the traffic of tensor ranks that runs beside products."""
+    tensor_overlap: float = 0.5
+    """Part of the traffic of tensor ranks that runs beside products; here those of column inputs, half of it."""
     gradient_bytes: int = 4
     """Of an element on the wire and in memory."""
     gathers_hidden: bool = False

@@ -3,7 +3,7 @@
 With P the parameters of the fullest stage on a tensor rank and N data ranks, in 16 bits with fp32 masters and Adam:
 
     parameters   2 P, ZeRO 3: 2 P / N
-    gradients    4 P (or the engine's width), ZeRO 2 that reduces every microbatch and ZeRO 3: / N
+    gradients    4 P (or the engine's width), ZeRO 2 and 3 that reduce every microbatch: / N
     optimizer    12 P (master and two moments), ZeRO 1 to 3: / N
     activations  what a token keeps x tokens of a microbatch x blocks of the rank x microbatches that are held
     buffers      logits in 16 and 32 bits with their gradient, one block that is recomputed, gathered blocks of ZeRO 3
@@ -64,7 +64,7 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp, layout.cp))
     return RankMemory(
         parameters=2 * held / (share if layout.stage == 3 else 1),
-        gradients=traits.gradient_bytes * held / (share if layout.stage == 3 else 1),
+        gradients=traits.gradient_bytes * held / (share if layout.keeps_gradient_shards else 1),
         optimizer=12 * held / (share if layout.stage else 1),
         activations=activations,
         buffers=buffers,

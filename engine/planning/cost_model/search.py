@@ -9,7 +9,7 @@ from itertools import product
 
 from engine.errors import PlanError
 from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
-from engine.planning.cost_model.layout import TrainingLayout
+from engine.planning.cost_model.layout import Reduction, TrainingLayout
 from engine.planning.cost_model.workload import Workload
 
 RECOMPUTATIONS = ("none", "selective", "full")
@@ -44,16 +44,20 @@ def layouts(work: Workload, wish: Wish) -> Iterator[TrainingLayout]:
 
 
 def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[TrainingLayout]:
-    stages = (0, 1, 2, 3) if grid.dp > 1 else (0,)
     for micro in (size for size in (1, 2, 4, 8, 16, 32) if rows % size == 0):
         count = rows // micro
         for kind, virtual in SCHEDULES if grid.pp > 1 else SCHEDULES[:1]:
             if _runs(grid.pp, count, kind, virtual, work.blocks):
-                for stage, mode in product(stages, RECOMPUTATIONS):
+                for (stage, reduction), mode in product(_zero(grid.dp), RECOMPUTATIONS):
                     yield replace(
-                        grid, stage=stage, micro=micro, microbatches=count, schedule=kind, virtual=virtual,
-                        recomputation=mode,
+                        grid, stage=stage, reduction=reduction, micro=micro, microbatches=count, schedule=kind,
+                        virtual=virtual, recomputation=mode,
                     )  # fmt: skip
+
+
+def _zero(dp: int) -> tuple[tuple[int, Reduction], ...]:
+    """ZeRO 2 that reduces once a step is ZeRO 1."""
+    return ((0, "step"), (1, "step"), (2, "microbatch"), (3, "step"), (3, "microbatch")) if dp > 1 else ((0, "step"),)
 
 
 def _runs(pp: int, microbatches: int, kind: str, virtual: int, blocks: int) -> bool:
@@ -105,7 +109,8 @@ def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | No
 
 def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
     """Settings that differ; a grid or a division of the batch is one each."""
-    groups = {"grid": ("dp", "tp", "pp"), "microbatches": ("micro", "microbatches"), "schedule": ("schedule", "virtual")}
+    groups = {"grid": ("dp", "tp", "pp"), "microbatches": ("micro", "microbatches"), "schedule": ("schedule", "virtual"),
+              "zero": ("stage", "reduction")}  # fmt: skip
     grouped = {name for names in groups.values() for name in names}
     found: dict[str, tuple[object, object]] = {}
     for name, members in (*groups.items(), *((one.name, (one.name,)) for one in fields(before))):

@@ -1,0 +1,142 @@
+"""What ``trine plan`` says: memory by kind, bytes by axis, seconds, rates, price, verdict; as text and as JSON."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from engine.launch.planner.plan_request import PlanAsked
+from engine.planning.cost_model.estimate import LayoutEstimate
+from engine.planning.cost_model.memory import RankMemory
+from engine.planning.cost_model.search import SearchResult, changes, reasons
+
+if TYPE_CHECKING:
+    from engine.planning.plan import Plan
+    from engine.planning.step_time.plan_costs import PlanCosts
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan with its costs."""
+
+    asked: PlanAsked
+    plan: "Plan"
+    costs: "PlanCosts"
+    settings: dict[str, Any]
+    """The configuration, where it was not given."""
+    fits: bool
+    change: LayoutEstimate | None
+    """The nearest layout that fits, if this one does not and there is one."""
+    smallest: LayoutEstimate | None
+    """The layout that needs the least, if this one does not fit."""
+
+
+def as_text(planned: Planned) -> str:
+    """The banner of the plan, then its costs."""
+    from engine.reporting.banner import banner_text
+
+    lines = [banner_text(planned.plan, "no device: a plan")]
+    lines += [f"  {name:<10} {text}" for name, text in _cost_lines(planned)]
+    return "\n".join(lines)
+
+
+def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
+    asked, costs, gpu = planned.asked, planned.costs, planned.asked.gpu
+    yield "gpu", f"{asked.world} x {gpu.name}, {asked.node} a node; {_factors(planned)}"
+    fullest = max(range(len(costs.memory)), key=lambda pp: costs.memory[pp].total)
+    for pp in sorted({0, fullest}):
+        where = f"pipeline rank {pp}: " if len(costs.memory) > 1 else ""
+        yield "memory", f"{where}{_memory_text(costs.memory[pp])}"
+    parts = {"computation": costs.time.computation, "bubble": costs.time.bubble, **costs.time.communication}
+    shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds >= 5e-4 * costs.time.total)
+    yield "step", f"{costs.time.total:.3g} s predicted ({shown}); closed form {costs.closed.seconds.total:.3g} s"
+    yield "speed", (
+        f"{costs.tokens_per_second:,.0f} tokens/s a GPU, {costs.flops_per_second / 1e12:.0f} TFLOP/s, "
+        f"MFU {costs.flops_per_second / gpu.bf16_rate:.1%} of {gpu.bf16_rate / 1e12:,.0f} TFLOP/s (bf16, dense)"
+    )
+    if asked.dollars is not None:
+        yield "price", f"${_price(planned):,.2f} for a billion tokens at ${asked.dollars:g} a GPU and hour"
+    if costs.crossing_seconds:
+        yield "warning", (
+            f"tensor groups of {costs.layout.tp} cross nodes of {asked.node} GPUs, which costs "
+            f"{costs.crossing_seconds:.3g} s of every step"
+        )
+    yield "fits", _verdict(planned)
+
+
+def _factors(planned: Planned) -> str:
+    return "shares of the data sheet that training reaches are in its file"
+
+
+def _memory_text(memory: RankMemory) -> str:
+    kinds = ", ".join(f"{name} {value / GIB:.2f}" for name, value in _kinds(memory).items() if value)
+    return f"{memory.total / GIB:.2f} GiB ({kinds})"
+
+
+def _kinds(memory: RankMemory) -> dict[str, float]:
+    return {entry.name: getattr(memory, entry.name) for entry in fields(memory)}
+
+
+def _price(planned: Planned) -> float:
+    return (planned.asked.dollars or 0.0) / 3600 * 1e9 / planned.costs.tokens_per_second
+
+
+def _verdict(planned: Planned) -> str:
+    need, have = planned.costs.fullest.total / GIB, planned.asked.gpu.memory_bytes / GIB
+    if planned.fits:
+        return f"yes: {need:.1f} of {have:.1f} GiB"
+    text = f"no: {need:.1f} of {have:.1f} GiB"
+    if planned.change is None:
+        least = planned.smallest.memory.total / GIB if planned.smallest else 0.0
+        return f"{text}; no layout of these GPUs does, the smallest needs {least:.1f} GiB"
+    before, after = planned.costs.layout, planned.change.layout
+    steps = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes(before, after).items())
+    return f"{text}; the nearest that does: {steps} ({planned.change.memory.total / GIB:.1f} GiB, {planned.change.seconds.total:.3g} s)"
+
+
+def as_json(planned: Planned) -> dict[str, Any]:
+    """The same for programs; bytes, seconds."""
+    costs, asked = planned.costs, planned.asked
+    traffic = planned.plan.rank(0).traffic
+    found: dict[str, Any] = {
+        "gpu": asked.gpu.name,
+        "world": asked.world,
+        "gpus_of_a_node": asked.node,
+        "layout": str(costs.layout),
+        "memory_bytes": [{**_kinds(rank), "total": rank.total} for rank in costs.memory],
+        "gpu_memory_bytes": asked.gpu.memory_bytes,
+        "fits": planned.fits,
+        "sent_bytes": [{"axis": row.axis, "what": row.label, "calls": row.calls, "bytes": row.bytes} for row in traffic],
+        "step_seconds": costs.time.total,
+        "seconds": {
+            "computation": costs.time.computation, "bubble": costs.time.bubble, **costs.time.communication,
+        },
+        "closed_form_seconds": costs.closed.seconds.total,
+        "tokens_per_second_of_a_gpu": costs.tokens_per_second,
+        "flops_per_second": costs.flops_per_second,
+        "mfu": costs.flops_per_second / asked.gpu.bf16_rate,
+        "crossing_seconds": costs.crossing_seconds,
+    }  # fmt: skip
+    if asked.dollars is not None:
+        found["dollars_per_billion_tokens"] = _price(planned)
+    if planned.change is not None:
+        found["nearest_that_fits"] = {
+            name: {"from": old, "to": new} for name, (old, new) in changes(costs.layout, planned.change.layout).items()
+        }
+    if planned.settings:
+        found["config"] = planned.settings
+    return found
+
+
+def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
+    """The finalists, and why the first is first."""
+    lines = [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]
+    for one in planned:
+        costs = one.costs
+        fits = "" if one.fits else ", does not fit"
+        lines.append(
+            f"  {costs.time.total:8.3f} s  MFU {costs.flops_per_second / one.asked.gpu.bf16_rate:5.1%}  "
+            f"{costs.fullest.total / GIB:6.1f} GiB  {costs.layout}{fits}"
+        )
+    return "\n".join([*lines, "in closed form:", *(f"  {line}" for line in reasons(found))])
