@@ -25,6 +25,9 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("soak", "watchdog-cost", "watchdog-faults"), ("engine/watchdog", "parallel/comm")),
         "reliability": (),  # each row tells its own commit
         **dict.fromkeys(("scaling", "scaling-verdict"), (*RUN, "engine/planning", "benchmarks/scaling")),
+        **dict.fromkeys(
+            ("planning", "planning-errors", "planning-left-out"), ("engine/planning/cost_model", "benchmarks/planning")
+        ),
         "kernels-models": (*RUN, "kernels"),
         "integrity": ("engine/integrity",),
         "integrity-cost": ("engine/integrity", "engine/step", "zero"),

@@ -18,6 +18,9 @@ from engine.planning.cost_model.workload import Workload
 if TYPE_CHECKING:
     from engine.launch.planner.planned_model import PlannedModel
 
+MOST_ACTIONS = 12_000
+"""Forwards of all stages and microbatches in the whole plans of a search together, a millisecond each."""
+
 
 def run_plan(options: Namespace) -> None:
     """Run the command.
@@ -109,11 +112,12 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
 
 def _finalists(asked: PlanAsked, model: "_Model", found: SearchResult, top: int) -> Iterator[Planned]:
     """Whole plans of the best layouts, at most two of a grid; those that the engine refuses give way to others."""
-    left, grids = top, dict[tuple[int, int, int], int]()
+    left, grids, actions = top, dict[tuple[int, int, int], int](), 0
     for one in found.ranked:
         layout = one.layout
         grid = (layout.dp, layout.tp, layout.pp)
-        if left == 0 or grids.get(grid, 0) == 2:
+        length = layout.pp * layout.virtual * layout.microbatches
+        if left == 0 or grids.get(grid, 0) == 2 or (actions and actions + length > MOST_ACTIONS):
             continue
         settings = settings_of(layout)
         try:
@@ -123,7 +127,7 @@ def _finalists(asked: PlanAsked, model: "_Model", found: SearchResult, top: int)
             if len(model.refused) > 3 * top:
                 return
             continue
-        grids[grid] = grids.get(grid, 0) + 1
+        grids[grid], actions = grids.get(grid, 0) + 1, actions + length
         left -= 1
         yield made
 

@@ -1,0 +1,66 @@
+"""The cost model of ``trine plan`` beside published figures; every row with its error, and the fit that chose factors."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import mean
+
+from benchmarks.harness.figures import record_cells
+from benchmarks.planning.fit import fit
+from benchmarks.planning.published import PublishedRow, not_predicted, read_rows
+from engine.planning.cost_model.hardware import load_gpu
+
+GIB = 2**30
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks planning", description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="choose the factors of each kind of GPU anew and print them")
+    parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
+    asked = parser.parse_args(arguments)
+    rows = read_rows()
+    if asked.fit:
+        for gpu in dict.fromkeys(row.gpu for row in rows):
+            found = fit([row for row in rows if row.gpu == gpu and row.fitted], load_gpu(gpu).reached)
+            print(gpu, {name: round(value, 3) for name, value in asdict(found).items()})
+        return 0
+    tables = {"planning": row_cells(rows), "planning-errors": error_cells(rows), "planning-left-out": left_out_cells()}
+    for name, cells in tables.items():
+        print(name, *(f"  {row:70} {column:12} {text}" for (row, column), text in cells.items()), sep="\n")
+        if asked.write_figures:
+            record_cells(name, {"planning": "run", "planning-errors": "kind of GPU"}.get(name, "figure"), cells)
+    return 0
+
+
+def row_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
+    """Figure, prediction and error of every row, and the settings that were assumed."""
+    cells: dict[tuple[str, str], str] = {}
+    for row in rows:
+        value, estimate = row.predict()
+        exact = ".0f" if row.unit == "tokens/s" else ".1f"
+        cells[row.name, "published"] = f"{row.published:{exact}} {row.unit}"
+        cells[row.name, "predicted"] = f"{value:{exact}}"
+        cells[row.name, "error"] = f"{value / row.published - 1:+.1%}"
+        cells[row.name, "used to fit"] = "yes" if row.fitted else ""
+        cells[row.name, "memory, predicted"] = f"{estimate.memory.total / GIB:.0f} GiB"
+        cells[row.name, "assumed"] = row.assumed
+        cells[row.name, "source"] = f"{row.source}"
+    return cells
+
+
+def error_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
+    """Mean and largest absolute error of each kind of GPU, of the rows that were used to fit and of the others."""
+    cells: dict[tuple[str, str], str] = {}
+    for gpu in dict.fromkeys(row.gpu for row in rows):
+        for part, chosen in (("fitted", True), ("not fitted", False)):
+            errors = [abs(row.predict()[0] / row.published - 1) for row in rows if (row.gpu, row.fitted) == (gpu, chosen)]
+            cells[gpu, f"rows {part}"] = str(len(errors))
+            cells[gpu, f"mean error, {part}"] = f"{mean(errors):.1%}"
+            cells[gpu, f"largest error, {part}"] = f"{max(errors):.1%}"
+    return cells
+
+
+def left_out_cells() -> Mapping[tuple[str, str], str]:
+    """Figures about which the model says nothing."""
+    return {(what, "why it is not predicted"): why for what, why in not_predicted()}
