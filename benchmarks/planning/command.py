@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import mean
 
-from benchmarks.harness.figures import record_cells
+from benchmarks.harness.figures import record_cells, record_text
 from benchmarks.planning.fit import fit
 from benchmarks.planning.published import PublishedRow, not_predicted, read_rows
+from engine.parallel.grid import Grid
 from engine.planning.cost_model.hardware import load_gpu
+from engine.planning.cost_model.placement import placement_picture
 
 GIB = 2**30
 
@@ -30,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(name, *(f"  {row:70} {column:12} {text}" for (row, column), text in cells.items()), sep="\n")
         if asked.write_figures:
             record_cells(name, {"planning": "run", "planning-errors": "kind of GPU"}.get(name, "figure"), cells)
+    if asked.write_figures:
+        record_text("placement", f"```\n{placement_picture(Grid(pp=4, dp=2, tp=4), 4)}\n```")
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from engine.launch.planner.plan_request import PlanAsked
 from engine.planning.cost_model.estimate import LayoutEstimate
 from engine.planning.cost_model.memory import RankMemory
+from engine.planning.cost_model.placement import placement_picture
 from engine.planning.cost_model.search import SearchResult, changes, reasons
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from engine.planning.step_time.plan_costs import PlanCosts
 
 GIB = 2**30
+PICTURED = 16
+"""Most nodes that are shown one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,9 @@ def as_text(planned: Planned) -> str:
 def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
     asked, costs, gpu = planned.asked, planned.costs, planned.asked.gpu
     yield "gpu", f"{asked.world} x {gpu.name}, {asked.node} a node; {_factors(planned)}"
+    if asked.world <= PICTURED * asked.node and asked.world > asked.node:
+        picture = placement_picture(planned.plan.grid(0), asked.node)
+        yield "placement", picture.replace("\n", "\n" + 13 * " ")
     fullest = max(range(len(costs.memory)), key=lambda pp: costs.memory[pp].total)
     for pp in sorted({0, fullest}):
         where = f"pipeline rank {pp}: " if len(costs.memory) > 1 else ""

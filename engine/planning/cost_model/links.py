@@ -33,7 +33,3 @@ class Links:
         if self._layout.world <= self._node:
             return self._inside
         return LinkSpeed(self._gpu.network_latency, self._out)
-
-    def crosses(self) -> bool:
-        """A tensor group does not fit on a node."""
-        return self._layout.tp > self._node or self._node % self._layout.tp != 0

@@ -13,6 +13,7 @@ from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
 from engine.planning.cost_model.memory import CHANNEL_BYTES, CONTEXT_BYTES, SLACK, RankMemory, working_bytes
+from engine.planning.cost_model.placement import tensor_groups_cross
 from engine.planning.cost_model.roofline import UPDATE_BYTES, Roofline
 from engine.planning.cost_model.workload import Workload
 from engine.planning.plan import Plan
@@ -75,7 +76,7 @@ def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int) -> PlanCosts
     layout, traits = layout_of(plan), EngineTraits()
     time = _seconds(plan, work, gpu, node, Roofline(work, layout, gpu, traits))
     crossing = 0.0
-    if layout.tp > node or node % layout.tp:
+    if tensor_groups_cross(layout.tp, node):
         inside = _seconds(plan, work, gpu, layout.world, Roofline(work, layout, gpu, traits))
         crossing = max(0.0, time.communication.get("tp", 0.0) - inside.communication.get("tp", 0.0))
     return PlanCosts(
