@@ -31,7 +31,7 @@ def run_plan(options: Namespace) -> None:
     if options.calibrate is not None:
         from engine.launch.planner.calibrate import calibrate
 
-        calibrate(options.calibrate)
+        calibrate(options.calibrate, options.links)
         return
     asked = read_request(options)
     config = None if asked.config is None else load_config(asked.config, asked.world)

@@ -73,7 +73,10 @@ def add_plan_options(command: ArgumentParser) -> None:
     command.add_argument("--out", type=Path, metavar="FILE", help="write the planned JSON configuration")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_argument("--calibrate", type=Path, metavar="FILE", help=(
-        "measure products, passes over memory and, under torchrun, collectives here, and write such a file for --gpu"
+        "measure products, attention and passes over memory here, and write such a file for --gpu"
+    ))  # fmt: skip
+    command.add_argument("--links", type=Path, metavar="FILE", help=(
+        "with --calibrate: what trine doctor --json FILE has measured of the links of a job, by axis"
     ))  # fmt: skip
 
 
