@@ -1,4 +1,4 @@
-"""The cost model of ``trine plan`` beside published figures; every row with its error, and the fit that chose factors."""
+"""The cost model of ``trine plan`` beside published figures: every row with its error, and the fit of factors."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,9 @@ def error_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
     cells: dict[tuple[str, str], str] = {}
     for gpu in dict.fromkeys(row.gpu for row in rows):
         for part, chosen in (("fitted", True), ("not fitted", False)):
-            errors = [abs(row.predict()[0] / row.published - 1) for row in rows if (row.gpu, row.fitted) == (gpu, chosen)]
+            errors = [
+                abs(row.predict()[0] / row.published - 1) for row in rows if (row.gpu, row.fitted) == (gpu, chosen)
+            ]
             cells[gpu, f"rows {part}"] = str(len(errors))
             cells[gpu, f"mean error, {part}"] = f"{mean(errors):.1%}"
             cells[gpu, f"largest error, {part}"] = f"{max(errors):.1%}"

@@ -19,7 +19,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 
 def fit(rows: Sequence[PublishedRow], start: ReachedShares, rounds: int = 4000, seed: int = 0) -> ReachedShares:
-    """Random steps that shrink, those that are better are kept. Factors that no row depends on stay where they drift."""
+    """Random steps that shrink, those that are better are kept. Factors that no row needs drift."""
     draw, best, width = random.Random(seed), start, 0.3
     least = loss(rows, best)
     for _ in range(rounds):

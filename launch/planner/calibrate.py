@@ -111,7 +111,11 @@ def measured(device: torch.device) -> list[_Entry]:
         ("product", rate, f"{kind} products of widths {widths}"),
         ("product_half", half, f"{kind} products of widths {widths}"),
         ("memory", 2 * size / copied, f"a copy of {size / 2**20:.0f} MiB"),
-        ("attention", 2 * heads * tokens * tokens * 128 / attended, f"{kind}, causal, {tokens} tokens of {heads} heads"),
+        (
+            "attention",
+            2 * heads * tokens * tokens * 128 / attended,
+            f"{kind}, causal, {tokens} tokens of {heads} heads",
+        ),
     ]
 
 
@@ -171,5 +175,5 @@ def _axes(path: Path) -> list[Mapping[str, Any]]:
         return list(read["axes"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"--links {path} holds no axes; write it with torchrun .. -m engine.launch.doctor config.json --json {path}."
+            f"--links {path} holds no axes; write it with torchrun -m engine.launch.doctor config.json --json {path}."
         ) from None

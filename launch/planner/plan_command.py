@@ -107,7 +107,9 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
         print(json.dumps(shown | {"finalists": [as_json(one) for one in planned]}, indent=2))
         return
     print(search_text(found, planned))
-    print(json.dumps(planned[0].settings, indent=2) if options.out is None else f"{options.out} holds its configuration")
+    print(
+        json.dumps(planned[0].settings, indent=2) if options.out is None else f"{options.out} holds its configuration"
+    )
 
 
 def _finalists(asked: PlanAsked, model: "_Model", found: SearchResult, top: int) -> Iterator[Planned]:
@@ -133,16 +135,18 @@ def _finalists(asked: PlanAsked, model: "_Model", found: SearchResult, top: int)
 
 
 def _nothing_fits(found: SearchResult, asked: PlanAsked) -> str:
-    need = found.smallest.memory.total / 2**30
+    need, have = found.smallest.memory.total / 2**30, asked.gpu.memory_bytes / 2**30
     return (
         f"no layout fits: of {found.tried:,} on {asked.world} GPUs the smallest ({found.smallest.layout}) needs "
-        f"{need:.0f} GiB of a GPU, which has {asked.gpu.memory_bytes / 2**30:.0f}; give more GPUs, or ones with more memory."
+        f"{need:.1f} GiB of a GPU, which has {have:.1f}; give more GPUs, or ones with more memory."
     )
 
 
 def _write(path: Any, settings: dict[str, Any]) -> None:
     if not settings:
-        raise ConfigError(f"--out {path}: the configuration was given, so there is nothing to write; leave one of them out.")
+        raise ConfigError(
+            f"--out {path}: the configuration was given, so there is nothing to write; leave one of them out."
+        )
     try:
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

@@ -46,7 +46,7 @@ def as_text(planned: Planned) -> str:
 
 def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
     asked, costs, gpu = planned.asked, planned.costs, planned.asked.gpu
-    yield "gpu", f"{asked.world} x {gpu.name}, {asked.node} a node; {_factors(planned)}"
+    yield "gpu", f"{asked.world} x {gpu.name}, {asked.node} a node"
     if asked.world <= PICTURED * asked.node and asked.world > asked.node:
         picture = placement_picture(planned.plan.grid(0), asked.node)
         yield "placement", picture.replace("\n", "\n" + 13 * " ")
@@ -57,22 +57,24 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
     parts = {"computation": costs.time.computation, "bubble": costs.time.bubble, **costs.time.communication}
     shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds >= 5e-4 * costs.time.total)
     yield "step", f"{costs.time.total:.3g} s predicted ({shown}); closed form {costs.closed.seconds.total:.3g} s"
-    yield "speed", (
-        f"{costs.tokens_per_second:,.0f} tokens/s a GPU, {costs.flops_per_second / 1e12:.0f} TFLOP/s, "
-        f"MFU {costs.flops_per_second / gpu.bf16_rate:.1%} of {gpu.bf16_rate / 1e12:,.0f} TFLOP/s (bf16, dense)"
+    yield (
+        "speed",
+        (
+            f"{costs.tokens_per_second:,.0f} tokens/s a GPU, {costs.flops_per_second / 1e12:.3g} TFLOP/s, "
+            f"MFU {costs.flops_per_second / gpu.bf16_rate:.1%} of {gpu.bf16_rate / 1e12:.4g} TFLOP/s (dense)"
+        ),
     )
     if asked.dollars is not None:
         yield "price", f"${_price(planned):,.2f} for a billion tokens at ${asked.dollars:g} a GPU and hour"
     if costs.crossing_seconds:
-        yield "warning", (
-            f"tensor groups of {costs.layout.tp} cross nodes of {asked.node} GPUs, which costs "
-            f"{costs.crossing_seconds:.3g} s of every step"
+        yield (
+            "warning",
+            (
+                f"tensor groups of {costs.layout.tp} cross nodes of {asked.node} GPUs, which costs "
+                f"{costs.crossing_seconds:.3g} s of every step"
+            ),
         )
     yield "fits", _verdict(planned)
-
-
-def _factors(planned: Planned) -> str:
-    return "shares of the data sheet that training reaches are in its file"
 
 
 def _memory_text(memory: RankMemory) -> str:
@@ -98,7 +100,8 @@ def _verdict(planned: Planned) -> str:
         return f"{text}; no layout of these GPUs does, the smallest needs {least:.1f} GiB"
     before, after = planned.costs.layout, planned.change.layout
     steps = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes(before, after).items())
-    return f"{text}; the nearest that does: {steps} ({planned.change.memory.total / GIB:.1f} GiB, {planned.change.seconds.total:.3g} s)"
+    cost = f"{planned.change.memory.total / GIB:.1f} GiB, {planned.change.seconds.total:.3g} s"
+    return f"{text}; the nearest that does: {steps} ({cost})"
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
@@ -113,7 +116,9 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "memory_bytes": [{**_kinds(rank), "total": rank.total} for rank in costs.memory],
         "gpu_memory_bytes": asked.gpu.memory_bytes,
         "fits": planned.fits,
-        "sent_bytes": [{"axis": row.axis, "what": row.label, "calls": row.calls, "bytes": row.bytes} for row in traffic],
+        "sent_bytes": [
+            {"axis": row.axis, "what": row.label, "calls": row.calls, "bytes": row.bytes} for row in traffic
+        ],
         "step_seconds": costs.time.total,
         "seconds": {
             "computation": costs.time.computation, "bubble": costs.time.bubble, **costs.time.communication,

@@ -47,8 +47,6 @@ class PlanAsked:
     """Of a step; None: those of the configuration, or as many as give STEP_TOKENS tokens."""
     dollars: float | None
     """Of a GPU and hour."""
-    priced: bool
-    """The costs on GPUs were asked for, or can be known."""
 
 
 def add_plan_options(command: ArgumentParser) -> None:
@@ -60,7 +58,9 @@ def add_plan_options(command: ArgumentParser) -> None:
         "JSON configuration of the run; without it the fastest layout that fits is planned"
     ))  # fmt: skip
     command.add_argument("--world", type=int, help="number of GPUs (processes)")
-    command.add_argument("--nodes", metavar="NxG", help="nodes x GPUs of each, such as 16x8 (default: as the GPU is sold)")
+    command.add_argument(
+        "--nodes", metavar="NxG", help="nodes x GPUs of each, such as 16x8 (default: as the GPU is sold)"
+    )
     command.add_argument("--gpu", default="h100", help=f"{', '.join(known_gpus())}, or a JSON file (default h100)")
     command.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU in GiB, in place of its own")
     command.add_argument("--batch", type=int, metavar="ROWS", help="rows of a step, all ranks together")
@@ -116,7 +116,6 @@ def read_request(options: Namespace) -> PlanAsked:
         config=None if config is None else Path(config),
         rows=options.batch,
         dollars=options.price,
-        priced=True,
     )
 
 
@@ -140,7 +139,9 @@ def _sizes(world: int | None, nodes: str | None, gpu: GpuSpec) -> tuple[int, int
             raise GridError(f"--nodes {nodes}: it is nodes x GPUs of each; write it as 16x8.")
         count, usual = int(read[1]), int(read[2])
         if world is not None and world != count * usual:
-            raise GridError(f"--world {world} is not --nodes {nodes} = {count * usual} GPUs; give one of them, or equal ones.")
+            raise GridError(
+                f"--world {world} is not --nodes {nodes} = {count * usual} GPUs; give one of them, or equal ones."
+            )
         world = count * usual
     if world is None:
         raise GridError("neither --world nor --nodes is given; a plan is for a number of GPUs, so give --world N.")
@@ -161,7 +162,9 @@ def _model(name: str | None, options: Namespace) -> ModelSource:
     if name is None:
         sizes = {size: _DEFAULTS[size] if value is None else value for size, value in given.items()}
         if sizes["width"] % sizes["heads"]:
-            raise ConfigError(f"--width {sizes['width']} is not divisible by --heads {sizes['heads']}; give a multiple.")
+            raise ConfigError(
+                f"--width {sizes['width']} is not divisible by --heads {sizes['heads']}; give a multiple."
+            )
         return ModelSource(decoder=(shape := DecoderShape(**sizes)), shape=shape, context=shape.context)
     if odd := [f"--{size}" for size in _SIZES if size != "context" and given[size] is not None]:
         raise ConfigError(f"{', '.join(odd)} is for the built-in decoder, and MODEL is {name}; leave one of them out.")
@@ -177,11 +180,15 @@ def _model(name: str | None, options: Namespace) -> ModelSource:
 
 def _from_folder(path: Path, context: int | None) -> ModelSource:
     file = path / "config.json" if path.is_dir() else path
+    if not file.is_file() and file == path:
+        raise ConfigError(f"{path} does not exist; give the folder of a Hugging Face model, or its config.json.")
     if not file.is_file():
         raise ConfigError(f"{path} has no config.json, which says what the model is; give the folder of a whole model.")
     raw = _json(file)
     if not is_model_config(raw):
-        raise ConfigError(f"{file} describes no model (it has no model_type); give the config.json of a Hugging Face model.")
+        raise ConfigError(
+            f"{file} describes no model (it has no model_type); give the config.json of a Hugging Face model."
+        )
     text: Mapping[str, Any] = raw.get("text_config") or raw
     shape = shape_of(text)
     if shape is not None:

@@ -1,4 +1,4 @@
-"""From a layout to the JSON configuration that runs it, and from a configuration to the one that is planned. No torch."""
+"""From a layout to the JSON configuration that runs it. No torch."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -96,7 +96,9 @@ def build_model(source: ModelSource) -> PlannedModel:
         ) from error
     model, row = made if isinstance(made, tuple) else (made, None)
     if not isinstance(model, nn.Module):
-        raise PlanError(f"MODEL {name} gives a {type(model).__name__}; return an nn.Module, or (module, one row of a batch).")
+        raise PlanError(
+            f"MODEL {name} gives a {type(model).__name__}; return an nn.Module, or (module, one row of a batch)."
+        )
     if row is None:
         row = _token_row(model, source, name)
     family = getattr(getattr(model, "config", None), "model_type", None)

@@ -1,1 +1,1 @@
-"""What a layout costs, from shapes and data sheets alone: a roofline for each operator class, links, memory. No torch."""
+"""What a layout costs, from shapes and data sheets alone: a roofline of operators, links, memory. No torch."""

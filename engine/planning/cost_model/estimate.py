@@ -1,14 +1,14 @@
-"""The step of a layout in closed form: seconds by part, memory, tokens a second. Pure arithmetic, a tenth of a millisecond.
+"""The step of a layout in closed form: seconds by part, memory, tokens a second. Pure arithmetic.
 
-    step = (microbatches x stage x (1 + idle) + exposed) x (1 + step share)
+step = (microbatches x stage x (1 + idle) + exposed) x (1 + step share)
 
-    stage     blocks of the slowest rank, forward and backward and what is recomputed, their tensor sums, the head
-    tensor    two sums a block in the forward and two in the backward, b s h elements each, one or two more where the
-              forward is computed again. What overlaps with products costs (1 - overlap share) of itself
-    data      gradients once a step and parameters once (ZeRO 0 to 2), or parameters for every pass and gradients
-              (ZeRO 3), beside the computation that is there: what exceeds it counts, and (1 - overlap share) of it all
-    pipeline  idle time of the schedule, and the messages of the way in and out
-    update    bytes of the states that a rank owns
+stage     blocks of the slowest rank, forward and backward and what is recomputed, their tensor sums, the head
+tensor    two sums a block in the forward and two in the backward, b s h elements each, one or two more where the
+          forward is computed again. What overlaps with products costs (1 - overlap share) of itself
+data      gradients once a step and parameters once (ZeRO 0 to 2), or parameters for every pass and gradients
+          (ZeRO 3), beside the computation that is there: what exceeds it counts, and (1 - overlap share) of it all
+pipeline  idle time of the schedule, and the messages of the way in and out
+update    bytes of the states that a rank owns
 """
 
 from dataclasses import dataclass, replace

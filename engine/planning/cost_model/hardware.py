@@ -85,7 +85,9 @@ def load_gpu(name: str) -> GpuSpec:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--gpu {name} cannot be read as JSON ({error}); give a file like {FOLDER.name}/h100.json.") from None
+        raise ConfigError(
+            f"--gpu {name} cannot be read as JSON ({error}); give a file like {FOLDER.name}/h100.json."
+        ) from None
     return spec_of(raw, name)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of a decoder from a ``config.json`` of Hugging Face, for the families whose blocks are those of Llama or GPT-2."""
+"""Sizes of a decoder from a ``config.json`` of Hugging Face, for families with blocks like those of Llama or GPT-2."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,13 +1,28 @@
-"""What each axis of a layout carries, from where its ranks sit: tensor ranks side by side, then data ranks, then stages.
+"""What each axis of a layout carries: tensor ranks are neighbours, then come data ranks, then stages.
 
-    ring     a rank sends to the next one; groups of neighbours leave a node once, and share its way out
-    hop      a stage sends to the next one; all data and tensor coordinates do so at the same time
+ring     a rank sends to the next one; groups of neighbours leave a node once, and share its way out
+hop      a stage sends to the next one; all data and tensor coordinates do so at the same time
 """
+
+from dataclasses import dataclass
 
 from engine.parallel.grid import Axis
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import TrainingLayout
-from engine.planning.step_time.axis_links import LinkSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """Speed of a link, one way."""
+
+    latency: float
+    """Seconds of the shortest message or call."""
+    rate: float
+    """Bytes a second of each rank that sends."""
+
+    def seconds(self, calls: float, count: float) -> float:
+        """Of ``calls`` one after another that send ``count`` bytes together."""
+        return calls * self.latency + count / self.rate
 
 
 class Links:

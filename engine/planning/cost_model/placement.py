@@ -15,7 +15,9 @@ def placement_picture(grid: Grid, node: int) -> str:
     """The nodes of a grid, one a line: its ranks, and the stage, data and tensor coordinates that they have."""
     lines = list(_lines(grid, node))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 def _lines(grid: Grid, node: int) -> Iterator[tuple[str, ...]]:

@@ -1,11 +1,12 @@
 """All layouts of a number of ranks, in two rounds: closed forms for every one of them, then whole plans for the best.
 
-    1,024 ranks: 66 grids x ZeRO 0 to 3 x schedules x microbatches x recomputation, a tenth of a millisecond each
+1,024 ranks: 66 grids x ZeRO 0 to 3 x schedules x microbatches x recomputation, a tenth of a millisecond each
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from types import MappingProxyType
 
 from engine.errors import PlanError
 from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
@@ -87,8 +88,8 @@ def search_layouts(work: Workload, model: StepModel, wish: Wish) -> SearchResult
     found = [model.estimate(layout) for layout in layouts(work, wish)]
     if not found:
         raise PlanError(
-            f"no grid of {wish.world} ranks divides {wish.rows} rows, {work.heads} heads and {work.blocks} blocks; give "
-            f"another --world, or another --batch, such as {max(1, wish.rows // wish.world) * wish.world}."
+            f"no grid of {wish.world} ranks divides {wish.rows} rows, {work.heads} heads and {work.blocks} blocks; "
+            f"give another --world, or another --batch, such as {max(1, wish.rows // wish.world) * wish.world}."
         )
     limit = USABLE * wish.memory_bytes
     fit = sorted((one for one in found if one.memory.total <= limit), key=_rank)
@@ -107,18 +108,29 @@ def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | No
     return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
 
 
+SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "grid": ("dp", "tp", "pp"),
+        "microbatches": ("micro", "microbatches"),
+        "schedule": ("schedule", "virtual"),
+        "zero": ("stage", "reduction"),
+        "recomputation": ("recomputation",),
+        "sequence": ("sequence",),
+    }
+)
+"""What a person changes at once: setting -> fields of a layout."""
+
+
 def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
-    """Settings that differ; a grid or a division of the batch is one each."""
-    groups = {"grid": ("dp", "tp", "pp"), "microbatches": ("micro", "microbatches"), "schedule": ("schedule", "virtual"),
-              "zero": ("stage", "reduction")}  # fmt: skip
-    grouped = {name for names in groups.values() for name in names}
+    """Settings that differ, each with its values before and after.
+
+    Another number of data ranks means another number of microbatches, which is no setting of its own.
+    """
     found: dict[str, tuple[object, object]] = {}
-    for name, members in (*groups.items(), *((one.name, (one.name,)) for one in fields(before))):
-        if name in grouped and name not in groups or name == "cp":
-            continue
-        values = [tuple(getattr(each, member) for member in members) for each in (before, after)]
-        if values[0] != values[1] and not (name == "microbatches" and "grid" in found and values[0][0] == values[1][0]):
-            found[name] = tuple(value[0] if len(value) == 1 else value for value in values)  # type: ignore[assignment]
+    for name, members in SETTINGS.items():
+        old, new = (tuple(getattr(each, member) for member in members) for each in (before, after))
+        if old != new and not (name == "microbatches" and before.dp != after.dp and before.micro == after.micro):
+            found[name] = (old[0], new[0]) if len(members) == 1 else (old, new)
     return found
 
 

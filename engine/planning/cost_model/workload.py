@@ -73,8 +73,6 @@ class Workload:
     """Of one block, all of them cut by tensor ranks (norms are neglected)."""
     outer_parameters: float
     """Of embedding and head, tied ones once."""
-    experts_idle: float = 0.0
-    """Parameters of a block that one token does not use."""
 
     @property
     def parameters(self) -> float:
@@ -120,8 +118,11 @@ class DecoderShape:
         f = self.hidden or 4 * h
         ups = 2 if self.gated else 1
         products = (
-            Product(h, q + 2 * kv, "outer"), Product(q, h, "inner"), Product(h, ups * f, "outer"), Product(f, h, "inner"),
-        )  # fmt: skip
+            Product(h, q + 2 * kv, "outer"),
+            Product(q, h, "inner"),
+            Product(h, ups * f, "outer"),
+            Product(f, h, "inner"),
+        )
         inputs = 2 * h  # of one activation of the width between blocks, in 16 bits
         products_out = 2 * (q + 2 * kv) + 2 * ups * f
         kept = (

@@ -12,12 +12,13 @@ from engine.parallel.pipeline.schedule.simulate import peak_live
 from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
+from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.cost_model.memory import CHANNEL_BYTES, CONTEXT_BYTES, SLACK, RankMemory, working_bytes
 from engine.planning.cost_model.placement import tensor_groups_cross
 from engine.planning.cost_model.roofline import UPDATE_BYTES, Roofline
 from engine.planning.cost_model.workload import Workload
 from engine.planning.plan import Plan
-from engine.planning.step_time.axis_links import HostLinks, LinkSpeed, place_axes
+from engine.planning.step_time.axis_links import HostLinks, place_axes
 from engine.planning.step_time.prediction import Computation, StepTime, predict_step
 
 
@@ -138,7 +139,9 @@ def _blocks(plan: Plan, work: Workload, pp: int) -> float:
     if plan.cut is None or plan.timeline is None:
         return work.blocks
     here = set(plan.stages(pp))
-    begun = [stage for stage, call in zip(plan.cut.stage_of_call, plan.timeline.calls, strict=True) if call.starts_block]
+    begun = [
+        stage for stage, call in zip(plan.cut.stage_of_call, plan.timeline.calls, strict=True) if call.starts_block
+    ]
     return work.blocks * sum(stage in here for stage in begun) / max(1, len(begun))
 
 

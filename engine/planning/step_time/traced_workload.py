@@ -85,13 +85,18 @@ def traced_workload(program: Program, row: Batch) -> Workload:
     tokens = max((leaf.shape[1] for leaf in tree_leaves(row) if leaf.dim() == 2), default=1)
     counts, kept = OperatorCounts(), _Kept(model)
     try:
-        with torch.enable_grad(), run_dtypes(model, program.precision), saved_tensors_hooks(kept.pack, lambda saved: saved):
-            with _AttentionByBlocks(counts, kept), counts:
-                program.on(torch.device("meta")).planned_loss(row)
+        with (
+            torch.enable_grad(),
+            run_dtypes(model, program.precision),
+            saved_tensors_hooks(kept.pack, lambda saved: saved),
+            _AttentionByBlocks(counts, kept),
+            counts,
+        ):
+            program.on(torch.device("meta")).planned_loss(row)
     except Exception as error:
         raise PlanError(
             f"the forward of the model does not run on shapes ({type(error).__name__}: {first_line(error)}), so its "
-            "costs are not known; plan it without --gpu costs, by --json of its state alone, or give a model that does."
+            "costs are not known; give a model that reads no values in its forward."
         ) from error
     blocks, inside = _blocks(model)
     parameters = float(sum(parameter.numel() for parameter in model.parameters()))
@@ -152,5 +157,9 @@ def _blocks(model: nn.Module) -> tuple[int, int]:
 def _runs(model: nn.Module) -> Iterator[list[nn.Module]]:
     for module in model.modules():
         children = list(module.children())
-        if len(children) > 1 and len({type(child) for child in children}) == 1 and any(True for _ in children[0].children()):
+        if (
+            len(children) > 1
+            and len({type(child) for child in children}) == 1
+            and any(True for _ in children[0].children())
+        ):
             yield children

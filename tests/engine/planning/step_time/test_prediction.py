@@ -12,8 +12,9 @@ from engine.errors import PlanError
 from engine.parallel.comm.traffic import Traffic
 from engine.parallel.grid import Grid
 from engine.planning.analysis import PlanRequest
+from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.plan import Plan, build_plan
-from engine.planning.step_time.axis_links import AxisLinks, HostLinks, LinkSpeed, place_axes
+from engine.planning.step_time.axis_links import AxisLinks, HostLinks, place_axes
 from engine.planning.step_time.prediction import Computation, predict_step
 from engine.planning.step_time.ranking import GridChoice, grid_choices, rank_grids
 from engine.precision.dtypes import make_precision
