@@ -33,6 +33,10 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "thread_ranks", "auto",
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
+    "engine.planning.cost_model": (
+        "workload", "decoder_shape", "layout", "hardware", "placement", "links", "roofline", "stages", "memory",
+        "estimate", "search",
+    ),
     "engine.kernels": ("device", "dispatch", "mailbox", "optim", "gpu", "ops"),
     "engine.launch.jobs": (
         "request", "torchrun", "hostfile", "sent", "job_file", "slurm", "kubernetes", "remote", "preflight", "ssh",
@@ -47,13 +51,15 @@ TORCH_FREE = (
     "engine", "engine.config", "engine.config.json_schema", "engine.data.corpus", "engine.errors",
     "engine.launch.check_command", "engine.launch.checkpoint_command", "engine.launch.cli",
     "engine.launch.doctor.doctor_command", "engine.launch.doctor.facts", "engine.launch.jobs.launch_command",
-    "engine.launch.run_folder",
+    "engine.launch.planner.plan_command", "engine.launch.planner.plan_request", "engine.launch.run_folder",
     "engine.launch.schedule_command", "engine.launch.train_options", "engine.parallel.comm.traffic",
     "engine.parallel.grid", "engine.parallel.pipeline.partition.auto_schedule",
     "engine.parallel.pipeline.report.perfetto", "engine.parallel.pipeline.report.svg",
     "engine.parallel.pipeline.report.text",
     "engine.parallel.pipeline.schedule.dependencies", "engine.parallel.pipeline.schedule.kinds",
-    "engine.parallel.pipeline.schedule.simulate", "engine.parallel.pipeline.schedule.validate", "engine.zero.layout",
+    "engine.parallel.pipeline.schedule.simulate", "engine.parallel.pipeline.schedule.validate",
+    "engine.planning.cost_model.decoder_shape", "engine.planning.cost_model.placement",
+    "engine.planning.cost_model.search", "engine.zero.layout",
 )  # fmt: skip
 
 # (file, function) -> why it is longer, or has more parameters, than the ceiling.

@@ -39,7 +39,7 @@ def calibrate(path: Path, links: Path | None = None) -> None:
     axes = [] if links is None else _axes(links)
     device = torch.device(find_accelerator() or "cpu")
     name = device_name(device)
-    base = kind_of(name)
+    base = gpu_kind_of(name)
     content = filled(json.loads((FOLDER / f"{base}.json").read_text(encoding="utf-8")), name, is_host(device))
     for key, value, source in (*measured(device), *link_entries(axes)):
         _put(content, key, value, source, known=not is_host(device))
@@ -54,7 +54,7 @@ def calibrate(path: Path, links: Path | None = None) -> None:
             print(f"  {key:<15} {entry['value']:.4g}  {entry['source']}")
 
 
-def kind_of(name: str) -> str:
+def gpu_kind_of(name: str) -> str:
     """The known kind of GPU in a vendor's name; h100 where there is none."""
     return next((kind for kind in known_gpus() if kind in name.lower().replace(" ", "")), "h100")
 

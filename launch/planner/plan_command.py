@@ -2,14 +2,13 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, load_config
 from engine.errors import ConfigError, EngineError, first_line
 from engine.launch.planner.plan_report import Planned, as_json, as_text, search_text
 from engine.launch.planner.plan_request import STEP_TOKENS, PlanAsked, read_request
-from engine.launch.planner.planned_config import settings_of
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.layout import TrainingLayout
 from engine.planning.cost_model.search import SearchResult, Wish, nearest, search_layouts
@@ -20,6 +19,10 @@ if TYPE_CHECKING:
 
 MOST_ACTIONS = 12_000
 """Forwards of all stages and microbatches in the whole plans of a search together, a millisecond each."""
+
+
+BUCKET = 64_000_000
+"""Elements of a reduction: few calls, whose latency grows with the data ranks."""
 
 
 def run_plan(options: Namespace) -> None:
@@ -151,6 +154,28 @@ def _write(path: Any, settings: dict[str, Any]) -> None:
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error.strerror}; give another place.") from None
+
+
+def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The configuration of ``layout``; what it does not decide is taken from ``base``."""
+    given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
+    parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp}
+    more: dict[str, Any] = {}
+    if layout.tp > 1:
+        more["sequence_parallel"] = layout.sequence
+    if layout.pp > 1:
+        more |= {"schedule": layout.schedule, "virtual_stages": layout.virtual}
+    zero: dict[str, Any] = {"stage": layout.stage} | ({"reduce_bucket_size": BUCKET} if layout.dp > 1 else {})
+    if layout.stage >= 2:
+        zero["reduce"] = layout.reduction
+    return given | {
+        "train_batch_size": layout.rows,
+        "train_micro_batch_size_per_gpu": layout.micro,
+        "gradient_accumulation_steps": layout.microbatches,
+        "parallel": {**given.get("parallel", {}), **parallel, **more},
+        "zero_optimization": {**given.get("zero_optimization", {}), **zero},
+        "activation_checkpointing": {"mode": layout.recomputation},
+    }
 
 
 class _Model:

@@ -54,7 +54,8 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
     for pp in sorted({0, fullest}):
         where = f"pipeline rank {pp}: " if len(costs.memory) > 1 else ""
         yield "memory", f"{where}{_memory_text(costs.memory[pp])}"
-    parts = {"computation": costs.time.computation, "bubble": costs.time.bubble, **costs.time.communication}
+    parts: dict[str, float] = {"computation": costs.time.computation, "bubble": costs.time.bubble}
+    parts |= {axis: seconds for axis, seconds in costs.time.communication.items()}
     shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds >= 5e-4 * costs.time.total)
     yield "step", f"{costs.time.total:.3g} s predicted ({shown}); closed form {costs.closed.seconds.total:.3g} s"
     yield (

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, GridError
+from engine.planning.cost_model.decoder_shape import DecoderShape, decoder_shape_of, is_model_config
 from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
-from engine.planning.cost_model.huggingface_shape import is_model_config, shape_of
-from engine.planning.cost_model.workload import DecoderShape
 
 STEP_TOKENS = 1 << 22
 """Of a step for which nobody has said how many rows it has."""
@@ -165,7 +164,14 @@ def _model(name: str | None, options: Namespace) -> ModelSource:
             raise ConfigError(
                 f"--width {sizes['width']} is not divisible by --heads {sizes['heads']}; give a multiple."
             )
-        return ModelSource(decoder=(shape := DecoderShape(**sizes)), shape=shape, context=shape.context)
+        shape = DecoderShape(
+            layers=sizes["layers"],
+            width=sizes["width"],
+            heads=sizes["heads"],
+            vocabulary=sizes["vocabulary"],
+            context=sizes["context"],
+        )
+        return ModelSource(decoder=shape, shape=shape, context=shape.context)
     if odd := [f"--{size}" for size in _SIZES if size != "context" and given[size] is not None]:
         raise ConfigError(f"{', '.join(odd)} is for the built-in decoder, and MODEL is {name}; leave one of them out.")
     path = Path(name)
@@ -190,7 +196,7 @@ def _from_folder(path: Path, context: int | None) -> ModelSource:
             f"{file} describes no model (it has no model_type); give the config.json of a Hugging Face model."
         )
     text: Mapping[str, Any] = raw.get("text_config") or raw
-    shape = shape_of(text)
+    shape = decoder_shape_of(text)
     if shape is not None:
         shape = replace(shape, context=context or shape.context)
     return ModelSource(folder=file.parent, shape=shape, context=context)

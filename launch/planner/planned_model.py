@@ -17,7 +17,8 @@ from engine.kernels.device import find_accelerator
 from engine.launch.planner.plan_request import ModelSource
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.planning.analysis import PlanRequest
-from engine.planning.cost_model.workload import DecoderShape, Workload
+from engine.planning.cost_model.decoder_shape import DecoderShape
+from engine.planning.cost_model.workload import Workload
 from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import needs_profiling, profile_run
 from engine.planning.step_time.traced_workload import traced_workload
@@ -149,7 +150,8 @@ def _of_folder(folder: Path) -> nn.Module:
         ) from None
     config = AutoConfig.from_pretrained(folder)
     causal = type(config) in AutoModelForCausalLM._model_mapping
-    model: nn.Module = (AutoModelForCausalLM if causal else AutoModel).from_config(config)
+    family: Any = AutoModelForCausalLM if causal else AutoModel
+    model: nn.Module = family.from_config(config)
     return model.train()
 
 

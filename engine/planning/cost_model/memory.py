@@ -40,7 +40,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """Of all kinds."""
-        return sum(getattr(self, entry.name) for entry in fields(self))
+        return sum(float(getattr(self, entry.name)) for entry in fields(self))
 
 
 def working_bytes(work: Workload, layout: TrainingLayout) -> tuple[float, float, float]:

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from engine.errors import PlanError
 from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
 from engine.planning.cost_model.layout import Reduction, TrainingLayout
-from engine.planning.cost_model.workload import Workload
+from engine.planning.cost_model.workload import Recomputation, Workload
 
-RECOMPUTATIONS = ("none", "selective", "full")
+RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2))
 """Kinds and stages a rank that are tried; gpipe and looped-bfs hold more, dualpipe-v waits as long as zb-v."""
 USABLE = 0.94

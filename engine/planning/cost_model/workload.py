@@ -21,12 +21,12 @@ class Product(NamedTuple):
     inner: int
     outer: int
     cut: Side
-    count: float = 1.0
+    times: float = 1.0
 
     @property
     def weights(self) -> float:
         """Elements of the weights."""
-        return self.inner * self.outer * self.count
+        return self.inner * self.outer * self.times
 
     def narrow(self, tp: int) -> float:
         """The narrower side of what a tensor rank multiplies."""
@@ -35,7 +35,7 @@ class Product(NamedTuple):
         return min(inner, outer)
 
 
-class Shared(NamedTuple):
+class CutAmount(NamedTuple):
     """A number with a part that tensor ranks share, and a part that each has whole (or shares along the sequence)."""
 
     cut: float
@@ -61,11 +61,11 @@ class Workload:
     """Width of all heads: pairs of tokens cost 4 FLOPs for each."""
     causal: bool
     heads: int
-    passes: Shared
+    passes: CutAmount
     """Bytes a token in the forward of a block, each operator by itself."""
-    fused: Shared
+    fused: CutAmount
     """The same with fused operators."""
-    kept: tuple[Shared, Shared, Shared]
+    kept: tuple[CutAmount, CutAmount, CutAmount]
     """Bytes a token and block, with nothing, everything but products and attention, and everything recomputed."""
     head: tuple[Product, ...]
     vocabulary: int
@@ -88,61 +88,6 @@ class Workload:
         """The same model on rows of another length."""
         return replace(self, context=context)
 
-    def keeps(self, recomputation: Recomputation) -> Shared:
+    def keeps(self, recomputation: Recomputation) -> CutAmount:
         """Bytes a token and block."""
         return self.kept[("none", "selective", "full").index(recomputation)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderShape:
-    """Sizes of a decoder, from which its workload follows."""
-
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int
-    context: int
-    kv_heads: int | None = None
-    head_width: int | None = None
-    hidden: int | None = None
-    """Width of the MLP; None: four times the width."""
-    gated: bool = False
-    """The MLP has three weights (SwiGLU), not two."""
-    tied: bool = False
-
-    def workload(self) -> Workload:
-        """The workload of training it on full rows."""
-        h = self.width
-        head = self.head_width or h // self.heads
-        q, kv = self.heads * head, (self.kv_heads or self.heads) * head
-        f = self.hidden or 4 * h
-        ups = 2 if self.gated else 1
-        products = (
-            Product(h, q + 2 * kv, "outer"),
-            Product(q, h, "inner"),
-            Product(h, ups * f, "outer"),
-            Product(f, h, "inner"),
-        )
-        inputs = 2 * h  # of one activation of the width between blocks, in 16 bits
-        products_out = 2 * (q + 2 * kv) + 2 * ups * f
-        kept = (
-            Shared(products_out + 2 * (q + kv) * self.gated + 2 * q + 2 * f * (ups - 1) + 2 * f, 4 * inputs),
-            Shared(products_out + 2 * q, 3 * inputs),
-            Shared(0.0, inputs),
-        )
-        return Workload(
-            blocks=self.layers,
-            context=self.context,
-            width=h,
-            products=products,
-            attention=q,
-            causal=True,
-            heads=self.heads,
-            passes=Shared(12 * (q + kv) * self.gated + 5 * ups * 2 * f, (22 if self.gated else 10) * inputs),
-            fused=Shared(4 * (q + kv) * self.gated + 2 * (ups + 1) * f, 8 * inputs),
-            kept=kept,
-            head=(Product(h, self.vocabulary, "outer"),),
-            vocabulary=self.vocabulary,
-            block_parameters=sum(product.weights for product in products),
-            outer_parameters=h * self.vocabulary * (1 if self.tied else 2),
-        )

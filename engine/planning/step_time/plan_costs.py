@@ -54,7 +54,7 @@ class PlanCosts:
         return self.tokens_per_second * self.flops_of_token
 
 
-def layout_of(plan: Plan) -> TrainingLayout:
+def planned_layout(plan: Plan) -> TrainingLayout:
     """The layout that a plan carries out."""
     config = plan.config
     return TrainingLayout(
@@ -74,7 +74,7 @@ def layout_of(plan: Plan) -> TrainingLayout:
 
 def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int) -> PlanCosts:
     """The costs of ``plan`` on nodes of ``node`` GPUs."""
-    layout, traits = layout_of(plan), EngineTraits()
+    layout, traits = planned_layout(plan), EngineTraits()
     time = _seconds(plan, work, gpu, node, Roofline(work, layout, gpu, traits))
     crossing = 0.0
     if tensor_groups_cross(layout.tp, node):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from engine.errors import PlanError, first_line
-from engine.planning.cost_model.workload import Product, Shared, Workload
+from engine.planning.cost_model.workload import CutAmount, Product, Workload
 from engine.planning.example_trace import run_dtypes
 from engine.program.batch import Batch
 from engine.program.program import Program
@@ -33,6 +33,13 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.pass_bytes = 0
         self.product_bytes = 0
         """Of the results of products and attention."""
+
+    def usual_width(self) -> int:
+        """The inner width of most products: that of a token between blocks."""
+        widths: dict[int, float] = {}
+        for (inner, _), count in self.products.items():
+            widths[inner] = widths.get(inner, 0.0) + count
+        return max(widths, key=lambda inner: widths[inner], default=1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -83,28 +90,10 @@ def traced_workload(program: Program, row: Batch) -> Workload:
     """
     model = program.model
     tokens = max((leaf.shape[1] for leaf in tree_leaves(row) if leaf.dim() == 2), default=1)
-    counts, kept = OperatorCounts(), _Kept(model)
-    try:
-        with (
-            torch.enable_grad(),
-            run_dtypes(model, program.precision),
-            saved_tensors_hooks(kept.pack, lambda saved: saved),
-            _AttentionByBlocks(counts, kept),
-            counts,
-        ):
-            program.on(torch.device("meta")).planned_loss(row)
-    except Exception as error:
-        raise PlanError(
-            f"the forward of the model does not run on shapes ({type(error).__name__}: {first_line(error)}), so its "
-            "costs are not known; give a model that reads no values in its forward."
-        ) from error
-    blocks, inside = _blocks(model)
+    counts, kept = _counted(program, row)
     parameters = float(sum(parameter.numel() for parameter in model.parameters()))
-    every = blocks * tokens
-    widths: dict[int, float] = {}
-    for (inner, _), count in counts.products.items():
-        widths[inner] = widths.get(inner, 0.0) + count
-    width = max(widths, key=lambda inner: widths[inner], default=1)
+    blocks, inside = _blocks(model)
+    every, width = blocks * tokens, counts.usual_width()
     return Workload(
         blocks=blocks,
         context=tokens,
@@ -116,14 +105,38 @@ def traced_workload(program: Program, row: Batch) -> Workload:
         attention=counts.attention_flops / (4 * tokens * every),
         causal=True,
         heads=MANY_HEADS,
-        passes=Shared(counts.pass_bytes / every, 0.0),
-        fused=Shared(counts.pass_bytes / every / 2, 0.0),
-        kept=(Shared(kept.bytes / every, 0.0), Shared(counts.product_bytes / every, 0.0), Shared(0.0, 2.0 * width)),
+        passes=CutAmount(counts.pass_bytes / every, 0.0),
+        fused=CutAmount(counts.pass_bytes / every / 2, 0.0),
+        kept=(
+            CutAmount(kept.bytes / every, 0.0),
+            CutAmount(counts.product_bytes / every, 0.0),
+            CutAmount(0.0, 2.0 * width),
+        ),
         head=(),
         vocabulary=0,
         block_parameters=inside / blocks,
         outer_parameters=parameters - inside,
     )
+
+
+def _counted(program: Program, row: Batch) -> tuple[OperatorCounts, "_Kept"]:
+    """The operators of a forward on shapes, and what it keeps."""
+    counts, kept = OperatorCounts(), _Kept(program.model)
+    try:
+        with (
+            torch.enable_grad(),
+            run_dtypes(program.model, program.precision),
+            saved_tensors_hooks(kept.pack, lambda saved: saved),
+            _AttentionByBlocks(counts, kept),
+            counts,
+        ):
+            program.on(torch.device("meta")).planned_loss(row)
+    except Exception as error:
+        raise PlanError(
+            f"the forward of the model does not run on shapes ({type(error).__name__}: {first_line(error)}), so its "
+            "costs are not known; give a model that reads no values in its forward."
+        ) from error
+    return counts, kept
 
 
 class _Kept:

@@ -9,7 +9,7 @@ import pytest
 from engine.errors import ConfigError
 from engine.launch.cli import main
 from engine.launch.planner import calibrate as calibrating
-from engine.launch.planner.calibrate import kind_of, line_of, link_entries
+from engine.launch.planner.calibrate import gpu_kind_of, line_of, link_entries
 from engine.planning.cost_model.hardware import load_gpu
 
 
@@ -22,8 +22,7 @@ def axis(name: str, hosts: list[str], ranks: int, rate: float) -> dict[str, Any]
 def test_the_line_of_a_device_that_obeys_it() -> None:
     rate, half = 5e12, 200.0
     times = {width: 2 * width**3 / (rate * width / (width + half)) for width in (64, 128, 512, 2048)}
-    found = line_of(times)
-    assert found == (pytest.approx(rate), pytest.approx(half))
+    assert line_of(times) == pytest.approx((rate, half))
     assert line_of({64: 1.0, 128: 1.0}) == (2 * 128**3, 0.0)  # no line: what was reached
 
 
@@ -52,7 +51,7 @@ def test_a_known_kind_keeps_its_data_sheet(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_names_of_vendors() -> None:
-    assert (kind_of("NVIDIA H100 80GB HBM3"), kind_of("AMD Instinct MI300X"), kind_of("cpu")) == (
+    assert (gpu_kind_of("NVIDIA H100 80GB HBM3"), gpu_kind_of("AMD Instinct MI300X"), gpu_kind_of("cpu")) == (
         "h100",
         "mi300x",
         "h100",

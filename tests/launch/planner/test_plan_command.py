@@ -53,15 +53,20 @@ def test_a_folder_with_a_configuration(llama: Path, tmp_path: Path, capsys: pyte
     assert "config" not in found
 
 
+def test_a_folder_alone(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, llama, "--world", 16, "--gpu", "h100", "--context", 32)
+    config = load_config(found["config"], 16)
+    assert config.dp * config.tp * config.pp == 16 and config.train_batch_size == (1 << 22) // 32
+
+
 def test_the_built_in_decoder_prints_the_plan_and_its_costs(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--layers", 2, "--width", 64, "--heads", 2, "--context", 32, "--vocabulary", 64)
     assert main(["plan", *map(str, sizes), "--world", "16", "--batch", "64", "--price", "1"]) == 0
     text = capsys.readouterr().out
     names = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2] != " "]
     assert names[:2] == ["grid", "model"]
-    assert [name for name in dict.fromkeys(names) if name in ("gpu", "placement", "memory", "step", "speed", "price", "fits")] == [
-        "gpu", "placement", "memory", "step", "speed", "price", "fits",
-    ]  # fmt: skip
+    costs = ["gpu", "placement", "memory", "step", "speed", "price", "fits"]
+    assert [name for name in dict.fromkeys(names) if name in costs] == costs
     assert "64 rows" in text and "16 x NVIDIA H100 SXM5 80 GB, 8 a node" in text
 
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.hardware import GpuSpec, ReachedShares, load_gpu
 from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
 from engine.planning.cost_model.links import Links
 from engine.planning.cost_model.memory import CHANNEL_BYTES, CONTEXT_BYTES, SLACK
 from engine.planning.cost_model.stages import idle_over_useful, microbatches_held, slowest
-from engine.planning.cost_model.workload import DecoderShape
 
 WORK = DecoderShape(layers=4, width=64, heads=4, vocabulary=128, context=16).workload()
 ALL = ReachedShares(
@@ -64,7 +64,7 @@ def test_rings_share_the_way_out_of_a_node() -> None:
 )  # fmt: skip
 def test_schedules_wait_and_hold_as_their_table_says(kind: str, virtual: int, idle: float, held: float) -> None:
     layout = TrainingLayout(pp=4, schedule=kind, virtual=virtual, microbatches=8)
-    assert (idle_over_useful(layout), microbatches_held(layout)) == (pytest.approx(idle), held)
+    assert idle_over_useful(layout) == pytest.approx(idle) and microbatches_held(layout) == held
 
 
 def test_the_slowest_stage_has_the_head_or_one_block_more() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.errors import PlanError
+from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.layout import TrainingLayout
@@ -16,7 +17,6 @@ from engine.planning.cost_model.search import (
     reasons,
     search_layouts,
 )
-from engine.planning.cost_model.workload import DecoderShape
 
 GPU = load_gpu("h100")
 WORK = DecoderShape(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.planning.cost_model.huggingface_shape import is_model_config, shape_of
-from engine.planning.cost_model.workload import DecoderShape, Product, Shared
+from engine.planning.cost_model.decoder_shape import DecoderShape, decoder_shape_of, is_model_config
+from engine.planning.cost_model.workload import CutAmount, Product
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -12,7 +12,7 @@ LLAMA = {
 
 
 def test_a_llama_of_8b() -> None:
-    shape = shape_of(LLAMA)
+    shape = decoder_shape_of(LLAMA)
     assert shape is not None and shape.gated and not shape.tied
     work = shape.workload()
     block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
@@ -23,7 +23,7 @@ def test_a_llama_of_8b() -> None:
 
 
 def test_what_gpt_2_calls_its_sizes() -> None:
-    found = shape_of(
+    found = decoder_shape_of(
         {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_ctx": 9}
     )
     assert found == DecoderShape(layers=12, width=768, heads=12, vocabulary=50257, context=9, tied=True)
@@ -33,7 +33,7 @@ def test_what_gpt_2_calls_its_sizes() -> None:
     "change", [{"model_type": "mixtral"}, {"hidden_size": None}, {"num_hidden_layers": "x"}], ids=str
 )
 def test_other_blocks_have_no_closed_form(change: dict[str, object]) -> None:
-    assert shape_of(LLAMA | change) is None
+    assert decoder_shape_of(LLAMA | change) is None
 
 
 def test_a_configuration_of_a_run_is_no_model() -> None:
@@ -41,6 +41,6 @@ def test_a_configuration_of_a_run_is_no_model() -> None:
 
 
 def test_tensor_ranks_share_what_is_cut() -> None:
-    assert Shared(8.0, 4.0).on(2, sequence=False) == 8 and Shared(8.0, 4.0).on(2, sequence=True) == 6
+    assert CutAmount(8.0, 4.0).on(2, sequence=False) == 8 and CutAmount(8.0, 4.0).on(2, sequence=True) == 6
     assert Product(64, 32, "inner").narrow(4) == 16 and Product(64, 32, "outer").narrow(4) == 8
     assert Product(64, 32, "none").narrow(4) == 32

@@ -8,10 +8,11 @@ import torch
 from engine.config import load_config
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.planning.analysis import PlanRequest
+from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.hardware import load_gpu
-from engine.planning.cost_model.workload import DecoderShape, Workload
+from engine.planning.cost_model.workload import Workload
 from engine.planning.plan import Plan, build_plan
-from engine.planning.step_time.plan_costs import layout_of, plan_costs
+from engine.planning.step_time.plan_costs import plan_costs, planned_layout
 from engine.planning.step_time.traced_workload import traced_workload
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
@@ -48,7 +49,7 @@ def planned(pp: int, dp: int, tp: int, stage: int = 1) -> Plan:
 def test_32_workers_on_8_nodes_of_4() -> None:
     plan = planned(4, 2, 4)
     costs = plan_costs(plan, SHAPE.workload(), GPU, 4)
-    assert (costs.layout.pp, costs.layout.dp, costs.layout.tp) == (4, 2, 4) and costs.layout == layout_of(plan)
+    assert (costs.layout.pp, costs.layout.dp, costs.layout.tp) == (4, 2, 4) and costs.layout == planned_layout(plan)
     for pp, memory in enumerate(costs.memory):
         state = plan.rank(plan.grid(0).rank_at(pp, 0, 0)).state_bytes
         assert memory.parameters == state["parameters"] and memory.gradients == state["gradients"]
