@@ -3,10 +3,10 @@
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.config import Config, load_config
-from engine.errors import ConfigError, EngineError, first_line
+from engine.errors import ConfigError, EngineError, PlanError, first_line
 from engine.launch.planner.plan_report import Planned, as_json, as_text, search_text
 from engine.launch.planner.plan_request import STEP_TOKENS, PlanAsked, read_request
 from engine.planning.cost_model.estimate import StepModel
@@ -100,9 +100,11 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
     found = _searched(asked, model.workload(config), config)
     if not found.ranked:
         raise ConfigError(_nothing_fits(found, asked))
-    planned = sorted(_finalists(asked, model, found, options.top), key=lambda one: (not one.fits, one.costs.time.total))
+    base = None if asked.config is None else json.loads(asked.config.read_text(encoding="utf-8"))
+    finalists = _finalists(_Finals(asked, model, base), found, options.top)
+    planned = sorted(finalists, key=lambda one: (not one.fits, one.costs.time.total))
     if not planned:
-        raise ConfigError(_nothing_fits(found, asked))
+        raise PlanError(f"the engine can run none of the fastest layouts; the first: {model.refused[0]}")
     if options.out is not None:
         _write(options.out, planned[0].settings)
     if options.json:
@@ -115,7 +117,16 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
     )
 
 
-def _finalists(asked: PlanAsked, model: "_Model", found: SearchResult, top: int) -> Iterator[Planned]:
+class _Finals(NamedTuple):
+    """What all finalists of a search share."""
+
+    asked: PlanAsked
+    model: "_Model"
+    base: Mapping[str, Any] | None
+    """The given configuration, of which a layout replaces what it decides."""
+
+
+def _finalists(finals: _Finals, found: SearchResult, top: int) -> Iterator[Planned]:
     """Whole plans of the best layouts, at most two of a grid; those that the engine refuses give way to others."""
     left, grids, actions = top, dict[tuple[int, int, int], int](), 0
     for one in found.ranked:
@@ -124,12 +135,12 @@ def _finalists(asked: PlanAsked, model: "_Model", found: SearchResult, top: int)
         length = layout.pp * layout.virtual * layout.microbatches
         if left == 0 or grids.get(grid, 0) == 2 or (actions and actions + length > MOST_ACTIONS):
             continue
-        settings = settings_of(layout)
+        settings = settings_of(layout, finals.base)
         try:
-            made = _costed(asked, model, load_config(settings, asked.world), settings)
+            made = _costed(finals.asked, finals.model, load_config(settings, finals.asked.world), settings)
         except EngineError as error:
-            model.refused.append(f"{layout}: {first_line(error)}")
-            if len(model.refused) > 3 * top:
+            finals.model.refused.append(f"{layout}: {first_line(error)}")
+            if len(finals.model.refused) > 3 * top:
                 return
             continue
         grids[grid], actions = grids.get(grid, 0) + 1, actions + length

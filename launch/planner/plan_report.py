@@ -8,7 +8,7 @@ from engine.launch.planner.plan_request import PlanAsked
 from engine.planning.cost_model.estimate import LayoutEstimate
 from engine.planning.cost_model.memory import RankMemory
 from engine.planning.cost_model.placement import placement_picture
-from engine.planning.cost_model.search import SearchResult, changes, reasons
+from engine.planning.cost_model.search import SearchResult, changes
 
 if TYPE_CHECKING:
     from engine.planning.plan import Plan
@@ -151,4 +151,35 @@ def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
             f"  {costs.time.total:8.3f} s  MFU {costs.flops_per_second / one.asked.gpu.bf16_rate:5.1%}  "
             f"{costs.fullest.total / GIB:6.1f} GiB  {costs.layout}{fits}"
         )
-    return "\n".join([*lines, "in closed form:", *(f"  {line}" for line in reasons(found))])
+    return "\n".join([*lines, "why", *(f"  {line}" for line in _reasons(found, planned))])
+
+
+def _reasons(found: SearchResult, planned: Sequence[Planned]) -> Iterator[str]:
+    """Why the first is first, in three lines: where its time goes, what the next grid loses, how many fit."""
+    best = planned[0].costs
+    parts = _parts(best)
+    shown = ", ".join(
+        f"{name} {seconds / best.time.total:.0%}"
+        for name, seconds in sorted(parts.items(), key=lambda pair: -pair[1])
+        if seconds >= 0.005 * best.time.total
+    )
+    yield f"{best.time.total:.3g} s a step, of which {shown}; it fills {best.fullest.total / GIB:.1f} GiB of a GPU"
+    other = next((one.costs for one in planned if one.fits and _grid(one) != _grid(planned[0])), None)
+    if other is None:
+        yield "no plan of another grid was made that fits"
+    else:
+        lost = {name: seconds - parts.get(name, 0.0) for name, seconds in _parts(other).items()}
+        worst = max(lost, key=lambda name: lost[name])
+        slower = other.time.total / best.time.total - 1
+        yield f"the next grid is {slower:.1%} slower: {other.layout}; it spends {lost[worst]:+.3g} s on {worst}"
+    yield f"{len(found.ranked):,} of {found.tried:,} layouts of {found.grids} grids fit in closed form"
+
+
+def _parts(costs: "PlanCosts") -> dict[str, float]:
+    axes = {f"{axis} traffic": seconds for axis, seconds in costs.time.communication.items()}
+    return {"computation": costs.time.computation, "bubble": costs.time.bubble, **axes}
+
+
+def _grid(one: Planned) -> tuple[int, int, int]:
+    layout = one.costs.layout
+    return layout.dp, layout.tp, layout.pp

@@ -143,16 +143,21 @@ def _called(function: str) -> Any:
 
 def _of_folder(folder: Path) -> nn.Module:
     try:
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+        import transformers
     except ImportError:
         raise PlanError(
             "transformers is not installed, which builds Hugging Face models; run: pip install transformers."
         ) from None
-    config = AutoConfig.from_pretrained(folder)
-    causal = type(config) in AutoModelForCausalLM._model_mapping
-    family: Any = AutoModelForCausalLM if causal else AutoModel
-    model: nn.Module = family.from_config(config)
-    return model.train()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    made: Any = None
+    if config.architectures and hasattr(transformers, config.architectures[0]):
+        made = getattr(transformers, config.architectures[0])(config)
+    else:
+        kinds = [getattr(transformers, f"AutoModelFor{task}") for task in ("CausalLM", "Seq2SeqLM", "MaskedLM")]
+        kind = next((kind for kind in kinds if type(config) in kind._model_mapping), transformers.AutoModel)
+        made = kind.from_config(config)
+    model: nn.Module = made.train()
+    return model
 
 
 def _present(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 
@@ -132,33 +132,3 @@ def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[ob
         if old != new and not (name == "microbatches" and before.dp != after.dp and before.micro == after.micro):
             found[name] = (old[0], new[0]) if len(members) == 1 else (old, new)
     return found
-
-
-def reasons(result: SearchResult) -> tuple[str, ...]:
-    """Why the first is first, in three lines."""
-    best = result.ranked[0]
-    parts = {name: value for name, value in _shares(best).items() if value >= 0.005}
-    shown = ", ".join(f"{name} {value:.0%}" for name, value in sorted(parts.items(), key=lambda pair: -pair[1]))
-    lines = [f"{best.layout}: {best.seconds.total:.2f} s a step, of which {shown}"]
-    grid = (best.layout.dp, best.layout.tp, best.layout.pp)
-    other = next((one for one in result.ranked if (one.layout.dp, one.layout.tp, one.layout.pp) != grid), None)
-    if other is None:
-        lines.append("no other grid fits")
-    else:
-        gap = {name: _parts(other)[name] - value for name, value in _parts(best).items()}
-        worst = max(gap, key=lambda name: gap[name])
-        slower = other.seconds.total / best.seconds.total - 1
-        lines.append(f"next grid, {slower:.1%} slower: {other.layout}; it spends {gap[worst]:+.2f} s on {worst}")
-    lines.append(
-        f"{len(result.ranked):,} of {result.tried:,} layouts of {result.grids} grids fit; this one fills "
-        f"{best.memory.total / 2**30:.1f} GiB of a GPU"
-    )
-    return tuple(lines)
-
-
-def _parts(one: LayoutEstimate) -> dict[str, float]:
-    return {entry.name: getattr(one.seconds, entry.name) for entry in fields(one.seconds)}
-
-
-def _shares(one: LayoutEstimate) -> dict[str, float]:
-    return {name: seconds / one.seconds.total for name, seconds in _parts(one).items()}

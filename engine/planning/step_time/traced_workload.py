@@ -1,6 +1,7 @@
 """The workload of any model, from one forward and its saved tensors on the meta device: FLOPs, bytes, what is kept."""
 
 from collections.abc import Iterator
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from engine.errors import PlanError, first_line
+from engine.errors import EngineError, PlanError, first_line
+from engine.parallel.model.user_code import is_own_mistake
+from engine.parallel.pipeline.partition.cost_model import flops_of_calls
 from engine.planning.cost_model.workload import CutAmount, Product, Workload
-from engine.planning.example_trace import run_dtypes
+from engine.planning.example_trace import run_dtypes, trace_example
 from engine.program.batch import Batch
 from engine.program.program import Program
 
@@ -86,7 +89,7 @@ def traced_workload(program: Program, row: Batch) -> Workload:
     """The workload of a model on rows like ``row``.
 
     Raises:
-        PlanError: a forward on shapes is not possible.
+        PlanError: the model cannot be traced.
     """
     model = program.model
     tokens = max((leaf.shape[1] for leaf in tree_leaves(row) if leaf.dim() == 2), default=1)
@@ -120,7 +123,7 @@ def traced_workload(program: Program, row: Batch) -> Workload:
 
 
 def _counted(program: Program, row: Batch) -> tuple[OperatorCounts, "_Kept"]:
-    """The operators of a forward on shapes, and what it keeps."""
+    """The operators of a forward on shapes, and what it keeps; coarser where a forward needs values."""
     counts, kept = OperatorCounts(), _Kept(program.model)
     try:
         with (
@@ -132,10 +135,41 @@ def _counted(program: Program, row: Batch) -> tuple[OperatorCounts, "_Kept"]:
         ):
             program.on(torch.device("meta")).planned_loss(row)
     except Exception as error:
+        if is_own_mistake(error):
+            raise
+        return _coarse(program, row)
+    return counts, kept
+
+
+BYTES_OF_A_WIDTH = 34
+"""That a block of a transformer keeps of a token for each element of its width (Korthikanti et al. 2022, section 4)."""
+
+
+def _coarse(program: Program, row: Batch) -> tuple[OperatorCounts, "_Kept"]:
+    """The same from the engine's own trace, which also follows code that reads values; bytes by a rule of thumb.
+
+    Raises:
+        PlanError: the model cannot be traced.
+    """
+    try:
+        trace = trace_example(program, row, 1)
+    except EngineError:
+        raise
+    except Exception as error:
+        if is_own_mistake(error):
+            raise
         raise PlanError(
-            f"the forward of the model does not run on shapes ({type(error).__name__}: {first_line(error)}), so its "
-            "costs are not known; give a model that reads no values in its forward."
+            f"the forward of the model raises {type(error).__name__} on a row of tokens: {first_line(error)}; give "
+            "module:function that returns the module and one row of a batch that it takes."
         ) from error
+    counts, kept = OperatorCounts(), _Kept(program.model)
+    tokens = max((leaf.shape[1] for leaf in tree_leaves(row) if leaf.dim() == 2), default=1)
+    shapes = [value.shape[-1] for value in trace.values if len(value.shape) > 1]
+    width = int(median_low(shapes)) if shapes else 1
+    counts.products[width, width] = sum(flops_of_calls(trace)) / (2 * width**2)
+    blocks, _ = _blocks(program.model)
+    kept.bytes = counts.pass_bytes = BYTES_OF_A_WIDTH * width * tokens * blocks
+    counts.product_bytes = kept.bytes // 2
     return counts, kept
 
 
