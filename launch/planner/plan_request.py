@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.config import load_config
 from engine.errors import ConfigError, GridError
 from engine.planning.cost_model.decoder_shape import DecoderShape, decoder_shape_of, is_model_config
 from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
@@ -103,7 +104,8 @@ def read_request(options: Namespace) -> PlanAsked:
         if not 1 <= options.memory <= 4096:
             raise ConfigError(f"--memory {options.memory:g}: a GPU has from 1 to 4096 GiB; give such a number.")
         gpu = replace(gpu, memory_bytes=options.memory * 2**30)
-    world, node = _sizes(options.world, options.nodes, gpu)
+    known = None if config is None else load_config(config, options.world).parallel.gpus_per_node
+    world, node = _sizes(options.world, options.nodes, known or int(gpu.gpus_per_node))
     for flag in ("batch", "price", "top"):
         if (value := getattr(options, flag)) is not None and value <= 0:
             raise ConfigError(f"--{flag} {value:g}: it must be above 0; give such a number, or leave it out.")
@@ -130,8 +132,8 @@ def _json(path: Path) -> Any:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); give a folder or file that is whole.") from None
 
 
-def _sizes(world: int | None, nodes: str | None, gpu: GpuSpec) -> tuple[int, int]:
-    usual = int(gpu.gpus_per_node)
+def _sizes(world: int | None, nodes: str | None, usual: int) -> tuple[int, int]:
+    """The GPUs, and those of a node."""
     if nodes is not None:
         read = re.fullmatch(r"([1-9]\d*)[x*]([1-9]\d*)", nodes)
         if read is None:

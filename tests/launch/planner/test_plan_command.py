@@ -78,7 +78,7 @@ def test_a_search_writes_a_configuration_that_loads(
     text = capsys.readouterr().out
     assert "whole plans of 2" in text
     why = text[text.index("\nwhy\n") :].splitlines()[2:5]
-    assert "s a step, of which computation" in why[0] and "grid" in why[1] and "fit in closed form" in why[2]
+    assert "s a step, of which " in why[0] and "grid" in why[1] and "fit in closed form" in why[2]
     config = load_config(out, 8)
     assert config.train_batch_size == 32 and config.dp * config.tp * config.pp == 8
     found = planned(capsys, llama, "--world", 8, "--batch", 32, "--search", "--top", 2)

@@ -33,12 +33,13 @@ def program() -> Program:
 
 
 @cache
-def planned(pp: int, dp: int, tp: int, stage: int = 1) -> Plan:
+def planned(pp: int, dp: int, tp: int, stage: int = 1, node: int | None = None) -> Plan:
+    grid = {"data": dp, "tensor": tp, "pipeline": pp, "gpus_per_node": node}
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
         "bf16": {"enabled": True},
-        "parallel": {"data": dp, "tensor": tp, "pipeline": pp, "tensor_plan": STYLES, "verify_plan": False},
+        "parallel": {**grid, "tensor_plan": STYLES, "verify_plan": False},
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW"},
     }
@@ -66,6 +67,12 @@ def test_a_tensor_group_that_crosses_nodes_has_a_price() -> None:
     inside = plan_costs(planned(4, 2, 4), SHAPE.workload(), GPU, 4)
     assert costs.crossing_seconds > 0
     assert costs.time.communication["tp"] > inside.time.communication["tp"]
+
+
+@pytest.mark.parametrize(("node", "noted"), [(None, 0), (4, 0), (2, 1)])
+def test_a_run_notes_a_tensor_group_that_crosses(node: int | None, noted: int) -> None:
+    notes = planned(1, 1, 4, node=node).notes
+    assert sum("groups of 4 ranks cross nodes of 2 GPUs" in note for note in notes) == noted
 
 
 def test_sharded_parameters_are_gathered_into_buffers() -> None:
