@@ -110,6 +110,7 @@ BROAD_HANDLERS = {
     ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
     ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",
     ("engine/planning/profile_calls.py", "run"): "a note of the plan",
+    ("engine/planning/step_time/traced_workload.py", "_counted"): "the engine's own trace, which raises it again",
     ("engine/planning/tensor_plan_proof.py", "_prove_unit"): "a note of the plan",
     ("engine/planning/tensor_plan_search.py", "_try_length"): "a note of the plan",
     ("engine/planning/tensor_plan_search.py", "take"): "a reason in the table of the tensor plan",

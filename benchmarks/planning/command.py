@@ -7,7 +7,7 @@ from statistics import mean
 
 from benchmarks.harness.figures import record_cells, record_text
 from benchmarks.planning.fit import fit
-from benchmarks.planning.published import PublishedRow, not_predicted, read_rows
+from benchmarks.planning.published import FITTED, PublishedRow, not_predicted, read_rows
 from engine.parallel.grid import Grid
 from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.placement import placement_picture
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     rows = read_rows()
     if asked.fit:
-        for gpu in dict.fromkeys(row.gpu for row in rows):
+        for gpu in FITTED:
             found = fit([row for row in rows if row.gpu == gpu and row.fitted], load_gpu(gpu).reached)
             print(gpu, {name: round(value, 3) for name, value in asdict(found).items()})
         return 0
@@ -62,6 +62,8 @@ def error_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
                 abs(row.predict()[0] / row.published - 1) for row in rows if (row.gpu, row.fitted) == (gpu, chosen)
             ]
             cells[gpu, f"rows {part}"] = str(len(errors))
+            if not errors:
+                continue
             cells[gpu, f"mean error, {part}"] = f"{mean(errors):.1%}"
             cells[gpu, f"largest error, {part}"] = f"{max(errors):.1%}"
     return cells

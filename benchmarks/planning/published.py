@@ -14,6 +14,8 @@ from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
 from engine.planning.cost_model.workload import Workload
 
 FILE = Path(__file__).parent / "published.json"
+FITTED = ("h100", "a100")
+"""Kinds of GPUs with factors of their own; the others have those of h100, and their rows only check."""
 NODE = 8
 """GPUs of a node in all rows."""
 
@@ -66,12 +68,12 @@ def _gpu(name: str) -> GpuSpec:
 
 
 def read_rows() -> tuple[PublishedRow, ...]:
-    """All rows; of each kind of GPU the first, third and so on are those that the factors were fitted to."""
+    """All rows; of each kind in FITTED the first, third and so on are those that its factors were fitted to."""
     seen: dict[str, int] = {}
     rows = []
     for raw in json.loads(FILE.read_text(encoding="utf-8"))["rows"]:
         number = seen[raw["gpu"]] = seen.get(raw["gpu"], -1) + 1
-        rows.append(PublishedRow(**raw, fitted=number % 2 == 0))
+        rows.append(PublishedRow(**raw, fitted=raw["gpu"] in FITTED and number % 2 == 0))
     return tuple(rows)
 
 

@@ -15,18 +15,21 @@ from engine.planning.cost_model.hardware import load_gpu
 ROWS = read_rows()
 
 
-@pytest.mark.parametrize("gpu", ["h100", "a100"])
+@pytest.mark.parametrize("gpu", ["h100", "a100", "h200"])
 def test_errors_stay_within_their_bounds(gpu: str) -> None:
     errors = {row.name: row.predict()[0] / row.published - 1 for row in ROWS if row.gpu == gpu}
-    assert mean(map(abs, errors.values())) <= 0.10
+    assert mean(map(abs, errors.values())) <= (0.10 if gpu != "h200" else 0.20)  # h200 has the factors of h100
     assert not {name: error for name, error in errors.items() if abs(error) > 0.20}
 
 
 def test_half_of_the_rows_only_check() -> None:
-    assert len(ROWS) == 46 and len({row.name for row in ROWS}) == 46
-    for gpu, count in (("h100", 33), ("a100", 13)):
-        of_kind = [row.fitted for row in ROWS if row.gpu == gpu]
-        assert len(of_kind) == count and sum(of_kind) == (count + 1) // 2
+    assert len(ROWS) == 48 and len({row.name for row in ROWS}) == 48
+    kinds = {gpu: [row.fitted for row in ROWS if row.gpu == gpu] for gpu in ("h100", "a100", "h200")}
+    assert {gpu: (len(fitted), sum(fitted)) for gpu, fitted in kinds.items()} == {
+        "h100": (33, 17),
+        "a100": (13, 7),
+        "h200": (2, 0),
+    }
 
 
 @pytest.mark.parametrize(
