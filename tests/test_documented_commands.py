@@ -118,6 +118,7 @@ TESTED = {
 REASONS = {
     "trine launch": "names the command, whose whole lines are tested above",
     "trine check config.json --ranks N": "run above with --world, its other name",
+    "trine plan --search": "names an option, whose whole line is tested above",
     "trine plan": "names the command, whose whole line is run above",
     "pip install": "names the command, whose whole line stands before it",
     "pip install -c constraints.txt -e .": "takes a minute and an index of packages; .ci/run does it",

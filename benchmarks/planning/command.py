@@ -1,6 +1,9 @@
 """The cost model of ``trine plan`` beside published figures: every row with its error, and the fit of factors."""
 
 import argparse
+import contextlib
+import io
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import mean
@@ -8,11 +11,17 @@ from statistics import mean
 from benchmarks.harness.figures import record_cells, record_text
 from benchmarks.planning.fit import fit
 from benchmarks.planning.published import FITTED, PublishedRow, not_predicted, read_rows
+from engine.launch.cli import main as run_command
 from engine.parallel.grid import Grid
 from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.placement import placement_picture
 
 GIB = 2**30
+EXAMPLE = (
+    "plan", "--layers", "32", "--width", "4096", "--heads", "32", "--context", "8192", "--vocabulary", "128256",
+    "--world", "64", "--batch", "512", "--gpu", "h100", "--price", "2.5",
+)  # fmt: skip
+"""Of a decoder of 8 B parameters."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record_cells(name, {"planning": "run", "planning-errors": "kind of GPU"}.get(name, "figure"), cells)
     if asked.write_figures:
         record_text("placement", f"```\n{placement_picture(Grid(pp=4, dp=2, tp=4), 4)}\n```")
+        record_text("plan-example", f"```\n$ trine {shlex.join(EXAMPLE)}\n{example()}\n```")
     return 0
+
+
+def example() -> str:
+    """What the example of the documents prints, without what every banner has."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        run_command(EXAMPLE)
+    lines = told.getvalue().splitlines()
+    wanted = ("grid", "model", "batch", "zero", "state", "sends", "gpu", "memory", "step", "speed", "price", "fits")
+    return "\n".join(line for line in lines if line.startswith("  ") and line.split()[0] in wanted)
 
 
 def row_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
