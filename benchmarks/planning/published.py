@@ -41,6 +41,8 @@ class PublishedRow:
     """S: read in the source; R: remembered from a paper and not read again."""
     assumed: str
     """Settings that the source does not give."""
+    memory_gib: float | None
+    """Of the fullest GPU, as the source reports it; None: it does not."""
     fitted: bool
     """The factors were chosen with this row; the other half only checks them."""
 

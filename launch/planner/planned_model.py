@@ -39,6 +39,7 @@ KNOWN_STYLES: Mapping[str, Mapping[str, str]] = {
     },
 }  # fmt: skip
 """Tensor plans of families whose search would take long; the search finds the same ones."""
+KNOWN_NOTE = "tensor: the known plan of this family, not searched here; training searches and proves its own"
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "olmo2", "smollm3", "granite")
 WIDE = 1024
 """Width from which a known plan takes the place of the search."""
@@ -57,16 +58,18 @@ class PlannedModel:
 
     def plan(self, config: Config) -> Plan:
         """The plan that the engine would run."""
-        if self.styles is not None and config.tp > 1 and config.parallel.tensor_plan == "auto":
-            known = replace(config.parallel, tensor_plan=self.styles, verify_plan=False)
-            config = replace(config, parallel=known)
+        known = self.styles is not None and config.tp > 1 and config.parallel.tensor_plan == "auto"
+        if known:
+            config = replace(config, parallel=replace(config.parallel, tensor_plan=self.styles, verify_plan=False))
         program = self._program(config)
         example = map_tensors(self.row, lambda row: row.new_empty((config.micro, *row.shape[1:])))
         costs = None
         if needs_profiling(config):
             device = torch.device(find_accelerator() or "cpu")
             costs = profile_run(program, example, config, stages_wanted(config), device)
-        return build_plan(config, PlanRequest(program, example, costs=costs))
+        plan = build_plan(config, PlanRequest(program, example, costs=costs))
+        notes = [note for note in plan.notes if not (known and note.startswith("parallel.tensor_plan is not proven"))]
+        return replace(plan, notes=(*notes, *[KNOWN_NOTE] * known))
 
     def workload(self, config: Config) -> Workload:
         """The workload, from one forward on shapes."""

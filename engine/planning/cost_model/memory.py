@@ -21,7 +21,9 @@ CONTEXT_BYTES = 1.0e9
 """Of the device and its libraries (assumed)."""
 CHANNEL_BYTES = 0.25e9
 """Buffers of the communication library for each axis of several ranks (assumed)."""
-SLACK = 0.05
+LOGIT_COPIES = 12
+"""Bytes of an element of the logits: in 16 bits, in 32, and the gradients of both."""
+SLACK = 0.1
 """Of activations and buffers (assumed)."""
 
 
@@ -43,11 +45,15 @@ class RankMemory:
         return sum(float(getattr(self, entry.name)) for entry in fields(self))
 
 
-def working_bytes(work: Workload, layout: TrainingLayout) -> tuple[float, float, float]:
-    """Bytes that one microbatch keeps in one block, of the logits, and of one block while it is recomputed."""
+def working_bytes(work: Workload, layout: TrainingLayout, again: float = 0.0) -> tuple[float, float, float]:
+    """Bytes that one microbatch keeps in one block, of the logits, and of one block while it is recomputed.
+
+    ``again``: part of the products that selective recomputation repeats, so that it does not keep them.
+    """
     tokens = layout.micro * work.context / layout.cp
-    kept = work.keeps(layout.recomputation).on(layout.tp, layout.sequence) * tokens
-    logits = 8 * tokens * work.vocabulary / layout.tp
+    least, kept = (work.keeps(mode).on(layout.tp, layout.sequence) * tokens for mode in ("full", layout.recomputation))
+    kept = least + (1 - again) * (kept - least) if layout.recomputation == "selective" else kept
+    logits = LOGIT_COPIES * tokens * work.vocabulary / layout.tp
     whole = work.keeps("none").on(layout.tp, layout.sequence) * tokens if layout.recomputation != "none" else 0.0
     return kept, logits, whole
 
@@ -56,7 +62,7 @@ def closed_memory(work: Workload, layout: TrainingLayout, traits: EngineTraits, 
     """Bytes of the fullest rank."""
     share = layout.dp * layout.cp
     held = (stage.blocks * work.block_parameters + stage.outer_parameters) / layout.tp
-    kept, logits, again = working_bytes(work, layout)
+    kept, logits, again = working_bytes(work, layout, traits.products_again)
     gathered = 2 * 2 * work.block_parameters / layout.tp if layout.stage == 3 and share > 1 else 0.0
     last = logits if layout.pp == 1 else logits * (stage.outer_parameters > 0)
     activations = kept * stage.blocks * microbatches_held(layout)

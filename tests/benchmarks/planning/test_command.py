@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 
 from benchmarks.harness.figures import FOLDER
-from benchmarks.planning.command import error_cells, left_out_cells, row_cells
+from benchmarks.planning.command import error_cells, left_out_cells, memory_cells, row_cells
 from benchmarks.planning.fit import BOUNDS, fit, loss
 from benchmarks.planning.published import read_rows
 from engine.planning.cost_model.decoder_shape import DecoderShape
@@ -22,6 +22,12 @@ def test_errors_stay_within_their_bounds(gpu: str) -> None:
     assert not {name: error for name, error in errors.items() if abs(error) > 0.20}
 
 
+def test_memory_is_near_what_sources_report() -> None:
+    known = [row for row in ROWS if row.memory_gib]
+    errors = [row.predict()[1].memory.total / 2**30 / (row.memory_gib or 1) - 1 for row in known]
+    assert len(known) == 16 and mean(map(abs, errors)) <= 0.20 and max(map(abs, errors)) <= 0.40
+
+
 def test_half_of_the_rows_only_check() -> None:
     assert len(ROWS) == 48 and len({row.name for row in ROWS}) == 48
     kinds = {gpu: [row.fitted for row in ROWS if row.gpu == gpu] for gpu in ("h100", "a100", "h200")}
@@ -34,8 +40,13 @@ def test_half_of_the_rows_only_check() -> None:
 
 @pytest.mark.parametrize(
     ("name", "cells"),
-    [("planning", row_cells(ROWS)), ("planning-errors", error_cells(ROWS)), ("planning-left-out", left_out_cells())],
-    ids=["planning", "planning-errors", "planning-left-out"],
+    [
+        ("planning", row_cells(ROWS)),
+        ("planning-errors", error_cells(ROWS)),
+        ("planning-memory", memory_cells(ROWS)),
+        ("planning-left-out", left_out_cells()),
+    ],
+    ids=["planning", "planning-errors", "planning-memory", "planning-left-out"],
 )
 def test_the_documents_show_these_predictions(name: str, cells: dict[tuple[str, str], str]) -> None:
     kept = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["rows"]
