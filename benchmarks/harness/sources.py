@@ -26,7 +26,15 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "reliability": (),  # each row tells its own commit
         **dict.fromkeys(("scaling", "scaling-verdict"), (*RUN, "engine/planning", "benchmarks/scaling")),
         **dict.fromkeys(
-            ("planning", "planning-errors", "planning-left-out", "planning-memory", "placement", "plan-example"),
+            (
+                "planning",
+                "planning-errors",
+                "planning-left-out",
+                "planning-memory",
+                "planning-agreement",
+                "placement",
+                "plan-example",
+            ),
             ("engine/planning/cost_model", "benchmarks/planning"),
         ),
         "kernels-models": (*RUN, "kernels"),

@@ -10,6 +10,7 @@ from statistics import mean
 from types import MappingProxyType
 
 from benchmarks.harness.figures import record_cells, record_text
+from benchmarks.planning.agreement import agreement_cells
 from benchmarks.planning.fit import fit
 from benchmarks.planning.published import FITTED, PublishedRow, not_predicted, read_rows
 from engine.launch.cli import main as run_command
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.write_figures:
             record_cells(name, CORNERS[name], cells)
     if asked.write_figures:
+        record_cells("planning-agreement", "layout on H100s", agreement_cells())
         record_text("placement", f"```\n{placement_picture(Grid(pp=4, dp=2, tp=4), 4)}\n```")
         record_text("plan-example", f"```\n$ trine {shlex.join(EXAMPLE)}\n{example()}\n```")
     return 0

@@ -104,10 +104,12 @@ def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roof
     grid, tp = plan.grid(0), plan.config.tp
     block, head = roofline.block(), roofline.head()
     hosts = [str(rank // node) for rank in range(grid.world_size)]
-    computation = Computation(  # of a rank that has the whole model: the rule divides it by the tensor ranks
-        forward=tp * (work.blocks * block.forward + head / 3),
-        backward=tp * (work.blocks * (block.backward + roofline.recomputed(block)) + head * 2 / 3),
-        update=work.parameters * UPDATE_BYTES / roofline.memory_rate,
+    besides = 1 + gpu.reached.step
+    whole = besides * tp  # of a rank that has the whole model: the rule divides it by the tensor ranks
+    computation = Computation(
+        forward=whole * (work.blocks * block.forward + head / 3),
+        backward=whole * (work.blocks * (block.backward + roofline.recomputed(block)) + head * 2 / 3),
+        update=besides * work.parameters * UPDATE_BYTES / roofline.memory_rate,
         hides_column_inputs=True,
     )
     return predict_step(plan, computation, place_axes(grid, hosts, host_links(gpu, node)))

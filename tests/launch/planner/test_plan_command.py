@@ -131,7 +131,7 @@ MISTAKES: dict[tuple[str, ...], str] = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), MISTAKES.items(), ids=" ".join)
+@pytest.mark.parametrize(("arguments", "sentence"), MISTAKES.items(), ids=[" ".join(given) for given in MISTAKES])
 def test_mistakes(arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, *arguments)
     assert text.startswith(sentence) and "\n" not in text and text.endswith(".")
