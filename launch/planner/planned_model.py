@@ -58,9 +58,9 @@ class PlannedModel:
 
     def plan(self, config: Config) -> Plan:
         """The plan that the engine would run."""
-        known = self.styles is not None and config.tp > 1 and config.parallel.tensor_plan == "auto"
-        if known:
-            config = replace(config, parallel=replace(config.parallel, tensor_plan=self.styles, verify_plan=False))
+        styles = self.styles if config.tp > 1 and config.parallel.tensor_plan == "auto" else None
+        if styles is not None:
+            config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, verify_plan=False))
         program = self._program(config)
         example = map_tensors(self.row, lambda row: row.new_empty((config.micro, *row.shape[1:])))
         costs = None
@@ -68,8 +68,10 @@ class PlannedModel:
             device = torch.device(find_accelerator() or "cpu")
             costs = profile_run(program, example, config, stages_wanted(config), device)
         plan = build_plan(config, PlanRequest(program, example, costs=costs))
-        notes = [note for note in plan.notes if not (known and note.startswith("parallel.tensor_plan is not proven"))]
-        return replace(plan, notes=(*notes, *[KNOWN_NOTE] * known))
+        if styles is None:
+            return plan
+        notes = [note for note in plan.notes if not note.startswith("parallel.tensor_plan is not proven")]
+        return replace(plan, notes=(*notes, KNOWN_NOTE))
 
     def workload(self, config: Config) -> Workload:
         """The workload, from one forward on shapes."""

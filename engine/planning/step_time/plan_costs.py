@@ -68,7 +68,7 @@ def planned_layout(plan: Plan) -> TrainingLayout:
         micro=config.micro,
         microbatches=config.accumulation,
         recomputation=config.activation_checkpointing.mode,
-        sequence=config.parallel.sequence_parallel,
+        sequence=config.parallel.sequence_parallel or config.tp == 1,  # with one tensor rank it is the same
     )
 
 

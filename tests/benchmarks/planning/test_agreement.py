@@ -13,4 +13,5 @@ def test_closed_forms_are_near_whole_plans(number: int) -> None:
     (costs,) = costs_of([LAYOUTS[number]], SMALLER)
     assert costs.layout == LAYOUTS[number]
     assert costs.closed.seconds.total == pytest.approx(costs.time.total, rel=0.1)
-    assert costs.closed.memory.total == pytest.approx(costs.fullest.total, rel=0.15)
+    # closed forms give the fullest stage its blocks, an embedding or head, and the logits at once
+    assert 0.9 <= costs.closed.memory.total / costs.fullest.total <= 1.3
