@@ -28,6 +28,7 @@ stages that the schedule gives to one rank and that tie parameters, and the firs
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from engine.parallel.comm.traffic import Traffic, sent_bytes
 from engine.parallel.grid import Axis, Coord
@@ -210,7 +211,7 @@ class _Prediction:
         rows = [row for row in self._boundaries[action.stage] if row.label == flow]
         return sum(row.bytes for row in rows) / link.rate, link.latency
 
-    @property
+    @cached_property
     def _boundaries(self) -> Mapping[int, tuple[Traffic, ...]]:
         plan = self._plan
         if plan.cut is None or plan.timeline is None:
