@@ -48,6 +48,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "scaling.command", "steps of every grid over nodes beside their prediction; started by a launcher",
             frozenset({"rounds", "out"}),
         ),
+        "planning": Benchmark(
+            "planning.command", "the cost model of trine plan beside published figures", frozenset({"write_figures"})
+        ),
         "kernels": Benchmark("kernels.command", "every kernel on one GPU beside its peers", frozenset({"out"})),
         "overlap": Benchmark(
             "overlap.command", "products that communicate beside collectives; one GPU, several, or none",

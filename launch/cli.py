@@ -6,7 +6,6 @@ from argparse import ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.config import load_config
 from engine.config.json_schema import schema
 from engine.errors import EngineError
 from engine.launch import check_command as check
@@ -14,6 +13,7 @@ from engine.launch import schedule_command as schedule
 from engine.launch import watch_command as watch
 from engine.launch.doctor import doctor_command as doctor
 from engine.launch.jobs import launch_command as jobs
+from engine.launch.planner import plan_request as plan
 from engine.launch.verifier import verify_command as verify
 
 
@@ -40,8 +40,8 @@ def _parser() -> ArgumentParser:
     command.add_argument("--ranks", "--world", type=int, default=None, dest="world", metavar="N", help=sized)
     command.set_defaults(run=check.check_configuration)
 
-    command = commands.add_parser("plan", help="print what every rank would hold and send, without starting processes")
-    _add_plan_options(command)
+    command = commands.add_parser("plan", help="say what a run would hold, send and take, without GPUs or processes")
+    plan.add_plan_options(command)
     command.set_defaults(run=_plan)
 
     command = commands.add_parser("verify", help="train a small copy of a model on the grid and alone, and compare")
@@ -77,15 +77,6 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _add_plan_options(command: ArgumentParser) -> None:
-    command.add_argument("config", type=Path)
-    command.add_argument("--world", type=int, required=True, help="number of processes")
-    command.add_argument("--layers", type=int, default=8, help="blocks of the reference decoder")
-    command.add_argument("--width", type=int, default=256, help="width of the decoder")
-    command.add_argument("--heads", type=int, default=4, help="attention heads of the decoder")
-    command.add_argument("--context", type=int, default=128, help="context of the decoder in tokens")
-
-
 def _add_checkpoint_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:
     folder = "folder of a run (its newest checkpoint), or one of its step-N folders"
     command = commands.add_parser("info", help="print what a checkpoint holds")
@@ -109,30 +100,9 @@ def _print_schema(options: Namespace) -> None:
 
 
 def _plan(options: Namespace) -> None:
-    import torch
+    from engine.launch.planner.plan_command import run_plan
 
-    from engine.kernels.device import find_accelerator
-    from engine.models.decoder import Decoder, DecoderConfig, loss_sum
-    from engine.planning.analysis import PlanRequest
-    from engine.planning.plan import build_plan, stages_wanted
-    from engine.planning.profile_calls import needs_profiling, profile_run
-    from engine.precision.dtypes import make_precision
-    from engine.program.program import Program
-    from engine.reporting.banner import banner_text
-
-    config = load_config(options.config, options.world)
-    shape = DecoderConfig(
-        layers=options.layers, width=options.width, heads=options.heads, context=options.context
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = Decoder(shape)
-        ids = torch.empty((config.micro, shape.context), dtype=torch.int64)
-    program = Program(model, loss_sum, make_precision(config, model), torch.device("cpu"))
-    example = {"input_ids": ids, "labels": ids}
-    device = torch.device(find_accelerator() or "cpu")
-    costs = profile_run(program, example, config, stages_wanted(config), device) if needs_profiling(config) else None
-    wish = PlanRequest(program, example, costs=costs)
-    print(banner_text(build_plan(config, wish), "no device: a plan"))
+    run_plan(options)
 
 
 def _convert(options: Namespace) -> None:

@@ -37,6 +37,10 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "device", "main_gradient", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim", "gpu", "ops",
         "experts",
     ),
+    "engine.planning.cost_model": (
+        "workload", "decoder_shape", "layout", "hardware", "placement", "links", "roofline", "stages", "memory",
+        "estimate", "search",
+    ),
     "engine.launch.jobs": (
         "request", "torchrun", "hostfile", "sent", "job_file", "slurm", "kubernetes", "remote", "preflight", "ssh",
         "ssh_job", "launch_command",
@@ -50,13 +54,15 @@ TORCH_FREE = (
     "engine", "engine.config", "engine.config.json_schema", "engine.data.corpus", "engine.errors",
     "engine.launch.check_command", "engine.launch.checkpoint_command", "engine.launch.cli",
     "engine.launch.doctor.doctor_command", "engine.launch.doctor.facts", "engine.launch.jobs.launch_command",
-    "engine.launch.run_folder",
+    "engine.launch.planner.plan_command", "engine.launch.planner.plan_request", "engine.launch.run_folder",
     "engine.launch.schedule_command", "engine.launch.train_options", "engine.parallel.comm.traffic",
     "engine.parallel.grid", "engine.parallel.pipeline.partition.auto_schedule",
     "engine.parallel.pipeline.report.perfetto", "engine.parallel.pipeline.report.svg",
     "engine.parallel.pipeline.report.text",
     "engine.parallel.pipeline.schedule.dependencies", "engine.parallel.pipeline.schedule.kinds",
-    "engine.parallel.pipeline.schedule.simulate", "engine.parallel.pipeline.schedule.validate", "engine.zero.layout",
+    "engine.parallel.pipeline.schedule.simulate", "engine.parallel.pipeline.schedule.validate",
+    "engine.planning.cost_model.decoder_shape", "engine.planning.cost_model.placement",
+    "engine.planning.cost_model.search", "engine.zero.layout",
 )  # fmt: skip
 
 # (file, function) -> why it is longer, or has more parameters, than the ceiling.
@@ -107,6 +113,7 @@ BROAD_HANDLERS = {
     ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
     ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",
     ("engine/planning/profile_calls.py", "run"): "a note of the plan",
+    ("engine/planning/step_time/traced_workload.py", "_counted"): "the engine's own trace, which raises it again",
     ("engine/planning/tensor_plan_proof.py", "_prove_unit"): "a note of the plan",
     ("engine/planning/tensor_plan_search.py", "_try_length"): "a note of the plan",
     ("engine/planning/tensor_plan_search.py", "take"): "a reason in the table of the tensor plan",

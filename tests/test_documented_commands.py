@@ -25,12 +25,14 @@ GENERATED = ("errors.md",)
 """Pages in which no command is written by hand."""
 EXAMPLES = "tests/test_examples.py::"
 JOBS = "tests/launch/jobs/"
+PLANNER = "tests/launch/planner/"
 CHECKPOINT = "tests/launch/test_checkpoint_command.py::"
 
 RUN = (
     "trine check config.json --world 8",
     "trine check FILE",
     "trine plan config.json --world 64",
+    "trine plan --layers 24 --width 2048 --heads 16 --context 4096 --vocabulary 131072 --world 48 --batch 192",
     "trine schedule",
     "trine schedule --config config.json --world 8",
     "trine schedule 1f1b --ranks 4 --microbatches 8 --tokens > mine.txt",
@@ -52,6 +54,19 @@ TESTED = {
     "torchrun --nproc_per_node 4 -m engine.launch.doctor config.json":
         "tests/launch/doctor/test_doctor_command.py::test_torchrun_of_four_ranks",
     "trine doctor": "tests/launch/doctor/test_doctor_command.py::test_one_process",
+    "trine plan runs/llama --world 1024 --gpu h100": f"{PLANNER}test_plan_command.py::test_a_folder_alone",
+    "trine plan runs/llama config.json --nodes 16x8 --gpu a100 --price 2.5":
+        f"{PLANNER}test_plan_command.py::test_a_folder_with_a_configuration",
+    "trine plan runs/llama --world 1024 --search --out best.json":
+        f"{PLANNER}test_plan_command.py::test_a_search_writes_a_configuration_that_loads",
+    "trine plan --calibrate here.json": f"{PLANNER}test_calibrate.py::test_this_machine",
+    "trine plan --calibrate here.json --links links.json":
+        f"{PLANNER}test_calibrate.py::test_a_known_kind_keeps_its_data_sheet",
+    "trine plan --calibrate FILE": f"{PLANNER}test_calibrate.py::test_this_machine",
+    "python -m benchmarks planning --fit":
+        "tests/benchmarks/planning/test_command.py::test_a_fit_goes_down_and_stays_within_bounds",
+    "python -m benchmarks planning --write-figures":
+        "tests/benchmarks/planning/test_command.py::test_the_documents_show_these_predictions",
     "trine watch": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
     "trine launch --ranks-per-node 4 train.py --steps 1000":
         f"{JOBS}test_launch_command.py::test_a_job_on_this_host_is_torchrun",
@@ -107,6 +122,7 @@ TESTED = {
 REASONS = {
     "trine launch": "names the command, whose whole lines are tested above",
     "trine check config.json --ranks N": "run above with --world, its other name",
+    "trine plan --search": "names an option, whose whole line is tested above",
     "trine plan": "names the command, whose whole line is run above",
     "pip install": "names the command, whose whole line stands before it",
     "pip install -c constraints.txt -e .": "takes a minute and an index of packages; .ci/run does it",

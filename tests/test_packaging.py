@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.planning.cost_model.hardware import known_gpus
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -54,6 +56,8 @@ def test_wheel_has_one_top_level_name_and_real_files(wheel: Path) -> None:
         "kernels/overlap.json",
         "launch/cli.py",
         "config/__init__.py",
+        "kernels/tuned.json",
+        *(f"planning/cost_model/gpus/{gpu}.json" for gpu in known_gpus()),
     ):
         assert f"engine/{folder}" in names
 

@@ -26,6 +26,18 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "reliability": (),  # each row tells its own commit
         **dict.fromkeys(("scaling", "scaling-verdict"), (*RUN, "engine/planning", "benchmarks/scaling")),
         "protocol-defects": ("kernels/gpu/overlap", "tests/kernels/gpu/overlap"),
+        **dict.fromkeys(
+            (
+                "planning",
+                "planning-errors",
+                "planning-left-out",
+                "planning-memory",
+                "planning-agreement",
+                "placement",
+                "plan-example",
+            ),
+            ("engine/planning/cost_model", "benchmarks/planning"),
+        ),
         "kernels-models": (*RUN, "kernels"),
         "integrity": ("engine/integrity",),
         "integrity-cost": ("engine/integrity", "engine/step", "zero"),

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from engine.planning.step_time.axis_links import HostLinks, LinkSpeed
+from engine.planning.cost_model.links import LinkSpeed
+from engine.planning.step_time.axis_links import HostLinks
 from engine.planning.step_time.prediction import Computation, StepTime
 from engine.planning.step_time.ranking import GridChoice
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from benchmarks.scaling.record import Machine, ScalingRecord, ScalingRow, measured_rows
-from engine.planning.step_time.axis_links import LinkSpeed
+from engine.planning.cost_model.links import LinkSpeed
 
 _HEAD = (
     "nodes", "ranks", "mode", "grid", "step s", "predicted", "off", "tok/s", "TFLOP/s", "MFU", "efficiency",

@@ -71,6 +71,8 @@ class ParallelConfig:
         rules=(AUTO, TextMap(), Text()),
         remedy='give "auto", an object {"name pattern": "style"}, or the path of a JSON file'))  # fmt: skip
     """Sharding styles of the tensor ranks: "auto", an object from name patterns to styles, or a file of one."""
+    gpus_per_node: int | None = setting(None, Int(low=1, null=True))
+    """GPUs of a node, for plans: tensor groups that cross nodes are noted, and priced by trine plan; null: unknown."""
     verify_plan: bool = setting(True, Flag())
     """Compare the gradients that all tensor ranks should compute alike, in the first step."""
 

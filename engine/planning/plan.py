@@ -42,6 +42,7 @@ from engine.planning.budgets import (
     state_bytes,
     stored_bytes,
 )
+from engine.planning.cost_model.placement import tensor_groups_cross
 from engine.planning.flat_layouts import Users, flat_layouts
 from engine.precision.dtypes import Precision, half_note, make_precision
 from engine.program.program import Program
@@ -290,6 +291,12 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
         notes.append(
             f"pipeline: {count} for {config.pp} pipeline ranks, so that ranks wait for each other in every step; raise "
             "gradient_accumulation_steps, with smaller microbatches if need be"
+        )
+    node = config.parallel.gpus_per_node
+    if node is not None and tensor_groups_cross(config.tp, min(node, config.pp * config.dp * config.tp)):
+        notes.append(
+            f"tensor: groups of {config.tp} ranks cross nodes of {node} GPUs, so every layer waits for the network; "
+            "take a tensor size that divides a node"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         notes.append(

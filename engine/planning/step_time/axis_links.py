@@ -24,22 +24,9 @@ from typing import Literal
 
 from engine.errors import GridError
 from engine.parallel.grid import Axis, Grid
+from engine.planning.cost_model.links import LinkSpeed
 
 Pattern = Literal["ring", "direct"]
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSpeed:
-    """Speed of a link, one way."""
-
-    latency: float
-    """Seconds of the shortest message or call."""
-    rate: float
-    """Bytes a second of each rank that sends."""
-
-    def seconds(self, calls: float, count: float) -> float:
-        """Of ``calls`` one after another that send ``count`` bytes together."""
-        return calls * self.latency + count / self.rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

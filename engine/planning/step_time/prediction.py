@@ -28,6 +28,7 @@ stages that the schedule gives to one rank and that tie parameters, and the firs
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from engine.parallel.comm.traffic import Traffic, sent_bytes
 from engine.parallel.grid import Axis, Coord
@@ -42,7 +43,8 @@ from engine.planning.step_time.contention import Contention, Hop, Task, simulate
 
 _Key = tuple[Op, int]
 """Operation and stage."""
-_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+_COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+"""Actions after which a stage has its weight gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,7 @@ class _Prediction:
         rows = [row for row in self._boundaries[action.stage] if row.label == flow]
         return sum(row.bytes for row in rows) / link.rate, link.latency
 
-    @property
+    @cached_property
     def _boundaries(self) -> Mapping[int, tuple[Traffic, ...]]:
         plan = self._plan
         if plan.cut is None or plan.timeline is None:
@@ -249,11 +251,11 @@ class _Prediction:
         return max(free, last.end)
 
     def _earlier(self, pp: int, played: StepTimeline, seconds: float) -> float:
-        """When what the microbatches before the last one have sent is over, each of which sends for ``seconds``."""
-        free = 0.0
-        backwards = [span for span in played.spans[pp] if span.action.op in _BACKWARDS]
-        for span in backwards[:-1]:
-            free = max(free, span.end) + seconds
+        """When what was reduced before the last backward is over; all stages of a rank together send ``seconds``."""
+        free, stages = 0.0, len(self._plan.stages(pp))
+        done = [span for span in played.spans[pp] if span.action.op in _COMPLETING]
+        for span in done[:-1]:
+            free = max(free, span.end) + seconds / stages
         return free
 
     def _late(self, pp: int, axis: Axis) -> float:

@@ -16,7 +16,8 @@ from benchmarks.scaling.record import (
     read_record,
     write_record,
 )
-from engine.planning.step_time.axis_links import HostLinks, LinkSpeed
+from engine.planning.cost_model.links import LinkSpeed
+from engine.planning.step_time.axis_links import HostLinks
 from engine.planning.step_time.prediction import Computation, StepTime
 from engine.planning.step_time.ranking import GridChoice
 

@@ -198,7 +198,7 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
         ({"wandb": {"enabled": True}}, "wandb.enabled: accepted, changes nothing here; Trine writes monitor.jsonl"),
         (
             {"autotuning": {"enabled": True}},
-            "autotuning.enabled: accepted, changes nothing here; Trine does not search",
+            "autotuning.enabled: accepted, changes nothing here; nothing is tuned by trial runs",
         ),
         ({"hybrid_engine": {"enabled": True}}, "eng.generate uses the weights that are trained"),
         ({"managed_gradient_accumulation": False}, "eng.set_gradient_accumulation_boundary decides which step updates"),

@@ -12,8 +12,9 @@ from engine.errors import PlanError
 from engine.parallel.comm.traffic import Traffic
 from engine.parallel.grid import Grid
 from engine.planning.analysis import PlanRequest
+from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.plan import Plan, build_plan
-from engine.planning.step_time.axis_links import AxisLinks, HostLinks, LinkSpeed, place_axes
+from engine.planning.step_time.axis_links import AxisLinks, HostLinks, place_axes
 from engine.planning.step_time.prediction import Computation, predict_step
 from engine.planning.step_time.ranking import GridChoice, grid_choices, rank_grids
 from engine.precision.dtypes import make_precision
@@ -54,12 +55,14 @@ def loss(output: Tensor, batch: Any) -> Tensor:
 
 
 @cache
-def planned(choice: GridChoice, microbatches: int = 4, **zero: Any) -> Plan:
+def planned(choice: GridChoice, microbatches: int = 4, schedule: str = "1f1b", **zero: Any) -> Plan:
     world = choice.dp * choice.tp * choice.pp
+    virtual = 2 if schedule in ("interleaved", "zb-v") else 1
+    layout = {"schedule": schedule, "virtual_stages": virtual}
     settings = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": microbatches,
-        "parallel": {"data": choice.dp, "tensor": choice.tp, "pipeline": choice.pp, "schedule": "1f1b"},
+        "parallel": {"data": choice.dp, "tensor": choice.tp, "pipeline": choice.pp, **layout},
         "zero_optimization": {"stage": choice.stage, **zero},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
@@ -178,6 +181,17 @@ def test_microbatches_hide_what_the_ones_before_send() -> None:
     time = predict_step(plan, ONE, links(choice, link))
     parameters = sent(plan, "dp", "parameters").bytes / link.between.rate
     assert time.communication["dp"] == pytest.approx(3.0 + parameters)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_every_gradient_is_reduced_once_a_microbatch(schedule: str) -> None:
+    """Whatever the schedule, a rank that computes nearly nothing waits for just the bytes of its plan."""
+    choice = GridChoice(dp=2, tp=1, pp=2, stage=2)
+    plan = planned(choice, 8, schedule=schedule, reduce="microbatch")
+    bytes_sent = sum(sent(plan, "dp", label).bytes for label in ("gradients", "parameters"))
+    slow = HostLinks(within=LinkSpeed(0.0, 1e30), between=LinkSpeed(0.0, 1e6))
+    time = predict_step(plan, Computation(forward=1e-6, backward=2e-6), links(choice, slow))
+    assert time.communication["dp"] == pytest.approx(bytes_sent / 1e6, rel=0.05)
 
 
 def test_the_first_gather_of_a_pass_is_waited_for() -> None:

@@ -1,0 +1,1 @@
+"""The cost model beside published figures, and the fit of its factors."""

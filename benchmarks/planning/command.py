@@ -1,0 +1,125 @@
+"""The cost model of ``trine plan`` beside published figures: every row with its error, and the fit of factors."""
+
+import argparse
+import contextlib
+import io
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from statistics import mean
+from types import MappingProxyType
+
+from benchmarks.harness.figures import record_cells, record_text
+from benchmarks.planning.agreement import agreement_cells
+from benchmarks.planning.fit import fit
+from benchmarks.planning.published import FITTED, PublishedRow, not_predicted, read_rows
+from engine.launch.cli import main as run_command
+from engine.parallel.grid import Grid
+from engine.planning.cost_model.hardware import load_gpu
+from engine.planning.cost_model.placement import placement_picture
+
+GIB = 2**30
+CORNERS: Mapping[str, str] = MappingProxyType(
+    {
+        "planning": "run",
+        "planning-errors": "kind of GPU",
+        "planning-memory": "memory of the fullest GPU",
+        "planning-left-out": "figure",
+    }
+)
+"""Corner of each table."""
+EXAMPLE = (
+    "plan", "--layers", "32", "--width", "4096", "--heads", "32", "--context", "8192", "--vocabulary", "128256",
+    "--world", "64", "--batch", "512", "--gpu", "h100", "--price", "2.5",
+)  # fmt: skip
+"""Of a decoder of 8 B parameters."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks planning", description=__doc__)
+    parser.add_argument("--fit", action="store_true", help="choose the factors of each kind of GPU anew and print them")
+    parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
+    asked = parser.parse_args(arguments)
+    rows = read_rows()
+    if asked.fit:
+        for gpu in FITTED:
+            found = fit([row for row in rows if row.gpu == gpu and row.fitted], load_gpu(gpu).reached)
+            print(gpu, {name: round(value, 3) for name, value in asdict(found).items()})
+        return 0
+    tables = {
+        "planning": row_cells(rows),
+        "planning-errors": error_cells(rows),
+        "planning-memory": memory_cells(rows),
+        "planning-left-out": left_out_cells(),
+    }
+    for name, cells in tables.items():
+        print(name, *(f"  {row:70} {column:12} {text}" for (row, column), text in cells.items()), sep="\n")
+        if asked.write_figures:
+            record_cells(name, CORNERS[name], cells)
+    if asked.write_figures:
+        record_cells("planning-agreement", "layout on H100s", agreement_cells())
+        record_text("placement", f"```\n{placement_picture(Grid(pp=4, dp=2, tp=4), 4)}\n```")
+        record_text("plan-example", f"```\n$ trine {shlex.join(EXAMPLE)}\n{example()}\n```")
+    return 0
+
+
+def example() -> str:
+    """What the example of the documents prints, without what every banner has."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        run_command(EXAMPLE)
+    lines = told.getvalue().splitlines()
+    wanted = ("grid", "model", "batch", "zero", "state", "sends", "gpu", "memory", "step", "speed", "price", "fits")
+    return "\n".join(line for line in lines if line.startswith("  ") and line.split()[0] in wanted)
+
+
+def row_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
+    """Figure, prediction and error of every row, and the settings that were assumed."""
+    cells: dict[tuple[str, str], str] = {}
+    for row in rows:
+        value, estimate = row.predict()
+        exact = ".0f" if row.unit == "tokens/s" else ".1f"
+        cells[row.name, "published"] = f"{row.published:{exact}} {row.unit}"
+        cells[row.name, "predicted"] = f"{value:{exact}}"
+        cells[row.name, "error"] = f"{value / row.published - 1:+.1%}"
+        cells[row.name, "used to fit"] = "yes" if row.fitted else ""
+        cells[row.name, "memory, published"] = f"{row.memory_gib:.1f} GiB" if row.memory_gib else ""
+        cells[row.name, "memory, predicted"] = f"{estimate.memory.total / GIB:.1f} GiB"
+        cells[row.name, "assumed"] = row.assumed
+        cells[row.name, "source"] = f"{row.source}"
+    return cells
+
+
+def error_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
+    """Mean and largest absolute error of each kind of GPU, of the rows that were used to fit and of the others."""
+    cells: dict[tuple[str, str], str] = {}
+    for gpu in dict.fromkeys(row.gpu for row in rows):
+        for part, chosen in (("fitted", True), ("not fitted", False)):
+            errors = [
+                abs(row.predict()[0] / row.published - 1) for row in rows if (row.gpu, row.fitted) == (gpu, chosen)
+            ]
+            cells[gpu, f"rows {part}"] = str(len(errors))
+            if not errors:
+                continue
+            cells[gpu, f"mean error, {part}"] = f"{mean(errors):.1%}"
+            cells[gpu, f"largest error, {part}"] = f"{max(errors):.1%}"
+    return cells
+
+
+def memory_cells(rows: Sequence[PublishedRow]) -> Mapping[tuple[str, str], str]:
+    """How far memory is off where a source reports it; nothing was fitted to it."""
+    known = [(row.predict()[1].memory.total / GIB / row.memory_gib - 1) for row in rows if row.memory_gib]
+    shown = {
+        "figures": str(len(known)),
+        "mean absolute error": f"{mean(map(abs, known)):.1%}",
+        "mean error": f"{mean(known):+.1%}",
+        "lowest": f"{min(known):+.1%}",
+        "highest": f"{max(known):+.1%}",
+    }
+    return {("all", column): text for column, text in shown.items()}
+
+
+def left_out_cells() -> Mapping[tuple[str, str], str]:
+    """Figures about which the model says nothing."""
+    return {(what, "why it is not predicted"): why for what, why in not_predicted()}

@@ -1,0 +1,169 @@
+"""The step of a layout in closed form: seconds by part, memory, tokens a second. Pure arithmetic.
+
+step = (microbatches x stage x (1 + idle) + exposed) x (1 + step share)
+
+stage     blocks of the slowest rank, forward and backward and what is recomputed, their tensor sums, the head
+tensor    two sums a block in the forward and two in the backward, b s h elements each, one or two more where the
+          forward is computed again. What overlaps with products costs (1 - overlap share) of itself
+data      gradients once a step and parameters once (ZeRO 0 to 2), or parameters for every pass and gradients
+          (ZeRO 3), beside the computation that is there: what exceeds it counts, and (1 - overlap share) of it all
+pipeline  idle time of the schedule, and the messages of the way in and out
+update    bytes of the states that a rank owns
+"""
+
+from dataclasses import dataclass, replace
+
+from engine.planning.cost_model.hardware import GpuSpec
+from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
+from engine.planning.cost_model.links import Links
+from engine.planning.cost_model.memory import RankMemory, closed_memory
+from engine.planning.cost_model.roofline import UPDATE_BYTES, BlockSeconds, Roofline
+from engine.planning.cost_model.stages import idle_over_useful, slowest
+from engine.planning.cost_model.workload import Workload
+
+BUCKETS = 8.0
+"""Collectives of a step over data ranks whose latency counts (more hide behind each other)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondsByPart:
+    """Seconds of a step; they add up to ``total``."""
+
+    computation: float
+    recomputation: float
+    tensor: float
+    context: float
+    bubble: float
+    pipeline: float
+    data: float
+    update: float
+    besides: float
+
+    @property
+    def total(self) -> float:
+        """Of the step."""
+        parts = (self.computation, self.recomputation, self.tensor, self.context, self.bubble)
+        return sum(parts) + self.pipeline + self.data + self.update + self.besides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutEstimate:
+    """What a layout would cost."""
+
+    layout: TrainingLayout
+    seconds: SecondsByPart
+    memory: RankMemory
+    tokens: int
+    """Of a step, all ranks."""
+    flops_of_token: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one rank."""
+        return self.tokens / self.seconds.total / self.layout.world
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOPs of one rank."""
+        return self.tokens_per_second * self.flops_of_token
+
+
+class StepModel:
+    """A workload on GPUs of a kind in nodes of a size: what any layout of it would cost."""
+
+    def __init__(self, work: Workload, gpu: GpuSpec, node: int, traits: EngineTraits | None = None) -> None:
+        self._work, self._gpu, self._node, self._traits = work, gpu, node, traits or EngineTraits()
+
+    def estimate(self, layout: TrainingLayout) -> LayoutEstimate:
+        """The costs of ``layout``."""
+        work, traits = self._work, self._traits
+        roofline, links = Roofline(work, layout, self._gpu, traits), Links(layout, self._gpu, self._node)
+        block, head, m = roofline.block(), roofline.head(), layout.microbatches
+        again = roofline.recomputed(block)
+        sums, rings = self._tensor_sums(layout, links), self._context_ring(layout, block, links)
+        one = block.forward + block.backward + again + sums + rings
+        share = slowest(work, layout.pp, one, head, traits.balanced)
+        mean = (work.blocks * one + head) / layout.pp
+        stage = share.blocks * one + share.heads * head
+        bubble = m * min(mean, stage) * idle_over_useful(layout)
+        window = share.blocks * (block.forward + block.backward)
+        seconds = SecondsByPart(
+            computation=m * (share.blocks * (block.forward + block.backward) + share.heads * head),
+            recomputation=m * share.blocks * again,
+            tensor=m * share.blocks * sums,
+            context=m * share.blocks * rings,
+            bubble=bubble,
+            pipeline=self._messages(layout, links),
+            data=self._data(layout, links, share.blocks * work.block_parameters + share.outer_parameters, window),
+            update=self._update(layout, share.blocks * work.block_parameters + share.outer_parameters),
+            besides=0.0,
+        )
+        return LayoutEstimate(
+            layout=layout,
+            seconds=replace(seconds, besides=self._gpu.reached.step * seconds.total),
+            memory=closed_memory(work, layout, traits, share),
+            tokens=layout.rows * work.context,
+            flops_of_token=work.flops_of_token(),
+        )
+
+    def _tokens(self, layout: TrainingLayout) -> float:
+        return layout.micro * self._work.context / layout.cp
+
+    def _tensor_sums(self, layout: TrainingLayout, links: Links) -> float:
+        """Of a block and microbatch: sums over tensor ranks, as far as they are waited for."""
+        t = layout.tp
+        if t == 1:
+            return 0.0
+        ring = links.ring("tp")
+        count = (2 if self._traits.parallel_block else 4) * (1.5 if layout.recomputation == "full" else 1.0)
+        size = 2 * 2 * self._tokens(layout) * self._work.width * (t - 1) / t
+        whole = count * (size / ring.rate + 2 * (t - 1) * ring.latency)
+        beside = self._traits.tensor_overlap * whole
+        return whole - beside + (1 - self._gpu.reached.overlap) * beside
+
+    def _context_ring(self, layout: TrainingLayout, block: BlockSeconds, links: Links) -> float:
+        """Of a block and microbatch: keys and values go round the context ranks beside attention."""
+        c = layout.cp
+        if c == 1:
+            return 0.0
+        kv = self._work.products[0].outer - self._work.attention
+        moved = 2 * self._tokens(layout) * kv / layout.tp * (c - 1)
+        ring = links.ring("dp")
+        whole = moved * (3 if layout.recomputation == "none" else 4) / ring.rate
+        return max(0.0, whole - 3.5 * block.attention) + (1 - self._gpu.reached.overlap) * whole
+
+    def _messages(self, layout: TrainingLayout, links: Links) -> float:
+        if layout.pp == 1:
+            return 0.0
+        hop, size = links.hop(), 2 * self._tokens(layout) * self._work.width
+        size /= layout.tp if layout.sequence else 1
+        one = hop.latency + size / hop.rate
+        ways = 2 * (layout.pp - 1) * one
+        steady = 2 * layout.microbatches * layout.virtual * one * (1 - self._gpu.reached.overlap)
+        return ways + steady
+
+    def _data(self, layout: TrainingLayout, links: Links, parameters: float, window: float) -> float:
+        """What is waited for of gradients and parameters; ``window``: seconds of a microbatch to hide them behind."""
+        n, m = layout.dp * layout.cp, layout.microbatches
+        if n == 1:
+            return 0.0
+        ring, held = links.ring("dp"), parameters / layout.tp
+        one = held * (n - 1) / n / ring.rate
+        latency = ring.latency * (n - 1) * BUCKETS
+        rounds = m if layout.keeps_gradient_shards else 1
+        gradients, gathers = rounds * self._traits.gradient_bytes * one, 2 * one
+        lost = 1 - self._gpu.reached.overlap
+        if layout.stage == 3:
+            passes = m * (2 if self._traits.regathers else 1)
+            whole = passes * gathers + gradients
+            hidden = min(whole, m * window)
+            return whole - hidden + lost * hidden + latency
+        if self._traits.gathers_hidden:
+            hidden = min(gradients, rounds * window * 2 / 3) + min(gathers, window / 3)
+            return gradients + gathers - hidden + lost * hidden + latency
+        hidden = min(gradients, rounds * window * 2 / 3)
+        return gradients - hidden + lost * hidden + gathers + latency
+
+    def _update(self, layout: TrainingLayout, parameters: float) -> float:
+        owned = parameters / layout.tp / (layout.dp * layout.cp if layout.stage else 1)
+        return owned * UPDATE_BYTES / (self._gpu.memory_rate * self._gpu.reached.memory)

@@ -1,0 +1,81 @@
+"""One way to train: the grid, what is sharded, the schedule, the batch and what is recomputed. Pure data, no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.planning.cost_model.workload import Recomputation
+
+Reduction = Literal["step", "microbatch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingLayout:
+    """A layout of a training step."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    """Ranks that share the tokens of a row. The engine has none; published runs do."""
+    stage: int = 0
+    """Of ZeRO."""
+    schedule: str = "1f1b"
+    virtual: int = 1
+    micro: int = 1
+    """Rows of a microbatch."""
+    microbatches: int = 1
+    recomputation: Recomputation = "none"
+    reduction: Reduction = "step"
+    """When ZeRO 2 and 3 reduce gradients; after each microbatch only shards of them are kept."""
+    sequence: bool = True
+    """Tensor ranks share what is between their products along the sequence."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def keeps_gradient_shards(self) -> bool:
+        """No rank ever has all gradients of its parameters."""
+        return self.stage >= 2 and self.reduction == "microbatch"
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.dp * self.micro * self.microbatches
+
+    def __str__(self) -> str:
+        sizes = (("dp", self.dp), ("tp", self.tp), ("pp", self.pp), ("cp", self.cp))
+        reduced = " of every microbatch" * self.keeps_gradient_shards
+        grid = " x ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "1 rank"
+        virtual = f" of {self.virtual} stages a rank" if self.virtual > 1 else ""
+        parts = [grid, f"ZeRO {self.stage}{reduced}"] + [f"{self.schedule}{virtual}"] * (self.pp > 1)
+        parts.append(f"{self.microbatches} microbatches of {self.micro}")
+        return ", ".join([*parts, f"recomputation {self.recomputation}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTraits:
+    """What an engine does that decides on costs; the defaults are this engine's on GPUs."""
+
+    fused: bool = True
+    """Elementwise code is fused, by kernels or a compiler."""
+    fp8: bool = False
+    """Products of blocks run in fp8."""
+    tensor_overlap: float = 0.5
+    """Part of the traffic of tensor ranks that runs beside products; here those of column inputs, half of it."""
+    gradient_bytes: int = 4
+    """Of an element on the wire and in memory."""
+    gathers_hidden: bool = False
+    """Parameters of ZeRO 1 and 2 are gathered beside the next forward."""
+    regathers: bool = True
+    """ZeRO 3 gathers again for the backward, in every microbatch."""
+    balanced: bool = True
+    """Stages are cut by their cost; False: equal numbers of blocks, and the head besides."""
+    products_again: float = 0.0
+    """Part of the products that recomputation "selective" repeats."""
+    parallel_block: bool = False
+    """Attention and MLP run side by side, and share their sums over tensor ranks."""
+    flash: bool = True
+    """Attention runs in blocks; False: its scores are written, all pairs of them."""

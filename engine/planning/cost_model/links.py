@@ -1,0 +1,50 @@
+"""What each axis of a layout carries: tensor ranks are neighbours, then come data ranks, then stages.
+
+ring     a rank sends to the next one; groups of neighbours leave a node once, and share its way out
+hop      a stage sends to the next one; all data and tensor coordinates do so at the same time
+"""
+
+from dataclasses import dataclass
+
+from engine.parallel.grid import Axis
+from engine.planning.cost_model.hardware import GpuSpec
+from engine.planning.cost_model.layout import TrainingLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """Speed of a link, one way."""
+
+    latency: float
+    """Seconds of the shortest message or call."""
+    rate: float
+    """Bytes a second of each rank that sends."""
+
+    def seconds(self, calls: float, count: float) -> float:
+        """Of ``calls`` one after another that send ``count`` bytes together."""
+        return calls * self.latency + count / self.rate
+
+
+class Links:
+    """The links of a layout on nodes of ``node`` GPUs."""
+
+    def __init__(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> None:
+        self._layout, self._gpu, self._node = layout, gpu, node
+        self._inside = LinkSpeed(gpu.link_latency, gpu.link_rate * gpu.reached.link)
+        self._out = gpu.network_rate * gpu.reached.network
+
+    def ring(self, axis: Axis) -> LinkSpeed:
+        """Of a step of a ring: latency, and bytes a second of a rank."""
+        layout = self._layout
+        stride, size = {"tp": (1, layout.tp), "dp": (layout.tp, layout.dp * layout.cp)}[axis]
+        if stride * size <= self._node:
+            return self._inside
+        groups = min(stride, self._node)  # rings that leave a node, each once; together they have all of its links
+        rate = min(self._inside.rate, self._node * self._out / groups)
+        return LinkSpeed(self._gpu.network_latency, rate)
+
+    def hop(self) -> LinkSpeed:
+        """From a stage to the next one."""
+        if self._layout.world <= self._node:
+            return self._inside
+        return LinkSpeed(self._gpu.network_latency, self._out)

@@ -1,0 +1,134 @@
+"""All layouts of a number of ranks, in two rounds: closed forms for every one of them, then whole plans for the best.
+
+1,024 ranks: 66 grids x ZeRO 0 to 3 x schedules x microbatches x recomputation, a tenth of a millisecond each
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+
+from engine.errors import PlanError
+from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
+from engine.planning.cost_model.layout import Reduction, TrainingLayout
+from engine.planning.cost_model.workload import Recomputation, Workload
+
+RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2))
+"""Kinds and stages a rank that are tried; gpipe and looped-bfs hold more, dualpipe-v waits as long as zb-v."""
+USABLE = 0.94
+"""Part of a GPU's memory that a plan may fill; the rest is for what is not planned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What all layouts have in common."""
+
+    world: int
+    rows: int
+    """Of a step, over all ranks."""
+    node: int
+    """GPUs of a node."""
+    memory_bytes: float
+    """Of a GPU."""
+
+
+def layouts(work: Workload, wish: Wish) -> Iterator[TrainingLayout]:
+    """Every layout that the engine can run: tensor groups within a node, stages of at least one block."""
+    sizes = [size for size in range(1, wish.world + 1) if wish.world % size == 0]
+    for tp, pp in product(sizes, sizes):
+        if wish.world % (tp * pp) or pp > work.blocks or tp > wish.node or work.heads % tp or wish.node % tp:
+            continue
+        dp = wish.world // (tp * pp)
+        if wish.rows % dp == 0:
+            yield from _of_grid(work, TrainingLayout(dp=dp, tp=tp, pp=pp), wish.rows // dp)
+
+
+def _of_grid(work: Workload, grid: TrainingLayout, rows: int) -> Iterator[TrainingLayout]:
+    for micro in (size for size in (1, 2, 4, 8, 16, 32) if rows % size == 0):
+        count = rows // micro
+        for kind, virtual in SCHEDULES if grid.pp > 1 else SCHEDULES[:1]:
+            if _runs(grid.pp, count, kind, virtual, work.blocks):
+                for (stage, reduction), mode in product(_zero(grid.dp), RECOMPUTATIONS):
+                    yield replace(
+                        grid, stage=stage, reduction=reduction, micro=micro, microbatches=count, schedule=kind,
+                        virtual=virtual, recomputation=mode,
+                    )  # fmt: skip
+
+
+def _zero(dp: int) -> tuple[tuple[int, Reduction], ...]:
+    """ZeRO 2 that reduces once a step is ZeRO 1."""
+    return ((0, "step"), (1, "step"), (2, "microbatch"), (3, "step"), (3, "microbatch")) if dp > 1 else ((0, "step"),)
+
+
+def _runs(pp: int, microbatches: int, kind: str, virtual: int, blocks: int) -> bool:
+    if pp * virtual > blocks or (pp > 1 and microbatches < pp):
+        return False
+    return kind != "interleaved" or microbatches % pp == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """What a search has found."""
+
+    tried: int
+    grids: int
+    ranked: tuple[LayoutEstimate, ...]
+    """Those that fit, the fastest first."""
+    smallest: LayoutEstimate
+    """The one that needs the least memory, whether it fits or not."""
+
+
+def search_layouts(work: Workload, model: StepModel, wish: Wish) -> SearchResult:
+    """Rank all layouts by their closed forms.
+
+    Raises:
+        PlanError: no grid of so many ranks can run the model with so many rows.
+    """
+    found = [model.estimate(layout) for layout in layouts(work, wish)]
+    if not found:
+        raise PlanError(
+            f"no grid of {wish.world} ranks divides {wish.rows} rows, {work.heads} heads and {work.blocks} blocks; "
+            f"give another --world, or another --batch, such as {max(1, wish.rows // wish.world) * wish.world}."
+        )
+    limit = USABLE * wish.memory_bytes
+    fit = sorted((one for one in found if one.memory.total <= limit), key=_rank)
+    grids = {(one.layout.dp, one.layout.tp, one.layout.pp) for one in found}
+    return SearchResult(
+        tried=len(found), grids=len(grids), ranked=tuple(fit), smallest=min(found, key=lambda one: one.memory.total)
+    )
+
+
+def _rank(one: LayoutEstimate) -> tuple[float, float]:
+    return one.seconds.total, one.memory.total
+
+
+def nearest(result: SearchResult, layout: TrainingLayout) -> LayoutEstimate | None:
+    """Of the layouts that fit, the fastest of those that change the fewest settings of ``layout``."""
+    return min(result.ranked, key=lambda one: (len(changes(layout, one.layout)), one.seconds.total), default=None)
+
+
+SETTINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "grid": ("dp", "tp", "pp"),
+        "microbatches": ("micro", "microbatches"),
+        "schedule": ("schedule", "virtual"),
+        "zero": ("stage", "reduction"),
+        "recomputation": ("recomputation",),
+        "sequence": ("sequence",),
+    }
+)
+"""What a person changes at once: setting -> fields of a layout."""
+
+
+def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[object, object]]:
+    """Settings that differ, each with its values before and after.
+
+    Another number of data ranks means another number of microbatches, which is no setting of its own.
+    """
+    found: dict[str, tuple[object, object]] = {}
+    for name, members in SETTINGS.items():
+        old, new = (tuple(getattr(each, member) for member in members) for each in (before, after))
+        if old != new and not (name == "microbatches" and before.dp != after.dp and before.micro == after.micro):
+            found[name] = (old[0], new[0]) if len(members) == 1 else (old, new)
+    return found

@@ -1,0 +1,156 @@
+"""What a plan costs on GPUs that are not here: memory of every pipeline rank by kind, and the seconds of a step.
+
+State, gathers, schedule and traffic are the plan's own. What it does not know comes from the cost model: the seconds of
+operators, what a block keeps for its backward, and the speed of links.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.parallel.grid import Coord
+from engine.parallel.pipeline.schedule.simulate import peak_live
+from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
+from engine.planning.cost_model.hardware import GpuSpec
+from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
+from engine.planning.cost_model.links import LinkSpeed
+from engine.planning.cost_model.memory import CHANNEL_BYTES, CONTEXT_BYTES, SLACK, RankMemory, working_bytes
+from engine.planning.cost_model.placement import tensor_groups_cross
+from engine.planning.cost_model.roofline import UPDATE_BYTES, Roofline
+from engine.planning.cost_model.workload import Workload
+from engine.planning.plan import Plan
+from engine.planning.step_time.axis_links import HostLinks, place_axes
+from engine.planning.step_time.prediction import Computation, StepTime, predict_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCosts:
+    """Of one plan on one kind of GPU."""
+
+    layout: TrainingLayout
+    memory: tuple[RankMemory, ...]
+    """Of each pipeline rank; its data and tensor ranks need the same."""
+    time: StepTime
+    closed: LayoutEstimate
+    """The closed form of the same layout."""
+    tokens: int
+    """Of a step."""
+    flops_of_token: float
+    crossing_seconds: float
+    """Seconds a step that a tensor group costs because it crosses nodes; 0 where it does not."""
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank that needs the most."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.tokens / self.time.total / self.layout.world
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOPs of one GPU."""
+        return self.tokens_per_second * self.flops_of_token
+
+
+def planned_layout(plan: Plan) -> TrainingLayout:
+    """The layout that a plan carries out."""
+    config = plan.config
+    return TrainingLayout(
+        dp=config.dp,
+        tp=config.tp,
+        pp=config.pp,
+        stage=config.zero_optimization.stage,
+        reduction=config.zero_optimization.reduce,
+        schedule=config.parallel.schedule if plan.decision is None else plan.schedule.name,
+        virtual=plan.schedule.stages // config.pp,
+        micro=config.micro,
+        microbatches=config.accumulation,
+        recomputation=config.activation_checkpointing.mode,
+        sequence=config.parallel.sequence_parallel or config.tp == 1,  # with one tensor rank it is the same
+    )
+
+
+def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int) -> PlanCosts:
+    """The costs of ``plan`` on nodes of ``node`` GPUs."""
+    layout, traits = planned_layout(plan), EngineTraits()
+    time = _seconds(plan, work, gpu, node, Roofline(work, layout, gpu, traits))
+    crossing = 0.0
+    if tensor_groups_cross(layout.tp, node):
+        inside = _seconds(plan, work, gpu, layout.world, Roofline(work, layout, gpu, traits))
+        crossing = max(0.0, time.communication.get("tp", 0.0) - inside.communication.get("tp", 0.0))
+    return PlanCosts(
+        layout=layout,
+        memory=tuple(_memory(plan, work, layout, pp) for pp in range(layout.pp)),
+        time=time,
+        closed=StepModel(work, gpu, node).estimate(layout),
+        tokens=layout.rows * work.context,
+        flops_of_token=work.flops_of_token(),
+        crossing_seconds=crossing,
+    )
+
+
+def host_links(gpu: GpuSpec, node: int) -> HostLinks:
+    """The links of a cluster of such nodes, as rings use them."""
+    return HostLinks(
+        within=LinkSpeed(gpu.link_latency, gpu.link_rate * gpu.reached.link),
+        between=LinkSpeed(gpu.network_latency, node * gpu.network_rate * gpu.reached.network),
+        direct=False,
+    )
+
+
+def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roofline) -> StepTime:
+    grid, tp = plan.grid(0), plan.config.tp
+    block, head = roofline.block(), roofline.head()
+    hosts = [str(rank // node) for rank in range(grid.world_size)]
+    besides = 1 + gpu.reached.step
+    whole = besides * tp  # of a rank that has the whole model: the rule divides it by the tensor ranks
+    computation = Computation(
+        forward=whole * (work.blocks * block.forward + head / 3),
+        backward=whole * (work.blocks * (block.backward + roofline.recomputed(block)) + head * 2 / 3),
+        update=besides * work.parameters * UPDATE_BYTES / roofline.memory_rate,
+        hides_column_inputs=True,
+    )
+    return predict_step(plan, computation, place_axes(grid, hosts, host_links(gpu, node)))
+
+
+def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int) -> RankMemory:
+    coord = Coord(pp, 0, 0)
+    state: Mapping[str, int] = plan.rank(plan.grid(0).rank_at(pp, 0, 0)).state_bytes
+    wide = 1 if plan.precision.compute is not None and plan.precision.compute.itemsize == 2 else 2
+    kept, logits, again = working_bytes(work, layout)
+    blocks, live = _blocks(plan, work, pp), peak_live(plan.schedule)[pp]
+    activations = wide * kept * blocks * live / len(plan.stages(pp))
+    last = logits if pp == plan.last_rank else 0.0
+    buffers = max(last, wide * again) + _gathered(plan, coord)
+    axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
+    return RankMemory(
+        parameters=state["parameters"] + state["frozen parameters"],
+        gradients=state["gradients"],
+        optimizer=state["master"] + state["optimizer"],
+        activations=activations,
+        buffers=buffers,
+        communication=axes * CHANNEL_BYTES,
+        slack=CONTEXT_BYTES + SLACK * (activations + buffers),
+    )
+
+
+def _blocks(plan: Plan, work: Workload, pp: int) -> float:
+    """Blocks of a pipeline rank, by its share of the calls that begin one."""
+    if plan.cut is None or plan.timeline is None:
+        return work.blocks
+    here = set(plan.stages(pp))
+    begun = [
+        stage for stage, call in zip(plan.cut.stage_of_call, plan.timeline.calls, strict=True) if call.starts_block
+    ]
+    return work.blocks * sum(stage in here for stage in begun) / max(1, len(begun))
+
+
+def _gathered(plan: Plan, coord: Coord) -> float:
+    """Parameters of ZeRO 3 that are whole at a time: a group, and the one that is gathered ahead."""
+    gathers = plan.gathers(coord)
+    if gathers is None:
+        return 0.0
+    whole = [sum(gathers.sizes[index] for index in members) for members in gathers.order.members]
+    return float(max(map(sum, zip(whole, [*whole[1:], 0], strict=True)), default=0))

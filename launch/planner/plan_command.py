@@ -1,0 +1,214 @@
+"""``trine plan``: plans a run on GPUs that are not here, says what it holds and costs, and searches the best layout."""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.config import Config, load_config
+from engine.errors import ConfigError, EngineError, PlanError, first_line
+from engine.launch.planner.plan_report import Planned, as_json, as_text, search_text
+from engine.launch.planner.plan_request import STEP_TOKENS, PlanAsked, read_request
+from engine.planning.cost_model.estimate import StepModel
+from engine.planning.cost_model.layout import TrainingLayout
+from engine.planning.cost_model.search import SearchResult, Wish, nearest, search_layouts
+from engine.planning.cost_model.workload import Workload
+
+if TYPE_CHECKING:
+    from engine.launch.planner.planned_model import PlannedModel
+
+MOST_ACTIONS = 12_000
+"""Forwards of all stages and microbatches in the whole plans of a search together, a millisecond each."""
+
+
+BUCKET = 64_000_000
+"""Elements of a reduction: few calls, whose latency grows with the data ranks."""
+
+
+def run_plan(options: Namespace) -> None:
+    """Run the command.
+
+    Raises:
+        EngineError: the request, the model or the configuration is wrong; one sentence.
+    """
+    if options.calibrate is not None:
+        from engine.launch.planner.calibrate import calibrate
+
+        calibrate(options.calibrate, options.links)
+        return
+    asked = read_request(options)
+    config = None if asked.config is None else load_config(asked.config, asked.world)
+    if options.search:
+        _search(asked, config, options)
+        return
+    planned = _planned(asked, config)
+    if options.out is not None:
+        _write(options.out, planned.settings)
+    print(json.dumps(as_json(planned), indent=2) if options.json else as_text(planned))
+
+
+def _planned(asked: PlanAsked, config: Config | None) -> Planned:
+    """The whole plan of the configuration, or of the fastest layout that fits."""
+    model = _Model(asked)
+    work = model.workload(config)
+    search = None
+    if config is None:
+        search = _searched(asked, work, None)
+        if not search.ranked:
+            raise ConfigError(_nothing_fits(search, asked))
+        settings = settings_of(search.ranked[0].layout)
+        config = load_config(settings, asked.world)
+    else:
+        settings = {}
+    return _costed(asked, model, config, settings)
+
+
+def _costed(asked: PlanAsked, model: "_Model", config: Config, settings: dict[str, Any]) -> Planned:
+    from engine.planning.step_time.plan_costs import plan_costs
+
+    plan = model.built.plan(config)
+    work = model.workload(config)
+    costs = plan_costs(plan, work, asked.gpu, asked.node)
+    result = None
+    if costs.fullest.total > asked.gpu.memory_bytes:
+        result = _searched(asked, work, config)
+    return Planned(
+        asked=asked,
+        plan=plan,
+        costs=costs,
+        settings=settings,
+        fits=result is None,
+        change=nearest(result, costs.layout) if result is not None else None,
+        smallest=result.smallest if result is not None else None,
+    )
+
+
+def _searched(asked: PlanAsked, work: Workload, config: Config | None) -> SearchResult:
+    rows = asked.rows or (config.train_batch_size if config is not None else None) or _usual_rows(asked.world, work)
+    wish = Wish(world=asked.world, rows=rows, node=asked.node, memory_bytes=asked.gpu.memory_bytes)
+    return search_layouts(work, StepModel(work, asked.gpu, asked.node), wish)
+
+
+def _usual_rows(world: int, work: Workload) -> int:
+    """As many rows as give STEP_TOKENS tokens, a multiple of the ranks."""
+    return max(1, round(STEP_TOKENS / work.context / world)) * world
+
+
+def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None:
+    """All layouts by closed forms, whole plans of the best, the winner as a configuration."""
+    model = _Model(asked)
+    found = _searched(asked, model.workload(config), config)
+    if not found.ranked:
+        raise ConfigError(_nothing_fits(found, asked))
+    base = None if asked.config is None else json.loads(asked.config.read_text(encoding="utf-8"))
+    finalists = _finalists(_Finals(asked, model, base), found, options.top)
+    planned = sorted(finalists, key=lambda one: (not one.fits, one.costs.time.total))
+    if not planned:
+        raise PlanError(f"the engine can run none of the fastest layouts; the first: {model.refused[0]}")
+    if options.out is not None:
+        _write(options.out, planned[0].settings)
+    if options.json:
+        shown = {"tried": found.tried, "grids": found.grids, "fit": len(found.ranked)}
+        print(json.dumps(shown | {"finalists": [as_json(one) for one in planned]}, indent=2))
+        return
+    print(search_text(found, planned))
+    print(
+        json.dumps(planned[0].settings, indent=2) if options.out is None else f"{options.out} holds its configuration"
+    )
+
+
+class _Finals(NamedTuple):
+    """What all finalists of a search share."""
+
+    asked: PlanAsked
+    model: "_Model"
+    base: Mapping[str, Any] | None
+    """The given configuration, of which a layout replaces what it decides."""
+
+
+def _finalists(finals: _Finals, found: SearchResult, top: int) -> Iterator[Planned]:
+    """Whole plans of the best layouts, at most two of a grid; those that the engine refuses give way to others."""
+    left, grids, actions = top, dict[tuple[int, int, int], int](), 0
+    for one in found.ranked:
+        layout = one.layout
+        grid = (layout.dp, layout.tp, layout.pp)
+        length = layout.pp * layout.virtual * layout.microbatches
+        if left == 0 or grids.get(grid, 0) == 2 or (actions and actions + length > MOST_ACTIONS):
+            continue
+        settings = settings_of(layout, finals.base)
+        try:
+            made = _costed(finals.asked, finals.model, load_config(settings, finals.asked.world), settings)
+        except EngineError as error:
+            finals.model.refused.append(f"{layout}: {first_line(error)}")
+            if len(finals.model.refused) > 3 * top:
+                return
+            continue
+        grids[grid], actions = grids.get(grid, 0) + 1, actions + length
+        left -= 1
+        yield made
+
+
+def _nothing_fits(found: SearchResult, asked: PlanAsked) -> str:
+    need, have = found.smallest.memory.total / 2**30, asked.gpu.memory_bytes / 2**30
+    return (
+        f"no layout fits: of {found.tried:,} on {asked.world} GPUs the smallest ({found.smallest.layout}) needs "
+        f"{need:.1f} GiB of a GPU, which has {have:.1f}; give more GPUs, or ones with more memory."
+    )
+
+
+def _write(path: Any, settings: dict[str, Any]) -> None:
+    if not settings:
+        raise ConfigError(
+            f"--out {path}: the configuration was given, so there is nothing to write; leave one of them out."
+        )
+    try:
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}; give another place.") from None
+
+
+def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The configuration of ``layout``; what it does not decide is taken from ``base``."""
+    given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
+    parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp}
+    more: dict[str, Any] = {}
+    if layout.tp > 1:
+        more["sequence_parallel"] = layout.sequence
+    if layout.pp > 1:
+        more |= {"schedule": layout.schedule, "virtual_stages": layout.virtual}
+    zero: dict[str, Any] = {"stage": layout.stage} | ({"reduce_bucket_size": BUCKET} if layout.dp > 1 else {})
+    if layout.stage >= 2:
+        zero["reduce"] = layout.reduction
+    return given | {
+        "train_batch_size": layout.rows,
+        "train_micro_batch_size_per_gpu": layout.micro,
+        "gradient_accumulation_steps": layout.microbatches,
+        "parallel": {**given.get("parallel", {}), **parallel, **more},
+        "zero_optimization": {**given.get("zero_optimization", {}), **zero},
+        "activation_checkpointing": {"mode": layout.recomputation},
+    }
+
+
+class _Model:
+    """The model, built when it is first needed: sizes that are known need no torch."""
+
+    def __init__(self, asked: PlanAsked) -> None:
+        self.refused: list[str] = []
+        """Layouts that the engine refuses, each with its reason."""
+        self._asked = asked
+        self._built: PlannedModel | None = None
+
+    @property
+    def built(self) -> "PlannedModel":
+        """On the meta device."""
+        if self._built is None:
+            from engine.launch.planner.planned_model import build_model
+
+            self._built = build_model(self._asked.model)
+        return self._built
+
+    def workload(self, config: Config | None) -> Workload:
+        """From its sizes, or from a forward on shapes."""
+        if self._asked.model.shape is not None:
+            return self._asked.model.shape.workload()
+        return self.built.workload(config or load_config(settings_of(TrainingLayout()), 1))

@@ -1,0 +1,185 @@
+"""What ``trine plan`` says: memory by kind, bytes by axis, seconds, rates, price, verdict; as text and as JSON."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from engine.launch.planner.plan_request import PlanAsked
+from engine.planning.cost_model.estimate import LayoutEstimate
+from engine.planning.cost_model.memory import RankMemory
+from engine.planning.cost_model.placement import placement_picture
+from engine.planning.cost_model.search import SearchResult, changes
+
+if TYPE_CHECKING:
+    from engine.planning.plan import Plan
+    from engine.planning.step_time.plan_costs import PlanCosts
+
+GIB = 2**30
+PICTURED = 16
+"""Most nodes that are shown one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan with its costs."""
+
+    asked: PlanAsked
+    plan: "Plan"
+    costs: "PlanCosts"
+    settings: dict[str, Any]
+    """The configuration, where it was not given."""
+    fits: bool
+    change: LayoutEstimate | None
+    """The nearest layout that fits, if this one does not and there is one."""
+    smallest: LayoutEstimate | None
+    """The layout that needs the least, if this one does not fit."""
+
+
+def as_text(planned: Planned) -> str:
+    """The banner of the plan, then its costs."""
+    from engine.reporting.banner import banner_text
+
+    lines = [banner_text(planned.plan, "no device: a plan")]
+    lines += [f"  {name:<10} {text}" for name, text in _cost_lines(planned)]
+    return "\n".join(lines)
+
+
+def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
+    asked, costs, gpu = planned.asked, planned.costs, planned.asked.gpu
+    yield "gpu", f"{asked.world} x {gpu.name}, {asked.node} a node"
+    if asked.world <= PICTURED * asked.node and asked.world > asked.node:
+        picture = placement_picture(planned.plan.grid(0), asked.node)
+        yield "placement", picture.replace("\n", "\n" + 13 * " ")
+    fullest = max(range(len(costs.memory)), key=lambda pp: costs.memory[pp].total)
+    for pp in sorted({0, fullest}):
+        where = f"pipeline rank {pp}: " if len(costs.memory) > 1 else ""
+        yield "memory", f"{where}{_memory_text(costs.memory[pp])}"
+    parts: dict[str, float] = {"computation": costs.time.computation, "bubble": costs.time.bubble}
+    parts |= {axis: seconds for axis, seconds in costs.time.communication.items()}
+    shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds >= 5e-4 * costs.time.total)
+    yield "step", f"{costs.time.total:.3g} s predicted ({shown}); closed form {costs.closed.seconds.total:.3g} s"
+    yield (
+        "speed",
+        (
+            f"{costs.tokens_per_second:,.0f} tokens/s a GPU, {costs.flops_per_second / 1e12:.3g} TFLOP/s, "
+            f"MFU {costs.flops_per_second / gpu.bf16_rate:.1%} of {gpu.bf16_rate / 1e12:.4g} TFLOP/s (dense)"
+        ),
+    )
+    if asked.dollars is not None:
+        yield "price", f"${_price(planned):,.2f} for a billion tokens at ${asked.dollars:g} a GPU and hour"
+    if costs.crossing_seconds:
+        yield (
+            "warning",
+            (
+                f"tensor groups of {costs.layout.tp} cross nodes of {asked.node} GPUs, which costs "
+                f"{costs.crossing_seconds:.3g} s of every step"
+            ),
+        )
+    yield "fits", _verdict(planned)
+
+
+def _memory_text(memory: RankMemory) -> str:
+    kinds = ", ".join(f"{name} {value / GIB:.2f}" for name, value in _kinds(memory).items() if value)
+    return f"{memory.total / GIB:.2f} GiB ({kinds})"
+
+
+def _kinds(memory: RankMemory) -> dict[str, float]:
+    return {entry.name: getattr(memory, entry.name) for entry in fields(memory)}
+
+
+def _price(planned: Planned) -> float:
+    return (planned.asked.dollars or 0.0) / 3600 * 1e9 / planned.costs.tokens_per_second
+
+
+def _verdict(planned: Planned) -> str:
+    need, have = planned.costs.fullest.total / GIB, planned.asked.gpu.memory_bytes / GIB
+    if planned.fits:
+        return f"yes: {need:.1f} of {have:.1f} GiB"
+    text = f"no: {need:.1f} of {have:.1f} GiB"
+    if planned.change is None:
+        least = planned.smallest.memory.total / GIB if planned.smallest else 0.0
+        return f"{text}; no layout of these GPUs does, the smallest needs {least:.1f} GiB"
+    before, after = planned.costs.layout, planned.change.layout
+    steps = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes(before, after).items())
+    cost = f"{planned.change.memory.total / GIB:.1f} GiB, {planned.change.seconds.total:.3g} s"
+    return f"{text}; the nearest that does: {steps} ({cost})"
+
+
+def as_json(planned: Planned) -> dict[str, Any]:
+    """The same for programs; bytes, seconds."""
+    costs, asked = planned.costs, planned.asked
+    traffic = planned.plan.rank(0).traffic
+    found: dict[str, Any] = {
+        "gpu": asked.gpu.name,
+        "world": asked.world,
+        "gpus_of_a_node": asked.node,
+        "layout": str(costs.layout),
+        "memory_bytes": [{**_kinds(rank), "total": rank.total} for rank in costs.memory],
+        "gpu_memory_bytes": asked.gpu.memory_bytes,
+        "fits": planned.fits,
+        "sent_bytes": [
+            {"axis": row.axis, "what": row.label, "calls": row.calls, "bytes": row.bytes} for row in traffic
+        ],
+        "step_seconds": costs.time.total,
+        "seconds": {
+            "computation": costs.time.computation, "bubble": costs.time.bubble, **costs.time.communication,
+        },
+        "closed_form_seconds": costs.closed.seconds.total,
+        "tokens_per_second_of_a_gpu": costs.tokens_per_second,
+        "flops_per_second": costs.flops_per_second,
+        "mfu": costs.flops_per_second / asked.gpu.bf16_rate,
+        "crossing_seconds": costs.crossing_seconds,
+    }  # fmt: skip
+    if asked.dollars is not None:
+        found["dollars_per_billion_tokens"] = _price(planned)
+    if planned.change is not None:
+        found["nearest_that_fits"] = {
+            name: {"from": old, "to": new} for name, (old, new) in changes(costs.layout, planned.change.layout).items()
+        }
+    if planned.settings:
+        found["config"] = planned.settings
+    return found
+
+
+def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
+    """The finalists, and why the first is first."""
+    lines = [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]
+    for one in planned:
+        costs = one.costs
+        fits = "" if one.fits else ", does not fit"
+        lines.append(
+            f"  {costs.time.total:8.3f} s  MFU {costs.flops_per_second / one.asked.gpu.bf16_rate:5.1%}  "
+            f"{costs.fullest.total / GIB:6.1f} GiB  {costs.layout}{fits}"
+        )
+    return "\n".join([*lines, "why", *(f"  {line}" for line in _reasons(found, planned))])
+
+
+def _reasons(found: SearchResult, planned: Sequence[Planned]) -> Iterator[str]:
+    """Why the first is first, in three lines: where its time goes, what the next grid loses, how many fit."""
+    best = planned[0].costs
+    parts = _parts(best)
+    shown = ", ".join(
+        f"{name} {seconds / best.time.total:.0%}"
+        for name, seconds in sorted(parts.items(), key=lambda pair: -pair[1])
+        if seconds >= 0.005 * best.time.total
+    )
+    yield f"{best.time.total:.3g} s a step, of which {shown}; it fills {best.fullest.total / GIB:.1f} GiB of a GPU"
+    other = next((one.costs for one in planned if one.fits and _grid(one) != _grid(planned[0])), None)
+    if other is None:
+        yield "no plan of another grid was made that fits"
+    else:
+        lost = {name: seconds - parts.get(name, 0.0) for name, seconds in _parts(other).items()}
+        worst = max(lost, key=lambda name: lost[name])
+        slower = other.time.total / best.time.total - 1
+        yield f"the next grid is {slower:.1%} slower: {other.layout}; it spends {lost[worst]:+.3g} s on {worst}"
+    yield f"{len(found.ranked):,} of {found.tried:,} layouts of {found.grids} grids fit in closed form"
+
+
+def _parts(costs: "PlanCosts") -> dict[str, float]:
+    axes = {f"{axis} traffic": seconds for axis, seconds in costs.time.communication.items()}
+    return {"computation": costs.time.computation, "bubble": costs.time.bubble, **axes}
+
+
+def _grid(one: Planned) -> tuple[int, int, int]:
+    layout = one.costs.layout
+    return layout.dp, layout.tp, layout.pp

@@ -1,0 +1,204 @@
+"""What ``trine plan`` was asked: the model, the machine, the batch. Read and checked without torch."""
+
+import json
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from engine.config import load_config
+from engine.errors import ConfigError, GridError
+from engine.planning.cost_model.decoder_shape import DecoderShape, decoder_shape_of, is_model_config
+from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
+
+STEP_TOKENS = 1 << 22
+"""Of a step for which nobody has said how many rows it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """Where the model comes from; exactly one of the first three."""
+
+    folder: Path | None = None
+    """With a ``config.json`` of Hugging Face."""
+    function: str | None = None
+    """``module:function`` that builds it."""
+    decoder: DecoderShape | None = None
+    """Sizes of the built-in decoder."""
+    shape: DecoderShape | None = None
+    """Sizes, where they are known without building it."""
+    context: int | None = None
+    """Tokens of a row, where they were given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAsked:
+    """The request of one command."""
+
+    model: ModelSource
+    world: int
+    node: int
+    """GPUs of a node."""
+    gpu: GpuSpec
+    config: Path | None
+    rows: int | None
+    """Of a step; None: those of the configuration, or as many as give STEP_TOKENS tokens."""
+    dollars: float | None
+    """Of a GPU and hour."""
+
+
+def add_plan_options(command: ArgumentParser) -> None:
+    """Add the arguments of ``trine plan``."""
+    command.add_argument("model", nargs="?", metavar="MODEL", help=(
+        "Hugging Face folder or config.json, module:function, or nothing: the built-in decoder of the sizes below"
+    ))  # fmt: skip
+    command.add_argument("config", nargs="?", metavar="CONFIG", help=(
+        "JSON configuration of the run; without it the fastest layout that fits is planned"
+    ))  # fmt: skip
+    command.add_argument("--world", type=int, help="number of GPUs (processes)")
+    command.add_argument(
+        "--nodes", metavar="NxG", help="nodes x GPUs of each, such as 16x8 (default: as the GPU is sold)"
+    )
+    command.add_argument("--gpu", default="h100", help=f"{', '.join(known_gpus())}, or a JSON file (default h100)")
+    command.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU in GiB, in place of its own")
+    command.add_argument("--batch", type=int, metavar="ROWS", help="rows of a step, all ranks together")
+    command.add_argument("--price", type=float, metavar="DOLLARS", help="dollars of a GPU and hour")
+    sizes = command.add_argument_group("sizes of the built-in decoder; --context also cuts the rows of any model")
+    for name, text in _SIZES.items():
+        sizes.add_argument(f"--{name}", type=int, help=text)
+    command.add_argument("--search", action="store_true", help="rank all grids x ZeRO x schedules x microbatches")
+    command.add_argument("--top", type=int, default=4, help="layouts whose whole plan is made in a search (default 4)")
+    command.add_argument("--out", type=Path, metavar="FILE", help="write the planned JSON configuration")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--calibrate", type=Path, metavar="FILE", help=(
+        "measure products, attention and passes over memory here, and write such a file for --gpu"
+    ))  # fmt: skip
+    command.add_argument("--links", type=Path, metavar="FILE", help=(
+        "with --calibrate: what trine doctor --json FILE has measured of the links of a job, by axis"
+    ))  # fmt: skip
+
+
+_SIZES = {
+    "layers": "blocks (default 8)",
+    "width": "width between blocks (default 256)",
+    "heads": "attention heads (default 4)",
+    "context": "tokens of a row (default 128)",
+    "vocabulary": "tokens of the vocabulary (default 256)",
+}
+_DEFAULTS = {"layers": 8, "width": 256, "heads": 4, "context": 128, "vocabulary": 256}
+
+
+def read_request(options: Namespace) -> PlanAsked:
+    """The request, checked.
+
+    Raises:
+        ConfigError, GridError: one sentence about what does not exist or does not fit.
+    """
+    model, config = options.model, options.config
+    if model is not None and config is None and _is_run_config(model):
+        model, config = None, model  # trine plan config.json: the built-in decoder
+    gpu = load_gpu(options.gpu)
+    if options.memory is not None:
+        if not 1 <= options.memory <= 4096:
+            raise ConfigError(f"--memory {options.memory:g}: a GPU has from 1 to 4096 GiB; give such a number.")
+        gpu = replace(gpu, memory_bytes=options.memory * 2**30)
+    known = None if config is None else load_config(config, options.world).parallel.gpus_per_node
+    world, node = _sizes(options.world, options.nodes, known or int(gpu.gpus_per_node))
+    for flag in ("batch", "price", "top"):
+        if (value := getattr(options, flag)) is not None and value <= 0:
+            raise ConfigError(f"--{flag} {value:g}: it must be above 0; give such a number, or leave it out.")
+    return PlanAsked(
+        model=_model(model, options),
+        world=world,
+        node=node,
+        gpu=gpu,
+        config=None if config is None else Path(config),
+        rows=options.batch,
+        dollars=options.price,
+    )
+
+
+def _is_run_config(name: str) -> bool:
+    path = Path(name)
+    return path.suffix == ".json" and path.is_file() and not is_model_config(_json(path))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); give a folder or file that is whole.") from None
+
+
+def _sizes(world: int | None, nodes: str | None, usual: int) -> tuple[int, int]:
+    """The GPUs, and those of a node."""
+    if nodes is not None:
+        read = re.fullmatch(r"([1-9]\d*)[x*]([1-9]\d*)", nodes)
+        if read is None:
+            raise GridError(f"--nodes {nodes}: it is nodes x GPUs of each; write it as 16x8.")
+        count, usual = int(read[1]), int(read[2])
+        if world is not None and world != count * usual:
+            raise GridError(
+                f"--world {world} is not --nodes {nodes} = {count * usual} GPUs; give one of them, or equal ones."
+            )
+        world = count * usual
+    if world is None:
+        raise GridError("neither --world nor --nodes is given; a plan is for a number of GPUs, so give --world N.")
+    if world < 1:
+        raise GridError(f"--world {world}: a plan is for 1 GPU or more; give such a number.")
+    if world > usual and world % usual:
+        raise GridError(
+            f"--world {world} does not fill nodes of {usual} GPUs; give a multiple of {usual}, or other --nodes NxG."
+        )
+    return world, min(usual, world)
+
+
+def _model(name: str | None, options: Namespace) -> ModelSource:
+    given = {size: getattr(options, size) for size in _SIZES}
+    for size, value in given.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{size} {value}: a model has at least 1; give such a number.")
+    if name is None:
+        sizes = {size: _DEFAULTS[size] if value is None else value for size, value in given.items()}
+        if sizes["width"] % sizes["heads"]:
+            raise ConfigError(
+                f"--width {sizes['width']} is not divisible by --heads {sizes['heads']}; give a multiple."
+            )
+        shape = DecoderShape(
+            layers=sizes["layers"],
+            width=sizes["width"],
+            heads=sizes["heads"],
+            vocabulary=sizes["vocabulary"],
+            context=sizes["context"],
+        )
+        return ModelSource(decoder=shape, shape=shape, context=shape.context)
+    if odd := [f"--{size}" for size in _SIZES if size != "context" and given[size] is not None]:
+        raise ConfigError(f"{', '.join(odd)} is for the built-in decoder, and MODEL is {name}; leave one of them out.")
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        return _from_folder(path, given["context"])
+    if re.fullmatch(r"[\w.]+:\w+", name):
+        return ModelSource(function=name, context=given["context"])
+    raise ConfigError(
+        f"MODEL {name} is no folder, no .json file and no module:function; give one of them, or sizes such as --layers."
+    )
+
+
+def _from_folder(path: Path, context: int | None) -> ModelSource:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file() and file == path:
+        raise ConfigError(f"{path} does not exist; give the folder of a Hugging Face model, or its config.json.")
+    if not file.is_file():
+        raise ConfigError(f"{path} has no config.json, which says what the model is; give the folder of a whole model.")
+    raw = _json(file)
+    if not is_model_config(raw):
+        raise ConfigError(
+            f"{file} describes no model (it has no model_type); give the config.json of a Hugging Face model."
+        )
+    text: Mapping[str, Any] = raw.get("text_config") or raw
+    shape = decoder_shape_of(text)
+    if shape is not None:
+        shape = replace(shape, context=context or shape.context)
+    return ModelSource(folder=file.parent, shape=shape, context=context)

@@ -1,0 +1,171 @@
+"""The model of a plan, on the meta device: from a Hugging Face folder, a function, or sizes. Needs torch."""
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.config import Config
+from engine.errors import EngineError, PlanError, first_line
+from engine.kernels.device import find_accelerator
+from engine.launch.planner.plan_request import ModelSource
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.planning.analysis import PlanRequest
+from engine.planning.cost_model.decoder_shape import DecoderShape
+from engine.planning.cost_model.workload import Workload
+from engine.planning.plan import Plan, build_plan, stages_wanted
+from engine.planning.profile_calls import needs_profiling, profile_run
+from engine.planning.step_time.traced_workload import traced_workload
+from engine.precision.dtypes import make_precision
+from engine.program.batch import Batch, map_tensors
+from engine.program.loss import LossFunction
+from engine.program.program import Program
+
+KNOWN_STYLES: Mapping[str, Mapping[str, str]] = {
+    "decoder": {
+        "tokens": "vocabulary", "*.query": "column", "*.key": "column", "*.value": "column", "*.output": "row",
+        "*.up": "column", "*.down": "row", "head": "vocabulary",
+    },
+    "llama": {
+        "*embed_tokens": "vocabulary", "*.q_proj": "column", "*.k_proj": "column", "*.v_proj": "column",
+        "*.o_proj": "row", "*.gate_proj": "column", "*.up_proj": "column", "*.down_proj": "row",
+        "lm_head": "vocabulary",
+    },
+}  # fmt: skip
+"""Tensor plans of families whose search would take long; the search finds the same ones."""
+KNOWN_NOTE = "tensor: the known plan of this family, not searched here; training searches and proves its own"
+LIKE_LLAMA = ("llama", "mistral", "qwen2", "olmo2", "smollm3", "granite")
+WIDE = 1024
+"""Width from which a known plan takes the place of the search."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """A model whose parameters have shapes alone, and what a plan of it needs besides."""
+
+    model: nn.Module
+    loss_fn: LossFunction | None
+    row: Batch
+    """One row of a batch, on the meta device."""
+    styles: Mapping[str, str] | None
+    """A tensor plan that needs no search; None: it is searched."""
+
+    def plan(self, config: Config) -> Plan:
+        """The plan that the engine would run."""
+        styles = self.styles if config.tp > 1 and config.parallel.tensor_plan == "auto" else None
+        if styles is not None:
+            config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, verify_plan=False))
+        program = self._program(config)
+        example = map_tensors(self.row, lambda row: row.new_empty((config.micro, *row.shape[1:])))
+        costs = None
+        if needs_profiling(config):
+            device = torch.device(find_accelerator() or "cpu")
+            costs = profile_run(program, example, config, stages_wanted(config), device)
+        plan = build_plan(config, PlanRequest(program, example, costs=costs))
+        if styles is None:
+            return plan
+        notes = [note for note in plan.notes if not note.startswith("parallel.tensor_plan is not proven")]
+        return replace(plan, notes=(*notes, KNOWN_NOTE))
+
+    def workload(self, config: Config) -> Workload:
+        """The workload, from one forward on shapes."""
+        return traced_workload(self._program(config), self.row)
+
+    def _program(self, config: Config) -> Program:
+        return Program(self.model, self.loss_fn, make_precision(config, self.model), torch.device("cpu"))
+
+
+def build_model(source: ModelSource) -> PlannedModel:
+    """Build the model on the meta device.
+
+    Raises:
+        PlanError: it cannot be built there; says why.
+    """
+    if source.decoder is not None:
+        return _decoder(source.decoder)
+    name = source.function or str(source.folder)
+    try:
+        with torch.device("meta"):
+            made = _called(source.function) if source.function else _of_folder(source.folder or Path())
+    except EngineError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"MODEL {name} cannot be built on the meta device ({type(error).__name__}: {first_line(error)}); build it "
+            "without reading or computing values, under torch.device('meta')."
+        ) from error
+    model, row = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"MODEL {name} gives a {type(model).__name__}; return an nn.Module, or (module, one row of a batch)."
+        )
+    if row is None:
+        row = _token_row(model, source, name)
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    wide = source.shape is not None and source.shape.width >= WIDE
+    styles = _present(model, KNOWN_STYLES["llama"]) if wide and family in LIKE_LLAMA else None
+    return PlannedModel(model=model, loss_fn=None, row=row, styles=styles)
+
+
+def _decoder(shape: DecoderShape) -> PlannedModel:
+    sizes = DecoderConfig(
+        vocabulary=shape.vocabulary, layers=shape.layers, width=shape.width, heads=shape.heads, context=shape.context
+    )
+    with torch.device("meta"):
+        model = Decoder(sizes)
+    styles = KNOWN_STYLES["decoder"] if shape.width >= WIDE else None
+    return PlannedModel(model=model, loss_fn=loss_sum, row=_tokens(shape.context), styles=styles)
+
+
+def _tokens(context: int) -> Batch:
+    ids = torch.empty((1, context), dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def _token_row(model: nn.Module, source: ModelSource, name: str) -> Batch:
+    config = getattr(model, "config", None)
+    context = source.context or (source.shape.context if source.shape else None)
+    context = context or getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if config is None or not isinstance(context, int):
+        raise PlanError(f"MODEL {name} does not say what its rows are; return (module, one row of a batch) from it.")
+    return _tokens(context)
+
+
+def _called(function: str) -> Any:
+    module, _, name = function.partition(":")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), name)()
+    finally:
+        sys.path.remove("")
+
+
+def _of_folder(folder: Path) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise PlanError(
+            "transformers is not installed, which builds Hugging Face models; run: pip install transformers."
+        ) from None
+    config = transformers.AutoConfig.from_pretrained(folder)
+    made: Any = None
+    if config.architectures and hasattr(transformers, config.architectures[0]):
+        made = getattr(transformers, config.architectures[0])(config)
+    else:
+        kinds = [getattr(transformers, f"AutoModelFor{task}") for task in ("CausalLM", "Seq2SeqLM", "MaskedLM")]
+        kind = next((kind for kind in kinds if type(config) in kind._model_mapping), transformers.AutoModel)
+        made = kind.from_config(config)
+    model: nn.Module = made.train()
+    return model
+
+
+def _present(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """The styles whose patterns match a module."""
+    names = [name for name, _ in model.named_modules()]
+    return {pattern: style for pattern, style in styles.items() if any(fnmatchcase(name, pattern) for name in names)}

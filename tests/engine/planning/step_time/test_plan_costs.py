@@ -1,0 +1,91 @@
+"""Costs of a whole plan: states are its own, ranks differ by stage, tensor groups that cross nodes have a price."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from engine.config import load_config
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.planning.analysis import PlanRequest
+from engine.planning.cost_model.decoder_shape import DecoderShape
+from engine.planning.cost_model.hardware import load_gpu
+from engine.planning.cost_model.workload import Workload
+from engine.planning.plan import Plan, build_plan
+from engine.planning.step_time.plan_costs import plan_costs, planned_layout
+from engine.planning.step_time.traced_workload import traced_workload
+from engine.precision.dtypes import make_precision
+from engine.program.program import Program
+
+SHAPE = DecoderShape(layers=4, width=64, heads=4, vocabulary=256, context=32)
+GPU = load_gpu("h100")
+STYLES = {
+    "tokens": "vocabulary", "*.query": "column", "*.key": "column", "*.value": "column", "*.output": "row",
+    "*.up": "column", "*.down": "row", "head": "vocabulary",
+}  # fmt: skip
+
+
+def program() -> Program:
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(layers=4, width=64, heads=4, context=32))
+    config = load_config({"train_batch_size": 1, "bf16": {"enabled": True}}, 1)
+    return Program(model, loss_sum, make_precision(config, model), torch.device("cpu"))
+
+
+@cache
+def planned(pp: int, dp: int, tp: int, stage: int = 1, node: int | None = None) -> Plan:
+    grid = {"data": dp, "tensor": tp, "pipeline": pp, "gpus_per_node": node}
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "bf16": {"enabled": True},
+        "parallel": {**grid, "tensor_plan": STYLES, "verify_plan": False},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW"},
+    }
+    ids = torch.empty((2, 32), dtype=torch.int64, device="meta")
+    return build_plan(load_config(settings, pp * dp * tp), PlanRequest(program(), {"input_ids": ids, "labels": ids}))
+
+
+def test_32_workers_on_8_nodes_of_4() -> None:
+    plan = planned(4, 2, 4)
+    costs = plan_costs(plan, SHAPE.workload(), GPU, 4)
+    assert (costs.layout.pp, costs.layout.dp, costs.layout.tp) == (4, 2, 4) and costs.layout == planned_layout(plan)
+    for pp, memory in enumerate(costs.memory):
+        state = plan.rank(plan.grid(0).rank_at(pp, 0, 0)).state_bytes
+        assert memory.parameters == state["parameters"] and memory.gradients == state["gradients"]
+        assert memory.optimizer == state["master"] + state["optimizer"]
+    held = [memory.activations for memory in costs.memory]
+    assert held == [pytest.approx(held[-1] * live) for live in (4, 3, 2, 1)]  # 1f1b, one block a stage
+    assert costs.crossing_seconds == 0
+    assert costs.tokens == 2 * 2 * 4 * 32
+    assert costs.time.total == pytest.approx(costs.tokens / costs.tokens_per_second / 32)
+
+
+def test_a_tensor_group_that_crosses_nodes_has_a_price() -> None:
+    costs = plan_costs(planned(4, 2, 4), SHAPE.workload(), GPU, 2)
+    inside = plan_costs(planned(4, 2, 4), SHAPE.workload(), GPU, 4)
+    assert costs.crossing_seconds > 0
+    assert costs.time.communication["tp"] > inside.time.communication["tp"]
+
+
+@pytest.mark.parametrize(("node", "noted"), [(None, 0), (4, 0), (2, 1)])
+def test_a_run_notes_a_tensor_group_that_crosses(node: int | None, noted: int) -> None:
+    notes = planned(1, 1, 4, node=node).notes
+    assert sum("groups of 4 ranks cross nodes of 2 GPUs" in note for note in notes) == noted
+
+
+def test_sharded_parameters_are_gathered_into_buffers() -> None:
+    whole, sharded = (plan_costs(planned(1, 4, 1, stage), SHAPE.workload(), GPU, 4).memory[0] for stage in (1, 3))
+    assert sharded.buffers > whole.buffers and sharded.parameters * 4 == pytest.approx(whole.parameters, rel=0.02)
+
+
+def test_a_traced_workload_is_that_of_the_sizes() -> None:
+    ids = torch.empty((1, 32), dtype=torch.int64, device="meta")
+    found: Workload = traced_workload(program(), {"input_ids": ids, "labels": ids})
+    known = SHAPE.workload()
+    assert found.flops_of_token() == pytest.approx(known.flops_of_token())
+    assert (found.blocks, found.context, found.width) == (4, 32, 64)
+    extras = 4 * (9 + 4) * 64 + 32 * 64 + 2 * 64  # biases and norms of blocks, positions, last norm
+    assert found.parameters == known.parameters + extras
+    assert found.attention == known.attention

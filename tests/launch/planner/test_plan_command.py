@@ -1,0 +1,157 @@
+"""``trine plan``: what it prints for each kind of model, and each mistake in a sentence, most of them without torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import load_config
+from engine.launch.cli import main
+
+ROOT = Path(__file__).parents[3]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 64,
+    "intermediate_size": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+GRID = {
+    "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "bf16": {"enabled": True},
+    "parallel": {"tensor": 2, "pipeline": 2}, "zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    assert main(["plan", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["plan", *map(str, arguments)]) == 1
+    return capsys.readouterr().err.strip()
+
+
+def test_a_folder_with_a_configuration(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps(GRID))
+    found = planned(capsys, llama, config, "--nodes", "2x4", "--gpu", "a100", "--price", "2")
+    assert (found["gpu"], found["world"], found["gpus_of_a_node"]) == ("NVIDIA A100 SXM4 80 GB", 8, 4)
+    assert found["fits"] and len(found["memory_bytes"]) == 2
+    assert {row["axis"] for row in found["sent_bytes"]} == {"dp", "tp", "pp", "replica", "world"}
+    assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
+    assert found["dollars_per_billion_tokens"] == pytest.approx(2 / 3600 * 1e9 / found["tokens_per_second_of_a_gpu"])
+    assert "config" not in found
+
+
+def test_a_folder_alone(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, llama, "--world", 16, "--gpu", "h100", "--context", 32)
+    config = load_config(found["config"], 16)
+    assert config.dp * config.tp * config.pp == 16 and config.train_batch_size == (1 << 22) // 32
+
+
+def test_the_built_in_decoder_prints_the_plan_and_its_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--layers", 2, "--width", 64, "--heads", 2, "--context", 32, "--vocabulary", 64)
+    assert main(["plan", *map(str, sizes), "--world", "16", "--batch", "64", "--price", "1"]) == 0
+    text = capsys.readouterr().out
+    names = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert names[:2] == ["grid", "model"]
+    costs = ["gpu", "placement", "memory", "step", "speed", "price", "fits"]
+    assert [name for name in dict.fromkeys(names) if name in costs] == costs
+    assert "64 rows" in text and "16 x NVIDIA H100 SXM5 80 GB, 8 a node" in text
+
+
+def test_a_search_writes_a_configuration_that_loads(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "best.json"
+    assert main(["plan", str(llama), "--world", "8", "--batch", "32", "--search", "--top", "2", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "whole plans of 2" in text
+    why = text[text.index("\nwhy\n") :].splitlines()[2:5]
+    assert "s a step, of which " in why[0] and "grid" in why[1] and "fit in closed form" in why[2]
+    config = load_config(out, 8)
+    assert config.train_batch_size == 32 and config.dp * config.tp * config.pp == 8
+    found = planned(capsys, llama, "--world", 8, "--batch", 32, "--search", "--top", 2)
+    assert found["finalists"][0]["config"] == json.loads(out.read_text())
+    assert planned(capsys, llama, out, "--world", 8)["step_seconds"] == found["finalists"][0]["step_seconds"]
+
+
+def test_what_does_not_fit_says_what_would(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = {**LLAMA, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 50000}
+    (llama / "config.json").write_text(json.dumps(raw))
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps({**GRID, "parallel": {}, "zero_optimization": {"stage": 0}}))
+    found = planned(capsys, llama, config, "--world", 8, "--memory", 2)
+    assert not found["fits"] and found["nearest_that_fits"]
+    assert main(["plan", str(llama), str(config), "--world", "8", "--memory", "2"]) == 0
+    assert "no: " in (text := capsys.readouterr().out) and "the nearest that does: " in text
+
+
+def test_a_function_builds_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine_to_plan.py").write_text(
+        "import torch\nfrom torch import nn\n\n\ndef build():\n"
+        "    row = {'input': torch.zeros(1, 8)}\n"
+        "    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4))), row\n\n\n"
+        "def broken():\n    return nn.Linear(2, 2).weight.sum().item()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = planned(capsys, "mine_to_plan:build", "--world", 2, "--batch", 4)
+    assert found["world"] == 2 and found["flops_per_second"] > 0
+    text = refused(capsys, "mine_to_plan:broken", "--world", 2)
+    assert text.startswith("MODEL mine_to_plan:broken cannot be built on the meta device (RuntimeError: ")
+
+
+MISTAKES: dict[tuple[str, ...], str] = {
+    ("--world", "8", "--gpu", "h1000"): "--gpu h1000: there is no such kind of GPU",
+    ("--world", "8", "--memory", "0.1"): "--memory 0.1: a GPU has from 1 to 4096 GiB",
+    ("--world", "12"): "--world 12 does not fill nodes of 8 GPUs",
+    ("--world", "0"): "--world 0: a plan is for 1 GPU or more",
+    (): "neither --world nor --nodes is given",
+    ("--nodes", "3"): "--nodes 3: it is nodes x GPUs of each",
+    ("--nodes", "2x4", "--world", "9"): "--world 9 is not --nodes 2x4 = 8 GPUs",
+    ("--world", "8", "--batch", "0"): "--batch 0: it must be above 0",
+    ("--world", "8", "--width", "65"): "--width 65 is not divisible by --heads 4",
+    ("--world", "8", "--layers", "-1"): "--layers -1: a model has at least 1",
+    ("--world", "8", "no/config.json"): "no/config.json does not exist",
+    ("--world", "8", "what"): "MODEL what is no folder, no .json file and no module:function",
+    ("--world", "8", "a:b", "--layers", "3"): "--layers is for the built-in decoder",
+    ("--world", "8", "--memory", "1"): "no layout fits: of ",
+}
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), MISTAKES.items(), ids=[" ".join(given) for given in MISTAKES])
+def test_mistakes(arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, *arguments)
+    assert text.startswith(sentence) and "\n" not in text and text.endswith(".")
+
+
+def test_folders_without_a_model(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (llama / "config.json").write_text("{}")
+    assert "describes no model" in refused(capsys, llama, "--world", 8)
+    (llama / "config.json").write_text("{")
+    assert "cannot be read as JSON" in refused(capsys, llama, "--world", 8)
+    (llama / "config.json").unlink()
+    assert "has no config.json" in refused(capsys, llama, "--world", 8)
+
+
+def test_mistakes_are_found_without_torch() -> None:
+    code = """
+import sys
+from engine.launch.cli import main
+for line in ("--gpu x", "--world 12", "--world 8 no/config.json", "--world 8 --memory 1"):
+    assert main(["plan", *line.split()]) == 1
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
