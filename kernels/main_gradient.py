@@ -24,9 +24,6 @@ class OpenSum(NamedTuple):
 class MainGradient(Protocol):
     """The main gradient of one parameter."""
 
-    def use(self) -> None:
-        """A product of a forward has taken the parameter."""
-
     def begin(self, node: Any | None) -> OpenSum | None:
         """The sum to add to in the running backward; None: the gradient has to be made and returned.
 
@@ -59,10 +56,7 @@ class MainGradients:
         if torch.compiler.is_compiling() or not self._of or not weight.requires_grad:
             return None
         parameter, main = self._of.get(id(weight), (None, None))
-        if parameter is not weight or main is None:
-            return None
-        main.use()
-        return main
+        return main if parameter is weight else None
 
 
 def is_executed(node: Any) -> bool:

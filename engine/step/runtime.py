@@ -82,7 +82,6 @@ class RankRuntime:
     @contextmanager
     def forward(self, *key: int, random: bool = True) -> Iterator[None]:
         """Context of a microbatch's forward; ``key`` seeds its random numbers, if it draws any."""
-        self.reducer.begin_forward()
         streams = self.streams.forward(*key) if random else nullcontext()
         with streams, self.gatherer.forward() if self.gatherer else nullcontext():
             cached = torch.is_autocast_cache_enabled()

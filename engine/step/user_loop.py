@@ -302,7 +302,7 @@ class UserLoop:
         self._running = True
         self._runtime.gradient_guard.lift()
         try:
-            with self._runtime.backward(Backward(last=self._was_last, further=further, own=True)):
+            with self._runtime.backward(Backward(last=self._was_last, further=further)):
                 yield
         finally:
             self._running, self._announced = False, None

@@ -91,7 +91,6 @@ class MicrobatchReducer(SharedReduction):
     def backward(self, which: Backward) -> Iterator[None]:
         """Collect and reduce the gradients of one backward; the last one of a step is not special here."""
         self._settle()
-        self._own = which.own
         place = which.stage, which.microbatch
         if which.part == "input":
             self._keeping = self._kept[place] = []

@@ -162,8 +162,6 @@ class Backward(NamedTuple):
     microbatch: int = 0
     further: bool = False
     """True for the first one after one that was taken for the last one: all buckets are reduced a second time."""
-    own: bool = False
-    """True for a backward of the user's own, which may go through several forwards."""
 
 
 class Reducer(Protocol):
@@ -201,9 +199,6 @@ class Reducer(Protocol):
 
     def found_nonfinite(self) -> bool:
         """Whether a watched gradient of this step was not finite; waits for the device, and starts anew."""
-
-    def begin_forward(self) -> None:
-        """A forward begins, whose products may add to the sums in its backward."""
 
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
@@ -245,8 +240,6 @@ class SharedReduction:
         """While not None: for each gradient of a backward, whether it is finite, on the device."""
         self._observer: Take | None = None
         self._hooks = GradientHooks(trained, self.take, setup.start, warns=setup.comm.grid.rank == 0)
-        self.forwards = 0
-        self._learned = self._own = False
         self._main = setup.main
         self._products: list[BucketGradient] = []
         if setup.main is not None:
@@ -270,15 +263,6 @@ class SharedReduction:
 
     def _add(self, name: str, grad: Tensor) -> None:
         raise NotImplementedError
-
-    def begin_forward(self) -> None:
-        """A forward begins; see :class:`Reducer`."""
-        self.forwards += 1
-
-    @property
-    def knows_uses(self) -> bool:
-        """True if the uses of a parameter in a forward are all that the running backward goes through."""
-        return self._learned and not self._own
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
         """The sum of a parameter, for a product that adds to it; None if the gradient itself is needed.
@@ -310,7 +294,6 @@ class SharedReduction:
     def _end_step(self) -> None:
         """Note which parameters had no gradient."""
         self.unused = self.names - self._seen
-        self._learned = self._learned or bool(self._seen)
 
     def _forget_products(self) -> None:
         for product in self._products:

@@ -92,7 +92,7 @@ class GradientReducer(SharedReduction):
         self._settle()
         if which.further:
             self._reopen()
-        self._last, self._own = which.last, which.own
+        self._last = which.last
         # The first step only observes, because it is not yet known which parameters give several gradients.
         self._eager = which.last and self._whole_step_seen
         try:
