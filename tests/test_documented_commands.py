@@ -67,6 +67,8 @@ TESTED = {
         "tests/benchmarks/planning/test_command.py::test_a_fit_goes_down_and_stays_within_bounds",
     "python -m benchmarks planning --write-figures":
         "tests/benchmarks/planning/test_command.py::test_the_documents_show_these_predictions",
+    "python -m benchmarks planning --search --write-figures":
+        "tests/launch/planner/test_plan_command.py::test_a_search_writes_a_configuration_that_loads",
     "trine watch": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
     "trine launch --ranks-per-node 4 train.py --steps 1000":
         f"{JOBS}test_launch_command.py::test_a_job_on_this_host_is_torchrun",

@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import io
+import json
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import mean
@@ -19,6 +21,8 @@ from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.placement import placement_picture
 
 GIB = 2**30
+SEARCHED = (("1.7 B", 24, 2048, 16), ("70 B", 84, 8192, 64), ("177 B", 96, 12288, 96))
+"""(name, layers, width, heads)."""
 CORNERS: Mapping[str, str] = MappingProxyType(
     {
         "planning": "run",
@@ -40,8 +44,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks planning", description=__doc__)
     parser.add_argument("--fit", action="store_true", help="choose the factors of each kind of GPU anew and print them")
     parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
+    parser.add_argument("--search", action="store_true", help="time searches for 1,024 GPUs instead")
     asked = parser.parse_args(arguments)
     rows = read_rows()
+    if asked.search:
+        cells = search_cells()
+        print(*(f"{row:30} {column:30} {text}" for (row, column), text in cells.items()), sep="\n")
+        if asked.write_figures:
+            record_cells("planning-search", "decoder on 1,024 H100s, 1,024 rows", cells)
+        return 0
     if asked.fit:
         for gpu in FITTED:
             found = fit([row for row in rows if row.gpu == gpu and row.fitted], load_gpu(gpu).reached)
@@ -62,6 +73,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record_text("placement", f"```\n{placement_picture(Grid(pp=4, dp=2, tp=4), 4)}\n```")
         record_text("plan-example", f"```\n$ trine {shlex.join(EXAMPLE)}\n{example()}\n```")
     return 0
+
+
+def search_cells() -> Mapping[tuple[str, str], str]:
+    """Processor seconds of searches in this process, torch already imported."""
+    cells: dict[tuple[str, str], str] = {}
+    for name, layers, width, heads in SEARCHED:
+        sizes = ("--layers", layers, "--width", width, "--heads", heads, "--context", 4096, "--vocabulary", 131072)
+        began, told = time.process_time(), io.StringIO()
+        with contextlib.redirect_stdout(told):
+            run_command(["plan", *map(str, sizes), "--world", "1024", "--batch", "1024", "--search", "--json"])
+        found = json.loads(told.getvalue())
+        cells[name, "layouts"] = f"{found['tried']:,}"
+        cells[name, "grids"] = str(found["grids"])
+        cells[name, "whole plans"] = str(len(found["finalists"]))
+        cells[name, "processor seconds"] = f"{time.process_time() - began:.1f}"
+        cells[name, "the best"] = found["finalists"][0]["layout"]
+    return cells
 
 
 def example() -> str:

@@ -1,6 +1,6 @@
 """All layouts of a number of ranks, in two rounds: closed forms for every one of them, then whole plans for the best.
 
-1,024 ranks: 66 grids x ZeRO 0 to 3 x schedules x microbatches x recomputation, a tenth of a millisecond each
+1,024 ranks: grids x ZeRO 0 to 3 x schedules x microbatches x recomputation are some thousands
 """
 
 from collections.abc import Iterator, Mapping
