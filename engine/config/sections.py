@@ -71,6 +71,8 @@ class ParallelConfig:
         rules=(AUTO, TextMap(), Text()),
         remedy='give "auto", an object {"name pattern": "style"}, or the path of a JSON file'))  # fmt: skip
     """Sharding styles of the tensor ranks: "auto", an object from name patterns to styles, or a file of one."""
+    tensor_proof: Literal["auto", "full"] = setting("auto", one_of("auto", "full", noun="a proof of the tensor plan"))
+    """Weights in the search and proof: "auto": large matrices are products of thin ones; "full": all numbers."""
     verify_plan: bool = setting(True, Flag())
     """Compare the gradients that all tensor ranks should compute alike, in the first step."""
 

@@ -84,7 +84,9 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
     Raises:
         PlanError: the model cannot be traced, or its widths cannot be divided.
     """
-    return find_styles(request.program, request.example, config.tp, config.parallel.sequence_parallel)
+    parallel = config.parallel
+    low_rank = parallel.tensor_proof == "auto"
+    return find_styles(request.program, request.example, config.tp, parallel.sequence_parallel, low_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +186,7 @@ def _prove(config: Config, request: PlanRequest, tensor: TensorPlan) -> tuple[st
         return ()
     if not config.parallel.verify_plan:
         return ("parallel.tensor_plan is not proven, because parallel.verify_plan is false",)
-    return check_plan(request.program, request.example, tensor, config.tp)
+    return check_plan(request.program, request.example, tensor, config.tp, config.parallel.tensor_proof == "auto")
 
 
 def _not_followed(config: Config, tensor: TensorPlan | None) -> tuple[str, ...]:

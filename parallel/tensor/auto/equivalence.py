@@ -28,6 +28,7 @@ from engine.errors import first_line
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.coupled_parameters import Given, float_leaves
+from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight, WholeWeightError, gradient_leaves
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import SequenceError, enter_stream, full
@@ -51,7 +52,8 @@ class BlockResult:
     outputs: tuple[Tensor, ...]
     inputs: tuple[Tensor | None, ...]
     """Gradients of the inputs that require one."""
-    parameters: Mapping[str, Tensor | None]
+    parameters: Mapping[str, tuple[Tensor | None, ...]]
+    """Gradients of parameters; those of a low-rank weight are two products with vectors."""
     evaluated: tuple[Tensor, ...] = ()
     """Outputs in eval mode, which may run other code."""
 
@@ -96,7 +98,8 @@ class BlockReference:
     def _prove(self, plan: TensorPlan, tp: int, given: Given, truth: BlockResult) -> Verdict:
         def body(axis: TensorAxis) -> _Rehearsed:
             mine = copy.deepcopy(self._block)
-            context = apply_plan(mine, plan, axis, ForwardPatches())
+            thin = _shard_low_rank(mine, plan, axis.index)
+            context = apply_plan(mine, plan, axis, ForwardPatches(), already_cut=thin)
             assert isinstance(axis, SimulatedAxis)
             with Exact(axis.index + 1):  # inside a region every rank draws its own random numbers
                 outcome = _rehearse(mine, given, self._used, context)
@@ -108,7 +111,7 @@ class BlockReference:
         try:
             with exactly():
                 ranks = run_tensor_ranks(tp, body)
-        except SequenceError:
+        except (SequenceError, WholeWeightError):
             raise
         except Exception as error:  # the block's own code may raise anything on a shard
             if is_own_mistake(error):
@@ -153,7 +156,7 @@ def _rehearse(
     noise = [torch.randn(root.shape, generator=generator, dtype=root.dtype) for root in roots]
     if roots:
         torch.autograd.backward(roots, noise)
-    gradients = {name: p.grad for name, p in block.named_parameters()}
+    gradients = {name: tuple(leaf.grad for leaf in gradient_leaves(p)) for name, p in block.named_parameters()}
     return BlockResult(tuple(leaf.detach() for leaf in outputs), tuple(t.grad for t in fresh.inputs), gradients)
 
 
@@ -188,13 +191,27 @@ class _Fresh:
         return twin.clone()
 
 
+def _shard_low_rank(block: nn.Module, plan: TensorPlan, rank: int) -> set[str]:
+    """Give a rank its shard of every low-rank weight that is sharded; returns their names."""
+    found = {}
+    for name, parameter in block.named_parameters():
+        if isinstance(parameter, LowRankWeight) and (cut := plan.parameters.get(name)) is not None:
+            found[id(parameter)] = name, parameter.shard(cut.dim, rows_of_rank(cut.ranges, rank))
+    for module in block.modules():
+        for local, parameter in module._parameters.items():
+            if id(parameter) in found:
+                module._parameters[local] = found[id(parameter)][1]  # type: ignore[assignment]
+    return {name for name, _ in found.values()}
+
+
 def _plain(leaf: Tensor) -> Tensor:
     return full(leaf, PROOF) if isinstance(leaf, GlobalTensor) else leaf
 
 
 def _differences(plan: TensorPlan, truth: BlockResult, ranks: Sequence[BlockResult]) -> Iterator[str]:
     """The differences from the unsharded block, outputs first."""
-    gradients = [grad for grad in (*truth.inputs, *truth.parameters.values()) if grad is not None]
+    of_parameters = (grad for grads in truth.parameters.values() for grad in grads)
+    gradients = [grad for grad in (*truth.inputs, *of_parameters) if grad is not None]
     largest = max((_top(grad) for grad in gradients), default=0.0)
     for rank, outcome in enumerate(ranks):
         for kind, mine, whole in (
@@ -212,10 +229,12 @@ def _differences(plan: TensorPlan, truth: BlockResult, ranks: Sequence[BlockResu
                 for number, (a, b) in enumerate(zip(mine, whole, strict=True))
                 if (wrong := _wrong(a, b, floor))
             )
-    for name, whole_grad in truth.parameters.items():
-        for grad in _assembled(plan, name, whole_grad, [outcome.parameters[name] for outcome in ranks]):
-            if wrong := _wrong(grad, whole_grad, largest):
-                yield f"the gradient of {name} {wrong}"
+    for name, wholes in truth.parameters.items():
+        for place, whole_grad in enumerate(wholes):
+            parts = [outcome.parameters[name][place] for outcome in ranks]
+            for grad in _assembled(plan, name, whole_grad, parts):
+                if wrong := _wrong(grad, whole_grad, largest):
+                    yield f"the gradient of {name} {wrong}"
 
 
 def _assembled(
@@ -230,7 +249,7 @@ def _assembled(
     total = torch.zeros_like(whole)
     for rank, part in enumerate(parts):
         assert part is not None
-        if cut is None:
+        if cut is None or total.shape[cut.dim] == 1:  # multiplied by a vector along the dim that is sharded
             total += part
         else:
             total.index_add_(cut.dim, torch.tensor(rows_of_rank(cut.ranges, rank)), part)
@@ -304,7 +323,8 @@ class Exact(TorchFunctionMode):
 def _grouped_mm(x_SI: Tensor, weight_EIO: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
     """The products of rows ``offs[e-1]:offs[e]`` of x with matrix e."""
     ends = [0, *offs.tolist()]
-    parts = [x_SI[start:stop] @ weight_EIO[e] for e, (start, stop) in enumerate(pairwise(ends))]
+    groups = [(e, start, stop) for e, (start, stop) in enumerate(pairwise(ends)) if stop > start or not e]
+    parts = [x_SI[start:stop] @ weight_EIO[e] for e, start, stop in groups]
     rest = x_SI.new_zeros(x_SI.shape[0] - ends[-1], weight_EIO.shape[-1])
     return torch.cat([*parts, rest])
 
