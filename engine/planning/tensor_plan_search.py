@@ -336,11 +336,11 @@ class _Search:
     def _groups(self, unit: Unit, patterns: GradientSparsity) -> tuple[CoupledParameters, ...]:
         groups = patterns.groups(self.tp)
         loose = len({product.weight for product in patterns.products}) - sum(len(g.columns) + 1 for g in groups)
-        rows = {group.row for group in groups}
+        rows, taken = {group.row for group in groups}, {name for group in groups for name in group.cuts}
         if loose > 1:
             patterns.try_sizes(_SIZES)
         for size in _SIZES if loose > 1 else ():
-            missed = next((g for g in patterns.groups(size) if g.row not in rows), None)
+            missed = next((g for g in patterns.groups(size) if g.row not in taken), None)
             if missed is not None:
                 fits = [s for s in _SIZES if rows | {missed.row} <= {g.row for g in patterns.groups(s)}]
                 raise self._does_not_fit(unit, patterns, missed, fits)

@@ -12,9 +12,10 @@ themselves, and a proof in float64 would then see their rounding.
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -101,10 +102,11 @@ class BlockReference:
             thin = _shard_low_rank(mine, plan, axis.index)
             context = apply_plan(mine, plan, axis, ForwardPatches(), already_cut=thin)
             assert isinstance(axis, SimulatedAxis)
+            check = None if axis.index else partial(_refuse_outputs, truth.outputs)
             with Exact(axis.index + 1):  # inside a region every rank draws its own random numbers
-                outcome = _rehearse(mine, given, self._used, context)
-                partial = {name for name, p in mine.named_parameters() if p in context.partial}
-                rehearsed = _Rehearsed(outcome, list(axis.called), list(context.gathers), partial)
+                outcome = _rehearse(mine, given, self._used, context, check)
+                summed = {name for name, p in mine.named_parameters() if p in context.partial}
+                rehearsed = _Rehearsed(outcome, list(axis.called), list(context.gathers), summed)
                 evaluated = _evaluate(mine, given, self._used, context)
             return rehearsed._replace(outcome=replace(outcome, evaluated=evaluated))
 
@@ -113,6 +115,8 @@ class BlockReference:
                 ranks = run_tensor_ranks(tp, body)
         except (SequenceError, WholeWeightError):
             raise
+        except _WrongOutputError as wrong:
+            return Verdict(str(wrong))
         except Exception as error:  # the block's own code may raise anything on a shard
             if is_own_mistake(error):
                 raise
@@ -143,14 +147,29 @@ class _Rehearsed(NamedTuple):
     partial: set[str]
 
 
+class _WrongOutputError(Exception):
+    """An output is wrong, so that no backward is needed."""
+
+
+def _refuse_outputs(wholes: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    for problem in _of_leaves("output", 0, (outputs, wholes), 0.0):
+        raise _WrongOutputError(problem)
+
+
 def _rehearse(
-    block: nn.Module, given: Given, used: Collection[int] | None, context: GlobalTensorContext | None = None
+    block: nn.Module,
+    given: Given,
+    used: Collection[int] | None,
+    context: GlobalTensorContext | None = None,
+    check: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> BlockResult:
     """Run the block on copies of ``given``, then backward from a fixed random gradient of every float output that is
-    used."""
+    used; ``check`` sees the outputs before."""
     fresh = _Fresh(context)
     args, kwargs = pytree.tree_map(fresh, given)
     outputs = [_plain(leaf) for leaf in float_leaves(block(*args, **kwargs), used)]
+    if check is not None:
+        check(outputs)
     generator = torch.Generator().manual_seed(7)
     roots = [leaf for leaf in outputs if leaf.requires_grad]
     noise = [torch.randn(root.shape, generator=generator, dtype=root.dtype) for root in roots]
@@ -214,27 +233,28 @@ def _differences(plan: TensorPlan, truth: BlockResult, ranks: Sequence[BlockResu
     gradients = [grad for grad in (*truth.inputs, *of_parameters) if grad is not None]
     largest = max((_top(grad) for grad in gradients), default=0.0)
     for rank, outcome in enumerate(ranks):
-        for kind, mine, whole in (
-            ("output", outcome.outputs, truth.outputs),
-            ("output in eval mode", outcome.evaluated, truth.evaluated),
-            ("input", outcome.inputs, truth.inputs),
-        ):
-            what = f"gradient of input {{}} on rank {rank}" if kind == "input" else f"{kind} {{}} on rank {rank}"
-            floor = largest if kind == "input" else 0.0
-            if len(mine) != len(whole):
-                yield f"there are {len(mine)} {kind}s on rank {rank}, not {len(whole)}"
-                continue
-            yield from (
-                f"{what.format(number)} {wrong}"
-                for number, (a, b) in enumerate(zip(mine, whole, strict=True))
-                if (wrong := _wrong(a, b, floor))
-            )
+        yield from _of_leaves("output", rank, (outcome.outputs, truth.outputs), 0.0)
+        yield from _of_leaves("output in eval mode", rank, (outcome.evaluated, truth.evaluated), 0.0)
+        yield from _of_leaves("input", rank, (outcome.inputs, truth.inputs), largest)
     for name, wholes in truth.parameters.items():
         for place, whole_grad in enumerate(wholes):
             parts = [outcome.parameters[name][place] for outcome in ranks]
             for grad in _assembled(plan, name, whole_grad, parts):
                 if wrong := _wrong(grad, whole_grad, largest):
                     yield f"the gradient of {name} {wrong}"
+
+
+def _of_leaves(
+    kind: str, rank: int, sides: tuple[Sequence[Tensor | None], Sequence[Tensor | None]], floor: float
+) -> Iterator[str]:
+    mine, whole = sides
+    if len(mine) != len(whole):
+        yield f"there are {len(mine)} {kind}s on rank {rank}, not {len(whole)}"
+        return
+    what = "gradient of input" if kind == "input" else kind
+    for number, (a, b) in enumerate(zip(mine, whole, strict=True)):
+        if wrong := _wrong(a, b, floor):
+            yield f"{what} {number} on rank {rank} {wrong}"
 
 
 def _assembled(
