@@ -73,6 +73,8 @@ class ParallelConfig:
     """Sharding styles of the tensor ranks: "auto", an object from name patterns to styles, or a file of one."""
     gpus_per_node: int | None = setting(None, Int(low=1, null=True))
     """GPUs of a node, for plans: tensor groups that cross nodes are noted, and priced by trine plan; null: unknown."""
+    tensor_proof: Literal["auto", "full"] = setting("auto", one_of("auto", "full", noun="a proof of the tensor plan"))
+    """Weights in the search and proof: "auto": large matrices are products of thin ones; "full": all numbers."""
     verify_plan: bool = setting(True, Flag())
     """Compare the gradients that all tensor ranks should compute alike, in the first step."""
 

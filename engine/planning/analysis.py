@@ -42,10 +42,12 @@ from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.planning.budgets import shards_parameters
 from engine.planning.example_trace import trace_example
-from engine.planning.found_styles import FoundStyles
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan
 from engine.planning.tensor_plan_search import find_styles
+from engine.planning.tensor_search.found_styles import FoundStyles
+from engine.planning.tensor_search.search_digest import search_digest
+from engine.planning.tensor_search.styles_cache import kept_or_found
 from engine.program.batch import Batch
 from engine.program.program import Program
 
@@ -79,12 +81,18 @@ def needs_search(config: Config) -> bool:
 
 
 def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
-    """What the search for a tensor plan finds.
+    """What the search for a tensor plan finds, or has found at an earlier start.
 
     Raises:
         PlanError: the model cannot be traced, or its widths cannot be divided.
     """
-    return find_styles(request.program, request.example, config.tp, config.parallel.sequence_parallel)
+    parallel, given = config.parallel, (request.program, request.example)
+    low_rank = parallel.tensor_proof == "auto"
+    settings = {"tensor": config.tp, "sequence": parallel.sequence_parallel, "low rank": low_rank}
+    return kept_or_found(
+        lambda: search_digest(*given, settings),
+        lambda: find_styles(*given, config.tp, parallel.sequence_parallel, low_rank),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +192,7 @@ def _prove(config: Config, request: PlanRequest, tensor: TensorPlan) -> tuple[st
         return ()
     if not config.parallel.verify_plan:
         return ("parallel.tensor_plan is not proven, because parallel.verify_plan is false",)
-    return check_plan(request.program, request.example, tensor, config.tp)
+    return check_plan(request.program, request.example, tensor, config.tp, config.parallel.tensor_proof == "auto")
 
 
 def _not_followed(config: Config, tensor: TensorPlan | None) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
-"""A block of a model in isolation: a copy with random content, in float64 for proofs, or as in the run for timing.
+"""A block of a model in isolation: a copy with random content, in the dtypes of the run for timing.
 
-A copy for timing has its own memory, on the device and in the dtypes of the run. A call that reads more than its unit's
+A copy has its own memory, on the device and in the dtypes of the run. A call that reads more than its unit's
 parameters and buffers and its own arguments cannot run on a copy; ``reads_elsewhere`` finds those calls.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -26,7 +26,6 @@ from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.torch_checkpoint import open_checkpoints
 from engine.parallel.model.user_code import call_user_code
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
-from engine.parallel.tensor.auto.coupled_parameters import Given
 from engine.parallel.trace.model_trace import Arguments, Call, Sample
 from engine.precision.dtypes import Precision
 from engine.precision.fp32_modules import keep_in_fp32
@@ -72,7 +71,7 @@ class IsolatedBlock:
         selective: Selective | None = None,
     ) -> None:
         self._device = device
-        self._module = _copy_block(model, name, precision, device)
+        self._module = copy_block(model, name, precision, device)
         patches = self._patches = ForwardPatches()
         self._waiting = SplitBackward(self._module, patches)
         modules = [path for path in precision.kept.modules if is_inside(path, name)]
@@ -160,7 +159,7 @@ class _Given:
     """Tensors that depend on the batch alone."""
 
     def __post_init__(self) -> None:
-        self.args, self.kwargs = pytree.tree_map(self._fill, self.arguments, is_leaf=_is_sample)
+        self.args, self.kwargs = pytree.tree_map(self._fill, self.arguments, is_leaf=is_sample)
 
     def _fill(self, leaf: Any) -> Any:
         if isinstance(leaf, Sample):
@@ -179,7 +178,7 @@ def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
     """The call reads parameters of other units, or values that are not among its arguments."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known: set[int | str] = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
-    leaves = pytree.tree_leaves(arguments, is_leaf=_is_sample)
+    leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
     known |= {leaf.source for leaf in leaves if isinstance(leaf, Sample)}
     return not known.issuperset((*call.parameters, *call.inputs))
 
@@ -234,52 +233,21 @@ def _shapes(arguments: Arguments) -> object:
             return tuple(leaf.shape), leaf.dtype
         return leaf if isinstance(leaf, _PLAIN) else type(leaf)
 
-    leaves, spec = pytree.tree_flatten(arguments, is_leaf=_is_sample)
+    leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_sample)
     return str(spec), tuple(map(describe, leaves))
 
 
-def _is_sample(node: object) -> bool:
+def is_sample(node: object) -> bool:
     """The node of a call's arguments stands for a traced value."""
     return isinstance(node, Sample)
 
 
-def float64_block(
-    model: nn.Module, name: str, precision: Precision, calls: Sequence[Arguments]
-) -> tuple[nn.Module, list[Given]]:
-    """A float64 copy of unit ``name`` with random parameters, and the arguments of its ``calls`` with content.
-
-    Raises:
-        PlanError: a closure over the model runs in place of the forward of one of its modules.
-    """
-    block = _copy_block(model, name, precision, torch.device("cpu")).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in block.parameters():
-            scale = 0.1 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise * scale + (1.0 if parameter.dim() < 2 else 0.0))
-            parameter.requires_grad_(True)
-    return block, [_float64_content(arguments, generator) for arguments in calls]
-
-
-def _float64_content(arguments: Arguments, generator: torch.Generator) -> Given:
-    def fill(leaf: Any) -> Any:
-        if isinstance(leaf, Sample):
-            if not leaf.dtype.is_floating_point:
-                return torch.zeros(leaf.shape, dtype=leaf.dtype)
-            content = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
-            return content.requires_grad_(leaf.grad)
-        if isinstance(leaf, Tensor):
-            tensor = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().cpu()
-            return tensor.double() if tensor.is_floating_point() else tensor.clone()
-        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-    args, kwargs = pytree.tree_map(fill, arguments, is_leaf=_is_sample)
-    return args, kwargs
-
-
-def _copy_block(model: nn.Module, name: str, precision: Precision, device: torch.device) -> nn.Module:
+def copy_block(
+    model: nn.Module, name: str, precision: Precision, device: torch.device, left_out: Collection[str] = ()
+) -> nn.Module:
     """A copy of unit ``name`` on ``device`` that shares nothing with the model; parameters have random content.
+
+    ``left_out``: parameters, by name in the unit, that stay on the meta device.
 
     Raises:
         PlanError: a closure over the model runs in place of the forward of one of its modules.
@@ -290,7 +258,8 @@ def _copy_block(model: nn.Module, name: str, precision: Precision, device: torch
             raise PlanError(f"the forward of {path or name!r} is a closure, which computes with the model itself.")
     # deepcopy would follow references out of the unit, to its parent or to shared tensors, and copy those too. With
     # all parameters of the model in the memo it copies none of them; parameters outside of the unit become meta.
-    own = {id(tensor) for tensor in (*unit.parameters(), *unit.buffers())}
+    parameters = (parameter for local, parameter in unit.named_parameters() if local not in left_out)
+    own = {id(tensor) for tensor in (*parameters, *unit.buffers())}
     # deepcopy takes these in place of the originals; a tensor under several names stays one tensor
     memo: dict[int, Any] = {}
     for path, parameter in model.named_parameters():

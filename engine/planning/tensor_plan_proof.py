@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from engine.errors import PlanError, first_line
 from engine.parallel.model.name_patterns import is_inside
-from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
 from engine.parallel.tensor.plan.resolve import match_styles
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.styles import Style
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
-from engine.planning.isolated_block import float64_block
+from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
 from engine.planning.tensor_plan_search import (
     DistinctUnits,
     Unit,
@@ -32,8 +31,10 @@ _SETTING = "parallel.tensor_plan"
 _Styles = Mapping[str, Style]
 
 
-def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> tuple[str, ...]:
+def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_rank: bool = True) -> tuple[str, ...]:
     """Prove a plan that the user has written, block by block.
+
+    ``low_rank``: large matrices are products of two thin random ones.
 
     Returns:
         One sentence for each part of the plan that is not proven.
@@ -47,27 +48,34 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int) -> t
         except PlanError as error:
             return (f"{_SETTING} is not proven, because the model cannot be followed: {first_line(error)}",)
         styles = match_styles(program.model, plan.patterns)
-        proofs = [note for unit in found.units for note in _prove_unit(program, unit, styles, plan, tp)]
+        proofs = [note for unit in found.units for note in _prove_unit(program, unit, styles, plan, tp, low_rank)]
     return (*found.notes, *proofs, *_left_out(found, styles))
 
 
-def _prove_unit(program: Program, unit: Unit, styles: _Styles, plan: TensorPlan, tp: int) -> Iterator[str]:
+def _prove_unit(
+    program: Program, unit: Unit, styles: _Styles, plan: TensorPlan, tp: int, low_rank: bool
+) -> Iterator[str]:
     """Prove the styles of all blocks of one kind; yields a note if a block of this kind cannot be proven."""
     wanted = _sets_of_styles(unit, styles)
     if not wanted:
         return
+    drawn = DrawnUnit(
+        model=program.model, name=unit.name, precision=program.precision, calls=unit.arguments, low_rank=low_rank
+    )
     try:
-        with exactly():
-            block, givens = float64_block(program.model, unit.name, program.precision, unit.arguments)
-            truth = BlockReference(block.train(), givens, unit.used)
-    except Exception as error:  # the block's own code may raise anything outside its model
-        if is_own_mistake(error):
-            raise
+        drawn.run(lambda copied: _prove_styles(copied, unit, wanted, plan, tp))
+    except DoesNotRunAloneError as error:
         first, *others = (name for _, names in wanted for name in names)
         alike = f" (and {len(others)} like it)" if others else ""
-        why = f"a copy of it does not run alone: {first_line(error)}"
-        yield f"block {first}{alike}: its plan is not proven, because {why}"
-        return
+        yield f"block {first}{alike}: its plan is not proven, because a copy of it does not run alone: {error}"
+
+
+def _prove_styles(
+    drawn: DrawnBlock, unit: Unit, wanted: Sequence[tuple[_Styles, list[str]]], plan: TensorPlan, tp: int
+) -> None:
+    block = drawn.block
+    with exactly(), alone():
+        truth = BlockReference(block.train(), drawn.givens, unit.used)
     for inner, names in wanted:
         verdict = truth.prove(cut_model(block, inner, tp, plan.source, plan.sequence), tp)
         if not verdict.holds:

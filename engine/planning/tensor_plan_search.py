@@ -32,9 +32,10 @@ from engine.parallel.tensor.deferred_linear import is_linear
 from engine.parallel.tensor.global_tensor.redistribute import SequenceError
 from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
+from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
 from engine.planning.example_trace import trace_example
-from engine.planning.found_styles import FoundStyles
-from engine.planning.isolated_block import float64_block, signatures
+from engine.planning.isolated_block import signatures
+from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
 
@@ -72,8 +73,12 @@ class CalledModules:
             self.counting.add(id(module))
 
 
-def find_styles(program: Program, example: Batch, tp: int, sequence: bool = False) -> FoundStyles:
+def find_styles(
+    program: Program, example: Batch, tp: int, sequence: bool = False, low_rank: bool = True
+) -> FoundStyles:
     """The styles for ``tp`` tensor ranks.
+
+    ``low_rank``: large matrices are products of two thin random ones while blocks are searched and proven.
 
     Raises:
         PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
@@ -82,7 +87,7 @@ def find_styles(program: Program, example: Batch, tp: int, sequence: bool = Fals
         with calls_of_modules() as called:
             found = distinct_units(program, example, tp)
         words = _vocabularies(program.model, found.trace, called, tp)
-        search = _Search(program, tp, sequence, dict(words))
+        search = _Search(program, tp, sequence, low_rank, dict(words))
         for unit in found.units:
             search.take(unit)
     patterns = as_patterns(program.model, search.styles)
@@ -267,35 +272,53 @@ class _Search:
     program: Program
     tp: int
     sequence: bool
+    low_rank: bool
     styles: dict[str, str] = field(default_factory=dict)
     reasons: list[Reason] = field(default_factory=list)
 
     def take(self, unit: Unit) -> None:
         """Find the styles of a group of equal units."""
         try:
-            with exactly():
-                block, givens = float64_block(self.program.model, unit.name, self.program.precision, unit.arguments)
-                patterns = GradientSparsity(block.eval(), givens[0], self._whole(unit), unit.used)
-                truth = BlockReference(block.train(), givens, unit.used)
-        except Exception as error:  # the unit's own code may raise anything outside its model; the table says it
-            if is_own_mistake(error):
-                raise
-            why = f"does not run alone: {first_line(error)}"
+            found = self._drawn(unit).run(lambda drawn: self._decide(unit, drawn))
+        except DoesNotRunAloneError as error:
             modules = [self.program.model.get_submodule(name) for name in unit.alike]
             size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-            self.reasons.append(Reason(_pattern_of(unit.alike), "", "replicate", why, size))
+            self.reasons.append(Reason(_pattern_of(unit.alike), "", "replicate", f"does not run alone: {error}", size))
             return
+        for one in found:
+            for name in unit.alike:
+                self.styles |= {f"{name}.{local}".strip("."): s for local, s in one.way.styles.items()}
+            self.reasons.append(self._reason(unit, one))
+
+    def _drawn(self, unit: Unit) -> DrawnUnit:
+        return DrawnUnit(
+            model=self.program.model,
+            name=unit.name,
+            precision=self.program.precision,
+            calls=unit.arguments,
+            low_rank=self.low_rank,
+        )
+
+    def _decide(self, unit: Unit, drawn: DrawnBlock) -> list[Decided]:
+        """A strategy for each group of a unit.
+
+        Raises:
+            PlanError: another size of the tensor axis could shard a group that this one cannot.
+        """
+        block = drawn.block
+        with exactly(), alone():
+            patterns = GradientSparsity(block.eval(), drawn.givens[0], self._whole(unit), unit.used)
+            truth = BlockReference(block.train(), drawn.givens, unit.used)
         with exactly():
             block.eval()
             groups = self._groups(unit, patterns)
             block.train()
         search = Search(block, truth, self.sequence)
-        for found in search.decide(groups, self.tp):
-            if found.way.how == "replicate":
-                self._refuse_if_others_fit(unit, patterns, found.group, search)
-            for name in unit.alike:
-                self.styles |= {f"{name}.{local}".strip("."): s for local, s in found.way.styles.items()}
-            self.reasons.append(self._reason(unit, found))
+        found = search.decide(groups, self.tp)
+        for one in found:
+            if one.way.how == "replicate":
+                self._refuse_if_others_fit(unit, patterns, one.group, search)
+        return found
 
     def _reason(self, unit: Unit, found: Decided) -> Reason:
         columns = ", ".join(_layer(name) for name in found.group.columns)
@@ -312,12 +335,13 @@ class _Search:
 
     def _groups(self, unit: Unit, patterns: GradientSparsity) -> tuple[CoupledParameters, ...]:
         groups = patterns.groups(self.tp)
-        loose = len({product.weight for product in patterns.products}) - sum(len(g.columns) + 1 for g in groups)
+        taken = {name for group in groups for name in group.cuts}
+        loose = dict.fromkeys(product.weight for product in patterns.products if product.weight not in taken)
         rows = {group.row for group in groups}
-        if loose > 1:
-            patterns.try_sizes(_SIZES)
-        for size in _SIZES if loose > 1 else ():
-            missed = next((g for g in patterns.groups(size) if g.row not in rows), None)
+        # the largest first, since sizes that divide it follow from what its ranks need
+        others = [s for s in sorted(_SIZES, reverse=True) if len(loose) > 1 and patterns.may_shard(loose, s)]
+        for size in reversed(others):
+            missed = next((g for g in patterns.groups(size) if g.row not in taken), None)
             if missed is not None:
                 fits = [s for s in _SIZES if rows | {missed.row} <= {g.row for g in patterns.groups(s)}]
                 raise self._does_not_fit(unit, patterns, missed, fits)

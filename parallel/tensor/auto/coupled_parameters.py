@@ -18,7 +18,7 @@ only where a row is not needed:
     norms         do not differentiate their statistics; a norm over a sharded width then counts as elementwise
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from engine.parallel.shard_table import Range
+from engine.parallel.tensor.auto.low_rank_weight import gradient_leaves, memory_of
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.rules.attention import multi_head_in_steps
 from engine.parallel.tensor.plan.ranges import cut_parts, ranges_of
@@ -83,6 +84,7 @@ class GradientSparsity:
     ) -> None:
         self._block, self._given, self._others, self._used = block, given, frozenset(others), used
         self._parameters = dict(block.named_parameters())
+        self._leaves = {name: gradient_leaves(parameter) for name, parameter in self._parameters.items()}
         self._generator = torch.Generator().manual_seed(0)
         self._seen: dict[tuple[str, int], Needed] = {}
         self._found: dict[int, tuple[CoupledParameters, ...]] = {}
@@ -113,6 +115,10 @@ class GradientSparsity:
                 taken.update(group.cuts)
                 found.append(replace(group, partial=self._between(group)))
         return tuple(found)
+
+    def may_shard(self, rows: Collection[str], tp: int) -> bool:
+        """Whether one of ``rows`` could be a row layer for ``tp`` ranks; cheaper than :meth:`groups`."""
+        return any(self._group(row, tp, set(self._others)) is not None for row in rows)
 
     def try_sizes(self, sizes: Sequence[int]) -> None:
         """Try the largest numbers of ranks first, since those that divide them follow from what they need."""
@@ -184,24 +190,34 @@ class GradientSparsity:
         found: dict[str, list[list[bool]]] = {}
         for _ in range(_DRAWS):
             grads = self._gradients(products, rank, tp)
-            for name, grad in grads.items():
-                rows = [_nonzero(grad, dim) for dim in range(grad.dim())]
+            for name, own in grads.items():
+                rows = [_nonzero(own, dim, size) for dim, size in enumerate(self._parameters[name].shape)]
                 before = found.get(name, rows)
                 found[name] = [[a or b for a, b in zip(x, y, strict=True)] for x, y in zip(before, rows, strict=True)]
-            largest = max((_top(grad) for grad in grads.values()), default=0.0)
-            if not any(_has_rounding(grad, largest) for grad in grads.values()):
+            tensors = [grad for own in grads.values() for grad in own]
+            largest = max(map(_top, tensors), default=0.0)
+            if not any(_has_rounding(grad, largest) for grad in tensors):
                 break
         return found
 
-    def _gradients(self, products: Sequence[MatmulRecord], rank: int, tp: int) -> dict[str, Tensor]:
+    def _gradients(self, products: Sequence[MatmulRecord], rank: int, tp: int) -> dict[str, tuple[Tensor, ...]]:
         out = torch.zeros(())
         for product in products:
             width = product.x.shape[product.x_dim] // tp
             part = product.x.narrow(product.x_dim, rank * width, width)
             noise = torch.randn(part.shape, generator=self._generator, dtype=part.dtype)
             out = out + (part * noise).sum()
-        grads = torch.autograd.grad(out, list(self._parameters.values()), retain_graph=True, allow_unused=True)
-        return {name: grad for name, grad in zip(self._parameters, grads, strict=True) if grad is not None}
+        return self._of_parameters(out, self._parameters, again=True)
+
+    def _of_parameters(self, out: Tensor, names: Iterable[str], again: bool = False) -> dict[str, tuple[Tensor, ...]]:
+        """The gradients of the parameters that ``out`` depends on; ``again``: its graph is needed once more."""
+        leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
+        grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
+        found: dict[str, tuple[Tensor, ...]] = {}
+        for (name, _), grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                found[name] = (*found.get(name, ()), grad)
+        return found
 
     def _cuts(self, row: str, needed: Needed, taken: set[str]) -> Iterator[tuple[str, ParameterCut]]:
         biases = set(self._bias_of.values())
@@ -220,9 +236,8 @@ class GradientSparsity:
         total = sum((leaf.double().sum() for leaf in outputs), torch.zeros((), dtype=torch.float64))
         if not total.requires_grad:
             return False
-        wanted = [self._parameters[name] for name in columns]
-        grads = torch.autograd.grad(total, wanted, allow_unused=True)
-        return any(grad is not None and bool(grad.any()) for grad in grads)
+        found = self._of_parameters(total, columns)
+        return any(bool(grad.any()) for own in found.values() for grad in own)
 
     def _outputs(self, cut_off: Sequence[str]) -> list[Tensor]:
         args, kwargs = self._given
@@ -238,8 +253,7 @@ class GradientSparsity:
         if not inputs or not names:
             return ()
         total: Tensor = torch.stack([x.sum() for x in inputs]).sum()
-        grads = torch.autograd.grad(total, [self._parameters[name] for name in names], allow_unused=True)
-        return tuple(name for name, grad in zip(names, grads, strict=True) if grad is not None)
+        return tuple(self._of_parameters(total, names))
 
 
 def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
@@ -255,7 +269,9 @@ def _joined(ranks: list[list[list[bool]]], together: int) -> list[list[list[bool
     return [[[any(row) for row in zip(*dims, strict=True)] for dims in zip(*run, strict=True)] for run in runs]
 
 
-def _nonzero(grad: Tensor, dim: int) -> list[bool]:
+def _nonzero(grads: tuple[Tensor, ...], dim: int, size: int) -> list[bool]:
+    """Whether each of the ``size`` rows of a parameter has a gradient, by one that was not multiplied along ``dim``."""
+    grad = next(grad for grad in grads if grad.shape[dim] == size)
     others = [d for d in range(grad.dim()) if d != dim]
     largest = grad.abs().amax(others) if others else grad.abs()
     return (largest > 0).tolist()
@@ -313,7 +329,7 @@ class MatmulTrace(TorchFunctionMode):
         super().__init__()
         self.seen: list[MatmulRecord] = []
         self._cut_off = cut_off
-        self._owner = {p.untyped_storage().data_ptr(): (name, p) for name, p in block.named_parameters()}
+        self._owner = {memory_of(p): (name, p) for name, p in block.named_parameters()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -351,7 +367,7 @@ class MatmulTrace(TorchFunctionMode):
         return name in self._cut_off
 
     def _owner_of(self, tensor: Any) -> tuple[str, nn.Parameter] | None:
-        return self._owner.get(tensor.untyped_storage().data_ptr()) if isinstance(tensor, Tensor) else None
+        return self._owner.get(memory_of(tensor)) if isinstance(tensor, Tensor) else None
 
 
 def _without_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,9 +12,10 @@ themselves, and a proof in float64 would then see their rounding.
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from engine.errors import first_line
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.coupled_parameters import Given, float_leaves
+from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight, WholeWeightError, gradient_leaves
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import SequenceError, enter_stream, full
@@ -51,7 +53,8 @@ class BlockResult:
     outputs: tuple[Tensor, ...]
     inputs: tuple[Tensor | None, ...]
     """Gradients of the inputs that require one."""
-    parameters: Mapping[str, Tensor | None]
+    parameters: Mapping[str, tuple[Tensor | None, ...]]
+    """Gradients of parameters; those of a low-rank weight are two products with vectors."""
     evaluated: tuple[Tensor, ...] = ()
     """Outputs in eval mode, which may run other code."""
 
@@ -84,32 +87,45 @@ class BlockReference:
         with exactly():
             self._outcomes = [_both_modes(copy.deepcopy(block), given, used) for given in givens]
 
-    def prove(self, plan: TensorPlan, tp: int) -> Verdict:
-        """Compare the block under ``plan`` on ``tp`` tensor ranks with the unsharded block."""
+    def prove(self, plan: TensorPlan, tp: int, watch: Callable[[nn.Module], None] | None = None) -> Verdict:
+        """Compare the block under ``plan`` on ``tp`` tensor ranks with the unsharded block.
+
+        ``watch``: called with the block of every rank before it runs.
+        """
         verdict = Verdict()
         for given, truth in zip(self._givens, self._outcomes, strict=True):
-            verdict = self._prove(plan, tp, given, truth)
+            verdict = self._prove(plan, tp, (given, truth), watch)
             if not verdict.holds:
                 return verdict
         return verdict
 
-    def _prove(self, plan: TensorPlan, tp: int, given: Given, truth: BlockResult) -> Verdict:
+    def _prove(
+        self, plan: TensorPlan, tp: int, expected: tuple[Given, BlockResult], watch: Callable[[nn.Module], None] | None
+    ) -> Verdict:
+        given, truth = expected
+
         def body(axis: TensorAxis) -> _Rehearsed:
             mine = copy.deepcopy(self._block)
-            context = apply_plan(mine, plan, axis, ForwardPatches())
+            thin = _shard_low_rank(mine, plan, axis.index)
+            context = apply_plan(mine, plan, axis, ForwardPatches(), already_cut=thin)
             assert isinstance(axis, SimulatedAxis)
+            if watch is not None:
+                watch(mine)
+            check = None if axis.index else partial(_refuse_outputs, truth.outputs)
             with Exact(axis.index + 1):  # inside a region every rank draws its own random numbers
-                outcome = _rehearse(mine, given, self._used, context)
-                partial = {name for name, p in mine.named_parameters() if p in context.partial}
-                rehearsed = _Rehearsed(outcome, list(axis.called), list(context.gathers), partial)
+                outcome = _rehearse(mine, given, self._used, context, check)
+                summed = {name for name, p in mine.named_parameters() if p in context.partial}
+                rehearsed = _Rehearsed(outcome, list(axis.called), list(context.gathers), summed)
                 evaluated = _evaluate(mine, given, self._used, context)
             return rehearsed._replace(outcome=replace(outcome, evaluated=evaluated))
 
         try:
             with exactly():
                 ranks = run_tensor_ranks(tp, body)
-        except SequenceError:
+        except (SequenceError, WholeWeightError):
             raise
+        except _WrongOutputError as wrong:
+            return Verdict(str(wrong))
         except Exception as error:  # the block's own code may raise anything on a shard
             if is_own_mistake(error):
                 raise
@@ -140,20 +156,35 @@ class _Rehearsed(NamedTuple):
     partial: set[str]
 
 
+class _WrongOutputError(Exception):
+    """An output is wrong, so that no backward is needed."""
+
+
+def _refuse_outputs(wholes: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    for problem in _of_leaves("output", 0, (outputs, wholes), 0.0):
+        raise _WrongOutputError(problem)
+
+
 def _rehearse(
-    block: nn.Module, given: Given, used: Collection[int] | None, context: GlobalTensorContext | None = None
+    block: nn.Module,
+    given: Given,
+    used: Collection[int] | None,
+    context: GlobalTensorContext | None = None,
+    check: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> BlockResult:
     """Run the block on copies of ``given``, then backward from a fixed random gradient of every float output that is
-    used."""
+    used; ``check`` sees the outputs before."""
     fresh = _Fresh(context)
     args, kwargs = pytree.tree_map(fresh, given)
     outputs = [_plain(leaf) for leaf in float_leaves(block(*args, **kwargs), used)]
+    if check is not None:
+        check(outputs)
     generator = torch.Generator().manual_seed(7)
     roots = [leaf for leaf in outputs if leaf.requires_grad]
     noise = [torch.randn(root.shape, generator=generator, dtype=root.dtype) for root in roots]
     if roots:
         torch.autograd.backward(roots, noise)
-    gradients = {name: p.grad for name, p in block.named_parameters()}
+    gradients = {name: tuple(leaf.grad for leaf in gradient_leaves(p)) for name, p in block.named_parameters()}
     return BlockResult(tuple(leaf.detach() for leaf in outputs), tuple(t.grad for t in fresh.inputs), gradients)
 
 
@@ -188,34 +219,51 @@ class _Fresh:
         return twin.clone()
 
 
+def _shard_low_rank(block: nn.Module, plan: TensorPlan, rank: int) -> set[str]:
+    """Give a rank its shard of every low-rank weight that is sharded; returns their names."""
+    found = {}
+    for name, parameter in block.named_parameters():
+        if isinstance(parameter, LowRankWeight) and (cut := plan.parameters.get(name)) is not None:
+            found[id(parameter)] = name, parameter.shard(cut.dim, rows_of_rank(cut.ranges, rank))
+    for module in block.modules():
+        for local, parameter in module._parameters.items():
+            if id(parameter) in found:
+                module._parameters[local] = found[id(parameter)][1]  # type: ignore[assignment]
+    return {name for name, _ in found.values()}
+
+
 def _plain(leaf: Tensor) -> Tensor:
     return full(leaf, PROOF) if isinstance(leaf, GlobalTensor) else leaf
 
 
 def _differences(plan: TensorPlan, truth: BlockResult, ranks: Sequence[BlockResult]) -> Iterator[str]:
     """The differences from the unsharded block, outputs first."""
-    gradients = [grad for grad in (*truth.inputs, *truth.parameters.values()) if grad is not None]
+    of_parameters = (grad for grads in truth.parameters.values() for grad in grads)
+    gradients = [grad for grad in (*truth.inputs, *of_parameters) if grad is not None]
     largest = max((_top(grad) for grad in gradients), default=0.0)
     for rank, outcome in enumerate(ranks):
-        for kind, mine, whole in (
-            ("output", outcome.outputs, truth.outputs),
-            ("output in eval mode", outcome.evaluated, truth.evaluated),
-            ("input", outcome.inputs, truth.inputs),
-        ):
-            what = f"gradient of input {{}} on rank {rank}" if kind == "input" else f"{kind} {{}} on rank {rank}"
-            floor = largest if kind == "input" else 0.0
-            if len(mine) != len(whole):
-                yield f"there are {len(mine)} {kind}s on rank {rank}, not {len(whole)}"
-                continue
-            yield from (
-                f"{what.format(number)} {wrong}"
-                for number, (a, b) in enumerate(zip(mine, whole, strict=True))
-                if (wrong := _wrong(a, b, floor))
-            )
-    for name, whole_grad in truth.parameters.items():
-        for grad in _assembled(plan, name, whole_grad, [outcome.parameters[name] for outcome in ranks]):
-            if wrong := _wrong(grad, whole_grad, largest):
-                yield f"the gradient of {name} {wrong}"
+        yield from _of_leaves("output", rank, (outcome.outputs, truth.outputs), 0.0)
+        yield from _of_leaves("output in eval mode", rank, (outcome.evaluated, truth.evaluated), 0.0)
+        yield from _of_leaves("input", rank, (outcome.inputs, truth.inputs), largest)
+    for name, wholes in truth.parameters.items():
+        for place, whole_grad in enumerate(wholes):
+            parts = [outcome.parameters[name][place] for outcome in ranks]
+            for grad in _assembled(plan, name, whole_grad, parts):
+                if wrong := _wrong(grad, whole_grad, largest):
+                    yield f"the gradient of {name} {wrong}"
+
+
+def _of_leaves(
+    kind: str, rank: int, sides: tuple[Sequence[Tensor | None], Sequence[Tensor | None]], floor: float
+) -> Iterator[str]:
+    mine, whole = sides
+    if len(mine) != len(whole):
+        yield f"there are {len(mine)} {kind}s on rank {rank}, not {len(whole)}"
+        return
+    what = "gradient of input" if kind == "input" else kind
+    for number, (a, b) in enumerate(zip(mine, whole, strict=True)):
+        if wrong := _wrong(a, b, floor):
+            yield f"{what} {number} on rank {rank} {wrong}"
 
 
 def _assembled(
@@ -230,7 +278,7 @@ def _assembled(
     total = torch.zeros_like(whole)
     for rank, part in enumerate(parts):
         assert part is not None
-        if cut is None:
+        if cut is None or total.shape[cut.dim] == 1:  # multiplied by a vector along the dim that is sharded
             total += part
         else:
             total.index_add_(cut.dim, torch.tensor(rows_of_rank(cut.ranges, rank)), part)
@@ -304,7 +352,8 @@ class Exact(TorchFunctionMode):
 def _grouped_mm(x_SI: Tensor, weight_EIO: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
     """The products of rows ``offs[e-1]:offs[e]`` of x with matrix e."""
     ends = [0, *offs.tolist()]
-    parts = [x_SI[start:stop] @ weight_EIO[e] for e, (start, stop) in enumerate(pairwise(ends))]
+    groups = [(e, start, stop) for e, (start, stop) in enumerate(pairwise(ends)) if stop > start or not e]
+    parts = [x_SI[start:stop] @ weight_EIO[e] for e, start, stop in groups]
     rest = x_SI.new_zeros(x_SI.shape[0] - ends[-1], weight_EIO.shape[-1])
     return torch.cat([*parts, rest])
 

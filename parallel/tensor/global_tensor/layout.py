@@ -88,7 +88,7 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
         NoRuleError: a rank's elements are no product of index sets in the new shape.
     """
     sets: list[Index | None] = [None] * len(shape)
-    for old, new in _groups(layout.shape, shape):
+    for old, new in dim_groups(layout.shape, shape):
         if any(layout.sets[dim] is not None for dim in old):
             group = Layout(tuple(layout.shape[dim] for dim in old), tuple(layout.sets[dim] for dim in old))
             for dim, index in zip(new, _regroup(group, [shape[dim] for dim in new]), strict=True):
@@ -96,7 +96,7 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
     return Layout(shape, tuple(sets))
 
 
-def _groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
+def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
     """The shortest runs of neighbouring dims of both shapes whose products agree."""
     i = j = 0
     while i < len(old) or j < len(new):

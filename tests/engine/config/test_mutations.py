@@ -113,11 +113,11 @@ def names(message: str, edit: Edit) -> bool:
 def shows(line: str, given: str | float) -> bool:
     """Whether the line has this text, or a number of this value.
 
-    A size that is null, "auto", or in {}, is one left out; a switch that is false is one that others are without.
+    A size that is null, "auto", or in {}, is one left out; what is false or null is something that others are without.
     """
     if isinstance(given, str):
         left_out = ": missing;" in line and (given in ("null", '"auto"') or "{}" in given)
-        return given in line or left_out or (given == "false" and " without " in line)
+        return given in line or left_out or (given in ("false", "null") and " without " in line)
     if math.isnan(given):
         return "NaN" in line
     numbers = re.findall(r"(?<![\w.])-?(?:\d[\d.]*(?:e[+-]?\d+)?|Infinity)", line)

@@ -1,0 +1,142 @@
+"""A block with random content in float64, for the search and the proof of tensor plans.
+
+Matrices of at least LARGE entries become low-rank weights, so that time and memory grow with the widths of a block and
+not with its number of parameters; a weight that its code reads in another way is drawn whole.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from engine.errors import first_line
+from engine.parallel.model.user_code import is_own_mistake
+from engine.parallel.tensor.auto.coupled_parameters import Given
+from engine.parallel.tensor.auto.equivalence import exactly
+from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight, WholeWeightError, low_rank_parameter
+from engine.parallel.trace.model_trace import Arguments, Sample
+from engine.planning.isolated_block import copy_block, is_sample
+from engine.precision.dtypes import Precision
+
+LARGE = 2**18
+"""Entries from which on a matrix is low-rank."""
+Result = TypeVar("Result")
+
+
+class DoesNotRunAloneError(Exception):
+    """A copy of a unit raises outside its model."""
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, what a copy of a unit raises is a :class:`DoesNotRunAloneError`: its code may raise anything."""
+    try:
+        yield
+    except WholeWeightError:
+        raise
+    except Exception as error:
+        if is_own_mistake(error):
+            raise
+        raise DoesNotRunAloneError(first_line(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnBlock:
+    """A float64 copy of a unit with random content."""
+
+    block: nn.Module
+    givens: list[Given]
+    """The arguments of its calls."""
+    refused: set[str]
+    """Low-rank weights that its code has read in a way that needs all numbers; see ``tensor.auto.low_rank_weight``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnUnit:
+    """The unit that is drawn."""
+
+    model: nn.Module
+    name: str
+    precision: Precision
+    calls: Sequence[Arguments]
+    low_rank: bool = True
+    """Whether large matrices are low-rank; otherwise all numbers of all weights are drawn."""
+
+    def run(self, body: Callable[[DrawnBlock], Result]) -> Result:
+        """``body`` on a block whose code reads no low-rank weight in a way that its factors cannot answer.
+
+        Weights that it has read so are drawn whole, and ``body`` runs again; it may change nothing outside itself.
+
+        Raises:
+            DoesNotRunAloneError: the unit cannot be copied.
+        """
+        whole = set[str]()
+        while True:
+            with exactly(), alone():
+                drawn = self._draw(whole)
+            try:
+                result = body(drawn)
+            except Exception:
+                if not drawn.refused:
+                    raise
+            else:
+                if not drawn.refused:
+                    return result
+            whole |= drawn.refused
+
+    def _draw(self, whole: Collection[str]) -> DrawnBlock:
+        named = self.model.get_submodule(self.name).named_parameters()
+        thin = {local for local, parameter in named if self.low_rank and local not in whole and _is_large(parameter)}
+        block = copy_block(self.model, self.name, self.precision, torch.device("cpu"), left_out=thin).double()
+        generator = torch.Generator().manual_seed(0)
+        refused = _draw_low_rank(block, thin, generator)
+        with torch.no_grad():
+            for parameter in block.parameters():
+                if not isinstance(parameter, LowRankWeight):
+                    _fill(parameter, generator)
+        return DrawnBlock(block, [_float64_content(arguments, generator) for arguments in self.calls], refused)
+
+
+def _is_large(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() and parameter.ndim in (2, 3) and parameter.numel() >= LARGE
+
+
+def _fill(parameter: nn.Parameter, generator: torch.Generator) -> None:
+    scale = 0.1 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
+    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    parameter.copy_(noise * scale + (1.0 if parameter.dim() < 2 else 0.0))
+    parameter.requires_grad_(True)
+
+
+def _draw_low_rank(block: nn.Module, names: Collection[str], generator: torch.Generator) -> set[str]:
+    """Put low-rank weights in the place of the parameters ``names``; returns the set of those that are refused."""
+    refused = set[str]()
+    made: dict[int, LowRankWeight] = {}
+    for name, parameter in block.named_parameters():
+        if name in names:
+            made[id(parameter)] = low_rank_parameter(parameter.shape, name, generator, refused)
+    for module in block.modules():
+        for local, own in module._parameters.items():
+            if id(own) in made:
+                module._parameters[local] = made[id(own)]  # type: ignore[assignment]
+    return refused
+
+
+def _float64_content(arguments: Arguments, generator: torch.Generator) -> Given:
+    def fill(leaf: Any) -> Any:
+        if isinstance(leaf, Sample):
+            if not leaf.dtype.is_floating_point:
+                return torch.zeros(leaf.shape, dtype=leaf.dtype)
+            content = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+            return content.requires_grad_(leaf.grad)
+        if isinstance(leaf, Tensor):
+            tensor = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().cpu()
+            return tensor.double() if tensor.is_floating_point() else tensor.clone()
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = pytree.tree_map(fill, arguments, is_leaf=is_sample)
+    return args, kwargs

@@ -1,0 +1,229 @@
+"""Views and products of a weight that is kept as sums of thin products, in time and memory that grow with its edges.
+
+    W[e, o, i] = sum over terms and z of left[e, o, 1, z] right[e, 1, i, z]
+
+    view        a view of the factors, if every dim of the result lies in the same factors as before
+    product     x @ right, then @ left: no tensor of the weight's size exists
+    the rest    :meth:`Factors.full`, the weight with all of its numbers
+
+All of it runs in autograd: a gradient of the weight is one of its factors. Shape suffix: Z the columns of both factors.
+"""
+
+import math
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
+from engine.parallel.tensor.global_tensor.layout import dim_groups, positive_dim
+
+LEFT, RIGHT, BOTH, NEITHER = "LREN"
+Term = tuple[Tensor, Tensor]
+"""Left and right factor: each has the weight's dims, of size one where it lacks them, and Z."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A weight, or a view of one: the sum of its terms."""
+
+    terms: tuple[Term, ...]
+    kinds: str
+    """For each dim, which factors have it: LEFT, RIGHT, BOTH (experts) or NEITHER (size one, or expanded)."""
+    twin: Tensor
+    """A meta tensor with the weight's shape, strides and place in the full parameter."""
+    rows: dict[int, tuple[Term, ...]] = field(default_factory=dict)
+    """The terms of each expert, taken apart once: the gradient of all experts is then put together once."""
+
+    # ---- numbers
+
+    def full(self) -> Tensor:
+        """All numbers."""
+        letters = string.ascii_letters[: len(self.kinds)]
+        left, right = ("".join(self._letters(letters, side)) for side in (LEFT, RIGHT))
+        out = "".join(one for one, kind in zip(letters, self.kinds, strict=True) if kind != NEITHER)
+        full = _total(torch.einsum(f"{left}Z,{right}Z->{out}", *pair) for pair in self._thin())
+        for dim, kind in enumerate(self.kinds):
+            if kind == NEITHER:
+                full = full.unsqueeze(dim)
+        return full.expand(self.twin.shape)
+
+    def _letters(self, letters: str, side: str) -> list[str]:
+        return [one for one, kind in zip(letters, self.kinds, strict=True) if kind in (side, BOTH)]
+
+    def _thin(self) -> Iterator[Term]:
+        """The factors without the dims that they lack."""
+        lacking = [
+            tuple(dim for dim, kind in enumerate(self.kinds) if kind not in (side, BOTH)) for side in (LEFT, RIGHT)
+        ]
+        return ((left.squeeze(lacking[0]), right.squeeze(lacking[1])) for left, right in self.terms)
+
+    # ---- views
+
+    def _changed(self, left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]) -> tuple[Term, ...]:
+        return tuple((left(a), right(b)) for a, b in self.terms)
+
+    def permuted(self, dims: Sequence[int]) -> "Factors":
+        """The dims in another order."""
+        order = [positive_dim(dim, len(self.kinds)) for dim in dims]
+        kinds = "".join(self.kinds[dim] for dim in order)
+
+        def change(factor: Tensor) -> Tensor:
+            return factor.permute(*order, len(order))
+
+        return Factors(self._changed(change, change), kinds, self.twin.permute(order))
+
+    def transposed(self, first: int, second: int) -> "Factors":
+        """Two dims swapped."""
+        dims = list(range(len(self.kinds)))
+        dims[first], dims[second] = dims[second], dims[first]
+        return self.permuted(dims)
+
+    def unsqueezed(self, dim: int) -> "Factors":
+        """A new dim of size one."""
+        place = positive_dim(dim, len(self.kinds) + 1)
+        return self.indexed((*(slice(None),) * place, None))
+
+    def expanded(self, sizes: Sequence[int]) -> "Factors":
+        """Dims of size one that neither factor has, repeated without memory.
+
+        Raises:
+            NoRuleError: a factor has such a dim.
+        """
+        new = len(sizes) - len(self.kinds)
+        twin, made = self.twin.expand(tuple(sizes)), self
+        for _ in range(new):
+            made = made.unsqueezed(0)
+        if any(a != b and k != NEITHER for a, b, k in zip(made.twin.shape, twin.shape, made.kinds, strict=True)):
+            raise NoRuleError("a dim of a factor")
+        return Factors(made.terms, made.kinds, twin)
+
+    def reshaped(self, twin: Tensor) -> "Factors":
+        """The elements in row-major order in the shape of ``twin``, its view.
+
+        Raises:
+            NoRuleError: dims of different factors become one.
+        """
+        kinds, sizes = "", {LEFT: list[int](), RIGHT: list[int]()}
+        for old, new in dim_groups(tuple(self.twin.shape), tuple(twin.shape)):
+            found = {self.kinds[dim] for dim in old if self.twin.shape[dim] != 1} or {NEITHER}
+            if len(found) > 1 or (found == {NEITHER} and math.prod(twin.shape[dim] for dim in new) > 1):
+                raise NoRuleError("dims of different factors")
+            (kind,) = found
+            kinds += kind * len(new)
+            for side, made in sizes.items():
+                made += [twin.shape[dim] if kind in (side, BOTH) else 1 for dim in new]
+        left, right = sizes[LEFT], sizes[RIGHT]
+        return Factors(self._changed(lambda a: a.reshape(*left, -1), lambda b: b.reshape(*right, -1)), kinds, twin)
+
+    def indexed(self, index: Any) -> "Factors":
+        """``weight[index]`` with whole numbers, slices, new dims and at most one list of places.
+
+        Raises:
+            NoRuleError: another kind of index.
+        """
+        entries = _entries(index, len(self.kinds))
+        places = [entry for entry in entries if isinstance(entry, Tensor)]
+        if places and (len(places) > 1 or any(isinstance(entry, int) for entry in entries)):
+            raise NoRuleError("several lists of places")
+        kinds, mine, dim = "", {LEFT: list[Any](), RIGHT: list[Any]()}, 0
+        for entry in entries:
+            kind = NEITHER if entry is None else self.kinds[dim]
+            dim += entry is not None
+            kinds += "" if isinstance(entry, int) else kind
+            for side, made in mine.items():
+                absent = entry is not None and kind not in (side, BOTH)
+                made.append((0 if isinstance(entry, int) else slice(None)) if absent else entry)
+        twin = self.twin[tuple(entry.to("meta") if isinstance(entry, Tensor) else entry for entry in entries)]
+        if isinstance(entries[0], int) and self.kinds[0] == BOTH and not any(e != slice(None) for e in entries[1:]):
+            return Factors(self._row(entries[0]), kinds, twin)
+        left, right = tuple(mine[LEFT]), tuple(mine[RIGHT])
+        return Factors(self._changed(lambda a: a[left], lambda b: b[right]), kinds, twin)
+
+    def _row(self, place: int) -> tuple[Term, ...]:
+        if not self.rows:
+            apart = [zip(left.unbind(0), right.unbind(0), strict=True) for left, right in self.terms]
+            self.rows.update(enumerate(zip(*apart, strict=True)))
+        return self.rows[place % len(self.rows)]
+
+    # ---- products
+
+    def between(self, summed: int, kept: int) -> list[Term]:
+        """For each term the factor [.., I, Z] of the dim that a product sums over, and that [.., O, Z] of the other.
+
+        Raises:
+            NoRuleError: both dims lie in one factor, or one in both.
+        """
+        summed, kept = positive_dim(summed, len(self.kinds)), positive_dim(kept, len(self.kinds))
+        if {self.kinds[summed], self.kinds[kept]} != {LEFT, RIGHT}:
+            raise NoRuleError("dims of one factor")
+        inner = 0 if self.kinds[summed] == LEFT else 1
+        return [(term[inner].squeeze(kept), term[1 - inner].squeeze(summed)) for term in self.terms]
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [.., I] W' + b, for W [O, I]."""
+        (first, last), *more = self.between(1, 0)
+        y = functional.linear(x @ first, last, bias)
+        return _total((y, *((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in more)))
+
+    def after(self, x: Tensor) -> Tensor:
+        """x [.., S, I] W [.., I, O]."""
+        return _total((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in self.between(-2, -1))
+
+    def before(self, x: Tensor) -> Tensor:
+        """W [.., O, I] x [.., I, S]."""
+        columns = x.unsqueeze(-1) if x.ndim == 1 else x
+        y = _total(outer_OZ @ (inner_IZ.mT @ columns) for inner_IZ, outer_OZ in self.between(-1, -2))
+        return y.squeeze(-1) if x.ndim == 1 else y
+
+    def embedding(self, ids: Tensor) -> Tensor:
+        """The rows of W [V, H] at ``ids``."""
+        return _total(functional.embedding(ids, outer_VZ) @ inner_HZ.mT for inner_HZ, outer_VZ in self.between(1, 0))
+
+    def einsum(self, x: Tensor, letters: tuple[str, str], out: str) -> Tensor:
+        """The product of x with W, whose dims have ``letters``.
+
+        Raises:
+            NoRuleError: a letter stands twice in one operand.
+        """
+        of_x, of_w = letters
+        if len(set(of_w)) < len(of_w) or len(set(of_x)) < len(of_x) or NEITHER in self.kinds:
+            raise NoRuleError("a diagonal")
+        z = next(one for one in string.ascii_letters if one not in of_x + of_w + out)
+        sides = ["".join(self._letters(of_w, side)) for side in (LEFT, RIGHT)]
+        first = next((place for place, side in enumerate(sides) if any(one not in out for one in side)), 1)
+        inner, outer = sides[first], sides[1 - first]
+        kept = "".join(one for one in dict.fromkeys(of_x + inner) if one in out or one in outer)
+        parts = (torch.einsum(f"{of_x},{inner}{z}->{kept}{z}", x, pair[first]) for pair in self._thin())
+        others = (pair[1 - first] for pair in self._thin())
+        return _total(
+            torch.einsum(f"{kept}{z},{outer}{z}->{out}", part, other) for part, other in zip(parts, others, strict=True)
+        )
+
+
+def _total(parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
+    return reduce(torch.add, parts)
+
+
+def _entries(index: Any, dims: int) -> list[Any]:
+    """One entry for each dim, and None for each new dim."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    entries = [_entry(entry) for entry in given]
+    missing = dims - sum(entry is not None and entry is not Ellipsis for entry in entries)
+    if missing < 0 or sum(entry is Ellipsis for entry in entries) > 1:
+        raise NoRuleError("too many indices")
+    place = next((number for number, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    return [*entries[:place], *(slice(None),) * missing, *entries[place + 1 :]]
+
+
+def _entry(entry: Any) -> Any:
+    if isinstance(entry, Tensor) and not entry.is_floating_point() and entry.dtype != torch.bool and entry.ndim < 2:
+        return entry if entry.ndim else int(entry)
+    if entry is None or entry is Ellipsis or isinstance(entry, slice) or type(entry) is int:
+        return entry
+    raise NoRuleError("another kind of index")

@@ -1,0 +1,344 @@
+"""Large weights of a block that is searched or proven: products of two thin random matrices, at their full shape.
+
+A block of a billion parameters, its gradients and a copy for every rank do not fit into a host. The code of the block
+needs the weight's shape and its products; what a proof needs of the gradient is its product with a random vector. So
+
+    W = A B' + P v' + u Q'        A, B thin and random; u, v random vectors; P, Q zero
+
+is a weight of any size in the memory of its edges, whose products take two thin ones. The zero factors are leaves of
+the graph, and their gradients are what a product with the weight's gradient G would give: dP = G v, dQ = u' G.
+
+Two gradients whose products with a random vector agree are equal (Freivalds 1977): vectors for which that fails have
+measure zero. Two programs that agree on such weights agree on all: their difference is a sum of products of entries of
+weights, and none with at most RANK factors from one weight vanishes on all matrices of that rank.
+
+Functions without a rule get all numbers of the weight, so the result is always that of the dense weight. Code that
+reads a weight below torch functions, or without a graph, is told so: the caller draws that weight whole.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from engine.parallel.tensor.auto.low_rank_factors import BOTH, LEFT, RIGHT, Factors, Term
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
+from engine.parallel.trace.torch_function import METADATA, function_name, getter, writes_in_place
+
+RANK = 4
+"""Columns of the random factors A and B."""
+
+
+class WholeWeightError(Exception):
+    """Code reads a weight in a way that its factors cannot answer; ``weight`` is its name."""
+
+    def __init__(self, weight: str) -> None:
+        super().__init__(f"{weight} is read below torch functions or without a graph")
+        self.weight = weight
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The tensors that a low-rank parameter is made of; each has the parameter's dims and a last one of columns."""
+
+    random: tuple[Tensor, Tensor]
+    """A [E, O, 1, RANK] and B [E, 1, I, RANK]."""
+    vectors: tuple[Tensor, Tensor]
+    """u [1, O, 1, 1] and v [1, 1, I, 1]."""
+    zeros: tuple[Tensor, Tensor]
+    """P [E, O, 1, 1] and Q [E, 1, I, 1], leaves of the graph."""
+    shape: tuple[int, ...]
+
+    def factors(self) -> Factors:
+        """The parameter: one term for a matrix; for experts three, so that gradients pass through thin factors only."""
+        (a, b), (u, v), (p, q) = self.random, self.vectors, self.zeros
+        u, v = u.expand(p.shape), v.expand(q.shape)
+        terms: tuple[Term, ...] = ((a, b), (p, v), (u, q))
+        if len(self.shape) == 2:
+            terms = ((torch.cat([a, p, u], -1), torch.cat([b, v, q], -1)),)
+        kinds = BOTH * (len(self.shape) - 2) + LEFT + RIGHT
+        return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
+
+    def fresh(self) -> "Parts":
+        """The same numbers, with leaves of their own."""
+        return Parts(self.random, self.vectors, _leaves(self.random), self.shape)
+
+    def shard(self, dim: int, rows: Sequence[int]) -> "Parts":
+        """The given rows of ``dim``."""
+        where, shape = torch.tensor(rows), list(self.shape)
+        shape[dim] = len(rows)
+
+        def taken(tensor: Tensor) -> Tensor:
+            return tensor if tensor.shape[dim] == 1 != self.shape[dim] else tensor.index_select(dim, where)
+
+        random, vectors = (tuple(map(taken, pair)) for pair in (self.random, self.vectors))
+        return Parts(random, vectors, _leaves(random), tuple(shape))  # type: ignore[arg-type]
+
+
+def _leaves(random: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    left, right = (torch.zeros(*tensor.shape[:-1], 1, dtype=tensor.dtype).requires_grad_() for tensor in random)
+    return left, right
+
+
+class LowRankWeight(Tensor):
+    """A float64 weight, or a view of one, that answers with its full shape and computes with its factors."""
+
+    factors: Factors
+    weight: str
+    """Name of the parameter."""
+    refused: set[str]
+    """Names of the parameters that code has read in a way that factors cannot answer."""
+    parts: Parts | None
+    """Those of a parameter; None for a view."""
+
+    @staticmethod
+    def __new__(cls, factors: Factors, weight: str, refused: set[str], parts: Parts | None = None) -> "LowRankWeight":
+        twin = factors.twin
+        made: LowRankWeight = Tensor._make_wrapper_subclass(
+            cls, twin.shape, twin.stride(), dtype=torch.float64, device=torch.device("cpu"), requires_grad=True
+        )
+        made.factors, made.weight, made.refused, made.parts = factors, weight, refused, parts
+        if parts is not None:
+            made._is_param = True  # for isinstance(made, nn.Parameter)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OF_THE_OBJECT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = next(found for found in (*args, *kwargs.values()) if _has_weight(found))
+        if any(issubclass(other, GlobalTensor) for other in types):
+            return NotImplemented
+        name = function_name(func)
+        written = args and first is args[0] and writes_in_place(name)
+        if not torch.is_grad_enabled() or name.startswith("set ") or written:
+            raise _refuse(first)
+        rule = _RULES.get(func)
+        if rule is not None:
+            try:
+                return rule(*args, **kwargs)
+            except NoRuleError:
+                pass
+        args, kwargs = tree_map(lambda leaf: leaf.factors.full() if type(leaf) is cls else leaf, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise _refuse(next(found for found in (*args, *(kwargs or {}).values()) if _has_weight(found)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LowRankWeight":
+        if id(self) not in memo:
+            assert self.parts is not None
+            memo[id(self)] = _parameter(self.parts.fresh(), self.weight, self.refused)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"LowRankWeight({self.weight}, shape={tuple(self.factors.twin.shape)})"
+
+    def view_of(self, factors: Factors) -> "LowRankWeight":
+        """A view of the same parameter."""
+        return LowRankWeight(factors, self.weight, self.refused)
+
+    def shard(self, dim: int, rows: Sequence[int]) -> "LowRankWeight":
+        """A parameter of the given rows of ``dim``."""
+        assert self.parts is not None
+        return _parameter(self.parts.shard(dim, rows), self.weight, self.refused)
+
+
+def low_rank_parameter(
+    shape: Sequence[int], weight: str, generator: torch.Generator, refused: set[str]
+) -> LowRankWeight:
+    """A random parameter of ``shape`` [.., O, I], whose entries are as large as those of a dense one."""
+    *experts, outputs, inputs = shape
+    left, right = (*experts, outputs, 1), (*experts, 1, inputs)
+
+    def random(sizes: tuple[int, ...], columns: int, scale: float) -> Tensor:
+        return torch.randn(*sizes, columns, generator=generator, dtype=torch.float64) * scale
+
+    ones = (1,) * len(experts)
+    entries = random(left, RANK, RANK**-0.5), random(right, RANK, inputs**-0.5)
+    vectors = random((*ones, outputs, 1), 1, outputs**-0.5), random((*ones, 1, inputs), 1, inputs**-0.5)
+    return _parameter(Parts(entries, vectors, _leaves(entries), tuple(shape)), weight, refused)
+
+
+def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
+    """The tensors whose gradients stand for that of ``parameter``: itself, or the zero factors of a low-rank one.
+
+    Each has the parameter's dims, of size one where it was multiplied by a vector, and a last one.
+    """
+    if isinstance(parameter, LowRankWeight) and parameter.parts is not None:
+        return parameter.parts.zeros
+    return (parameter,)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that a tensor shares with its views only."""
+    whole = tensor.factors.twin if isinstance(tensor, LowRankWeight) else tensor
+    return int(whole.untyped_storage()._cdata)
+
+
+def _parameter(parts: Parts, weight: str, refused: set[str]) -> LowRankWeight:
+    with torch.enable_grad():
+        return LowRankWeight(parts.factors(), weight, refused, parts)
+
+
+def _has_weight(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_weight, value))
+    return isinstance(value, LowRankWeight)
+
+
+def _refuse(found: Any) -> WholeWeightError:
+    while isinstance(found, list | tuple):
+        found = next(inner for inner in found if _has_weight(inner))
+    found.refused.add(found.weight)
+    return WholeWeightError(found.weight)
+
+
+# ------------------------------------------------------------------------------------------------ rules
+
+
+def _viewed(change: Callable[..., Factors]) -> Callable[..., LowRankWeight]:
+    def rule(weight: LowRankWeight, *args: Any, **kwargs: Any) -> LowRankWeight:
+        return weight.view_of(change(weight.factors, *args, **kwargs))
+
+    return rule
+
+
+def _sizes(given: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(given[0]) if len(given) == 1 and isinstance(given[0], tuple | list) else given
+
+
+def _through_twin(name: str) -> Callable[..., LowRankWeight]:
+    """A function that changes the shape alone: torch's own function on the twin says how."""
+
+    def change(factors: Factors, *args: Any, **kwargs: Any) -> Factors:
+        if any(isinstance(arg, torch.dtype) for arg in args):
+            raise NoRuleError("another dtype")
+        return factors.reshaped(getattr(factors.twin, name)(*args, **kwargs))
+
+    return _viewed(change)
+
+
+def _same(weight: LowRankWeight, *args: Any, **kwargs: Any) -> LowRankWeight:
+    """A conversion: all weights are float64 on the CPU."""
+    wanted = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+    if any(dtype not in (torch.float64, torch.float32) for dtype in wanted):
+        raise NoRuleError("another dtype")
+    return weight.view_of(weight.factors)
+
+
+def _last_two(factors: Factors) -> Factors:
+    if len(factors.kinds) != 2:  # T reverses more dims
+        raise NoRuleError("more dims")
+    return factors.transposed(0, 1)
+
+
+def _narrow(factors: Factors, dim: int, start: int, length: int) -> Factors:
+    return factors.indexed((*(slice(None),) * (dim % len(factors.kinds)), slice(start, start + length)))
+
+
+def _select(factors: Factors, dim: int, index: int) -> Factors:
+    return factors.indexed((*(slice(None),) * (dim % len(factors.kinds)), index))
+
+
+def _index_select(factors: Factors, dim: int, index: Tensor) -> Factors:
+    return factors.indexed((*(slice(None),) * (dim % len(factors.kinds)), index))
+
+
+def _several(name: str) -> Callable[..., tuple[LowRankWeight, ...]]:
+    """``split``, ``chunk``, ``unbind``: torch's own function on the numbers of the rows says how."""
+
+    def rule(weight: LowRankWeight, *args: Any, **kwargs: Any) -> tuple[LowRankWeight, ...]:
+        dim = kwargs.pop("dim", None)
+        args, dim = (args[:-1], args[-1]) if dim is None and len(args) == _WITH_DIM[name] else (args, dim or 0)
+        dim %= weight.ndim
+        rows = getattr(torch.arange(weight.shape[dim]), name)(*args, **kwargs)
+        one = name == "unbind"
+        entries = [int(own) if one else slice(int(own[0]), int(own[-1]) + 1) for own in rows]
+        return tuple(weight.view_of(weight.factors.indexed((*(slice(None),) * dim, entry))) for entry in entries)
+
+    return rule
+
+
+_WITH_DIM: Mapping[str, int] = MappingProxyType({"split": 2, "chunk": 2, "unbind": 1})
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    if type(weight) is not LowRankWeight or _has_weight((x, bias)) or weight.ndim != 2:
+        raise NoRuleError("another operand")
+    return weight.factors.linear(x, bias)
+
+
+def _matmul(a: Any, b: Any) -> Any:
+    if _has_weight(a) and _has_weight(b):
+        raise NoRuleError("two weights")
+    of_weight = b if _has_weight(b) else a
+    if of_weight.ndim < 2:
+        raise NoRuleError("a vector of a weight")
+    return b.factors.after(a) if of_weight is b else a.factors.before(b)
+
+
+def _rmatmul(b: Any, a: Any) -> Any:
+    return _matmul(a, b)
+
+
+def _addmm(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    if beta != 1 or alpha != 1 or _has_weight(bias):
+        raise NoRuleError("another form")
+    return bias + _matmul(a, b)
+
+
+def _embedding(ids: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, **options: Any) -> Any:
+    if padding_idx is not None or max_norm is not None or weight.ndim != 2 or options.get("scale_grad_by_freq"):
+        raise NoRuleError("another form")
+    return weight.factors.embedding(ids)
+
+
+def _einsum(equation: Any, *operands: Any) -> Any:
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    plain = isinstance(equation, str) and "->" in equation and "." not in equation and len(tensors) == 2
+    if not plain or sum(map(_has_weight, tensors)) != 1:
+        raise NoRuleError("another form")
+    terms, out = equation.replace(" ", "").split("->")
+    pairs = sorted(zip(tensors, terms.split(","), strict=True), key=lambda pair: _has_weight(pair[0]))
+    (x, of_x), (weight, of_weight) = pairs
+    return weight.factors.einsum(x, (of_x, of_weight), out)
+
+
+_OF_THE_OBJECT = METADATA | {
+    Tensor.requires_grad_, Tensor.__repr__, Tensor._is_view, getter("_backward_hooks"),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
+}  # fmt: skip
+_RULES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    dict.fromkeys((functional.linear,), _linear)
+    | dict.fromkeys((torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm), _matmul)
+    | {Tensor.__matmul__: _matmul, Tensor.__rmatmul__: _rmatmul, torch.einsum: _einsum}
+    | dict.fromkeys((torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm), _addmm)
+    | {functional.embedding: _embedding, Tensor.__getitem__: _viewed(Factors.indexed)}
+    | dict.fromkeys((torch.transpose, Tensor.transpose, Tensor.swapaxes), _viewed(Factors.transposed))
+    | dict.fromkeys((torch.t, Tensor.t, getter("mT"), getter("T")), _viewed(_last_two))
+    | {Tensor.permute: _viewed(lambda w, *dims: w.permuted(_sizes(dims))), torch.permute: _viewed(Factors.permuted)}
+    | dict.fromkeys((torch.unsqueeze, Tensor.unsqueeze), _viewed(Factors.unsqueezed))
+    | {Tensor.expand: _viewed(lambda w, *sizes: w.expanded(_sizes(sizes)))}
+    | dict.fromkeys((torch.narrow, Tensor.narrow), _viewed(_narrow))
+    | dict.fromkeys((torch.select, Tensor.select), _viewed(_select))
+    | dict.fromkeys((torch.index_select, Tensor.index_select), _viewed(_index_select))
+    | {Tensor.view: _through_twin("view"), Tensor.reshape: _through_twin("reshape")}
+    | {torch.reshape: _through_twin("reshape"), Tensor.view_as: _viewed(lambda w, x: w.reshaped(w.twin.view(x.shape)))}
+    | {Tensor.flatten: _through_twin("flatten"), torch.flatten: _through_twin("flatten")}
+    | {Tensor.unflatten: _through_twin("unflatten")}
+    | {torch.split: _several("split"), Tensor.split: _several("split"), Tensor.unbind: _several("unbind")}
+    | {torch.chunk: _several("chunk"), Tensor.chunk: _several("chunk"), torch.unbind: _several("unbind")}
+    | dict.fromkeys((Tensor.to, Tensor.float, Tensor.double, Tensor.contiguous, Tensor.cpu), _same)
+)
