@@ -335,11 +335,12 @@ class _Search:
 
     def _groups(self, unit: Unit, patterns: GradientSparsity) -> tuple[CoupledParameters, ...]:
         groups = patterns.groups(self.tp)
-        loose = len({product.weight for product in patterns.products}) - sum(len(g.columns) + 1 for g in groups)
-        rows, taken = {group.row for group in groups}, {name for group in groups for name in group.cuts}
-        if loose > 1:
-            patterns.try_sizes(_SIZES)
-        for size in _SIZES if loose > 1 else ():
+        taken = {name for group in groups for name in group.cuts}
+        loose = dict.fromkeys(product.weight for product in patterns.products if product.weight not in taken)
+        rows = {group.row for group in groups}
+        # the largest first, since sizes that divide it follow from what its ranks need
+        others = [s for s in sorted(_SIZES, reverse=True) if len(loose) > 1 and patterns.may_shard(loose, s)]
+        for size in reversed(others):
             missed = next((g for g in patterns.groups(size) if g.row not in taken), None)
             if missed is not None:
                 fits = [s for s in _SIZES if rows | {missed.row} <= {g.row for g in patterns.groups(s)}]

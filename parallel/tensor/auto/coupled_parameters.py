@@ -116,6 +116,10 @@ class GradientSparsity:
                 found.append(replace(group, partial=self._between(group)))
         return tuple(found)
 
+    def may_shard(self, rows: Collection[str], tp: int) -> bool:
+        """Whether one of ``rows`` could be a row layer for ``tp`` ranks; cheaper than :meth:`groups`."""
+        return any(self._group(row, tp, set(self._others)) is not None for row in rows)
+
     def try_sizes(self, sizes: Sequence[int]) -> None:
         """Try the largest numbers of ranks first, since those that divide them follow from what they need."""
         for size in sorted(sizes, reverse=True):

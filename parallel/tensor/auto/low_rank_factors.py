@@ -1,6 +1,6 @@
-"""Views and products of a weight that is kept as two thin factors, in time and memory that grow with its edges only.
+"""Views and products of a weight that is kept as sums of thin products, in time and memory that grow with its edges.
 
-    W[e, o, i] = sum over z of left[e, o, 1, z] right[e, 1, i, z]
+    W[e, o, i] = sum over terms and z of left[e, o, 1, z] right[e, 1, i, z]
 
     view        a view of the factors, if every dim of the result lies in the same factors as before
     product     x @ right, then @ left: no tensor of the weight's size exists
@@ -11,8 +11,9 @@ All of it runs in autograd: a gradient of the weight is one of its factors. Shap
 
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -23,20 +24,21 @@ from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
 from engine.parallel.tensor.global_tensor.layout import dim_groups, positive_dim
 
 LEFT, RIGHT, BOTH, NEITHER = "LREN"
+Term = tuple[Tensor, Tensor]
+"""Left and right factor: each has the weight's dims, of size one where it lacks them, and Z."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A weight, or a view of one. Each factor has the weight's dims, of size one where it lacks them, and Z."""
+    """A weight, or a view of one: the sum of its terms."""
 
-    left: Tensor
-    right: Tensor
+    terms: tuple[Term, ...]
     kinds: str
     """For each dim, which factors have it: LEFT, RIGHT, BOTH (experts) or NEITHER (size one, or expanded)."""
     twin: Tensor
     """A meta tensor with the weight's shape, strides and place in the full parameter."""
-    rows: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
-    """The factors taken apart along dim 0: the gradient of all experts is then put together once."""
+    rows: dict[int, tuple[tuple[Term, ...], ...]] = field(default_factory=dict)
+    """The terms of each expert, taken apart once: the gradient of all experts is then put together once."""
 
     # ---- numbers
 
@@ -45,7 +47,7 @@ class Factors:
         letters = string.ascii_letters[: len(self.kinds)]
         left, right = ("".join(self._letters(letters, side)) for side in (LEFT, RIGHT))
         out = "".join(one for one, kind in zip(letters, self.kinds, strict=True) if kind != NEITHER)
-        full = torch.einsum(f"{left}Z,{right}Z->{out}", self._thin(LEFT), self._thin(RIGHT))
+        full = _total(torch.einsum(f"{left}Z,{right}Z->{out}", *pair) for pair in self._thin())
         for dim, kind in enumerate(self.kinds):
             if kind == NEITHER:
                 full = full.unsqueeze(dim)
@@ -54,20 +56,27 @@ class Factors:
     def _letters(self, letters: str, side: str) -> list[str]:
         return [one for one, kind in zip(letters, self.kinds, strict=True) if kind in (side, BOTH)]
 
-    def _thin(self, side: str) -> Tensor:
-        """A factor without the dims that it lacks."""
-        lacking = tuple(dim for dim, kind in enumerate(self.kinds) if kind not in (side, BOTH))
-        factor = self.left if side == LEFT else self.right
-        return factor.squeeze(lacking) if lacking else factor
+    def _thin(self) -> Iterator[Term]:
+        """The factors without the dims that they lack."""
+        lacking = [
+            tuple(dim for dim, kind in enumerate(self.kinds) if kind not in (side, BOTH)) for side in (LEFT, RIGHT)
+        ]
+        return ((left.squeeze(lacking[0]), right.squeeze(lacking[1])) for left, right in self.terms)
 
     # ---- views
+
+    def _changed(self, left: Callable[[Tensor], Tensor], right: Callable[[Tensor], Tensor]) -> tuple[Term, ...]:
+        return tuple((left(a), right(b)) for a, b in self.terms)
 
     def permuted(self, dims: Sequence[int]) -> "Factors":
         """The dims in another order."""
         order = [positive_dim(dim, len(self.kinds)) for dim in dims]
         kinds = "".join(self.kinds[dim] for dim in order)
-        left, right = (factor.permute(*order, len(order)) for factor in (self.left, self.right))
-        return Factors(left, right, kinds, self.twin.permute(order))
+
+        def change(factor: Tensor) -> Tensor:
+            return factor.permute(*order, len(order))
+
+        return Factors(self._changed(change, change), kinds, self.twin.permute(order))
 
     def transposed(self, first: int, second: int) -> "Factors":
         """Two dims swapped."""
@@ -81,14 +90,18 @@ class Factors:
         return self.indexed((*(slice(None),) * place, None))
 
     def expanded(self, sizes: Sequence[int]) -> "Factors":
-        """Dims of size one that neither factor has, repeated without memory."""
+        """Dims of size one that neither factor has, repeated without memory.
+
+        Raises:
+            NoRuleError: a factor has such a dim.
+        """
         new = len(sizes) - len(self.kinds)
         twin, made = self.twin.expand(tuple(sizes)), self
         for _ in range(new):
             made = made.unsqueezed(0)
         if any(a != b and k != NEITHER for a, b, k in zip(made.twin.shape, twin.shape, made.kinds, strict=True)):
             raise NoRuleError("a dim of a factor")
-        return Factors(made.left, made.right, made.kinds, twin)
+        return Factors(made.terms, made.kinds, twin)
 
     def reshaped(self, twin: Tensor) -> "Factors":
         """The elements in row-major order in the shape of ``twin``, its view.
@@ -105,8 +118,8 @@ class Factors:
             kinds += kind * len(new)
             for side, made in sizes.items():
                 made += [twin.shape[dim] if kind in (side, BOTH) else 1 for dim in new]
-        left, right = self.left.reshape(*sizes[LEFT], -1), self.right.reshape(*sizes[RIGHT], -1)
-        return Factors(left, right, kinds, twin)
+        left, right = sizes[LEFT], sizes[RIGHT]
+        return Factors(self._changed(lambda a: a.reshape(*left, -1), lambda b: b.reshape(*right, -1)), kinds, twin)
 
     def indexed(self, index: Any) -> "Factors":
         """``weight[index]`` with whole numbers, slices, new dims and at most one list of places.
@@ -128,18 +141,20 @@ class Factors:
                 made.append((0 if isinstance(entry, int) else slice(None)) if absent else entry)
         twin = self.twin[tuple(entry.to("meta") if isinstance(entry, Tensor) else entry for entry in entries)]
         if isinstance(entries[0], int) and self.kinds[0] == BOTH and not any(e != slice(None) for e in entries[1:]):
-            return Factors(self._row(LEFT, entries[0]), self._row(RIGHT, entries[0]), kinds, twin)
-        return Factors(self.left[tuple(mine[LEFT])], self.right[tuple(mine[RIGHT])], kinds, twin)
+            return Factors(self._row(entries[0]), kinds, twin)
+        left, right = tuple(mine[LEFT]), tuple(mine[RIGHT])
+        return Factors(self._changed(lambda a: a[left], lambda b: b[right]), kinds, twin)
 
-    def _row(self, side: str, place: int) -> Tensor:
-        if side not in self.rows:
-            self.rows[side] = (self.left if side == LEFT else self.right).unbind(0)
-        return self.rows[side][place]
+    def _row(self, place: int) -> tuple[Term, ...]:
+        if not self.rows:
+            apart = [zip(left.unbind(0), right.unbind(0), strict=True) for left, right in self.terms]
+            self.rows.update(enumerate(zip(*apart, strict=True)))
+        return self.rows[place % len(self.rows)]
 
     # ---- products
 
-    def between(self, summed: int, kept: int) -> tuple[Tensor, Tensor]:
-        """The factor [.., I, Z] of the dim that a product sums over, and that [.., O, Z] of the dim that it keeps.
+    def between(self, summed: int, kept: int) -> list[Term]:
+        """For each term the factor [.., I, Z] of the dim that a product sums over, and that [.., O, Z] of the other.
 
         Raises:
             NoRuleError: both dims lie in one factor, or one in both.
@@ -147,30 +162,28 @@ class Factors:
         summed, kept = positive_dim(summed, len(self.kinds)), positive_dim(kept, len(self.kinds))
         if {self.kinds[summed], self.kinds[kept]} != {LEFT, RIGHT}:
             raise NoRuleError("dims of one factor")
-        inner, outer = (self.left, self.right) if self.kinds[summed] == LEFT else (self.right, self.left)
-        return inner.squeeze(kept), outer.squeeze(summed)
+        inner = 0 if self.kinds[summed] == LEFT else 1
+        return [(term[inner].squeeze(kept), term[1 - inner].squeeze(summed)) for term in self.terms]
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [.., I] W' + b, for W [O, I]."""
-        inner_IZ, outer_OZ = self.between(1, 0)
-        return functional.linear(x @ inner_IZ, outer_OZ, bias)
+        (first, last), *more = self.between(1, 0)
+        y = functional.linear(x @ first, last, bias)
+        return _total((y, *((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in more)))
 
     def after(self, x: Tensor) -> Tensor:
         """x [.., S, I] W [.., I, O]."""
-        inner_IZ, outer_OZ = self.between(-2, -1)
-        return torch.matmul(torch.matmul(x, inner_IZ), outer_OZ.mT)
+        return _total((x @ inner_IZ) @ outer_OZ.mT for inner_IZ, outer_OZ in self.between(-2, -1))
 
     def before(self, x: Tensor) -> Tensor:
         """W [.., O, I] x [.., I, S]."""
-        inner_IZ, outer_OZ = self.between(-1, -2)
-        if x.ndim == 1:
-            return torch.matmul(outer_OZ, torch.matmul(inner_IZ.mT, x).unsqueeze(-1)).squeeze(-1)
-        return torch.matmul(outer_OZ, torch.matmul(inner_IZ.mT, x))
+        columns = x.unsqueeze(-1) if x.ndim == 1 else x
+        y = _total(outer_OZ @ (inner_IZ.mT @ columns) for inner_IZ, outer_OZ in self.between(-1, -2))
+        return y.squeeze(-1) if x.ndim == 1 else y
 
     def embedding(self, ids: Tensor) -> Tensor:
         """The rows of W [V, H] at ``ids``."""
-        inner_HZ, outer_VZ = self.between(1, 0)
-        return functional.embedding(ids, outer_VZ) @ inner_HZ.mT
+        return _total(functional.embedding(ids, outer_VZ) @ inner_HZ.mT for inner_HZ, outer_VZ in self.between(1, 0))
 
     def einsum(self, x: Tensor, letters: tuple[str, str], out: str) -> Tensor:
         """The product of x with W, whose dims have ``letters``.
@@ -182,13 +195,20 @@ class Factors:
         if len(set(of_w)) < len(of_w) or len(set(of_x)) < len(of_x) or NEITHER in self.kinds:
             raise NoRuleError("a diagonal")
         z = next(one for one in string.ascii_letters if one not in of_x + of_w + out)
-        sides = {side: "".join(self._letters(of_w, side)) for side in (LEFT, RIGHT)}
-        summed = [side for side in sides if any(one not in out for one in sides[side])]
-        first = summed[0] if summed else RIGHT
-        last = LEFT if first == RIGHT else RIGHT
-        kept = "".join(one for one in dict.fromkeys(of_x + sides[first]) if one in out or one in sides[last])
-        inner = torch.einsum(f"{of_x},{sides[first]}{z}->{kept}{z}", x, self._thin(first))
-        return torch.einsum(f"{kept}{z},{sides[last]}{z}->{out}", inner, self._thin(last))
+        sides = ["".join(self._letters(of_w, side)) for side in (LEFT, RIGHT)]
+        first = next((place for place, side in enumerate(sides) if any(one not in out for one in side)), 1)
+        inner, outer = sides[first], sides[1 - first]
+        kept = "".join(one for one in dict.fromkeys(of_x + inner) if one in out or one in outer)
+        parts = (torch.einsum(f"{of_x},{inner}{z}->{kept}{z}", x, pair[first]) for pair in self._thin())
+        others = (pair[1 - first] for pair in self._thin())
+        return _total(
+            torch.einsum(f"{kept}{z},{outer}{z}->{out}", part, other)
+            for part, other in zip(parts, others, strict=True)
+        )
+
+
+def _total(parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
+    return reduce(torch.add, parts)
 
 
 def _entries(index: Any, dims: int) -> list[Any]:

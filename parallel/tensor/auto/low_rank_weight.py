@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from engine.parallel.tensor.auto.low_rank_factors import BOTH, LEFT, NEITHER, RIGHT, Factors
+from engine.parallel.tensor.auto.low_rank_factors import BOTH, LEFT, RIGHT, Factors, Term
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
 from engine.parallel.trace.torch_function import METADATA, function_name, getter, writes_in_place
@@ -56,12 +56,14 @@ class Parts:
     shape: tuple[int, ...]
 
     def factors(self) -> Factors:
-        """The parameter."""
+        """The parameter: one term for a matrix; for experts three, so that gradients pass through thin factors only."""
         (a, b), (u, v), (p, q) = self.random, self.vectors, self.zeros
-        left = torch.cat([a, p, u.expand(*p.shape[:-1], 1)], -1)
-        right = torch.cat([b, v.expand(*q.shape[:-1], 1), q], -1)
+        u, v = u.expand(p.shape), v.expand(q.shape)
+        terms: tuple[Term, ...] = ((a, b), (p, v), (u, q))
+        if len(self.shape) == 2:
+            terms = ((torch.cat([a, p, u], -1), torch.cat([b, v, q], -1)),)
         kinds = BOTH * (len(self.shape) - 2) + LEFT + RIGHT
-        return Factors(left, right, kinds, torch.empty(self.shape, device="meta"))
+        return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
 
     def fresh(self) -> "Parts":
         """The same numbers, with leaves of their own."""
