@@ -87,21 +87,30 @@ class BlockReference:
         with exactly():
             self._outcomes = [_both_modes(copy.deepcopy(block), given, used) for given in givens]
 
-    def prove(self, plan: TensorPlan, tp: int) -> Verdict:
-        """Compare the block under ``plan`` on ``tp`` tensor ranks with the unsharded block."""
+    def prove(self, plan: TensorPlan, tp: int, watch: Callable[[nn.Module], None] | None = None) -> Verdict:
+        """Compare the block under ``plan`` on ``tp`` tensor ranks with the unsharded block.
+
+        ``watch``: called with the block of every rank before it runs.
+        """
         verdict = Verdict()
         for given, truth in zip(self._givens, self._outcomes, strict=True):
-            verdict = self._prove(plan, tp, given, truth)
+            verdict = self._prove(plan, tp, (given, truth), watch)
             if not verdict.holds:
                 return verdict
         return verdict
 
-    def _prove(self, plan: TensorPlan, tp: int, given: Given, truth: BlockResult) -> Verdict:
+    def _prove(
+        self, plan: TensorPlan, tp: int, expected: tuple[Given, BlockResult], watch: Callable[[nn.Module], None] | None
+    ) -> Verdict:
+        given, truth = expected
+
         def body(axis: TensorAxis) -> _Rehearsed:
             mine = copy.deepcopy(self._block)
             thin = _shard_low_rank(mine, plan, axis.index)
             context = apply_plan(mine, plan, axis, ForwardPatches(), already_cut=thin)
             assert isinstance(axis, SimulatedAxis)
+            if watch is not None:
+                watch(mine)
             check = None if axis.index else partial(_refuse_outputs, truth.outputs)
             with Exact(axis.index + 1):  # inside a region every rank draws its own random numbers
                 outcome = _rehearse(mine, given, self._used, context, check)

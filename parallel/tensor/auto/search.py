@@ -1,11 +1,12 @@
 """From a block to its styles: for each group of parameters the cheapest strategy that passes the proof."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from engine.errors import PlanError, first_line
+from engine.parallel.tensor.auto.attribute_reads import AttributeReads
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
 from engine.parallel.tensor.auto.equivalence import PROOF, BlockReference, Verdict
 from engine.parallel.tensor.auto.strategies import Number, Strategy, divisible_attributes, local, view, with_numbers
@@ -76,6 +77,7 @@ class Search:
         """Divide one number; where that changes the problem, divide a second one as well, and so on."""
         all_numbers = divisible_attributes(self.block, group, tp)
         problems: dict[tuple[Number, ...], str] = {(): problem}
+        reads = {(): self._watched(before, plain, all_numbers, tp)[1]}
         frontier: list[tuple[Number, ...]] = [()]
         while frontier:
             chosen = frontier.pop(0)
@@ -83,22 +85,34 @@ class Search:
                 wider = tuple(sorted({*chosen, number}))
                 if wider in problems or len(problems) > TRIES:
                     continue
+                if number not in reads[chosen]:
+                    problems[wider], reads[wider] = problems[chosen], reads[chosen]
+                    continue
                 way = with_numbers(plain, wider)
-                verdict = self._try(before, way, tp)
-                if verdict.holds:
+                verdict, reads[wider] = self._watched(before, way, all_numbers, tp)
+                if verdict.holds and (verdict := self._try(before, way, tp)).holds:  # as it is, and not watched
                     return Decided(group, way, _why(way, "", verdict))
                 problems[wider] = verdict.problem
                 if verdict.problem != problems[chosen] and len(wider) < MOST:
                     frontier.append(wider)
         return None
 
-    def _try(self, before: Mapping[str, str], way: Strategy, tp: int) -> Verdict:
+    def _watched(
+        self, before: Mapping[str, str], way: Strategy, numbers: Sequence[Number], tp: int
+    ) -> tuple[Verdict, set[Number]]:
+        """The verdict on a strategy, and which of ``numbers`` the code has read."""
+        reads = AttributeReads(numbers)
+        return self._try(before, way, tp, reads.watch), reads.seen
+
+    def _try(
+        self, before: Mapping[str, str], way: Strategy, tp: int, watch: Callable[[nn.Module], None] | None = None
+    ) -> Verdict:
         try:
             read = {name: parse_style(text) for name, text in {**before, **way.styles}.items()}
             plan = cut_model(self.block, read, tp, "found", self.sequence)
         except PlanError as error:
             return Verdict(first_line(error))
-        return self.truth.prove(plan, tp)
+        return self.truth.prove(plan, tp, watch)
 
 
 def _problems(plain: str, views: str) -> str:
