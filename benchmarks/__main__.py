@@ -36,6 +36,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "training.sleeping_blocks", "the timeline of a real pipeline beside the predicted one",
             frozenset({"write_figures"}),
         ),
+        "plan_search": Benchmark(
+            "training.plan_search", "the search for tensor plans of models of up to 671 B parameters",
+            frozenset({"write_figures"}),
+        ),
         "integrity": Benchmark(
             "training.integrity", "a step with checks against silent corruption",
             frozenset({"rounds", "write_figures"}),

@@ -28,6 +28,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "kernels-models": (*RUN, "kernels"),
         "integrity": ("engine/integrity",),
         "integrity-cost": ("engine/integrity", "engine/step", "zero"),
+        "plan-search": ("engine/planning", "parallel/tensor", "parallel/trace"),
         "timeline": ("engine/step", "parallel/pipeline"),
         **dict.fromkeys(("step", "zero", "pipeline", "tensor"), STEPS),
     }

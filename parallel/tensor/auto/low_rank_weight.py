@@ -299,8 +299,8 @@ def _addmm(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> T
     return bias + _matmul(a, b)
 
 
-def _embedding(ids: Any, weight: Any, padding_idx: Any = None, *rest: Any, **options: Any) -> Tensor:
-    if padding_idx is not None or any(rest) or any(options.values()) or weight.ndim != 2:
+def _embedding(ids: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, **options: Any) -> Tensor:
+    if padding_idx is not None or max_norm is not None or weight.ndim != 2 or options.get("scale_grad_by_freq"):
         raise NoRuleError("another form")
     return weight.factors.embedding(ids)
 
