@@ -15,6 +15,7 @@ from tests.selection import items_of_part, time_by_group
 from tests.tables import Table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks and tests share few cores
+os.environ.setdefault("TRINE_CACHE", "0")  # a test searches its own tensor plan
 
 
 MOST_WORKERS = 8

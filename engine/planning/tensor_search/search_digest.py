@@ -12,9 +12,10 @@ batches is left out: a plan holds for all of them.
 """
 
 import hashlib
+import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
@@ -62,15 +63,19 @@ def _file(module: ModuleType) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
-def _is_users(module: object) -> bool:
-    """Whether a module belongs to neither Python, an installed library nor the engine."""
-    if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "engine":
-        return False
-    file = _file(module)
-    if file is None or file.suffix != ".py":
-        return False
-    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
-    return not any(file.resolve().is_relative_to(folder) for folder in installed)
+def _users_modules() -> set[str]:
+    """Names of the modules that belong to neither Python, an installed library nor the engine."""
+    installed = tuple({os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()})
+    found = set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) if isinstance(module, ModuleType) and _top(name) != "engine" else None
+        if isinstance(file, str) and file.endswith(".py") and not os.path.realpath(file).startswith(installed):
+            found.add(name)
+    return found
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
 
 
 class _Digest:
@@ -80,6 +85,7 @@ class _Digest:
         self._hash = hashlib.sha256()
         self._seen: dict[int, tuple[int, Any]] = {}
         self._classes: set[type] = set()
+        self._packages: set[str] = set()
         self.modules: set[str] = set()
 
     def hexdigest(self) -> str:
@@ -90,28 +96,30 @@ class _Digest:
 
         Returns False if one of them lies in no file.
         """
-        self.modules |= {module.__name__ for module in list(sys.modules.values()) if _is_users(module)}
+        self.modules |= _users_modules()
+        self._packages = {_top(name) for name in self.modules} - _VERSIONED
         done = set[str]()
         while left := sorted(self.modules - done):
             for name in left:
                 done.add(name)
                 module = sys.modules.get(name)
-                if module is None or name.partition(".")[0] in _VERSIONED:
+                if module is None or _top(name) in _VERSIONED:
                     continue
                 if (file := _file(module)) is None:
                     return False
-                self._text(name, str(getattr(sys.modules.get(name.partition(".")[0]), "__version__", "")))
+                self._text(name, str(vars(sys.modules.get(_top(name), module)).get("__version__", "")))
                 self._hash.update(file.read_bytes())
-                self._take_names(vars(module))
+                self._take_names(vars(module), _globals_read(module))
         return True
 
-    def _take_names(self, names: Mapping[str, Any]) -> None:
-        """What a module or a class holds now: plain values, and which functions and classes its names stand for."""
+    def _take_names(self, names: Mapping[str, Any], read: Collection[str]) -> None:
+        """What a module or a class holds now: plain values that are read, and what its functions and classes are."""
         for name, value in sorted(names.items()):
-            if type(value) in (bool, int, float, str) and not name.startswith("__"):
+            if type(value) in (bool, int, float, str) and name in read and not name.startswith("__"):
                 self._text(name, repr(value))
             elif isinstance(value, FunctionType | type):
-                self._note(value.__module__)
+                if isinstance(value.__module__, str) and _top(value.__module__) in self._packages:
+                    self._note(value.__module__)
                 self._text(name, str(value.__module__), value.__qualname__)
                 if isinstance(value, FunctionType):
                     code = value.__code__
@@ -171,9 +179,9 @@ class _Digest:
     def _take_object(self, value: Any) -> None:
         for base in type(value).__mro__:
             self._note(base.__module__)
-            if base.__module__.partition(".")[0] not in _VERSIONED and base not in self._classes:
+            if _top(base.__module__) not in _VERSIONED and base not in self._classes:
                 self._classes.add(base)
-                self._take_names(vars(base))
+                self._take_names(vars(base), set(vars(base)))
         self.take(type(value))
         if isinstance(value, Enum):
             self._text(value.name)
@@ -195,6 +203,19 @@ class _Digest:
         for word in words:
             data = word.encode(errors="backslashreplace")
             self._hash.update(len(data).to_bytes(8, "little") + data)
+
+
+def _globals_read(module: ModuleType) -> set[str]:
+    """The names in the code of the functions and methods that a module defines: a script holds times and counters too."""
+    own = [value for value in list(vars(module).values()) if getattr(value, "__module__", None) == module.__name__]
+    methods = [inner for value in own if isinstance(value, type) for inner in vars(value).values()]
+    left = [value.__code__ for value in (*own, *methods) if isinstance(value, FunctionType)]
+    found = set[str]()
+    while left:
+        code = left.pop()
+        found.update(code.co_names)
+        left += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return found
 
 
 def _is_plain(value: Any) -> bool:

@@ -15,7 +15,7 @@ FULL: Tree = json.loads("""{
                "schedule": "zb-h1", "virtual_stages": 2,
                "schedule_costs": {"forward": 1, "input": 1, "weight": 0.5, "transfer": 0.1}, "split": ["h.1", "h.2"],
                "balance": "time", "activation_limit_bytes": 1000000,
-               "tensor_plan": {"*.q": "column", "*.o": "row"}, "verify_plan": true},
+               "tensor_plan": {"*.q": "column", "*.o": "row"}, "tensor_proof": "full", "verify_plan": true},
   "zero_optimization": {"stage": 3, "reduce": "step", "gather": "microbatch", "keep_gathered_bytes": 100,
                         "reduce_bucket_size": 5e6, "offload_optimizer": {"device": "none", "nvme_path": "/disk"}},
   "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true,
