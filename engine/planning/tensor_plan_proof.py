@@ -31,9 +31,7 @@ _SETTING = "parallel.tensor_plan"
 _Styles = Mapping[str, Style]
 
 
-def check_plan(
-    program: Program, example: Batch, plan: TensorPlan, tp: int, low_rank: bool = True
-) -> tuple[str, ...]:
+def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_rank: bool = True) -> tuple[str, ...]:
     """Prove a plan that the user has written, block by block.
 
     ``low_rank``: large matrices are products of two thin random ones.

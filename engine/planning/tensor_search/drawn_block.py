@@ -140,5 +140,3 @@ def _float64_content(arguments: Arguments, generator: torch.Generator) -> Given:
 
     args, kwargs = pytree.tree_map(fill, arguments, is_leaf=is_sample)
     return args, kwargs
-
-

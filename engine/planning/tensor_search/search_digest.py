@@ -155,8 +155,11 @@ class _Digest:
 
     def _take_tensor(self, tensor: Tensor) -> None:
         self._text("tensor", repr((tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_meta)))
-        if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and tensor.layout == torch.strided and (
-            tensor.nbytes <= _LARGEST
+        if (
+            not isinstance(tensor, nn.Parameter)
+            and not tensor.is_meta
+            and tensor.layout == torch.strided
+            and (tensor.nbytes <= _LARGEST)
         ):
             self._hash.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 

@@ -1,8 +1,8 @@
 """Tensor plans that were found before, kept on disk: ``~/.cache/trine/tensor_plans``, or in the folder that the
 environment variable TRINE_CACHE names; ``TRINE_CACHE=0`` keeps nothing.
 
-One file for each search, named by its digest (``search_digest``). A file is whole or absent: it is written under another
-name and renamed. What is damaged, of another digest or cannot be read is searched anew.
+One file for each search, named by its digest (``search_digest``). A file is whole or absent: it is written under
+another name and renamed. What is damaged, of another digest or cannot be read is searched anew.
 """
 
 import hashlib

@@ -24,7 +24,7 @@ class AttributeReads:
         self._watching = False
 
     def watch(self, block: nn.Module) -> None:
-        """Note what is read of a block that nobody else uses: its modules get classes that say what is asked of them."""
+        """Note what is read of a block that nobody else uses: its modules get classes that tell it."""
         if not self._watching:
             self._watching = True
             self.seen.clear()
@@ -57,8 +57,8 @@ class AttributeReads:
 
 
 def _asked(own: type, note: Callable[[str], None]) -> type:
-    def __getattribute__(self: Any, name: str) -> Any:
+    def read(self: Any, name: str) -> Any:
         note(name)
         return own.__getattribute__(self, name)  # type: ignore[call-arg, misc]
 
-    return type(own.__name__, (own,), {"__getattribute__": __getattribute__, "__module__": own.__module__})
+    return type(own.__name__, (own,), {"__getattribute__": read, "__module__": own.__module__})

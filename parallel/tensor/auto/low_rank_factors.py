@@ -202,8 +202,7 @@ class Factors:
         parts = (torch.einsum(f"{of_x},{inner}{z}->{kept}{z}", x, pair[first]) for pair in self._thin())
         others = (pair[1 - first] for pair in self._thin())
         return _total(
-            torch.einsum(f"{kept}{z},{outer}{z}->{out}", part, other)
-            for part, other in zip(parts, others, strict=True)
+            torch.einsum(f"{kept}{z},{outer}{z}->{out}", part, other) for part, other in zip(parts, others, strict=True)
         )
 
 

@@ -54,9 +54,10 @@ def cases_of(module: ModuleType) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "values"), [*cases_of(test_equivalence), *cases_of(test_coupled_parameters), *cases_of(test_search)]
-)
+FILES = (test_equivalence, test_coupled_parameters, test_search)
+
+
+@pytest.mark.parametrize(("module", "name", "values"), [case for module in FILES for case in cases_of(module)])
 def test_with_low_rank_weights(
     module: ModuleType, name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

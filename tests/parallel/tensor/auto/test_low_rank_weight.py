@@ -26,7 +26,9 @@ def weight_of(*shape: int) -> LowRankWeight:
 
 
 def noise(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).requires_grad_()
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    ).requires_grad_()
 
 
 def dense_of(weight: LowRankWeight) -> Tensor:
@@ -126,7 +128,7 @@ def quietly(w: Any) -> Tensor:
 )
 def test_what_factors_cannot_answer_is_refused_and_remembered(read: Callable[[Any], Any]) -> None:
     weight = weight_of(O, I)
-    with pytest.raises(WholeWeightError, match="^w is read"):
+    with pytest.raises(WholeWeightError, match=r"^w is read"):
         read(weight)
     assert weight.refused == {"w"}
 
