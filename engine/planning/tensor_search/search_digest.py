@@ -209,7 +209,7 @@ class _Digest:
 
 
 def _globals_read(module: ModuleType) -> set[str]:
-    """The names in the code of the functions and methods that a module defines: a script holds times and counters too."""
+    """The names in the code that a module defines: a script holds times and counters, too, which no function reads."""
     own = [value for value in list(vars(module).values()) if getattr(value, "__module__", None) == module.__name__]
     methods = [inner for value in own if isinstance(value, type) for inner in vars(value).values()]
     left = [value.__code__ for value in (*own, *methods) if isinstance(value, FunctionType)]

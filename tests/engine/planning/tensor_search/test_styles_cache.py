@@ -83,6 +83,7 @@ def test_an_equal_start_reads_what_was_found(
     assert file.suffix == ".json" and f"found and proven ({file.parent})" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "other",
     [
@@ -94,13 +95,14 @@ def test_an_equal_start_reads_what_was_found(
     ],
     ids=["width", "content of a buffer", "length", "proof", "sequence"],
 )
-def test_another_digest_is_searched_anew(searches: list[FoundStyles], tmp_path: Path, other: dict[str, Any]) -> None:
+def test_another_start_is_searched_anew(searches: list[FoundStyles], tmp_path: Path, other: dict[str, Any]) -> None:
     started()
     model = other.pop("model", decoder)()
     started(model, **other)
     assert len(searches) == 2 and len(kept(tmp_path)) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "damage",
     [
@@ -122,6 +124,7 @@ def test_what_is_damaged_is_searched_anew(searches: list[FoundStyles], tmp_path:
     assert len(searches) == 2 and file.read_text() == whole and kept(tmp_path) == [file]
 
 
+@pytest.mark.long
 def test_nothing_is_kept_if_the_environment_says_so(
     searches: list[FoundStyles], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +132,18 @@ def test_nothing_is_kept_if_the_environment_says_so(
     started()
     started()
     assert len(searches) == 2 and not (tmp_path / "cache").exists()
+
+
+def test_what_is_damaged_or_of_another_digest_is_not_read(tmp_path: Path) -> None:
+    cache, found = StylesCache(tmp_path), FoundStyles(patterns={"up": "column"}, reasons=(), notes=("a",))
+    assert cache.read(DIGEST) is None
+    cache.write(DIGEST, found)
+    (file,) = tmp_path.iterdir()
+    text = file.read_text()
+    assert cache.read(DIGEST) == found
+    for damaged in ("", text[:-9], text.replace("column", "row"), text.replace(DIGEST, "cd" * 32), "[1]", "{}"):
+        file.write_text(damaged)
+        assert cache.read(DIGEST) is None, damaged
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_changes_nothing(
