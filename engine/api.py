@@ -38,9 +38,9 @@ from engine.parallel.comm.world import (
 )
 from engine.parallel.grid import Grid
 from engine.planning.analysis import needs_example, needs_search
-from engine.planning.found_styles import FoundStyles
 from engine.planning.plan import Plan
 from engine.planning.profile_calls import Costs, needs_profiling
+from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.program.batch import Batch
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs

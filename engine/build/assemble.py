@@ -43,9 +43,9 @@ from engine.parallel.tensor.layers.partial_grads import PartialSums
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.analysis import PlanRequest, search_styles
 from engine.planning.budgets import reduces_each_microbatch
-from engine.planning.found_styles import FoundStyles
 from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import Costs, profile_run
+from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import keep_in_fp32
 from engine.program.batch import Batch

@@ -42,10 +42,10 @@ from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.planning.budgets import shards_parameters
 from engine.planning.example_trace import trace_example
-from engine.planning.found_styles import FoundStyles
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan
 from engine.planning.tensor_plan_search import find_styles
+from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.planning.tensor_search.search_digest import search_digest
 from engine.planning.tensor_search.styles_cache import kept_or_found
 from engine.program.batch import Batch

@@ -16,6 +16,7 @@ from engine.parallel.tensor.plan.resolve import match_styles
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.styles import Style
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
+from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
 from engine.planning.tensor_plan_search import (
     DistinctUnits,
     Unit,
@@ -23,7 +24,6 @@ from engine.planning.tensor_plan_search import (
     local_name,
     search_conditions,
 )
-from engine.planning.tensor_search.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
 from engine.program.batch import Batch
 from engine.program.program import Program
 

@@ -32,10 +32,10 @@ from engine.parallel.tensor.deferred_linear import is_linear
 from engine.parallel.tensor.global_tensor.redistribute import SequenceError
 from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
+from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
 from engine.planning.example_trace import trace_example
-from engine.planning.found_styles import FoundStyles
 from engine.planning.isolated_block import signatures
-from engine.planning.tensor_search.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
+from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
 

@@ -1,1 +1,1 @@
-"""What the search for a tensor plan runs on, and where its results are kept."""
+"""What a search for a tensor plan has found, and where it is kept between starts."""

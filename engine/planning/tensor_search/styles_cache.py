@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.planning.found_styles import FoundStyles
+from engine.planning.tensor_search.found_styles import FoundStyles
 
 logger = logging.getLogger("trine")
 

@@ -16,7 +16,7 @@ from engine.config import Config, load_config
 from engine.models.decoder import Decoder, DecoderConfig
 from engine.planning import analysis
 from engine.planning.analysis import PlanRequest, search_styles
-from engine.planning.found_styles import FoundStyles
+from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.planning.tensor_search.search_digest import search_digest
 from engine.planning.tensor_search.styles_cache import StylesCache
 from engine.precision.dtypes import make_precision

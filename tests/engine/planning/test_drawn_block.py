@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from engine.config import load_config
 from engine.errors import PlanError
 from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight
+from engine.planning import drawn_block
+from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit
 from engine.planning.isolated_block import copy_block
 from engine.planning.tensor_plan_search import find_styles
-from engine.planning.tensor_search import drawn_block
-from engine.planning.tensor_search.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit
 from engine.precision.dtypes import make_precision
 from tests.engine.parity.architectures import ALL
 from tests.engine.planning.test_tensor_plan_proof import STYLES, WIDTH, Chain, Perceptron, checked, program_of
