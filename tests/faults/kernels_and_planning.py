@@ -145,9 +145,50 @@ KERNELS_AND_PLANNING = (
         name="proof-blind-to-forgotten-sums",
         about="The proof of a tensor plan does not look at gradients of inputs, so a missing sum passes.",
         file="parallel/tensor/auto/equivalence.py",
-        old='            ("input", outcome.inputs, truth.inputs),\n',
+        old='        yield from _of_leaves("input", rank, (outcome.inputs, truth.inputs), largest)\n',
         new="",
         tests=("tests/parallel/tensor/auto/test_equivalence.py::test_sums_that_are_forgotten",),
+    ),
+    Fault(
+        name="gradients-of-large-weights-unproven",
+        about="The proof of a tensor plan does not look at the gradients of low-rank weights.",
+        file="parallel/tensor/auto/low_rank_weight.py",
+        old="        return parameter.parts.zeros\n",
+        new="        return (parameter,)\n",
+        tests=("tests/parallel/tensor/auto/test_low_rank_weight.py::test_a_matrix",),
+    ),
+    Fault(
+        name="low-rank-weight-read-without-a-graph",
+        about="Code that reads a large weight without a graph is proven as if its gradient reached that weight.",
+        file="parallel/tensor/auto/low_rank_weight.py",
+        old="if not torch.is_grad_enabled() or name.startswith",
+        new="if name.startswith",
+        tests=(
+            "tests/parallel/tensor/auto/test_low_rank_weight.py::"
+            "test_what_factors_cannot_answer_is_refused_and_remembered",
+        ),
+    ),
+    Fault(
+        name="kept-tensor-plan-of-another-model",
+        about="A start takes the tensor plan that was kept for a block whose methods were other ones.",
+        file="engine/planning/tensor_search/search_digest.py",
+        old="self._take_names(vars(base), set(vars(base)))",
+        new="pass",
+        tests=(
+            "tests/engine/planning/tensor_search/test_styles_cache.py::"
+            "test_code_that_was_changed_while_it_runs_has_another_digest",
+        ),
+    ),
+    Fault(
+        name="damaged-tensor-plan-is-read",
+        about="A file of the plan cache that was changed on disk is taken for a proven plan.",
+        file="engine/planning/tensor_search/styles_cache.py",
+        old=' or kept["sha256"] != _sha256(found)',
+        new="",
+        tests=(
+            "tests/engine/planning/tensor_search/test_styles_cache.py::"
+            "test_what_is_damaged_or_of_another_digest_is_not_read",
+        ),
     ),
     Fault(
         name="stages-balanced-by-their-number-of-calls",
