@@ -59,6 +59,6 @@ class AttributeReads:
 def _asked(own: type, note: Callable[[str], None]) -> type:
     def read(self: Any, name: str) -> Any:
         note(name)
-        return own.__getattribute__(self, name)  # type: ignore[call-arg, misc]
+        return own.__getattribute__(self, name)  # type: ignore[call-arg]
 
     return type(own.__name__, (own,), {"__getattribute__": read, "__module__": own.__module__})

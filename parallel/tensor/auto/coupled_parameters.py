@@ -207,12 +207,12 @@ class GradientSparsity:
             part = product.x.narrow(product.x_dim, rank * width, width)
             noise = torch.randn(part.shape, generator=self._generator, dtype=part.dtype)
             out = out + (part * noise).sum()
-        return self._of_parameters(out, self._parameters, retain_graph=True)
+        return self._of_parameters(out, self._parameters, again=True)
 
-    def _of_parameters(self, out: Tensor, names: Iterable[str], **options: bool) -> dict[str, tuple[Tensor, ...]]:
-        """The gradients of the parameters that ``out`` depends on."""
+    def _of_parameters(self, out: Tensor, names: Iterable[str], again: bool = False) -> dict[str, tuple[Tensor, ...]]:
+        """The gradients of the parameters that ``out`` depends on; ``again``: its graph is needed once more."""
         leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
-        grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], allow_unused=True, **options)
+        grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
         found: dict[str, tuple[Tensor, ...]] = {}
         for (name, _), grad in zip(leaves, grads, strict=True):
             if grad is not None:

@@ -37,7 +37,7 @@ class Factors:
     """For each dim, which factors have it: LEFT, RIGHT, BOTH (experts) or NEITHER (size one, or expanded)."""
     twin: Tensor
     """A meta tensor with the weight's shape, strides and place in the full parameter."""
-    rows: dict[int, tuple[tuple[Term, ...], ...]] = field(default_factory=dict)
+    rows: dict[int, tuple[Term, ...]] = field(default_factory=dict)
     """The terms of each expert, taken apart once: the gradient of all experts is then put together once."""
 
     # ---- numbers

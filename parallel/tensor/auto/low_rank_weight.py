@@ -184,7 +184,7 @@ def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
 def memory_of(tensor: Tensor) -> int:
     """A number that a tensor shares with its views only."""
     whole = tensor.factors.twin if isinstance(tensor, LowRankWeight) else tensor
-    return whole.untyped_storage()._cdata
+    return int(whole.untyped_storage()._cdata)
 
 
 def _parameter(parts: Parts, weight: str, refused: set[str]) -> LowRankWeight:
@@ -274,13 +274,13 @@ def _several(name: str) -> Callable[..., tuple[LowRankWeight, ...]]:
 _WITH_DIM: Mapping[str, int] = MappingProxyType({"split": 2, "chunk": 2, "unbind": 1})
 
 
-def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor:
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     if type(weight) is not LowRankWeight or _has_weight((x, bias)) or weight.ndim != 2:
         raise NoRuleError("another operand")
     return weight.factors.linear(x, bias)
 
 
-def _matmul(a: Any, b: Any) -> Tensor:
+def _matmul(a: Any, b: Any) -> Any:
     if _has_weight(a) and _has_weight(b):
         raise NoRuleError("two weights")
     of_weight = b if _has_weight(b) else a
@@ -289,23 +289,23 @@ def _matmul(a: Any, b: Any) -> Tensor:
     return b.factors.after(a) if of_weight is b else a.factors.before(b)
 
 
-def _rmatmul(b: Any, a: Any) -> Tensor:
+def _rmatmul(b: Any, a: Any) -> Any:
     return _matmul(a, b)
 
 
-def _addmm(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def _addmm(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     if beta != 1 or alpha != 1 or _has_weight(bias):
         raise NoRuleError("another form")
     return bias + _matmul(a, b)
 
 
-def _embedding(ids: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, **options: Any) -> Tensor:
+def _embedding(ids: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, **options: Any) -> Any:
     if padding_idx is not None or max_norm is not None or weight.ndim != 2 or options.get("scale_grad_by_freq"):
         raise NoRuleError("another form")
     return weight.factors.embedding(ids)
 
 
-def _einsum(equation: Any, *operands: Any) -> Tensor:
+def _einsum(equation: Any, *operands: Any) -> Any:
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
     plain = isinstance(equation, str) and "->" in equation and "." not in equation and len(tensors) == 2
     if not plain or sum(map(_has_weight, tensors)) != 1:
@@ -317,8 +317,8 @@ def _einsum(equation: Any, *operands: Any) -> Tensor:
 
 
 _OF_THE_OBJECT = METADATA | {
-    Tensor.requires_grad.__set__, Tensor.requires_grad_, Tensor.__repr__, Tensor.is_contiguous,  # type: ignore[attr-defined]
-    Tensor.grad.__set__, Tensor._is_view, Tensor._backward_hooks.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad_, Tensor.__repr__, Tensor._is_view, getter("_backward_hooks"),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
 }  # fmt: skip
 _RULES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     dict.fromkeys((functional.linear,), _linear)
