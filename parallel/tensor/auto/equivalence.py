@@ -226,9 +226,9 @@ def _shard_low_rank(block: nn.Module, plan: TensorPlan, rank: int) -> set[str]:
         if isinstance(parameter, LowRankWeight) and (cut := plan.parameters.get(name)) is not None:
             found[id(parameter)] = name, parameter.shard(cut.dim, rows_of_rank(cut.ranges, rank))
     for module in block.modules():
-        for local, parameter in module._parameters.items():
-            if id(parameter) in found:
-                module._parameters[local] = found[id(parameter)][1]  # type: ignore[assignment]
+        for local, own in module._parameters.items():
+            if id(own) in found:
+                module._parameters[local] = found[id(own)][1]  # type: ignore[assignment]
     return {name for name, _ in found.values()}
 
 

@@ -77,7 +77,7 @@ class Search:
         """Divide one number; where that changes the problem, divide a second one as well, and so on."""
         all_numbers = divisible_attributes(self.block, group, tp)
         problems: dict[tuple[Number, ...], str] = {(): problem}
-        reads = {(): self._watched(before, plain, all_numbers, tp)[1]}
+        reads: dict[tuple[Number, ...], set[Number]] = {(): self._watched(before, plain, all_numbers, tp)[1]}
         frontier: list[tuple[Number, ...]] = [()]
         while frontier:
             chosen = frontier.pop(0)

@@ -103,7 +103,7 @@ def test_small_matrices_have_all_numbers() -> None:
 
 def test_what_cannot_be_copied_does_not_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Chain(Perceptron())
-    model.layers[0].up.forward = lambda x: x  # type: ignore[method-assign, assignment]
+    model.get_submodule("layers.0.up").forward = lambda x: x
     with pytest.raises(DoesNotRunAloneError, match=r"the forward of 'up' is a closure"):
         drawn_of(model).run(low_rank_names)
 

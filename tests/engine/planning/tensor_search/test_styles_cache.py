@@ -16,6 +16,7 @@ from engine.config import Config, load_config
 from engine.models.decoder import Decoder, DecoderConfig
 from engine.planning import analysis
 from engine.planning.analysis import PlanRequest, search_styles
+from engine.planning.tensor_plan_search import find_styles
 from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.planning.tensor_search.search_digest import search_digest
 from engine.planning.tensor_search.styles_cache import StylesCache
@@ -37,7 +38,7 @@ def searches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[F
         found.append(find(*given))
         return found[-1]
 
-    find = analysis.find_styles
+    find = find_styles
     monkeypatch.setattr(analysis, "find_styles", search)
     monkeypatch.setenv("TRINE_CACHE", str(tmp_path / "cache"))
     yield found
