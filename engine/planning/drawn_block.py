@@ -24,6 +24,8 @@ from engine.precision.dtypes import Precision
 
 LARGE = 2**18
 """Entries from which on a matrix is low-rank."""
+MOST_WHOLE = 2**27
+"""Entries of low-rank weights, 1 GiB, that are drawn whole for a block that does not run with them."""
 Result = TypeVar("Result")
 
 
@@ -53,6 +55,14 @@ class DrawnBlock:
     """The arguments of its calls."""
     refused: set[str]
     """Low-rank weights that its code has read in a way that needs all numbers; see ``tensor.auto.low_rank_weight``."""
+    low_rank: frozenset[str]
+    """Names of the low-rank weights."""
+
+    @property
+    def fits_whole(self) -> bool:
+        """Whether all low-rank weights, if there are any, may be drawn whole."""
+        sizes = [parameter.numel() for name, parameter in self.block.named_parameters() if name in self.low_rank]
+        return 0 < sum(sizes) <= MOST_WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +90,14 @@ class DrawnUnit:
                 drawn = self._draw(whole)
             try:
                 result = body(drawn)
-            except Exception:
-                if not drawn.refused:
+            except Exception as error:
+                if not drawn.refused and not (isinstance(error, DoesNotRunAloneError) and drawn.fits_whole):
                     raise
+                whole |= drawn.refused or drawn.low_rank  # code below torch may take dense weights only
             else:
                 if not drawn.refused:
                     return result
-            whole |= drawn.refused
+                whole |= drawn.refused
 
     def _draw(self, whole: Collection[str]) -> DrawnBlock:
         named = self.model.get_submodule(self.name).named_parameters()
@@ -98,7 +109,8 @@ class DrawnUnit:
             for parameter in block.parameters():
                 if not isinstance(parameter, LowRankWeight):
                     _fill(parameter, generator)
-        return DrawnBlock(block, [_float64_content(arguments, generator) for arguments in self.calls], refused)
+        givens = [_float64_content(arguments, generator) for arguments in self.calls]
+        return DrawnBlock(block, givens, refused, frozenset(thin))
 
 
 def _is_large(parameter: Tensor) -> bool:

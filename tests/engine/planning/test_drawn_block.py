@@ -11,7 +11,7 @@ from engine.config import load_config
 from engine.errors import PlanError
 from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight
 from engine.planning import drawn_block
-from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit
+from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
 from engine.planning.isolated_block import copy_block
 from engine.planning.tensor_plan_search import find_styles
 from engine.precision.dtypes import make_precision
@@ -95,6 +95,27 @@ def test_a_weight_that_factors_cannot_answer_is_drawn_whole(
     assert drawn_of(Chain(Perceptron())).run(low_rank_names) == ["up.weight", "down.weight"]
     assert drawn_of(Chain(Perceptron()), low_rank=False).run(low_rank_names) == []
     assert drawn_of(Chain(block())).run(low_rank_names) == ["down.weight"]
+
+
+class Below(Perceptron):
+    """Asks for the memory of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(self.up.weight) is LowRankWeight:
+            raise RuntimeError("no memory")
+        return super().forward(x)
+
+
+def test_a_block_that_takes_dense_weights_only_is_drawn_whole_if_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(drawn: DrawnBlock) -> list[str]:
+        with alone():
+            return low_rank_names(drawn)
+
+    monkeypatch.setattr(drawn_block, "LARGE", 1)
+    assert drawn_of(Chain(Below())).run(names) == []
+    monkeypatch.setattr(drawn_block, "MOST_WHOLE", 2 * WIDTH * 2 * WIDTH - 1)
+    with pytest.raises(DoesNotRunAloneError, match="no memory"):
+        drawn_of(Chain(Below())).run(names)
 
 
 def test_small_matrices_have_all_numbers() -> None:

@@ -226,3 +226,26 @@ def test_positions_are_whole_even_with_as_many_rows_as_there_are_words() -> None
     plan = search(model, {"input_ids": ids, "labels": ids}, loss_fn=loss_sum)
     assert plan.layers["tokens"].kind == "embedding" and plan.layers["head"].kind == "head"
     assert "positions" not in plan.layers
+
+
+class NarrowBetween(nn.Module):
+    """Queries and values through 24 numbers, which three ranks could share; the heads are for two ranks or four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_a, self.q_b = nn.Linear(16, 24), nn.Linear(24, 32)
+        self.v_a, self.v_b = nn.Linear(16, 24), nn.Linear(24, 32)
+        self.out = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v = (
+            part.view(*x.shape[:2], -1, 8).transpose(1, 2) for part in (self.q_b(self.q_a(x)), self.v_b(self.v_a(x)))
+        )
+        y = nn.functional.scaled_dot_product_attention(q, v, v).transpose(1, 2).flatten(2)
+        out: Tensor = x + self.out(y)
+        return out
+
+
+def test_a_width_that_other_sizes_could_share_is_no_miss_where_its_layer_is_cut_already() -> None:
+    plan = search(Chain(NarrowBetween(), NarrowBetween()), torch.randn(2, 6, 16))
+    assert plan.patterns == {"blocks.*.q_b": "column", "blocks.*.v_b": "column", "blocks.*.out": "row"}
