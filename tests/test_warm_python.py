@@ -12,9 +12,11 @@ import pytest
 TELL = """
 import atexit, json, os, sys, threading, time
 atexit.register(lambda: print("at exit"))
-threading.Thread(target=lambda: (time.sleep(0.05), print("of a thread"))).start()
+heard = threading.Event()
+threading.Thread(target=lambda: (heard.wait(), time.sleep(0.05), print("of a thread"))).start()
 print(json.dumps([sys.argv[1:], os.getcwd(), os.environ["GIVEN"], "torch" in sys.modules, __name__, sys.path[0]]))
 sys.stdout.write(sys.stdin.read())
+heard.set()
 if sys.argv[1] == "raise":
     def wrong():
         raise ValueError("a mistake")

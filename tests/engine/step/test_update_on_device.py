@@ -36,6 +36,7 @@ def optimizer_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forwards, "find_replacements", lambda model, kernels: ())
         patch.setattr(forwards, "find_heads", lambda model: ())
+        patch.setattr(forwards, "_add_weight_gradients", lambda model, kernels, patches: None)
         yield
 
 
@@ -224,8 +225,11 @@ def events_of_update(monkeypatch: pytest.MonkeyPatch, mode: str) -> list[str]:
     """Reads of the host and updates of the optimizer, in order, from the end of the last backward."""
     settings = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "kernels": mode, "gradient_clipping": 0.5}
     batch, events = models.batches_for("decoder", 8, 1)[0], list[str]()
-    monkeypatch.setattr(forwards, "find_replacements", lambda model, kernels: ())
-    with engine.initialize(models.decoder(layers=1), settings, loss_sum) as eng, monkeypatch.context() as patch:
+    with (
+        optimizer_alone(),
+        engine.initialize(models.decoder(layers=1), settings, loss_sum) as eng,
+        monkeypatch.context() as patch,
+    ):
         eng.train_batch(batch)
         optimizer, update = eng.optimizer, eng._update.run
 
