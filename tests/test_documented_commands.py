@@ -47,6 +47,7 @@ RUN = (
 
 TESTED = {
     "torchrun --nproc_per_node 4 train.py": "tests/launch/test_reference_run.py::test_two_nodes",
+    "trine verify": "tests/launch/verifier/test_verify_command.py::test_a_sound_plan_trains_as_one_process",
     "trine verify llama-70b config.json --world 64":
         "tests/launch/verifier/test_verify_command.py::test_families_of_hugging_face_train_as_one_process",
     "trine convert ds_run runs/a":
