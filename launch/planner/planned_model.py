@@ -1,7 +1,5 @@
 """The model of a plan, on the meta device: from a Hugging Face folder, a function, or sizes. Needs torch."""
 
-import importlib
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -14,6 +12,7 @@ from torch import nn
 from engine.config import Config
 from engine.errors import EngineError, PlanError, first_line
 from engine.kernels.device import find_accelerator
+from engine.launch.module_function import find_function
 from engine.launch.planner.plan_request import ModelSource
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.planning.analysis import PlanRequest
@@ -92,7 +91,7 @@ def build_model(source: ModelSource) -> PlannedModel:
     name = source.function or str(source.folder)
     try:
         with torch.device("meta"):
-            made = _called(source.function) if source.function else _of_folder(source.folder or Path())
+            made = find_function(source.function)() if source.function else _of_folder(source.folder or Path())
     except EngineError:
         raise
     except Exception as error:
@@ -135,15 +134,6 @@ def _token_row(model: nn.Module, source: ModelSource, name: str) -> Batch:
     if config is None or not isinstance(context, int):
         raise PlanError(f"MODEL {name} does not say what its rows are; return (module, one row of a batch) from it.")
     return _tokens(context)
-
-
-def _called(function: str) -> Any:
-    module, _, name = function.partition(":")
-    sys.path.insert(0, "")
-    try:
-        return getattr(importlib.import_module(module), name)()
-    finally:
-        sys.path.remove("")
 
 
 def _of_folder(folder: Path) -> nn.Module:

@@ -1,7 +1,5 @@
 """What ``trine verify`` trains: a model that can be built again and again, and batches for it."""
 
-import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from engine.errors import EngineError, PlanError, first_line
+from engine.launch.module_function import find_function
 from engine.launch.verifier.tiny_config import VOCABULARY, shrink
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
@@ -47,7 +46,7 @@ def of_function(name: str) -> Subject:
     Raises:
         PlanError: there is no such function, it raises, or it gives no model or no rows.
     """
-    function = _find(name)
+    function = find_function(name)
 
     def parts() -> tuple[Any, Any, Any]:
         made = _guarded(name, function)
@@ -99,18 +98,6 @@ def of_folder(folder: Path, tensor: int, layers: int) -> Subject:
     elements = sum(parameter.numel() for parameter in _guarded(str(folder), build).parameters())
     words = f"{config.model_type} of {folder}, shrunk to {elements:,} parameters, without dropout"
     return Subject(words=words, build=build, loss_fn=None, rows=_token_rows(VOCABULARY))
-
-
-def _find(name: str) -> Callable[[], Any]:
-    module, _, function = name.partition(":")
-    sys.path.insert(0, "")
-    try:
-        found: Callable[[], Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise PlanError(f"MODEL {name} is not found ({first_line(error)}); give module:function.") from error
-    finally:
-        sys.path.remove("")
-    return found
 
 
 def _guarded(name: str, build: Callable[[], Any]) -> Any:
