@@ -12,7 +12,6 @@ from torch import nn
 from engine.config import Config
 from engine.errors import EngineError, PlanError, first_line
 from engine.kernels.device import find_accelerator
-from engine.launch.module_function import find_function
 from engine.launch.planner.plan_request import ModelSource
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.planning.analysis import PlanRequest
@@ -24,6 +23,7 @@ from engine.planning.step_time.traced_workload import traced_workload
 from engine.precision.dtypes import make_precision
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
+from engine.program.module_function import find_function
 from engine.program.program import Program
 
 KNOWN_STYLES: Mapping[str, Mapping[str, str]] = {

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from engine.errors import EngineError, PlanError, first_line
-from engine.launch.module_function import find_function
 from engine.launch.verifier.tiny_config import VOCABULARY, shrink
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
+from engine.program.module_function import find_function
 
 TOKENS = 16
 """Of a row."""
