@@ -40,9 +40,9 @@ def trained(parallel: dict[str, Any]) -> tuple[Parity | None, dict[str, int]]:
 
 
 def _counted(name: str, launch: Callable[..., Any], launched: Counter[str]) -> Callable[..., Any]:
-    def counting(*args: Any) -> Any:
+    def counting(*args: Any, **named: Any) -> Any:
         launched[name] += 1
-        return launch(*args)
+        return launch(*args, **named)
 
     return counting
 
