@@ -17,7 +17,7 @@ PRODUCTS_INTO_BUCKETS = (
     Fault(
         name="gradient-beside-products-forgotten",
         about="What an embedding gives to the weight that it shares with its head replaces the head's product.",
-        file="zero/reduce/step_reducer.py",
+        file="zero/reduce/reducer.py",
         old="        if opened.holds:\n",
         new="        if False:\n",
         tests=(f"{_PRODUCTS}::test_sums_are_those_of_autograd",),

@@ -146,17 +146,10 @@ class MicrobatchReducer(SharedReduction):
 
     def _add(self, name: str, grad: Tensor) -> None:
         """Add a gradient to its bucket, or keep it for the second part of its backward."""
-        opened = self._sum(name)
-        if opened is None and self._keeping is not None:
+        if self._keeping is not None:
             self._keeping.append((name, grad))
-            return
-        assert opened is not None
-        if opened.holds:
-            opened.into.add_(grad)
         else:
-            opened.into.copy_(grad)
-        self._note_sum(name)
-        self.complete(name)
+            super()._add(name, grad)
 
     def _sum(self, name: str) -> OpenSum | None:
         """Where the running backward sums a gradient; None in the first part of a split one."""

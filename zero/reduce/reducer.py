@@ -36,10 +36,10 @@ class GradientHooks:
         self, parameters: Mapping[str, nn.Parameter], take: Take, start: Callable[[], None] | None, warns: bool = False
     ) -> None:
         self._parameters = parameters
-        self._take, self._start, self._warns, self._first = take, start, warns, warns
+        self._take, self._start, self._warns = take, start, warns
         self.open = False
         """True while a backward runs whose gradients are taken."""
-        self._told = False
+        self._told = not warns
         self._handles = []
         for name, parameter in parameters.items():
             untyped: Any = parameter  # torch leaves the method untyped
@@ -114,7 +114,7 @@ class GradientHooks:
         return True
 
     def _tell_hook(self, name: str) -> None:
-        if not self._told and self._first:
+        if not self._told:
             logger.warning(
                 "parameter %r has a hook (register_hook), so its gradient is made apart and then added to its bucket, "
                 "which takes memory and time; all other weights are added to by their products.",
@@ -262,7 +262,15 @@ class SharedReduction:
         return self._hooks.frozen
 
     def _add(self, name: str, grad: Tensor) -> None:
-        raise NotImplementedError
+        """Add a gradient to its bucket."""
+        opened = self._sum(name)
+        assert opened is not None
+        if opened.holds:
+            opened.into.add_(grad)
+        else:
+            opened.into.copy_(grad)
+        self._note_sum(name)
+        self.complete(name)
 
     def open_sum(self, name: str, node: Any | None) -> OpenSum | None:
         """The sum of a parameter, for a product that adds to it; None if the gradient itself is needed.

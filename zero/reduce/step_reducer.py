@@ -162,16 +162,6 @@ class GradientReducer(SharedReduction):
         for progress, done in zip(self._progress, sums, strict=True):
             progress.sums = done
 
-    def _add(self, name: str, grad: Tensor) -> None:
-        """Add a gradient to its bucket."""
-        opened = self._sum(name)
-        if opened.holds:
-            opened.into.add_(grad)
-        else:
-            opened.into.copy_(grad)
-        self._note_sum(name)
-        self.complete(name)
-
     def _sum(self, name: str) -> OpenSum:
         place = self._places[name]
         if place.progress.reduction is not None:
