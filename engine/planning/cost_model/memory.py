@@ -21,8 +21,8 @@ CONTEXT_BYTES = 1.0e9
 """Of the device and its libraries (assumed)."""
 CHANNEL_BYTES = 0.25e9
 """Buffers of the communication library for each axis of several ranks (assumed)."""
-LOGIT_COPIES = 12
-"""Bytes of an element of the logits: in 16 bits, in 32, and the gradients of both."""
+LOGIT_HELD_BYTES = 12
+"""Held for an element of the logits: in 16 bits, in 32, and the gradients of both."""
 SLACK = 0.1
 """Of activations and buffers (assumed)."""
 
@@ -53,7 +53,7 @@ def working_bytes(work: Workload, layout: TrainingLayout, again: float = 0.0) ->
     tokens = layout.micro * work.context / layout.cp
     least, kept = (work.keeps(mode).on(layout.tp, layout.sequence) * tokens for mode in ("full", layout.recomputation))
     kept = least + (1 - again) * (kept - least) if layout.recomputation == "selective" else kept
-    logits = LOGIT_COPIES * tokens * work.vocabulary / layout.tp
+    logits = LOGIT_HELD_BYTES * tokens * work.vocabulary / layout.tp
     whole = work.keeps("none").on(layout.tp, layout.sequence) * tokens if layout.recomputation != "none" else 0.0
     return kept, logits, whole
 
