@@ -19,7 +19,7 @@ _PIECE = 1 << 16
 _MOST_UNSENT = 1 << 22
 """Bytes after which a line whose other end takes nothing is given up."""
 _RECONNECT_SECONDS = 1.0
-_CONNECT_SECONDS = 0.5
+"""Between two attempts to connect; one that has not succeeded by then is given up."""
 
 
 @dataclass(slots=True)
@@ -51,6 +51,11 @@ class Line:
             pass
         except OSError:
             self.close()
+
+    @property
+    def all_sent(self) -> bool:
+        """Whether the kernel has taken everything; of a new connection, that it has come about."""
+        return not self._outward
 
     def receive(self) -> Iterator[Message]:
         """Messages that have come."""
@@ -151,26 +156,30 @@ class Spoke:
     def __init__(self, address: str, port: int, hello: Message) -> None:
         self._place, self._hello = (address, port), hello
         self._line: Line | None = None
-        self._tried = 0.0
+        self._opening = False
+        """Whether the line has not come about yet."""
+        self._tried = float("-inf")
         self.heard = time.monotonic()
         """When the hub was last reached."""
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[Message]:
         """Messages of the hub; waits at most ``seconds`` for one, or until one of ``also`` is readable."""
-        if self._line is None or not self._line.open:
+        if (self._line is None or self._opening or not self._line.open) and self._due():
             self._connect()
         links = [self._line.link.fileno()] if self._line is not None and self._line.open else []
-        select.select([*links, *also], [], [], seconds)
+        select.select([*links, *also], links if self._opening else [], [], seconds)
         if self._line is None:
             return []
         self._line.flush()
         found = list(self._line.receive())
+        if self._opening and self._line.open and self._line.all_sent:
+            self._opening, self._line.heard = False, time.monotonic()
         self.heard = max(self.heard, self._line.heard)
         return found
 
     def send(self, message: Message) -> None:
         """Tell the hub, if it can be reached."""
-        if self._line is not None and self._line.open:
+        if self._line is not None and self._line.open and not self._opening:
             self._line.send(message)
 
     def close(self) -> None:
@@ -179,14 +188,20 @@ class Spoke:
             self._line.flush()
             self._line.close()
 
+    def _due(self) -> bool:
+        return time.monotonic() - self._tried >= _RECONNECT_SECONDS
+
     def _connect(self) -> None:
-        if time.monotonic() - self._tried < _RECONNECT_SECONDS:
-            return
-        self._tried, self._line = time.monotonic(), None
+        """Begin a connection; a host that is gone does not even refuse it, so nobody waits for its end."""
+        if self._line is not None:
+            self._line.close()
+        self._tried, self._line, self._opening = time.monotonic(), None, True
         try:
-            link = socket.create_connection(self._place, _CONNECT_SECONDS)
+            family, *_, place = socket.getaddrinfo(*self._place, type=socket.SOCK_STREAM)[0]
+            link = socket.socket(family, socket.SOCK_STREAM)
         except OSError:
             return
         link.setblocking(False)
-        self._line = Line(link, time.monotonic())
+        link.connect_ex(place)  # what becomes of it is told by the first send
+        self._line = Line(link, self.heard)
         self._line.send(self._hello)

@@ -1,6 +1,5 @@
 """Jobs over several nodes: they train as one process does, and a node or a network that fails is named."""
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,10 +58,7 @@ def test_a_node_that_is_gone_is_named(
         job.wait_for(words, 3 * TIMEOUT + 3, node=0)
         took = time.monotonic() - began
         ended = job.end(10)
-        beside = (
-            "PYTEST_XDIST_WORKER" in os.environ
-        )  # other tests keep both cores busy, and ranks come to their waits late
-        assert took < TIMEOUT + 1 + beside and ended[0].code not in (0, None), (took, ended[0].text[-2000:])
+        assert took < TIMEOUT + 1 and ended[0].code not in (0, None), (took, ended[0].text[-2000:])
     faults_table.cells[about, "4 data ranks on 2 nodes"] = f"{took:.1f} s"
     # a node that is cut off hears nothing, and torchrun there waits for its store; its ranks must not train on
     assert fault == "power" or "node0 with ranks 0, 1 of 4 has not answered for" in ended[1].text
