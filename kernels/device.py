@@ -137,6 +137,12 @@ def host_words(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, pin_memory=_is_accelerator(device))
 
 
+def host_memory_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory of the host, its content undefined, as large as ``tensor`` and reached by copies that nobody waits for."""
+    pinned = _is_accelerator(tensor.device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+
+
 def peak_allocated(device: torch.device) -> int | None:
     """The most bytes that were allocated at once on ``device``; None on the host, which does not count them."""
     return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None
@@ -180,6 +186,21 @@ class SideStream:
                 if event is not None:
                     event.wait()
             yield
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """The memory of ``tensor``, of the current stream, is given to others only after what is given here by now."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+    def hand_over(self, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
+        """The current stream goes on after ``event`` of this one, and reads ``tensors``, which were made here."""
+        if self._stream is None or event is None:
+            return
+        event.wait()
+        current = torch.accelerator.current_stream(self._device)
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(current)
 
     def join(self) -> None:
         """The current stream goes on when this one has done what it was given."""

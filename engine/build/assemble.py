@@ -126,7 +126,7 @@ def build(
     if config.compile and plan.tensor is not None:
         leave_out_of_compilation(model, plan.tensor.layers, patches)
     keep_in_fp32(model, plan.precision.kept.modules, plan.precision.compute, patches)
-    recompute_blocks(model, config.activation_checkpointing, patches, axis)
+    recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
     return RankRuntime(
         plan=plan,
         comm=comm,

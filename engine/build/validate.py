@@ -10,7 +10,7 @@ from engine.config import Config
 from engine.config.between import check_installed
 from engine.config.sections import Bf16Config
 from engine.errors import ConfigError, PlanError
-from engine.parallel.activation_checkpointing.blocks import find_operators, recomputed_blocks
+from engine.parallel.activation_checkpointing.blocks import find_operators, offloaded_blocks, recomputed_blocks
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.planning.analysis import needs_example
 from engine.planning.plan import check_settings
@@ -23,6 +23,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     _check_master(config.bf16, request)
     find_operators(config.activation_checkpointing)
     recomputed_blocks(model, config.activation_checkpointing)
+    offloaded_blocks(model, config.activation_checkpointing)
     check_installed(config.monitor)
     trained = any(parameter.requires_grad for parameter in model.parameters())
     if trained and config.optimizer is None and request.optimizer is None:

@@ -61,14 +61,30 @@ def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
 
 def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
     """Note keys of a mode that is not chosen, and two ways to choose what is recomputed."""
-    extra = [key for key in ("save", "every") if getattr(given, key) is not None]
-    if given.mode != "selective":
-        for key in extra:
+    takes = {
+        "save": given.mode == "selective" or (given.mode, given.others) == ("offload", "selective"),
+        "every": given.mode in ("selective", "offload"),
+    }
+    extra = [key for key in takes if getattr(given, key) is not None]
+    for key in extra:
+        if not takes[key]:
             problems.add(
                 f"activation_checkpointing.{key}",
                 f'given with mode {shown_value(given.mode)}; set the mode to "selective", or leave {key} out.',
             )
-    elif len(extra) == 2:
+    if given.others != "none" and (given.mode != "offload" or given.every is None):
+        problems.add(
+            "activation_checkpointing.others",
+            f"{shown_value(given.others)} is for the blocks that mode offload leaves on the device; give mode "
+            '"offload" and every, or leave others out.',
+        )
+    if given.inputs == "host" and given.mode in ("none", "offload") and given.others == "none":
+        problems.add(
+            "activation_checkpointing.inputs",
+            f'"host" with mode {shown_value(given.mode)}, which recomputes nothing; set the mode to "full" or '
+            '"selective", or leave inputs out.',
+        )
+    if given.mode == "selective" and len(extra) == 2:
         problems.add(
             "activation_checkpointing.every",
             f"{given.every} is given with save; give save to keep operators of all blocks, or every to recompute whole "

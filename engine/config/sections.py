@@ -156,18 +156,27 @@ class Fp16Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointingConfig:
-    """Activation checkpointing: activations of the forward that the backward recomputes instead of keeping them."""
+    """Activation checkpointing: activations of the forward that the backward recomputes instead of keeping them, or
+    that wait on the host."""
 
-    mode: Literal["none", "full", "selective"] = setting(
-        "none", one_of("none", "full", "selective", noun="a checkpointing mode")
+    mode: Literal["none", "full", "selective", "offload"] = setting(
+        "none", one_of("none", "full", "selective", "offload", noun="a checkpointing mode")
     )
-    """none: keep all; full: recompute every block; selective: recompute what ``save`` or ``every`` leaves out."""
+    """none: keep all; full: recompute every block; selective: recompute what ``save`` or ``every`` leaves out; offload:
+    keep all, on the host."""
     save: tuple[str, ...] | None = setting(None, ListOf(
         each=OperatorName(noun="an operator"), noun='a list of operators such as ["matmul", "attention", "aten.bmm"]',
         null=True))  # fmt: skip
     """With mode selective, operators whose outputs are kept, as are sums over tensor ranks; null: matmul, attention."""
     every: int | None = setting(None, Int(low=1, null=True))
-    """With mode selective, recompute every n-th block in full and keep the others."""
+    """With mode selective, recompute every n-th block in full and keep the others; with mode offload, blocks whose
+    activations go to the host, null: all."""
+    others: Literal["none", "full", "selective"] = setting(
+        "none", one_of("none", "full", "selective", noun="a checkpointing mode")
+    )
+    """With mode offload and ``every``, the mode of the other blocks."""
+    inputs: Literal["device", "host"] = setting("device", one_of("device", "host", noun="a place"))
+    """Where recomputed blocks keep their inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

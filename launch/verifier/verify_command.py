@@ -141,5 +141,5 @@ def _described(config: Config) -> str:
     words += ["sequence parallel"] if config.parallel.sequence_parallel and config.tp > 1 else []
     words += [f"ZeRO {config.zero_optimization.stage}"]
     mode = config.activation_checkpointing.mode
-    words += [f"{mode} recomputation"] if mode != "none" else []
+    words += ["activations on the host" if mode == "offload" else f"{mode} recomputation"] if mode != "none" else []
     return ", ".join(words)

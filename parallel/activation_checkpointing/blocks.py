@@ -2,6 +2,7 @@
 
     full         every block
     selective    every n-th block ("every"), or every block except for the outputs of listed operators, which are kept
+    offload      no block ("every": n-th): what it keeps goes to the host; the other blocks do what "others" says
 
 The random state at the block's entry is restored for the second run, so that dropout draws the same masks. A model
 whose own switch is on (Hugging Face's ``gradient_checkpointing_enable``) is left as it is.
@@ -18,11 +19,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import ConfigError
+from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.activation_checkpointing.operators import DEFAULT, OPERATOR_KINDS
 from engine.parallel.activation_checkpointing.selective import Operator, SavedActivations, Selective
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.tp_axis import TensorAxis
+
+CPU = torch.device("cpu")
 
 
 class CheckpointPolicy(Protocol):
@@ -30,7 +34,7 @@ class CheckpointPolicy(Protocol):
 
     @property
     def mode(self) -> str:
-        """``none``, ``full`` or ``selective``."""
+        """``none``, ``full``, ``selective`` or ``offload``."""
 
     @property
     def save(self) -> tuple[str, ...] | None:
@@ -38,7 +42,16 @@ class CheckpointPolicy(Protocol):
 
     @property
     def every(self) -> int | None:
-        """Mode selective: every n-th block is recomputed in full; None: ``save`` decides."""
+        """Mode selective: every n-th block is recomputed in full; None: ``save`` decides. Mode offload: every n-th
+        block keeps its activations on the host; None: all."""
+
+    @property
+    def others(self) -> str:
+        """Mode offload: the mode of the other blocks."""
+
+    @property
+    def inputs(self) -> str:
+        """``device`` or ``host``: where recomputed blocks keep their inputs."""
 
 
 def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
@@ -49,21 +62,32 @@ def recomputed_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[s
     """
     if _switched_on(model) or settings.mode == "full":
         return _blocks(model)
-    if settings.every is None:
+    if settings.mode == "offload" and settings.others == "full":
+        return _without(_blocks(model), offloaded_blocks(model, settings))
+    if settings.mode != "selective" or settings.every is None:
         return MappingProxyType({})
-    blocks = list(_blocks(model).items())
-    if settings.every > len(blocks):
-        raise ConfigError(
-            f"activation_checkpointing.every is {settings.every}, but the model has {len(blocks)} blocks, so that none "
-            "would be recomputed; give a smaller number, or leave activation_checkpointing out."
-        )
-    return MappingProxyType(dict(blocks[settings.every - 1 :: settings.every]))
+    return _every(settings.every, _blocks(model), "recomputed")
 
 
 def selective_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
     """The modules that run again in backward except for some operators, by name."""
-    chosen = settings.mode == "selective" and settings.every is None and not _switched_on(model)
+    if _switched_on(model):
+        return MappingProxyType({})
+    if settings.mode == "offload" and settings.others == "selective":
+        return _without(_blocks(model), offloaded_blocks(model, settings))
+    chosen = settings.mode == "selective" and settings.every is None
     return _blocks(model) if chosen else MappingProxyType({})
+
+
+def offloaded_blocks(model: nn.Module, settings: CheckpointPolicy) -> Mapping[str, nn.Module]:
+    """The modules whose activations are kept on the host, by name.
+
+    Raises:
+        ConfigError: ``every`` is larger than the number of blocks.
+    """
+    if settings.mode != "offload" or _switched_on(model):
+        return MappingProxyType({})
+    return _every(settings.every or 1, _blocks(model), "kept on the host")
 
 
 def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
@@ -82,14 +106,19 @@ def find_operators(settings: CheckpointPolicy) -> frozenset[Operator]:
 
 
 def recompute_blocks(
-    model: nn.Module, settings: CheckpointPolicy, patches: ForwardPatches, axis: TensorAxis | None = None
-) -> None:
-    """Make the blocks that ``settings`` chooses run again in backward.
+    model: nn.Module,
+    settings: CheckpointPolicy,
+    patches: ForwardPatches,
+    axis: TensorAxis | None = None,
+    device: torch.device = CPU,
+) -> HostActivations:
+    """Make the blocks that ``settings`` chooses run again in backward, or keep their activations on the host.
 
-    ``axis``: the axis of the sharded layers, whose sums selective checkpointing keeps.
+    Returns what keeps them there. ``axis``: the axis of the sharded layers, whose sums selective checkpointing keeps.
     """
+    host = HostActivations(device)
     if _switched_on(model):
-        return
+        return host
     selective = Selective(find_operators(settings), axis)
     for block in recomputed_blocks(model, settings).values():
         note = "keeps its inputs only and is recomputed in backward"
@@ -97,6 +126,13 @@ def recompute_blocks(
     for block in selective_blocks(model, settings).values():
         note = "is recomputed in backward, except the outputs of the operators that activation_checkpointing.save names"
         patches.wrap_forward(block, PatchLayer.RECOMPUTE, recomputed_in_part(block, selective), note)
+    again = (*recomputed_blocks(model, settings).values(), *selective_blocks(model, settings).values())
+    for block in again if settings.inputs == "host" else ():
+        patches.wrap_forward(block, PatchLayer.RECOMPUTE, host.keeping(block), "keeps its inputs on the host")
+    for block in offloaded_blocks(model, settings).values():
+        note = "keeps the activations that its backward needs on the host"
+        patches.wrap_forward(block, PatchLayer.RECOMPUTE, host.keeping(block), note)
+    return host
 
 
 def recomputed_in_part(block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None) -> Any:
@@ -114,6 +150,20 @@ def recomputed_in_part(block: nn.Module, selective: Selective, started: list[Sav
         return out
 
     return forward
+
+
+def _every(number: int, blocks: Mapping[str, nn.Module], what: str) -> Mapping[str, nn.Module]:
+    """Every ``number``-th block."""
+    if number > max(len(blocks), 1):
+        raise ConfigError(
+            f"activation_checkpointing.every is {number}, but the model has {len(blocks)} blocks, so that none "
+            f"would be {what}; give a smaller number, or leave activation_checkpointing out."
+        )
+    return MappingProxyType(dict(list(blocks.items())[number - 1 :: number]))
+
+
+def _without(blocks: Mapping[str, nn.Module], others: Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:
+    return MappingProxyType({name: block for name, block in blocks.items() if name not in others})
 
 
 def _blocks(model: nn.Module) -> Mapping[str, nn.Module]:

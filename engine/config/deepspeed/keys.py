@@ -57,10 +57,15 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class WithMode:
-    """A key about recomputed activations, which by itself recomputes nothing: harmless at ``idle``, else noted."""
+    """A key about recomputed activations, which by itself recomputes nothing: harmless at ``idle``, else noted.
+
+    Beside a mode, one with a ``target`` sets that key of ours to ``becomes``.
+    """
 
     idle: tuple[object, ...]
     reason: str
+    target: str = ""
+    becomes: str = ""
 
 
 Treatment = Noted | Only | Moved | Feature | WithMode
@@ -233,7 +238,8 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "number_checkpoints": WithMode((None, 0), "each block is a checkpoint; every n-th only with mode selective"
                                        " and every"),
         "contiguous_memory_optimization": WithMode(_OFF, "torch's allocator places the activations"),
-        "cpu_checkpointing": WithMode(_OFF, "what a block keeps stays on the device"),
+        "cpu_checkpointing": WithMode(_OFF, "it is about what recomputed blocks keep",
+                                      "activation_checkpointing.inputs", "host"),
     },
     "checkpoint": {
         "use_node_local_storage": Only(_OFF, "checkpoints need a folder that all nodes share; remove it"),

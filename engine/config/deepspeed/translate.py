@@ -32,6 +32,11 @@ _NO_MODE = (
 )
 
 
+def _has_mode(section: Mapping[str, Any]) -> bool:
+    """Whether a section about recomputed activations asks for any."""
+    return section.get("mode") in ("full", "selective", "offload")
+
+
 class _Walk:
     """One pass over a raw config that removes the keys of the table."""
 
@@ -78,11 +83,13 @@ class _Walk:
             case Noted(reason, idle, rule):
                 if not _among(value, idle) and (rule is None or rule.read(value, path, self._problems) is not None):
                     self._note(path, reason)
-            case WithMode(idle, reason):
+            case WithMode(idle, reason, target, becomes):
                 if _among(value, idle):
                     return
-                told = beside.get("mode") in ("full", "selective")
-                self._note(path, reason if told else f"{reason}. {_NO_MODE}")
+                if target and _has_mode(beside):
+                    self._moves.append((target, path, becomes))
+                    return
+                self._note(path, reason if _has_mode(beside) else f"{reason}. {_NO_MODE}")
             case Only(allowed, reason):
                 if not _among(value, allowed):
                     self._problems.add(path, f"{shown_value(value)} is not supported; {reason}.")

@@ -57,6 +57,7 @@ class PlanCosts:
 def planned_layout(plan: Plan) -> TrainingLayout:
     """The layout that a plan carries out."""
     config = plan.config
+    recomputation = config.activation_checkpointing.mode
     return TrainingLayout(
         dp=config.dp,
         tp=config.tp,
@@ -67,7 +68,7 @@ def planned_layout(plan: Plan) -> TrainingLayout:
         virtual=plan.schedule.stages // config.pp,
         micro=config.micro,
         microbatches=config.accumulation,
-        recomputation=config.activation_checkpointing.mode,
+        recomputation=recomputation if recomputation != "offload" else config.activation_checkpointing.others,
         sequence=config.parallel.sequence_parallel or config.tp == 1,  # with one tensor rank it is the same
     )
 

@@ -210,7 +210,7 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention: accepted, changes nothing here"),
         ({"expert_parallel": {"enabled": True}}, "there is no expert axis"),
         ({"compile": {"deepcompile": True}}, 'compiles blocks with "compile": true'),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "what a block keeps stays on the device"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "it is about what recomputed blocks keep"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "gradients are summed in fp32"),
         (
             {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}},
@@ -295,6 +295,16 @@ def test_noted_keys_take_what_hugging_face_writes() -> None:
     sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
     with pytest.raises(ConfigError, match="train_batch_size: missing; give train_batch_size, train_micro"):
         load_config(sizes, 1)
+
+
+def test_inputs_on_the_host_need_blocks_that_are_recomputed() -> None:
+    section = {"mode": "full", "cpu_checkpointing": True}
+    config = load_config({"activation_checkpointing": section})
+    assert config.activation_checkpointing.inputs == "host" and not config.notes
+    assert (
+        load_config({"activation_checkpointing": {"cpu_checkpointing": True}}).activation_checkpointing.inputs
+        == "device"
+    )
 
 
 def test_table_does_not_shadow_our_own_keys() -> None:

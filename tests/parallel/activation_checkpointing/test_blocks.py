@@ -16,6 +16,8 @@ class Policy:
     mode: str = "full"
     save: tuple[str, ...] | None = None
     every: int | None = None
+    others: str = "none"
+    inputs: str = "device"
 
 
 class Blocks(nn.Module):
