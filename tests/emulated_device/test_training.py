@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.kernels.main_gradient import MainGradients
+from engine.parallel.activation_checkpointing import host_activations
 from engine.parallel.comm.backend import Wait
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Axis
@@ -48,6 +49,12 @@ TRIALS = {
     **{f"pp2 {kind}": pipeline(kind) for kind in SCHEDULES},
     "dropout": Trial({"data": 2, "pipeline": 2}, 1, dropout=0.2),
     "recomputed": Trial({"data": 2, "pipeline": 2}, 1, {"activation_checkpointing": {"mode": "full"}}, dropout=0.2),
+    "activations on the host": Trial(
+        {"data": 2, "pipeline": 2, "schedule": "zb-h1"}, 1, {"activation_checkpointing": {"mode": "offload"}}, dropout=0.2
+    ),
+    "inputs on the host": Trial(
+        {"data": 2, "tensor": 2}, 3, {"activation_checkpointing": {"mode": "full", "inputs": "host"}}, dropout=0.2
+    ),
     "Lion": Trial({"data": 2}, 2, {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}),
     "checked for flips": Trial({"data": 2}, 1, {"integrity": {"every": 1}}),
     "bf16": Trial({"data": 2}, 1, {"bf16": {"enabled": True}}),
@@ -60,6 +67,7 @@ OFTEN: Mapping[str, tuple[Policy, ...]] = MappingProxyType({"dp2 x tp2 ZeRO-3": 
 def compared(trial: Trial, policies: tuple[Policy, ...]) -> list[str]:
     """Body of a process: what differs from the CPU under each policy."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_activations, "_LEAST_BYTES", 1)  # the trial's model is tiny
         if trial.changes.get("bf16"):  # products that add to fp32 sums round bf16 there, where the CPU does not
             patch.setattr(MainGradients, "use", lambda self, weight: None)
         expected, found = on_cpu(trial), []
