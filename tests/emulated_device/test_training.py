@@ -50,7 +50,10 @@ TRIALS = {
     "dropout": Trial({"data": 2, "pipeline": 2}, 1, dropout=0.2),
     "recomputed": Trial({"data": 2, "pipeline": 2}, 1, {"activation_checkpointing": {"mode": "full"}}, dropout=0.2),
     "activations on the host": Trial(
-        {"data": 2, "pipeline": 2, "schedule": "zb-h1"}, 1, {"activation_checkpointing": {"mode": "offload"}}, dropout=0.2
+        {"data": 2, "pipeline": 2, "schedule": "zb-h1"},
+        1,
+        {"activation_checkpointing": {"mode": "offload"}},
+        dropout=0.2,
     ),
     "inputs on the host": Trial(
         {"data": 2, "tensor": 2}, 3, {"activation_checkpointing": {"mode": "full", "inputs": "host"}}, dropout=0.2

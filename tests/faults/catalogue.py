@@ -4,6 +4,7 @@ from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.fault import Fault
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
+from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
 from tests.faults.pipeline import PIPELINE
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
@@ -21,6 +22,7 @@ AREAS = {
     "step and precision": STEP_AND_PRECISION,
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,
+    "host memory": HOST_MEMORY,
     "kernels and planning": KERNELS_AND_PLANNING,
     "communicating kernels": COMMUNICATING_KERNELS,
 }

@@ -198,6 +198,19 @@ def test_what_is_written_after_it_was_saved_comes_back_as_it_was_saved() -> None
     assert found is not None and expected is not None and torch.equal(found, expected)
 
 
+def test_a_tensor_that_two_blocks_save_is_sent_again_once_it_was_written() -> None:
+    """A running sum, as of a model that adds to its hidden state in place."""
+    model, plain = Chain(2), Chain(2)
+    offloaded(model)
+    for one, changed in ((model, torch.Tensor.mul_), (plain, torch.Tensor.mul)):  # autograd refuses the write in place
+        state = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH)
+        first = one.blocks[0](state)
+        second = one.blocks[1](changed(state, 0.5))
+        torch.autograd.backward((first + second).square().sum())
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None and expected.grad is not None and torch.equal(found.grad, expected.grad)
+
+
 def test_views_gaps_and_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(ROWS, WIDTH)
     assert host_activations._extent(x.t()) == ROWS * WIDTH
