@@ -63,7 +63,9 @@ TRIALS = {
     "bf16": Trial({"data": 2}, 1, {"bf16": {"enabled": True}}),
     "fp16": Trial({"data": 2}, 1, {"fp16": {"enabled": True, "initial_scale_power": POWER, "hysteresis": 1}}),
 }
-OFTEN: Mapping[str, tuple[Policy, ...]] = MappingProxyType({"dp2 x tp2 ZeRO-3": ("random",)})
+OFTEN: Mapping[str, tuple[Policy, ...]] = MappingProxyType(
+    {"dp2 x tp2 ZeRO-3": ("random",), "activations on the host": ("random",)}
+)
 """Those of the short run, and when tasks run in it."""
 
 

@@ -13,7 +13,7 @@ HOST_MEMORY = (
         file="kernels/device.py",
         old="        event.wait()\n        current = ",
         new="        current = ",
-        tests=(f"{_DEVICE}[activations on the host, every order]",),
+        tests=(f"{_DEVICE}[activations on the host-policies1]",),
     ),
     Fault(
         name="activation-sent-before-it-is-there",
@@ -21,7 +21,7 @@ HOST_MEMORY = (
         file=_FILE,
         old="        with self._stream.behind():\n            host.copy_",
         new="        with self._stream.after(()):\n            host.copy_",
-        tests=(f"{_DEVICE}[activations on the host, every order]",),
+        tests=(f"{_DEVICE}[activations on the host-policies1]",),
     ),
     Fault(
         name="activation-of-another-version",
