@@ -36,7 +36,6 @@ from engine.parallel.comm.world import (
     read_world,
     timeout_seconds,
 )
-from engine.parallel.grid import Grid
 from engine.planning.analysis import needs_example, needs_search
 from engine.planning.fused_layers import measured_overlap
 from engine.planning.plan import Plan
@@ -225,7 +224,7 @@ _PLANNING = "planning (trace, tensor plan, pipeline stages)"
 
 def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[Comm, Watchdog | None]:
     """Meet all ranks, refuse different input, then make the groups of the grid; who watches over several processes."""
-    grid = Grid(config.pp, config.dp, config.tp, world.rank)
+    grid = config.grid(world.rank)
     if world.connect is not None:
         return Comm(grid, world.connect(grid)), None
     store = open_store(world)

@@ -24,7 +24,7 @@ from engine.checkpoint.format.strict_json import Fields, dump
 from engine.errors import CheckpointError
 from engine.launch.run_folder import CHECKPOINTS
 from engine.parallel.comm.traffic import megabytes
-from engine.parallel.grid import Grid
+from engine.parallel.grid import Grid, saved_order
 
 MODEL = "model/"
 
@@ -180,7 +180,7 @@ def _grid(manifest: Manifest) -> str:
     if "origin" in manifest.info:
         return f"from {manifest.info['origin']}; any grid loads it"
     grid = Fields(manifest.info.get("grid"), "the grid in the manifest")
-    ranks = Grid(grid.count("pp"), grid.count("dp"), grid.count("tp"), 0)
+    ranks = Grid(grid.count("pp"), grid.count("dp"), grid.count("tp"), 0, saved_order(manifest.info["grid"]))
     return f"{ranks}, ZeRO {grid.count('zero')}; any other grid loads it too"
 
 

@@ -1,14 +1,19 @@
 """Ranks as a pipeline x data x tensor box. Pure arithmetic: any rank, no processes, no torch.
 
-tp varies fastest, then dp, then pp, so that the ranks that talk most sit closest together:
+tp varies fastest, then dp, then pp, so that the ranks that talk most sit closest together; with the order "tp-pp-dp"
+a replica's stages sit closer together than the data ranks:
 
     8 ranks as pp=2, dp=2, tp=2            stage 0          stage 1
                                      dp 0   0   1     dp 0   4   5
                                      dp 1   2   3     dp 1   6   7
                                           tp0 tp1          tp0 tp1
+
+    as tp-pp-dp                             stage 0          stage 1
+                                     dp 0   0   1     dp 0   2   3
+                                     dp 1   4   5     dp 1   6   7
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,6 +21,10 @@ from engine.errors import GridError
 
 Axis = Literal["pp", "dp", "tp", "replica", "world"]
 """The coordinates in which ranks of a group differ. A replica is one full model: all ranks of one data coordinate."""
+
+
+Order = Literal["tp-dp-pp", "tp-pp-dp"]
+"""The axes of a grid, from the one that varies fastest with the rank to the slowest."""
 
 
 class Coord(NamedTuple):
@@ -38,6 +47,7 @@ class Grid:
     dp: int = 1
     tp: int = 1
     rank: int = 0
+    order: Order = "tp-dp-pp"
 
     def __post_init__(self) -> None:
         sizes = (("pipeline", self.pp), ("data", self.dp), ("tensor", self.tp))
@@ -61,11 +71,15 @@ class Grid:
         rank = self.rank if rank is None else rank
         if not 0 <= rank < self.world_size:
             raise GridError(f"rank {rank} is outside this grid; give a rank from 0 to {self.world_size - 1}.")
-        return Coord(rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp)
+        block, tp = divmod(rank, self.tp)
+        if self.order == "tp-pp-dp":
+            return Coord(block % self.pp, block // self.pp, tp)
+        return Coord(block // self.dp, block % self.dp, tp)
 
     def rank_at(self, pp: int, dp: int, tp: int) -> int:
         """The rank at a position; inverse of :meth:`coord`."""
-        return (pp * self.dp + dp) * self.tp + tp
+        block = dp * self.pp + pp if self.order == "tp-pp-dp" else pp * self.dp + dp
+        return block * self.tp + tp
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along ``axis``."""
@@ -95,4 +109,10 @@ class Grid:
                 yield group
 
     def __str__(self) -> str:
-        return f"{self.world_size} ranks = {self.pp} pipeline x {self.dp} data x {self.tp} tensor"
+        order = f" in the order {self.order}" if self.order != "tp-dp-pp" else ""
+        return f"{self.world_size} ranks = {self.pp} pipeline x {self.dp} data x {self.tp} tensor{order}"
+
+
+def saved_order(sizes: Mapping[str, object]) -> Order:
+    """The order of a grid that was written down; one from before there were two orders does not tell it."""
+    return "tp-pp-dp" if sizes.get("order") == "tp-pp-dp" else "tp-dp-pp"

@@ -7,7 +7,7 @@ import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import mean
 from types import MappingProxyType
 
@@ -70,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record_cells(name, CORNERS[name], cells)
     if asked.write_figures:
         record_cells("planning-agreement", "layout on H100s", agreement_cells())
-        record_text("placement", f"```\n{placement_picture(Grid(pp=4, dp=2, tp=4), 4)}\n```")
+        workers = Grid(pp=4, dp=2, tp=4)
+        record_text("placement", f"```\n{placement_picture(workers, 4)}\n```")
+        record_text("placement-stages", f"```\n{placement_picture(replace(workers, order='tp-pp-dp'), 4)}\n```")
         record_text("plan-example", f"```\n$ trine {shlex.join(EXAMPLE)}\n{example()}\n```")
     return 0
 

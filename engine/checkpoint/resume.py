@@ -33,7 +33,7 @@ from engine.checkpoint.run_state import RunState
 from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
-from engine.parallel.grid import Grid
+from engine.parallel.grid import Grid, saved_order
 
 logger = logging.getLogger("trine")
 
@@ -210,7 +210,11 @@ class Resume:
         """Say how grid and batch differ from those of the checkpoint; that of another engine does not tell them."""
         config, info, grid = self._run.config, reader.manifest.info, self._run.comm.grid
         before, now = info.get("config", {}).get("train_batch_size"), config.train_batch_size
-        there = grid if "origin" in info else Grid(**{axis: info["grid"][axis] for axis in ("pp", "dp", "tp")})
+        there = (
+            grid
+            if "origin" in info
+            else Grid(**{axis: info["grid"][axis] for axis in ("pp", "dp", "tp")}, order=saved_order(info["grid"]))
+        )
         if str(there) != str(grid):
             rows = f"; a batch stays {now} rows, {config.accumulation} microbatches a data rank" * (before == now)
             logger.info("the grid was %s up to step %d, and is %s%s", there, reader.manifest.step, grid, rows)

@@ -134,7 +134,13 @@ class RunState:
         return {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
-            "grid": {"dp": grid.dp, "tp": grid.tp, "pp": grid.pp, "zero": self.config.zero_optimization.stage},
+            "grid": {
+                "dp": grid.dp,
+                "tp": grid.tp,
+                "pp": grid.pp,
+                "order": grid.order,
+                "zero": self.config.zero_optimization.stage,
+            },
             "places": self.runtime.plan.places,
             "config": self.config.to_json(),
         }

@@ -48,6 +48,7 @@ from engine.config.sections import (
 )
 from engine.config.wording import kind, show_path, shown_value
 from engine.errors import ConfigError
+from engine.parallel.grid import Grid
 
 __all__ = [
     "ActivationCheckpointingConfig",
@@ -174,6 +175,10 @@ class Config:
                 "pass world_size to load_config, or call config.resolve(world_size)."
             )
         return int(sizes[name])
+
+    def grid(self, rank: int) -> Grid:
+        """The grid as ``rank`` sees it."""
+        return Grid(self.pp, self.dp, self.tp, rank, self.parallel.order)
 
     def resolve(self, world_size: int) -> "Config":
         """Return the config with every size filled in for ``world_size`` processes.

@@ -11,6 +11,7 @@ from typing import Literal
 from engine.config.optim_sections import COUNT, NOT_NEGATIVE, SIZE, one_of
 from engine.config.reader import Section, setting
 from engine.config.rules import AnyOf, Choice, Flag, FrozenMap, Int, ListOf, OperatorName, Real, Text, TextMap
+from engine.parallel.grid import Order
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v", "auto")
 AUTO = Choice(options=("auto",), noun="auto")
@@ -42,6 +43,8 @@ class ParallelConfig:
     """Size of the tensor axis: ranks that share every layer."""
     pipeline: int | Literal["auto"] = setting(1, AXIS)
     """Size of the pipeline axis: ranks that each hold a run of layers."""
+    order: Order = setting("tp-dp-pp", one_of("tp-dp-pp", "tp-pp-dp", noun="an order of the axes"))
+    """Axes from the closest ranks to the farthest: data ranks side by side, or the stages of a replica."""
     sequence_parallel: bool = setting(False, Flag())
     """Shard the activations between tensor-parallel layers along the sequence."""
     sequence_parallel_regather: bool = setting(False, Flag())

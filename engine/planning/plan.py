@@ -84,7 +84,7 @@ class Plan:
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
-        return Grid(self.config.pp, self.config.dp, self.config.tp, rank)
+        return self.config.grid(rank)
 
     def layout(self, coord: Coord) -> FlatLayout:
         """The flat layout of a position."""

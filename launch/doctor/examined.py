@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from engine.parallel.grid import Order
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceFacts:
@@ -151,6 +153,8 @@ class Examined:
     """Whether rank 0 was where the ranks meet, and has waited for the others."""
     grid: tuple[int, int, int] | None = None
     """Sizes (pipeline, data, tensor); None: the configuration does not fit."""
+    order: Order = "tp-dp-pp"
+    """Which ranks are neighbours."""
     seconds: float = 30.0
     """Time that ranks were given to answer."""
     place: str = ""

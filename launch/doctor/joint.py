@@ -31,7 +31,6 @@ from engine.parallel.comm.meeting import KeyStore, Meeting
 from engine.parallel.comm.shared_memory import shared_bytes
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import World, meeting_point, open_store, open_world, prefixed, shares_memory
-from engine.parallel.grid import Grid
 
 _GRACE_SECONDS = 3.0
 """How much longer than the work of a phase the process waits, and how long rank 0 waits for words of a failure."""
@@ -76,6 +75,7 @@ class Examination:
             size=world.size,
             facts=(self.own,),
             grid=grid,
+            order="tp-dp-pp" if config is None else config.parallel.order,
             seconds=self.seconds,
             place=meeting_point(world) if world.place is not None else "",
             shared_bytes=shared_bytes(1) if tensor and not self.own.problem and shares_memory() else 0,
@@ -176,7 +176,7 @@ class Examination:
             return
         self._enter("starting the process group")
         open_world(self.world, store)
-        grid = Grid(self.config.pp, self.config.dp, self.config.tp, self.own.rank)
+        grid = self.config.grid(self.own.rank)
         backend = TorchBackend(grid, self.world.device)
         comm = Comm(grid, backend)
         host = TorchHostGroup(self.own.rank, self.world.size, self.seconds, "examine the job")

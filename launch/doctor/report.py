@@ -88,7 +88,7 @@ def _rank_rows(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, ...]]:
 def _coordinates(one: RankFacts, seen: Examined) -> tuple[str, str, str]:
     if seen.grid is None:
         return ("-", "-", "-")
-    pp, dp, tp = Grid(*seen.grid).coord(one.rank)
+    pp, dp, tp = Grid(*seen.grid, order=seen.order).coord(one.rank)
     return (str(pp), str(dp), str(tp))
 
 

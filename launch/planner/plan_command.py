@@ -170,7 +170,7 @@ def _write(path: Any, settings: dict[str, Any]) -> None:
 def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The configuration of ``layout``; what it does not decide is taken from ``base``."""
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
-    parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp}
+    parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}
     more: dict[str, Any] = {}
     if layout.tp > 1:
         more["sequence_parallel"] = layout.sequence

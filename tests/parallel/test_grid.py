@@ -2,24 +2,30 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError, GridError
-from engine.parallel.grid import Axis, Coord, Grid
+from engine.parallel.grid import Axis, Coord, Grid, Order, saved_order
 
 sizes_st = st.integers(1, 6)
-grids_st = st.builds(Grid, pp=sizes_st, dp=sizes_st, tp=sizes_st)
+orders_st = st.sampled_from(get_args(Order))
+grids_st = st.builds(Grid, pp=sizes_st, dp=sizes_st, tp=sizes_st, order=orders_st)
 AXES: tuple[Axis, ...] = ("pp", "dp", "tp", "world")
 
 
 @given(grids_st)
 def test_coord_and_rank_at_are_inverse_and_run_in_order(grid: Grid) -> None:
-    positions = [Coord(*at) for at in product(range(grid.pp), range(grid.dp), range(grid.tp))]
-    assert [grid.coord(rank) for rank in range(grid.world_size)] == positions  # tp innermost, pp outermost
+    if grid.order == "tp-dp-pp":
+        positions = [Coord(*at) for at in product(range(grid.pp), range(grid.dp), range(grid.tp))]
+    else:
+        positions = [Coord(pp, dp, tp) for dp, pp, tp in product(range(grid.dp), range(grid.pp), range(grid.tp))]
+    assert [grid.coord(rank) for rank in range(grid.world_size)] == positions  # tp innermost
     assert [grid.rank_at(*at) for at in positions] == list(range(grid.world_size))
 
 
@@ -33,7 +39,7 @@ def test_groups_hold_each_rank_once(grid: Grid, axis: Axis) -> None:
 @given(grids_st, st.sampled_from(AXES), st.data())
 def test_peers_are_the_own_group_and_index_finds_oneself(grid: Grid, axis: Axis, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, grid.world_size - 1))
-    here = Grid(grid.pp, grid.dp, grid.tp, rank)
+    here = replace(grid, rank=rank)
     assert here.peers(axis) == grid.peers(axis, rank)
     assert here.peers(axis) in list(grid.groups(axis))
     assert here.peers(axis)[here.index(axis)] == rank
@@ -52,6 +58,9 @@ def test_neighbours_are_as_near_as_their_axis_talks() -> None:
     grid = Grid(pp=2, dp=3, tp=5)
     strides = {axis: grid.peers(axis)[1] - grid.peers(axis)[0] for axis in AXES}
     assert strides == {"tp": 1, "dp": 5, "pp": 15, "world": 1}
+    other = replace(grid, order="tp-pp-dp")
+    assert [other.peers(axis)[1] - other.peers(axis)[0] for axis in AXES] == [5, 10, 1, 1]
+    assert str(other) == f"{grid} in the order tp-pp-dp"
 
 
 # 32 ranks as in DeepSpeed's 3D figure: 4 pipeline x 2 data x 4 tensor on 8 nodes of 4 GPUs
@@ -76,6 +85,10 @@ def test_data_peers_and_pipeline_neighbours_are_those_of_the_figure() -> None:
     assert list(FIGURE.groups("pp"))[:2] == [(0, 8, 16, 24), (1, 9, 17, 25)]
     assert list(FIGURE.groups("pp"))[-1] == (7, 15, 23, 31)
     assert Grid(4, 2, 4, rank=22).peers("world") == tuple(range(32))
+
+
+def test_the_order_of_a_grid_that_was_written_down() -> None:
+    assert saved_order({"dp": 2}) == "tp-dp-pp" and saved_order({"order": "tp-pp-dp"}) == "tp-pp-dp"
 
 
 # mistakes

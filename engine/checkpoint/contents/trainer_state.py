@@ -21,7 +21,7 @@ from engine.checkpoint.format.host_image import as_tensor
 from engine.checkpoint.format.step_reader import OpenCheckpoint
 from engine.checkpoint.format.strict_json import Fields
 from engine.errors import CheckpointError
-from engine.parallel.grid import Grid
+from engine.parallel.grid import Grid, saved_order
 from engine.parallel.model.rng_streams import generators_of
 from engine.step.update import Update
 
@@ -118,7 +118,8 @@ def _counters(state: Any) -> dict[str, Any]:
 def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
     """Tensors of this rank's state file; empty if the grid differs, because then no rank has its old position."""
     saved = reader.manifest.info["grid"]
-    if (grid.dp, grid.tp, grid.pp) != (saved["dp"], saved["tp"], saved["pp"]):
+    there = (saved["dp"], saved["tp"], saved["pp"], saved_order(saved))
+    if (grid.dp, grid.tp, grid.pp, grid.order) != there:
         return {}
     file = f"state/rank-{grid.rank:05d}.safetensors"
     found = reader.tensors_of(file)

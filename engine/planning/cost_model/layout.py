@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.parallel.grid import Order
 from engine.planning.cost_model.workload import Recomputation
 
 Reduction = Literal["step", "microbatch"]
@@ -27,6 +28,8 @@ class TrainingLayout:
     recomputation: Recomputation = "none"
     reduction: Reduction = "step"
     """When ZeRO 2 and 3 reduce gradients; after each microbatch only shards of them are kept."""
+    order: Order = "tp-dp-pp"
+    """Which ranks are neighbours."""
     sequence: bool = True
     """Tensor ranks share what is between their products along the sequence."""
 
@@ -49,6 +52,7 @@ class TrainingLayout:
         sizes = (("dp", self.dp), ("tp", self.tp), ("pp", self.pp), ("cp", self.cp))
         reduced = " of every microbatch" * self.keeps_gradient_shards
         grid = " x ".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "1 rank"
+        grid += f" in the order {self.order}" * (self.order != "tp-dp-pp")
         virtual = f" of {self.virtual} stages a rank" if self.virtual > 1 else ""
         parts = [grid, f"ZeRO {self.stage}{reduced}"] + [f"{self.schedule}{virtual}"] * (self.pp > 1)
         parts.append(f"{self.microbatches} microbatches of {self.micro}")

@@ -1,4 +1,4 @@
-"""What each axis of a layout carries: tensor ranks are neighbours, then come data ranks, then stages.
+"""What each axis of a layout carries: tensor ranks are neighbours, then come data ranks and stages, in either order.
 
 ring     a rank sends to the next one; groups of neighbours leave a node once, and share its way out
 hop      a stage sends to the next one; all data and tensor coordinates do so at the same time
@@ -36,7 +36,8 @@ class Links:
     def ring(self, axis: Axis) -> LinkSpeed:
         """Of a step of a ring: latency, and bytes a second of a rank."""
         layout = self._layout
-        stride, size = {"tp": (1, layout.tp), "dp": (layout.tp, layout.dp * layout.cp)}[axis]
+        between = layout.tp * (layout.pp if layout.order == "tp-pp-dp" else 1)
+        stride, size = {"tp": (1, layout.tp), "dp": (between, layout.dp * layout.cp)}[axis]
         if stride * size <= self._node:
             return self._inside
         groups = min(stride, self._node)  # rings that leave a node, each once; together they have all of its links
@@ -45,6 +46,12 @@ class Links:
 
     def hop(self) -> LinkSpeed:
         """From a stage to the next one."""
-        if self._layout.world <= self._node:
+        layout = self._layout
+        if layout.order == "tp-pp-dp":
+            if layout.tp * layout.pp <= self._node:
+                return self._inside
+            sending = min(layout.tp, self._node)  # of a node, its last stage sends to another one
+            return LinkSpeed(self._gpu.network_latency, min(self._inside.rate, self._node * self._out / sending))
+        if layout.world <= self._node:
             return self._inside
         return LinkSpeed(self._gpu.network_latency, self._out)

@@ -62,6 +62,7 @@ def planned_layout(plan: Plan) -> TrainingLayout:
         dp=config.dp,
         tp=config.tp,
         pp=config.pp,
+        order=config.parallel.order,
         stage=config.zero_optimization.stage,
         reduction=config.zero_optimization.reduce,
         schedule=config.parallel.schedule if plan.decision is None else plan.schedule.name,

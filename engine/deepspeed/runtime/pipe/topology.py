@@ -88,7 +88,10 @@ class PipelineParallelGrid:
 
     def topology(self) -> ProcessTopology:
         """The axes, outermost first."""
-        return ProcessTopology(["pipe", "data", "model"], [self._grid.pp, self._grid.dp, self._grid.tp])
+        grid = self._grid
+        if grid.order == "tp-pp-dp":
+            return ProcessTopology(["data", "pipe", "model"], [grid.dp, grid.pp, grid.tp])
+        return ProcessTopology(["pipe", "data", "model"], [grid.pp, grid.dp, grid.tp])
 
     def get_global_rank(self) -> int:
         """Rank in the world."""

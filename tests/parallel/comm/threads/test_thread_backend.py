@@ -25,7 +25,7 @@ from tests.selection import wide
 FORWARD = Channel("forward", 0, 1)
 
 
-def backend_of(world: World, **sizes: int) -> tuple[Grid, Backend]:
+def backend_of(world: World, **sizes: Any) -> tuple[Grid, Backend]:
     assert world.connect is not None
     grid = Grid(**sizes, rank=world.rank)
     return grid, world.connect(grid)
