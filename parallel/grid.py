@@ -8,7 +8,7 @@ tp varies fastest, then dp, then pp, so that the ranks that talk most sit closes
                                           tp0 tp1          tp0 tp1
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -96,3 +96,36 @@ class Grid:
 
     def __str__(self) -> str:
         return f"{self.world_size} ranks = {self.pp} pipeline x {self.dp} data x {self.tp} tensor"
+
+
+_ALIKE: tuple[Axis, ...] = ("world", "pp", "tp")
+"""Axes whose groups others may use."""
+
+
+def axis_groups(grid: Grid) -> dict[Axis, Axis]:
+    """For each axis of several ranks, in the order of opening, the axis whose group it uses: itself or an earlier one."""
+    axes: tuple[Axis, ...] = ("pp", "dp", "tp", "replica")
+    used: dict[Axis, Axis] = {"world": "world"}
+    for axis in axes:
+        if grid.size(axis) > 1:
+            peers = grid.peers(axis)
+            used[axis] = next((other for other in _ALIKE if other in used and grid.peers(other) == peers), axis)
+    return used
+
+
+def color_rounds(
+    groups: Iterable[tuple[int, ...]], color: Callable[[Sequence[int]], int]
+) -> list[frozenset[tuple[int, ...]]]:
+    """Groups that have no rank in common, in as many rounds as keep the colors of a round apart; almost always one.
+
+    NCCL splits a communicator by colors, for which torch takes a hash of the ranks: two groups of one color would become
+    one.
+    """
+    rounds: list[dict[int, tuple[int, ...]]] = []
+    for group in groups:
+        found = color(group)
+        free = next((each for each in rounds if found not in each), None)
+        if free is None:
+            rounds.append(free := {})
+        free[found] = group
+    return [frozenset(each.values()) for each in rounds]
