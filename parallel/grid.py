@@ -103,7 +103,7 @@ _ALIKE: tuple[Axis, ...] = ("world", "pp", "tp")
 
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
-    """For each axis of several ranks, in the order of opening, the axis whose group it uses: itself or an earlier one."""
+    """For each axis of several ranks, in the order of opening, the axis whose group it uses."""
     axes: tuple[Axis, ...] = ("pp", "dp", "tp", "replica")
     used: dict[Axis, Axis] = {"world": "world"}
     for axis in axes:
@@ -118,8 +118,8 @@ def color_rounds(
 ) -> list[frozenset[tuple[int, ...]]]:
     """Groups that have no rank in common, in as many rounds as keep the colors of a round apart; almost always one.
 
-    NCCL splits a communicator by colors, for which torch takes a hash of the ranks: two groups of one color would become
-    one.
+    NCCL splits a communicator by colors, for which torch takes a hash of the ranks: two groups of one color would
+    become one.
     """
     rounds: list[dict[int, tuple[int, ...]]] = []
     for group in groups:

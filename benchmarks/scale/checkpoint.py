@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.checkpoint.contents.ownership import SaveOwnership, model_tensors
-from engine.checkpoint.format.checked_blocks import DEFAULT_ALGORITHM, block_count
+from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM, block_count
 from engine.checkpoint.format.index.manifest_parts import HashSlice, from_index, to_parts
 from engine.checkpoint.format.manifest import Checksum, Manifest, StoredPiece, StoredTensor
 from engine.checkpoint.format.pieces import Part, Piece

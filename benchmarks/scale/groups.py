@@ -1,8 +1,10 @@
 """The communicators of one rank: its real backend over torch's fake process group, which connects nobody."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,8 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
     """The process group of a world of which one rank alone is there."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        yield
+        with patch.dict(os.environ, {"TRINE_TIMEOUT_SECONDS": "600"}):  # that of the fake one is not known
+            yield
     finally:
         dist.destroy_process_group()
 

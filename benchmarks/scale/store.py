@@ -1,4 +1,4 @@
-"""The traffic of one rank with the store of the job while the job starts: a store that counts, and answers for all others."""
+"""What one rank asks of the store of the job at the start: a store that counts, and answers for all others."""
 
 import json
 from collections import Counter

@@ -24,8 +24,8 @@ _UNREADY = "could not prepare for this run, so no rank starts"
 def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> Iterator[None]:
     """Run the block on all ranks; if it fails on one, all raise: that rank its own error, the others ``failure``.
 
-    One all-reduce of 8 bytes over the world, label "start". The block itself must not communicate. The error of the other
-    ranks begins with the number of the first rank that has failed.
+    One all-reduce of 8 bytes over the world, label "start". The block itself must not communicate. The error of the
+    other ranks begins with the number of the first rank that has failed.
     """
     problem: Exception | None = None
     try:

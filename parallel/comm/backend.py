@@ -45,10 +45,10 @@ def state_link(source: int, target: int) -> Link:
 
 
 def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
-    """The links that need a group of two ranks, in rounds: in a round an index of axis pp is the end of one link at most.
+    """Links that need a group of two ranks, in rounds: an index of axis pp is the end of one link of a round at most.
 
-    A chain of stages takes two rounds for each flow, whatever its length. State needs no groups: all ranks of a pipeline
-    send it in one order, over the group of the axis.
+    A chain of stages takes two rounds for each flow, whatever its length. State needs no groups: all ranks of a
+    pipeline send it in one order, over the group of the axis.
     """
     rounds: list[list[Link]] = []
     ends: list[set[int]] = []

@@ -81,7 +81,7 @@ class _Verdict(TypedDict):
     missing: list[tuple[int, int, int]]
     """Ranks that have not come, as ``rank_runs`` tells them."""
     alike: list[list[tuple[int, int, int]]]
-    """Ranks that were given the same, in groups; one group if all were. Every rank reads it, so it is short for many."""
+    """Ranks that were given the same, in groups; one group if all were. Every rank reads it, so it is short."""
     seconds: float
     """How long rank 0 has waited."""
 

@@ -232,8 +232,8 @@ def check_version(fields: Fields, known: int = MAJOR) -> None:
     major = version.split(".")[0]
     if major != str(known):
         raise CheckpointError(
-            f"{fields.what} has version {version[:20]!r}, and this engine reads {MAJOR}.x and {INDEXED}.x; use the engine version that "
-            "saved it."
+            f"{fields.what} has version {version[:20]!r}, and this engine reads {MAJOR}.x and {INDEXED}.x; use the "
+            "engine version that saved it."
         )
 
 

@@ -6,8 +6,8 @@
     index/files-N.json     the files with some numbers: name, size, and sha256 of
     checksums.safetensors  the hashes of the blocks of a file, as a slice of the file of all hashes
 
-So a rank reads and parses as much in a world of 16,384 ranks as in one of 64, and each byte that it reads is checked from
-COMMIT on. A manifest of few pieces is one file (:mod:`~engine.checkpoint.format.manifest`).
+So a rank reads and parses hardly more in a world of 16,384 ranks than in one of 64, and each byte that it reads is
+checked from COMMIT on. A manifest of few pieces is one file (:mod:`~engine.checkpoint.format.manifest`).
 """
 
 import hashlib
@@ -92,7 +92,9 @@ def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes
     head = head_to_json(manifest, f"{INDEXED}.0") | {
         "tensors": tensors,
         "tensor_parts": [entry for name, entry in entries.items() if name.startswith(f"{FOLDER}/tensors")],
-        "file_parts": [entries[_file_part(part)] | {"first": names[part * FILES]} for part in range(-(-len(names) // FILES))],
+        "file_parts": [
+            entries[_file_part(part)] | {"first": first} for part, first in enumerate(names[::FILES])
+        ],
         "file_count": len(names),
     }  # fmt: skip
     return dumped(head), parts
