@@ -54,14 +54,8 @@ def paper_checkpoint(plan: Plan) -> PaperCheckpoint:
             tensors[name] = StoredTensor(kind, pieces)
             for each in pieces:
                 files[each.file] = files.get(each.file, 4096) + 4 * each.piece.elements
-    manifest = Manifest(
-        step=1,
-        attempt="00000000",
-        tensors=tensors,
-        files=files,
-        checksum=Checksum(DEFAULT_ALGORITHM, 1 << 18, "0" * 64, 0),
-    )
-    return PaperCheckpoint(manifest)
+    checksum = Checksum(DEFAULT_ALGORITHM, BLOCK, "0" * 64, 0)
+    return PaperCheckpoint(Manifest(step=1, attempt="00000000", tensors=tensors, files=files, checksum=checksum))
 
 
 def _stored(ownership: SaveOwnership, row: ShardRow) -> Iterator[tuple[int, Piece]]:

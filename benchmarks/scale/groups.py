@@ -22,6 +22,8 @@ class OpenedGroups:
 
     own: int
     """Communicators that it is in, that of the world among them."""
+    names: frozenset[str]
+    """Of the groups beside that of the world, each of which has one name in all the world."""
     rounds: int
     """Calls that open groups, in which all ranks take part."""
 
@@ -47,7 +49,8 @@ def open_groups(world: ScaledWorld, plan: Plan, rank: int, linked: bool) -> Open
         backend.link(plan.links)
         if plan.gather_groups is not None:
             backend.open_gathers()
-        found = OpenedGroups(len(distributed_c10d._world.pg_map), distributed_c10d._world.group_count - before)
+        names = {name for group, name in distributed_c10d._world.pg_names.items() if group is not dist.group.WORLD}
+        found = OpenedGroups(1 + len(names), frozenset(names), distributed_c10d._world.group_count - before)
         backend.close()
     return found
 

@@ -12,13 +12,22 @@ import engine
 from benchmarks.scale.worlds import SMALL, ScaledWorld
 from engine.launch.planner.planned_model import KNOWN_STYLES
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
-from engine.parallel.comm.backend import RecordingBackend, Wait
+from engine.parallel.comm.backend import RecordingBackend, Reduction, Wait
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Axis
+from engine.step.state import CONTROL_SCALARS, StepTotals
+
+_WEIGHT = StepTotals._fields.index("weight")
 
 
 class AlikeBackend(RecordingBackend):
     """Moves nothing: every other rank has the same values as this one, so that whatever is compared is equal."""
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
+        """Leave ``tensor`` unchanged; the last stage, which another rank may have, tells that tokens were seen."""
+        if axis == "world" and op == "sum" and tensor.numel() == CONTROL_SCALARS:
+            tensor[_WEIGHT].clamp_(min=1.0)
+        return lambda: None
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
         """Copy ``shard`` to every slice."""
@@ -84,4 +93,4 @@ def _settings(world: ScaledWorld) -> dict[str, Any]:
     """Those of the world, in fp32, with the tensor plan given: every process would search the same one."""
     settings = dict(world.settings())
     settings["parallel"] |= {"tensor_plan": dict(KNOWN_STYLES["decoder"]), "verify_plan": False}
-    return settings | {"bf16": {"enabled": False}}
+    return settings | {"bf16": {"enabled": False}, "activation_checkpointing": {"mode": "none"}}
