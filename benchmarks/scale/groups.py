@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.scale.worlds import ScaledWorld
 from engine.parallel.comm.torch_backend import TorchBackend
+from engine.parallel.grid import axis_groups
 from engine.planning.plan import Plan
 
 
@@ -57,9 +58,8 @@ def open_groups(world: ScaledWorld, plan: Plan, rank: int, linked: bool) -> Open
 
 def all_groups(world: ScaledWorld, plan: Plan, linked: bool) -> int:
     """Communicators of the whole world: each group once."""
-    sizes = {"pp": world.pp, "dp": world.dp, "tp": world.tp, "replica": world.pp * world.tp}
-    found = 1 + sum(world.size // size for size in sizes.values() if 1 < size < world.size)
-    found -= world.dp == 1 < world.pp * world.tp < world.size  # a replica of all ranks is the world
+    grid = world.grid(0)
+    found = sum(world.size // grid.size(axis) for axis, used in axis_groups(grid).items() if axis == used)
     lines = world.size // world.pp
     pairs = sum(link.channel.flow != "state" for link in plan.links) if linked else 0
     gathers = world.size // world.dp if plan.gather_groups is not None else 0
