@@ -20,8 +20,8 @@ import socket
 import sys
 import time
 from _thread import start_new_thread
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -201,14 +201,15 @@ def open_world(world: World, store: Store | None = None) -> None:
     backend = collectives_for(world.device)
     bound = world.device if world.device.type in ACCELERATORS else None
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=timeout_seconds()),
-            device_id=bound,
-        )
+        with connected_when_needed(world.size):
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=timeout_seconds()),
+                device_id=bound,
+            )
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, time.monotonic() - began, error) from error
 
@@ -221,6 +222,28 @@ def meeting_point(world: World) -> str:
 def prefixed(store: Store, prefix: str) -> Store:
     """The keys of ``store`` that begin with ``prefix``."""
     return PrefixStore(prefix, store)
+
+
+@contextmanager
+def connected_when_needed(ranks: int) -> Iterator[None]:
+    """Let gloo connect two ranks of a large group when they first talk, not all with all when the group is made.
+
+    A rank of 16,384 would open as many connections, and read the addresses that all have left for all at the store, 2
+    GB. Collectives connect a rank with few others.
+    """
+    if ranks <= ALL_WITH_ALL or _LAZILY in os.environ:
+        yield
+        return
+    os.environ[_LAZILY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZILY]
+
+
+ALL_WITH_ALL = 64
+"""Ranks of the largest group that gloo connects at once, which finds a rank that cannot be reached at the start."""
+_LAZILY = "TORCH_GLOO_LAZY_INIT"
 
 
 class OwnedGroups:
@@ -290,16 +313,17 @@ def _members_meet(ranks: Sequence[int] | None, backend: str | None, wait: timede
     kind, store = distributed_c10d._world.pg_map[world]
     # of a group of others, a rank takes part in the split
     members = sorted(ranks) if ranks is not None else [(world.rank() + 1) % world.size()]
-    made, _ = distributed_c10d._new_process_group_helper(
-        len(members),
-        members.index(world.rank()) if ranks is not None else None,
-        members,
-        dist.Backend(backend or kind),
-        store,
-        f"{number}.{members[0]}",
-        timeout=wait,
-        device_id=world.bound_device_id,
-    )
+    with connected_when_needed(len(members)):
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(members),
+            members.index(world.rank()) if ranks is not None else None,
+            members,
+            dist.Backend(backend or kind),
+            store,
+            f"{number}.{members[0]}",
+            timeout=wait,
+            device_id=world.bound_device_id,
+        )
     if isinstance(made, dist.ProcessGroup):
         distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(members)}
     return made

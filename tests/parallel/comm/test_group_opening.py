@@ -2,18 +2,23 @@
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 from torch.distributed import distributed_c10d
 
+from engine.parallel.comm import world as world_file
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import OwnedGroups
 from engine.parallel.grid import Grid
+from tests.parallel.comm.neighbours import run_threads
 
 RunRanks = Callable[..., list[Any]]
 
@@ -74,3 +79,29 @@ def without_others(told: Path) -> int:
 
 def test_a_group_does_not_wait_for_ranks_that_are_not_in_it(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert run_ranks(without_others, 4, tmp_path / "told") == [1, 1, 5, 5]
+
+
+def keys_of(ranks: int, most: int) -> list[int]:
+    """Bytes that each rank of a gloo group leaves for the others; the ranks are threads."""
+    store = HashStore()
+    with patch.object(world_file, "ALL_WITH_ALL", most), world_file.connected_when_needed(ranks):
+
+        def open_rank(rank: int) -> ProcessGroupGloo:
+            return ProcessGroupGloo(store, rank, ranks, timeout=timedelta(seconds=30))
+
+        groups = run_threads(open_rank, ranks)
+    sums = [torch.tensor([rank]) for rank in range(ranks)]
+    run_threads(lambda rank: groups[rank].allreduce([sums[rank]]).wait(), ranks)
+    assert {int(total) for total in sums} == {sum(range(ranks))}
+    return [len(store.get(key)) for key in store.list_keys()]
+
+
+def test_a_rank_of_a_large_group_tells_the_others_one_address() -> None:
+    small, large = keys_of(4, most=8), keys_of(12, most=8)
+    assert len(small) == 4 and len(large) == 12
+    assert set(small) == {len_of_all(4)} and set(large) == {len_of_all(0)}, "eight bytes for each rank, or none"
+
+
+def len_of_all(ranks: int) -> int:
+    """Bytes of a key with an address for each rank; for none, that of the rank alone."""
+    return 154 + 8 * ranks
