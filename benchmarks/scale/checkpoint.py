@@ -3,10 +3,12 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from engine.checkpoint.contents.ownership import SaveOwnership, model_tensors
 from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM, block_count
 from engine.checkpoint.format.index.manifest_parts import HashSlice, from_index, to_parts
+from engine.checkpoint.format.index.piece_runs import sharing
 from engine.checkpoint.format.manifest import Checksum, Manifest, StoredPiece, StoredTensor
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import TensorKind
@@ -20,7 +22,7 @@ STATE_BYTES = 23_000
 """Of the generators of a rank, about."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PaperCheckpoint:
     """A checkpoint that nobody has written."""
 
@@ -31,6 +33,11 @@ class PaperCheckpoint:
         """Pieces of all tensors."""
         return sum(len(tensor.pieces) for tensor in self.manifest.tensors.values())
 
+    @cached_property
+    def parts(self) -> tuple[bytes, dict[str, bytes]]:
+        """The index, and the parts by name."""
+        return to_parts(self.manifest, dict.fromkeys(self.manifest.files, HashSlice(0, "0" * 64)))
+
 
 def paper_checkpoint(plan: Plan) -> PaperCheckpoint:
     """What rank 0 would merge from the reports of all ranks."""
@@ -38,6 +45,7 @@ def paper_checkpoint(plan: Plan) -> PaperCheckpoint:
     names = {row.name: row.name for row in plan.table}
     written = model_tensors(ownership, names, {})
     writers = {rank: index for index, rank in enumerate(sorted({tensor.owner for tensor in written}))}
+    optim = [f"optim/optim-{rank:05d}.safetensors" for rank in range(grid.world_size)]
     files: dict[str, int] = {f"state/rank-{rank:05d}.safetensors": STATE_BYTES for rank in range(grid.world_size)}
     tensors: dict[str, StoredTensor] = {}
     for tensor in written:
@@ -50,7 +58,7 @@ def paper_checkpoint(plan: Plan) -> PaperCheckpoint:
         stored = list(_stored(ownership, row))
         for family in FAMILIES:
             name, kind = f"{family}/{row.name}", TensorKind("F32", row.shape)
-            pieces = tuple(StoredPiece(f"optim/optim-{rank:05d}.safetensors", name, piece) for rank, piece in stored)
+            pieces = tuple(StoredPiece(optim[rank], name, piece) for rank, piece in stored)
             tensors[name] = StoredTensor(kind, pieces)
             for each in pieces:
                 files[each.file] = files.get(each.file, 4096) + 4 * each.piece.elements
@@ -84,8 +92,7 @@ class PaperReading:
 
 def read_as(paper: PaperCheckpoint, plan: Plan, rank: int) -> PaperReading:
     """Read what ``rank`` needs to go on with its share of weights and optimizer state on the same grid."""
-    slices = {name: HashSlice(0, "0" * 64) for name in paper.manifest.files}
-    index, parts = to_parts(paper.manifest, slices)
+    index, parts = paper.parts
     read = dict[str, int]()
 
     def read_part(name: str, limit: int) -> bytes:
@@ -100,13 +107,8 @@ def read_as(paper: PaperCheckpoint, plan: Plan, rank: int) -> PaperReading:
     for row in plan.table.held_by(coord.pp):
         own = ownership.own(row, coord)
         for family in ("param", *FAMILIES) if own.elements else ():
-            pieces = manifest.tensors[f"{family}/{row.name}"].pieces
-            files |= {stored.file for stored in pieces if len(pieces) == 1 or _shares(stored.piece, own)}
+            files |= {stored.file for stored in sharing(manifest.tensors[f"{family}/{row.name}"], own)}
     hashes = sum(8 * block_count(manifest.files[file]) for file in files)
     seconds = time.process_time() - began
     everything = len(index) + sum(map(len, parts.values()))
     return PaperReading(everything, len(index) + sum(read.values()), hashes, seconds)
-
-
-def _shares(stored: Piece, own: Piece) -> bool:
-    return stored.part == own.part and stored.start < own.stop and own.start < stored.stop

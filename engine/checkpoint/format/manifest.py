@@ -7,7 +7,7 @@ first name in ``model.named_parameters()``.
 
 import hashlib
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
@@ -52,7 +52,7 @@ class StoredTensor:
     """A full tensor: pieces that cover it exactly once."""
 
     kind: TensorKind
-    pieces: tuple[StoredPiece, ...]
+    pieces: Sequence[StoredPiece]
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ def _piece(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece:
     return replace(stored, piece=replace(stored.piece, part=parts.of(fields.any("rows"))))
 
 
-def check_cover(what: str, shape: tuple[int, ...], pieces: list[StoredPiece]) -> None:
+def check_cover(what: str, shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> None:
     """Refuse pieces that omit an element or contain one twice."""
     if not covers_once(shape, [stored.piece for stored in pieces]):
         held = sum(stored.piece.elements for stored in pieces)

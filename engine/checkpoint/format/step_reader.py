@@ -20,6 +20,7 @@ import numpy as np
 from engine.checkpoint.format.checked_blocks import ByteRange, ChunkReader, Hashes, block_count, hash_function
 from engine.checkpoint.format.filesystem import Files, opened, read_all
 from engine.checkpoint.format.index.manifest_parts import IndexedFiles
+from engine.checkpoint.format.index.piece_runs import sharing
 from engine.checkpoint.format.manifest import CHECKSUMS, Manifest, StoredTensor
 from engine.checkpoint.format.pieces import Piece, Runs, runs
 from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, TensorKind, read_header
@@ -175,7 +176,7 @@ class StepReader:
             tensor = self._tensor(want.tensor)
             got = 0
             # only for the requested shape: the runs of a hostile one could fill any memory
-            for stored in tensor.pieces if tensor.kind.shape == want.piece.part.shape else ():
+            for stored in sharing(tensor, want.piece) if tensor.kind.shape == want.piece.part.shape else ():
                 shared = runs(stored.piece, want.piece)
                 if len(shared.length):
                     begin = self._place(stored.file, stored.key, tensor.kind, stored.piece)

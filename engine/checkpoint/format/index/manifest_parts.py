@@ -2,7 +2,7 @@
 
     COMMIT                 sha256 of
     manifest.json          dtype and shape of every tensor: grows with the model alone; sha256 of
-    index/tensors-N.json   the pieces of some tensors, in files by number
+    index/tensors-N.json   the pieces of some tensors, as runs (``piece_runs``), in files by number
     index/files-N.json     the files with some numbers: name, size, and sha256 of
     checksums.safetensors  the hashes of the blocks of a file, as a slice of the file of all hashes
 
@@ -12,11 +12,12 @@ checked from COMMIT on. A manifest of few pieces is one file (:mod:`~engine.chec
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.checkpoint.format.checked_blocks import Hashes
+from engine.checkpoint.format.index.piece_runs import PieceRun, fold, run_to_json, runs_from_json
 from engine.checkpoint.format.manifest import (
     INDEXED,
     LIMIT,
@@ -27,8 +28,6 @@ from engine.checkpoint.format.manifest import (
     dumped,
     head_of,
     head_to_json,
-    piece_to_json,
-    read_tensor,
 )
 from engine.checkpoint.format.safetensors_file import TensorKind, lay_out, read_kind
 from engine.checkpoint.format.strict_json import Fields, dump, natural, parse
@@ -36,7 +35,7 @@ from engine.errors import CheckpointError
 
 FOLDER = "index"
 PIECES, FILES = 1 << 13, 1 << 11
-"""Most pieces, unless one tensor has more, and most files of a part: about 1 MiB and 0.4 MiB."""
+"""Most runs of pieces, unless one tensor has more, and most files of a part: about 1 MiB and 0.4 MiB."""
 
 ReadPart = Callable[[str, int], bytes | bytearray]
 """Reads a file of the checkpoint by name, of so many bytes at most."""
@@ -74,12 +73,13 @@ def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes
     number = {name: index for index, name in enumerate(names)}
     parts: dict[str, bytes] = {}
     tensors: dict[str, Any] = {}
-    for part, members in enumerate(_divided(manifest.tensors)):
+    runs = {name: fold(tensor.pieces, number) for name, tensor in manifest.tensors.items()}
+    for part, members in enumerate(_divided(runs)):
         told = {}
         for name in members:
             tensor = manifest.tensors[name]
             kind = {"dtype": tensor.kind.dtype, "shape": list(tensor.kind.shape)}
-            told[name] = kind | {"pieces": [piece_to_json(piece, number[piece.file]) for piece in tensor.pieces]}
+            told[name] = kind | {"pieces": [run_to_json(run) for run in runs[name]]}
             tensors[name] = kind | {"part": part}
         parts[_tensor_part(part)] = dump({"tensors": told})
     for part, start in enumerate(range(0, len(names), FILES)):
@@ -100,7 +100,7 @@ def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes
     return dumped(head), parts
 
 
-def _divided(tensors: Mapping[str, StoredTensor]) -> Iterator[list[str]]:
+def _divided(tensors: Mapping[str, Sequence[PieceRun]]) -> Iterator[list[str]]:
     """Names of tensors in the order of their parameters, so that a stage reads few parts."""
     order = {name: place for place, name in enumerate(tensors)}
     first: dict[str, int] = {}
@@ -108,11 +108,11 @@ def _divided(tensors: Mapping[str, StoredTensor]) -> Iterator[list[str]]:
         first.setdefault(name.partition("/")[2], order[name])
     members, pieces = list[str](), 0
     for name in sorted(tensors, key=lambda name: (first[name.partition("/")[2]], order[name])):
-        if members and pieces + len(tensors[name].pieces) > PIECES:
+        if members and pieces + len(tensors[name]) > PIECES:
             yield members
             members, pieces = [], 0
         members.append(name)
-        pieces += len(tensors[name].pieces)
+        pieces += len(tensors[name])
     if members:
         yield members
 
@@ -242,10 +242,11 @@ class IndexedTensors(Mapping[str, StoredTensor]):
         if name not in self._known:
             fields = self._parts.part(self._part_of[name])
             where = f"{fields.what}: {name}"
-            found = read_tensor(fields.object("tensors").get(name), self._names, where)
-            if found.kind != self.kinds[name]:
-                raise CheckpointError(f"{where} is {found.kind}, and {self.kinds[name]} in the index; it is damaged.")
-            self._known[name] = found
+            told, kind = Fields(fields.object("tensors").get(name), where), self.kinds[name]
+            if read_kind(told) != kind:
+                raise CheckpointError(f"{where} is {read_kind(told)}, and {kind} in the index; the file is damaged.")
+            pieces = runs_from_json(told.list("pieces"), kind.shape, self._names, where)
+            self._known[name] = StoredTensor(kind, pieces)
         return self._known[name]
 
     def __contains__(self, name: object) -> bool:
