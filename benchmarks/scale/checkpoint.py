@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engine.checkpoint.contents.ownership import SaveOwnership, model_tensors
-from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM, block_count
-from engine.checkpoint.format.index.manifest_parts import HashSlice, from_index, to_parts
-from engine.checkpoint.format.index.piece_runs import sharing
+from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM, HashSlice, block_count
 from engine.checkpoint.format.manifest import Checksum, Manifest, StoredPiece, StoredTensor
+from engine.checkpoint.format.manifest_parts import from_index, sharing, to_parts
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.checkpoint.format.strict_json import Fields, parse

@@ -8,7 +8,7 @@ python -m benchmarks scale --planning               seconds and memory of large 
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -67,7 +67,7 @@ def world_cells(world: ScaledWorld) -> Cells:
         "communicators of a rank, gloo": f"{max(one.own for one in gloo)}",
         "store of a rank: operations": f"{stores[world.size - 1].calls.total()}",
         "keys": f"{len(stores[world.size - 1].keys)}",
-        "bytes": f"{stores[world.size - 1].bytes:,}",
+        "bytes": f"{stores[world.size - 1].moved_bytes:,}",
         "operations of rank 0": f"{stores[0].calls.total():,}",
         "bytes of set-up a rank": f"{max(one.setup_bytes for one in steps):,}",
         "calls of a step": f"{max(one.step_calls for one in steps)}",
@@ -100,7 +100,7 @@ def plan_in_process(world: ScaledWorld) -> Spent:
 def planning_cells() -> Cells:
     """Processor seconds and memory of whole commands, the import of torch among them."""
     cells: Cells = {}
-    runs = {
+    runs: dict[str, Callable[[], Spent]] = {
         f"plan of 1 T on {WORLDS[3072]}": lambda: plan_in_process(WORLDS[3072]),
         "search for 1.7 B on 1,024": lambda: _search(24, 2048, 16),
         "search for 70 B on 1,024": lambda: _search(84, 8192, 64),

@@ -15,7 +15,8 @@ from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.comm.backend import RecordingBackend, Reduction, Wait
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Axis
-from engine.step.state import CONTROL_SCALARS, StepTotals
+from engine.planning.budgets import CONTROL_SCALARS
+from engine.step.state import StepTotals
 
 _WEIGHT = StepTotals._fields.index("weight")
 

@@ -19,7 +19,7 @@ class CountingStore:
     size: int
     values: dict[str, bytes] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
-    bytes: int = 0
+    moved_bytes: int = 0
     """Keys and values that this rank has sent and received."""
     keys: set[str] = field(default_factory=set)
     """Keys that this rank has set."""
@@ -61,7 +61,7 @@ class CountingStore:
 
     def _count(self, call: str, size: int) -> None:
         self.calls[call] += 1
-        self.bytes += size
+        self.moved_bytes += size
 
 
 class AnsweringStore(CountingStore):

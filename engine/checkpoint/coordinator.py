@@ -15,10 +15,10 @@ from torch import nn
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
 from engine.checkpoint.foreign import open_checkpoint
 from engine.checkpoint.format.filesystem import Files, resolved
-from engine.checkpoint.format.folder_locks import FolderLocks
 from engine.checkpoint.format.step_folders import make_run_folder, step_of
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.huggingface import refuse_adapters
+from engine.checkpoint.locks.folder_locks import FolderLocks
 from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
 from engine.checkpoint.resume import (

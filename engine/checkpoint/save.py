@@ -22,9 +22,9 @@ from typing import Any
 from engine.checkpoint.contents.optimizer_state import without_numbers
 from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership
 from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot, Snapshots
+from engine.checkpoint.format.checked_blocks import hash_slices
 from engine.checkpoint.format.filesystem import PAGE, Files, remove_tree
 from engine.checkpoint.format.host_image import HostImage, write_file
-from engine.checkpoint.format.index.manifest_parts import hash_slices
 from engine.checkpoint.format.manifest import CHECKSUMS, Checksum, Manifest, StoredPiece, hashes_file
 from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.safetensors_file import INDEX, SINGLE

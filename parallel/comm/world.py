@@ -311,8 +311,9 @@ def _members_meet(ranks: Sequence[int] | None, backend: str | None, wait: timede
     world = distributed_c10d._get_default_group()
     number = distributed_c10d._process_group_name([], use_hashed_name=False)  # counts the calls of this process
     kind, store = distributed_c10d._world.pg_map[world]
-    # of a group of others, a rank takes part in the split
+    # a rank that is in no group takes part in the split, as one outside of a group of others
     members = sorted(ranks) if ranks is not None else [(world.rank() + 1) % world.size()]
+    name: Any = f"{number}.{members[0]}"
     with connected_when_needed(len(members)):
         made, _ = distributed_c10d._new_process_group_helper(
             len(members),
@@ -320,7 +321,7 @@ def _members_meet(ranks: Sequence[int] | None, backend: str | None, wait: timede
             members,
             dist.Backend(backend or kind),
             store,
-            f"{number}.{members[0]}",
+            name,
             timeout=wait,
             device_id=world.bound_device_id,
         )

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from engine.checkpoint.format.checked_blocks import HashSlice
 from engine.checkpoint.format.filesystem import Files, read_all, remove_tree, write_new
-from engine.checkpoint.format.index.manifest_parts import FOLDER, HashSlice, from_index, is_indexed, to_parts
 from engine.checkpoint.format.manifest import COMMIT, LIMIT, NAME, Manifest, from_fields, to_json
+from engine.checkpoint.format.manifest_parts import FOLDER, from_index, is_indexed, to_parts
 from engine.checkpoint.format.strict_json import Fields, dump, parse
 from engine.errors import CheckpointError
 

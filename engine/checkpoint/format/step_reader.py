@@ -19,9 +19,8 @@ import numpy as np
 
 from engine.checkpoint.format.checked_blocks import ByteRange, ChunkReader, Hashes, block_count, hash_function
 from engine.checkpoint.format.filesystem import Files, opened, read_all
-from engine.checkpoint.format.index.manifest_parts import IndexedFiles
-from engine.checkpoint.format.index.piece_runs import sharing
 from engine.checkpoint.format.manifest import CHECKSUMS, Manifest, StoredTensor
+from engine.checkpoint.format.manifest_parts import IndexedFiles, sharing
 from engine.checkpoint.format.pieces import Piece, Runs, runs
 from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, TensorKind, read_header
 from engine.checkpoint.format.step_folders import read_manifest

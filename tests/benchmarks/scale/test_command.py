@@ -56,7 +56,7 @@ def test_a_rank_asks_the_store_as_much_in_any_world() -> None:
         for rank in WORLDS[size].ranks[1:]:
             store = start_over_store(size, rank)
             assert dict(store.calls) == {"set": 4, "check": 2, "get": 2, "wait": 1, "add": 1, "delete_key": 1}
-            assert len(store.keys) == 5 and store.bytes < 400
+            assert len(store.keys) == 5 and store.moved_bytes < 400
         assert start_over_store(size, 0).calls.total() < 6 * size, "rank 0 answers each"
 
 

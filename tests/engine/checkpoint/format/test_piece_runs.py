@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.format.index.piece_runs import PieceRuns, fold, run_to_json, runs_from_json
 from engine.checkpoint.format.manifest import StoredPiece
+from engine.checkpoint.format.manifest_parts import StoredRuns, fold, run_to_json, runs_from_json
 from engine.checkpoint.format.pieces import Part, Piece, runs
 from engine.errors import CheckpointError
 
@@ -31,7 +31,7 @@ def cut(parts: str, data_ranks: int) -> list[StoredPiece]:
     return found
 
 
-def stored(pieces: list[StoredPiece]) -> PieceRuns:
+def stored(pieces: list[StoredPiece]) -> StoredRuns:
     """Through JSON."""
     files = [f"{number:03d}" for number in range(64)]
     told = [run_to_json(run) for run in fold(pieces, {name: number for number, name in enumerate(files)})]

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from engine.checkpoint.format import step_folders
+from engine.checkpoint.format import manifest_parts, step_folders
+from engine.checkpoint.format.checked_blocks import HashSlice, hash_slices
 from engine.checkpoint.format.filesystem import Files
-from engine.checkpoint.format.index import manifest_parts
-from engine.checkpoint.format.index.manifest_parts import HashSlice, from_index, hash_slices, is_indexed, to_parts
-from engine.checkpoint.format.index.piece_runs import sharing
 from engine.checkpoint.format.manifest import Checksum, Manifest, StoredPiece, StoredTensor, hashes_file
+from engine.checkpoint.format.manifest_parts import from_index, is_indexed, sharing, to_parts
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.checkpoint.format.step_reader import StepReader

@@ -2,7 +2,7 @@
 
     COMMIT                 sha256 of
     manifest.json          dtype and shape of every tensor: grows with the model alone; sha256 of
-    index/tensors-N.json   the pieces of some tensors, as runs (``piece_runs``), in files by number
+    index/tensors-N.json   the pieces of some tensors, as runs, in files by number
     index/files-N.json     the files with some numbers: name, size, and sha256 of
     checksums.safetensors  the hashes of the blocks of a file, as a slice of the file of all hashes
 
@@ -12,24 +12,29 @@ checked from COMMIT on. A manifest of few pieces is one file (:mod:`~engine.chec
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
-from engine.checkpoint.format.checked_blocks import Hashes
-from engine.checkpoint.format.index.piece_runs import PieceRun, fold, run_to_json, runs_from_json
+from engine.checkpoint.format.checked_blocks import HashSlice
 from engine.checkpoint.format.manifest import (
     INDEXED,
     LIMIT,
+    FileNames,
     Manifest,
+    StoredPiece,
     StoredTensor,
+    check_cover,
     check_file_name,
     check_version,
     dumped,
     head_of,
     head_to_json,
+    piece_from_json,
+    piece_to_json,
 )
-from engine.checkpoint.format.safetensors_file import TensorKind, lay_out, read_kind
+from engine.checkpoint.format.pieces import Part, Piece, PieceRun
+from engine.checkpoint.format.safetensors_file import read_kind
 from engine.checkpoint.format.strict_json import Fields, dump, natural, parse
 from engine.errors import CheckpointError
 
@@ -41,23 +46,120 @@ ReadPart = Callable[[str, int], bytes | bytearray]
 """Reads a file of the checkpoint by name, of so many bytes at most."""
 
 
+# ------------------------------------------------------------------------------------------------ runs of pieces
+
+
 @dataclass(frozen=True, slots=True)
-class HashSlice:
-    """Where the file of all hashes has those of one file."""
+class StoredRun:
+    """A run of pieces, in files of equal distance."""
 
-    start: int
-    """First byte."""
-    sha256: str
-    """Of those bytes."""
+    run: PieceRun
+    key: str
+    file: int
+    """Number of the file of the first piece."""
+    step: int = 1
 
 
-def hash_slices(hashes: Mapping[str, Hashes]) -> dict[str, HashSlice]:
-    """The slices of the file that ``hashes_file`` makes of these hashes."""
-    layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
-    return {
-        name: HashSlice(start, hashlib.sha256(hashes[name].tobytes()).hexdigest())
-        for name, (_, start) in layout.places.items()
-    }
+class StoredRuns(Sequence[StoredPiece]):
+    """The pieces of a tensor, made when they are asked for."""
+
+    def __init__(self, runs: Sequence[StoredRun], files: FileNames) -> None:
+        self._runs, self._files = runs, files
+
+    def __len__(self) -> int:
+        return sum(one.run.count for one in self._runs)
+
+    @overload
+    def __getitem__(self, index: int) -> StoredPiece: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StoredPiece]: ...
+
+    def __getitem__(self, index: int | slice) -> StoredPiece | Sequence[StoredPiece]:
+        return tuple(self)[index]
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        for one in self._runs:
+            yield from self._stored(one, range(one.run.count))
+
+    def sharing(self, want: Piece) -> Iterator[StoredPiece]:
+        """The pieces that may share elements with ``want``."""
+        for one in self._runs:
+            yield from self._stored(one, one.run.sharing(want))
+
+    def _stored(self, one: StoredRun, indices: range) -> Iterator[StoredPiece]:
+        for index in indices:
+            yield StoredPiece(self._files[one.file + index * one.step], one.key, one.run.piece(index))
+
+
+def sharing(tensor: StoredTensor, want: Piece) -> Iterable[StoredPiece]:
+    """The pieces of a tensor that may share elements with ``want``; those that surely share none may be left out."""
+    return tensor.pieces.sharing(want) if isinstance(tensor.pieces, StoredRuns) else tensor.pieces
+
+
+def fold(pieces: Iterable[StoredPiece], number: Mapping[str, int]) -> list[StoredRun]:
+    """The pieces of a tensor as runs."""
+    groups: dict[tuple[str, Part], list[StoredPiece]] = {}
+    for stored in pieces:
+        groups.setdefault((stored.key, stored.piece.part), []).append(stored)
+    return [run for (key, _), members in groups.items() for run in _fold_part(key, members, number)]
+
+
+def _fold_part(key: str, members: list[StoredPiece], number: Mapping[str, int]) -> Iterator[StoredRun]:
+    """The pieces of one part. Millions of pieces take this path on rank 0, so a run is made when it has ended."""
+    members.sort(key=lambda stored: (stored.piece.start, stored.piece.stop))
+    first, base, step, count, size = members[0].piece, number[members[0].file], 1, 1, members[0].piece.elements
+    for stored in members[1:]:
+        piece, file = stored.piece, number[stored.file]
+        ahead = file == base + count * step if count > 1 else file > base
+        if ahead and size and piece.start == first.start + count * size and piece.stop == piece.start + size:
+            step = file - base if count == 1 else step
+            count += 1
+            continue
+        yield StoredRun(PieceRun(first, count), key, base, step)
+        first, base, step, count, size = piece, file, 1, 1, piece.elements
+    yield StoredRun(PieceRun(first, count), key, base, step)
+
+
+def run_to_json(stored: StoredRun) -> dict[str, Any]:
+    """JSON of a run: of its first piece, and how many there are in which files."""
+    told = piece_to_json(StoredPiece("", stored.key, stored.run.first), stored.file)
+    return told if stored.run.count == 1 else told | {"step": stored.step, "count": stored.run.count}
+
+
+def runs_from_json(values: Sequence[Any], shape: tuple[int, ...], files: FileNames, what: str) -> StoredRuns:
+    """The inverse, for a tensor of ``shape``: every run is checked, and that the pieces cover the tensor once."""
+    runs = [_run(value, shape, len(files), what) for value in values]
+    found, wholes = StoredRuns(runs, files), _wholes(runs)
+    check_cover(what, shape, list(found) if wholes is None else wholes)
+    return found
+
+
+def _run(value: Any, shape: tuple[int, ...], files: int, what: str) -> StoredRun:
+    fields = Fields(value, what)
+    stored, file = piece_from_json(value, shape, "", what), fields.count("file")
+    single = fields.any("count") is None
+    step, count = (1, 1) if single else (fields.count("step"), fields.count("count"))
+    run = PieceRun(stored.piece, count)
+    if not single and (step < 1 or count < 2 or not stored.piece.elements):
+        raise CheckpointError(f"{what}: {count} pieces of every {step} files are no run; the file is damaged.")
+    if file + (count - 1) * step >= files:
+        raise CheckpointError(f"{what}: file number {file + (count - 1) * step} is not below {files}; it is damaged.")
+    if run.piece(count - 1).stop > stored.piece.part.elements:
+        raise CheckpointError(f"{what}: a run of {count} pieces ends outside the part; the file is damaged.")
+    return StoredRun(run, stored.key, file, step)
+
+
+def _wholes(runs: Sequence[StoredRun]) -> list[StoredPiece] | None:
+    """One piece for each part, if the runs of each part cover it once, one behind the other; None if they do not."""
+    ends: dict[Part, int] = {}
+    for run in sorted((one.run for one in runs), key=lambda run: run.first.start):
+        if run.first.start != ends.get(run.first.part, 0):
+            return None
+        ends[run.first.part] = run.piece(run.count - 1).stop
+    if any(end != part.elements for part, end in ends.items()):
+        return None
+    return [StoredPiece("", "", part.whole()) for part in ends]
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -100,7 +202,7 @@ def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes
     return dumped(head), parts
 
 
-def _divided(tensors: Mapping[str, Sequence[PieceRun]]) -> Iterator[list[str]]:
+def _divided(tensors: Mapping[str, Sequence[StoredRun]]) -> Iterator[list[str]]:
     """Names of tensors in the order of their parameters, so that a stage reads few parts."""
     order = {name: place for place, name in enumerate(tensors)}
     first: dict[str, int] = {}
