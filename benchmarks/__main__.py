@@ -52,6 +52,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "scaling.command", "steps of every grid over nodes beside their prediction; started by a launcher",
             frozenset({"rounds", "out"}),
         ),
+        "scale": Benchmark(
+            "scale.command", "what grows with worlds of up to 16,384 ranks, replayed one rank at a time",
+            frozenset({"write_figures"}),
+        ),
         "planning": Benchmark(
             "planning.command", "the cost model of trine plan beside published figures", frozenset({"write_figures"})
         ),

@@ -13,7 +13,7 @@ a replica's stages sit closer together than the data ranks:
                                      dp 1   4   5     dp 1   6   7
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -116,3 +116,36 @@ class Grid:
 def saved_order(sizes: Mapping[str, object]) -> Order:
     """The order of a grid that was written down; one from before there were two orders does not tell it."""
     return "tp-pp-dp" if sizes.get("order") == "tp-pp-dp" else "tp-dp-pp"
+
+
+_ALIKE: tuple[Axis, ...] = ("world", "pp", "tp")
+"""Axes whose groups others may use."""
+
+
+def axis_groups(grid: Grid) -> dict[Axis, Axis]:
+    """For each axis of several ranks, in the order of opening, the axis whose group it uses."""
+    axes: tuple[Axis, ...] = ("pp", "dp", "tp", "replica")
+    used: dict[Axis, Axis] = {"world": "world"}
+    for axis in axes:
+        if grid.size(axis) > 1:
+            peers = grid.peers(axis)
+            used[axis] = next((other for other in _ALIKE if other in used and grid.peers(other) == peers), axis)
+    return used
+
+
+def color_rounds(
+    groups: Iterable[tuple[int, ...]], color: Callable[[Sequence[int]], int]
+) -> list[frozenset[tuple[int, ...]]]:
+    """Groups that have no rank in common, in as many rounds as keep the colors of a round apart; almost always one.
+
+    NCCL splits a communicator by colors, for which torch takes a hash of the ranks: two groups of one color would
+    become one.
+    """
+    rounds: list[dict[int, tuple[int, ...]]] = []
+    for group in groups:
+        found = color(group)
+        free = next((each for each in rounds if found not in each), None)
+        if free is None:
+            rounds.append(free := {})
+        free[found] = group
+    return [frozenset(each.values()) for each in rounds]

@@ -20,8 +20,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "verify", "deepspeed",
     ),
     "engine.checkpoint": (
-        "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state",
-        "weights_transfer", "resume", "rank_report", "save", "writer", "coordinator",
+        "locks", "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign",
+        "run_state", "weights_transfer", "resume", "rank_report", "save", "writer", "coordinator",
     ),
     "engine.zero": ("layout", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim"),
     "engine.parallel": (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from engine.checkpoint.format.host_image import in_batches
 from engine.config import Config
 from engine.errors import ConfigError, EngineError, GridError, PlanError
-from engine.parallel.comm.agreement import bit_sum, gather_from_all, take_from
+from engine.parallel.comm.agreement import bit_sum, differing, gather_from_all, take_from
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.meeting import Difference
 from engine.planning.plan import Plan
@@ -104,7 +104,8 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
     """Refuse ranks that were given different weights, or that made different plans.
 
     With ``initial_weights`` rank0 the ranks take those of rank 0, which are then all that is compared.
-    One all-gather of three hashes; only if the weights differ, a second one finds the first parameter.
+    One all-reduce of three hashes, label "equal weights"; only if they differ, all-gathers find who has others, and the
+    first parameter that differs.
     """
     if plan.config.initial_weights == "rank0":
         _take_from_first(model, comm, device)
@@ -113,7 +114,10 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
     names = repr([name for name, _ in named])
     division = repr([(row.name, row.owners, row.ranges) for row in plan.table]) + repr(plan.cut and plan.cut.boundaries)
     texts = (names.encode(), sums.numpy().tobytes(), division.encode())
-    gathered = gather_from_all(torch.stack([_hash(text) for text in texts]), comm, device)
+    hashes = torch.stack([_hash(text) for text in texts])
+    if not any(differing(hashes, comm, device, "equal weights")):
+        return
+    gathered = gather_from_all(hashes, comm, device)
     if others := _differing(gathered, 0):
         raise PlanError(
             f"rank 0 and rank {others[0]} have changed their models since engine.initialize, and have different "
@@ -124,14 +128,13 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
             f"rank 0 and rank {others[0]} would partition or shard the model differently, because their first batches "
             "differ; pass the same example_batch to engine.initialize on every rank."
         )
-    if _differing(gathered, 1):
-        table = gather_from_all(sums, comm, device)
-        column = next(i for i in range(len(named)) if _differing(table, i))
-        raise PlanError(
-            f"rank 0 and rank {_differing(table, column)[0]} were given different weights, first in "
-            f"{named[column][0]!r}; build the model with the same seed on every rank (torch.manual_seed), pass "
-            'a callable that builds it, or give "initial_weights": "rank0".'
-        )
+    table = gather_from_all(sums, comm, device)
+    column = next(i for i in range(len(named)) if _differing(table, i))
+    raise PlanError(
+        f"rank 0 and rank {_differing(table, column)[0]} were given different weights, first in "
+        f"{named[column][0]!r}; build the model with the same seed on every rank (torch.manual_seed), pass "
+        'a callable that builds it, or give "initial_weights": "rank0".'
+    )
 
 
 def _take_from_first(model: nn.Module, comm: Comm, device: torch.device) -> None:

@@ -15,10 +15,10 @@ from torch import nn
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
 from engine.checkpoint.foreign import open_checkpoint
 from engine.checkpoint.format.filesystem import Files, resolved
-from engine.checkpoint.format.folder_locks import FolderLocks
 from engine.checkpoint.format.step_folders import make_run_folder, step_of
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.huggingface import refuse_adapters
+from engine.checkpoint.locks.folder_locks import FolderLocks
 from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
 from engine.checkpoint.resume import (
@@ -35,7 +35,7 @@ from engine.checkpoint.weights_transfer import copy_weights
 from engine.checkpoint.writer import CheckpointWriter, PendingSave
 from engine.config import Config
 from engine.errors import CheckpointError, EngineError
-from engine.parallel.comm.agreement import gather_from_all
+from engine.parallel.comm.agreement import first_rank
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.world import timeout_seconds
@@ -313,8 +313,8 @@ class CheckpointCoordinator:
 
     def _save_in_memory(self, memory: MemoryCheckpoints) -> None:
         """Start a save into memory, unless a rank still writes an earlier one: training does not wait for a disk."""
-        busy = torch.tensor([self._checkpoints is not None and self._checkpoints.busy], dtype=torch.int64)
-        if gather_from_all(busy, self._comm, self.device, "checkpoint").any():
+        busy = self._checkpoints is not None and self._checkpoints.busy
+        if first_rank(busy, self._comm, self.device, "checkpoint") is not None:
             if not self._left_out and self._comm.grid.rank == 0:
                 logger.warning(
                     "checkpoint: step %d is not kept in memory, and nor is any later step that finds an earlier save "
@@ -367,14 +367,13 @@ class CheckpointCoordinator:
     def _renew_group(self) -> None:
         """Wait for the pending save, and make another host group if any rank has lost a message in this one.
 
-        One all-gather of 8 bytes a rank over the world, label "checkpoint", if there is a group: a rank that was slow,
-        or that has lost nothing itself, does not know that the group is broken.
+        One all-reduce of 8 bytes over the world, label "checkpoint", if there is a group: a rank that was slow, or that
+        has lost nothing itself, does not know that the group is broken.
         """
         self.drain()
         if self._host is None or self._comm.grid.world_size == 1:
             return
-        broken = torch.tensor([self._host.broken], dtype=torch.int64)
-        if not gather_from_all(broken, self._comm, self.device, "checkpoint").any():
+        if first_rank(self._host.broken, self._comm, self.device, "checkpoint") is None:
             return
         if self._comm.grid.rank == 0:
             logger.warning("checkpoint: the last save or load has lost a rank; the ranks connect again")

@@ -21,11 +21,11 @@ from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership, mod
 from engine.checkpoint.contents.snapshot import Contents, Ours
 from engine.checkpoint.contents.trainer_state import TrainerState, random_states, schedule_state
 from engine.checkpoint.format.filesystem import Files
-from engine.checkpoint.format.folder_locks import FolderLocks
 from engine.checkpoint.format.host_image import kind_of
 from engine.checkpoint.format.safetensors_file import DTYPES
 from engine.checkpoint.full_state import FullState
 from engine.checkpoint.huggingface import with_dtype
+from engine.checkpoint.locks.folder_locks import FolderLocks
 from engine.config import Config
 from engine.errors import CheckpointError
 from engine.parallel.comm.comm import Comm

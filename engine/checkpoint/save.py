@@ -22,6 +22,7 @@ from typing import Any
 from engine.checkpoint.contents.optimizer_state import without_numbers
 from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership
 from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot, Snapshots
+from engine.checkpoint.format.checked_blocks import hash_slices
 from engine.checkpoint.format.filesystem import PAGE, Files, remove_tree
 from engine.checkpoint.format.host_image import HostImage, write_file
 from engine.checkpoint.format.manifest import CHECKSUMS, Checksum, Manifest, StoredPiece, hashes_file
@@ -70,13 +71,15 @@ class Saver:
         self.host = host
         """The group of the next save."""
         self._snapshots = Snapshots(ownership, tensors, host.rank)
+        self._whole = False
+        """The manifest is one file, however long: hosts that keep a checkpoint in memory have all of it."""
         self._held = ExitStack()
         """Lock on the folder of the pending save; rank 0 only."""
 
     def elsewhere(self, files: Files) -> "Saver":
         """A saver of the same snapshots into another place, which nobody else uses."""
         other = copy(self)
-        other._files, other._lock, other._held = files, lambda folder: None, ExitStack()
+        other._files, other._lock, other._held, other._whole = files, lambda folder: None, ExitStack(), True
         return other
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
@@ -284,7 +287,8 @@ class Saver:
                 optimizer={**contents.optimizer, "numbers": merged.numbers},
                 user=contents.user,
             )
-            write_manifest(self._files, written, manifest)
+            slices = None if self._whole else hash_slices(merged.hashes)
+            write_manifest(self._files, written, manifest, slices)
             step = commit(self._files, written, contents.step)
         self._held.close()
         self._tidy(step, attempt, keep)

@@ -24,19 +24,19 @@ _UNREADY = "could not prepare for this run, so no rank starts"
 def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> Iterator[None]:
     """Run the block on all ranks; if it fails on one, all raise: that rank its own error, the others ``failure``.
 
-    One all-gather of 8 bytes a rank over the world, label "start". The block itself must not communicate. The error of
-    the other ranks begins with the number of the failed rank.
+    One all-reduce of 8 bytes over the world, label "start". The block itself must not communicate. The error of the
+    other ranks begins with the number of the first rank that has failed.
     """
     problem: Exception | None = None
     try:
         yield
     except Exception as error:
         problem = error
-    failed = gather_from_all(torch.tensor([problem is not None], dtype=torch.int64), comm, device, "start").flatten()
+    failed = first_rank(problem is not None, comm, device, "start")
     if problem is not None:
         raise problem
-    if failed.any():
-        raise EngineError(f"rank {int(failed.nonzero()[0])} {failure}; its message tells why.")
+    if failed is not None:
+        raise EngineError(f"rank {failed} {failure}; its message tells why.")
 
 
 @contextmanager
@@ -169,6 +169,28 @@ def gather_from_all(
     table[here] = values.to(device)
     comm.all_gather(table.view(-1), table[here], axis, label).wait()
     return table.cpu()
+
+
+def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int | None:
+    """The first rank of the world whose ``own`` is true, on every rank; None if there is none.
+
+    One all-reduce of 8 bytes, whatever the number of ranks.
+    """
+    size = comm.grid.world_size
+    highest = torch.tensor([(size - comm.grid.rank) * own], dtype=torch.int64, device=device)
+    comm.all_reduce(highest, "world", label, "max").wait()
+    found = size - int(highest)
+    return found if found < size else None
+
+
+def differing(values: Tensor, comm: Comm, device: torch.device, label: str) -> list[bool]:
+    """For each of the ``values`` (int64), whether the ranks of the world have different ones; the same on every rank.
+
+    One all-reduce of 16 bytes a value: who has which is to be asked only if they differ.
+    """
+    both = torch.stack([values, ~values]).to(device)  # the complement reverses the order, and every integer has one
+    comm.all_reduce(both, "world", label, "max").wait()
+    return (both[0] != ~both[1]).tolist()
 
 
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))

@@ -4,7 +4,7 @@
 ``torch_backend``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -42,6 +42,25 @@ class Link(NamedTuple):
 def state_link(source: int, target: int) -> Link:
     """The link for messages between steps, from one index of axis pp to another."""
     return Link(Channel("state", source, target), source, target)
+
+
+def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
+    """Links that need a group of two ranks, in rounds: an index of axis pp is the end of one link of a round at most.
+
+    A chain of stages takes two rounds for each flow, whatever its length. State needs no groups: all ranks of a
+    pipeline send it in one order, over the group of the axis.
+    """
+    rounds: list[list[Link]] = []
+    ends: list[set[int]] = []
+    for link in sorted({link for link in links if link.channel.flow != "state"}):
+        here = {link.source, link.target}
+        free = next((number for number, taken in enumerate(ends) if not here & taken), len(rounds))
+        if free == len(rounds):
+            rounds.append([])
+            ends.append(set())
+        rounds[free].append(link)
+        ends[free] |= here
+    return [tuple(each) for each in rounds]
 
 
 class Backend(Protocol):

@@ -58,7 +58,7 @@ class TorchHostGroup:
             )
         try:
             if size > 1:
-                self._group = self._owned.open(backend="gloo", timeout=timedelta(seconds=seconds))
+                self._group = self._owned.open(range(size), backend="gloo", timeout=timedelta(seconds=seconds))
         except RuntimeError as error:
             self.close()
             raise EngineError(

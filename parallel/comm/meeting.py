@@ -25,6 +25,7 @@ from hashlib import sha256
 from typing import Protocol, TypedDict
 
 from engine.errors import EngineError, GridError, first_line
+from engine.parallel.comm.flight.flight import rank_runs, ranks_of
 
 logger = logging.getLogger("trine")
 _POLL_SECONDS = 0.01
@@ -77,10 +78,10 @@ class Difference:
 class _Verdict(TypedDict):
     """What rank 0 tells all ranks."""
 
-    missing: list[int]
-    """Ranks that have not come."""
-    alike: list[list[int]]
-    """Ranks that were given the same, in groups; one group if all were."""
+    missing: list[tuple[int, int, int]]
+    """Ranks that have not come, as ``rank_runs`` tells them."""
+    alike: list[list[tuple[int, int, int]]]
+    """Ranks that were given the same, in groups; one group if all were. Every rank reads it, so it is short."""
     seconds: float
     """How long rank 0 has waited."""
 
@@ -109,17 +110,17 @@ class Meeting:
         word = f"{secrets.token_hex(8)} {sha256(text.encode()).hexdigest()}"
         try:
             verdict = self._host(word) if self.rank == 0 else self._join(word)
-            alike = [tuple(ranks) for ranks in verdict["alike"]]
-            found = self._compare(alike, text) if len(alike) > 1 and not verdict["missing"] else None
-            if found is not None or verdict["missing"]:
-                self._leave([rank for rank in range(1, self.size) if rank not in verdict["missing"]])
+            alike, missing = [ranks_of(runs) for runs in verdict["alike"]], ranks_of(verdict["missing"])
+            found = self._compare(alike, text) if len(alike) > 1 and not missing else None
+            if found is not None or missing:
+                self._leave(sorted({*range(1, self.size)} - {*missing}))
         except RuntimeError as error:
             raise GridError(
                 f"rank {self.rank} has lost {self.place}, where the ranks of this job meet ({first_line(error)}): the "
                 "process that holds it has ended; look for the first traceback of the job."
             ) from error
-        if verdict["missing"]:
-            raise GridError(self._missing(verdict["missing"], verdict["seconds"]))
+        if missing:
+            raise GridError(self._missing(missing, verdict["seconds"]))
         return found
 
     def _leave(self, others: Sequence[int]) -> None:
@@ -141,7 +142,8 @@ class Meeting:
         for rank in range(self.size):
             digest = (self._heard.get(rank) or word).split()[1]
             alike.setdefault(digest, []).append(rank)
-        verdict = _Verdict(missing=sorted(waiting), alike=list(alike.values()), seconds=time.monotonic() - began)
+        groups = [rank_runs(ranks) for ranks in alike.values()]
+        verdict = _Verdict(missing=rank_runs(sorted(waiting)), alike=groups, seconds=time.monotonic() - began)
         self.store.set(f"{self.name}/verdict", json.dumps(verdict))
         return verdict
 

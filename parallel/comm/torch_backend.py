@@ -2,7 +2,7 @@
 
 import atexit
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from engine.errors import EngineError, first_line
 from engine.kernels.device import collectives_for, finish, is_host
-from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
+from engine.parallel.comm.backend import Channel, Link, Reduction, Wait, link_rounds
 from engine.parallel.comm.host_barrier import NO_HOST, host_identity, open_neighbours
 from engine.parallel.comm.shared_memory import SharedMemory, open_shared_bytes, open_shared_memory
 from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
-from engine.parallel.comm.world import OwnedGroups, shares_memory
-from engine.parallel.grid import Axis, Grid
+from engine.parallel.comm.world import OwnedGroups, shares_memory, split_color
+from engine.parallel.grid import Axis, Grid, axis_groups, color_rounds
 
 logger = logging.getLogger("trine")
 
@@ -32,8 +32,9 @@ class TorchBackend:
     :class:`~engine.parallel.comm.world.OwnedGroups`.
 
     NCCL runs all messages of a group on one stream in the order of issue, and each blocks the stream until its other
-    end is ready. Pipeline ranks issue their messages in different orders, so with NCCL (``linked``) every channel has a
-    group of its own, whose two ends agree on the order. gloo separates channels by tags.
+    end is ready. Pipeline ranks issue their messages in different orders, so with NCCL (``linked``) every channel of
+    activations and gradients has a group of its own, whose two ends agree on the order. gloo separates channels by
+    tags.
 
     On CPUs, tensor ranks of one host, which communicate most and run the same program, use shared memory.
     """
@@ -55,23 +56,19 @@ class TorchBackend:
     def _open_axes(self) -> None:
         """Make the groups of the axes; those of one rank have none, because nothing is sent over them."""
         grid = self._grid
-        axes: tuple[Axis, ...] = ("pp", "dp", "tp", "replica")
-        for axis in axes:
-            if grid.size(axis) > 1:
-                self._groups[axis] = self._along(axis)
+        for axis, used in axis_groups(grid).items():
+            self._groups[axis] = self._along(axis) if used == axis != "world" else self._groups[used]
         if is_host(self._device) and grid.tp > 1:
             self._shared = self._share("tp")
 
     def _along(self, axis: Axis) -> dist.ProcessGroup | None:
-        alike: tuple[Axis, ...] = ("world", "pp", "tp")
-        for other in alike:
-            if other in self._groups and self._grid.peers(other) == self._grid.peers(axis):
-                return self._groups[other]
-        return self._open(list(self._grid.groups(axis)))
+        return self._open(self._grid.groups(axis), self._grid.peers(axis))
 
-    def _open(self, groups: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """Create all ``groups``, which every rank has to do; returns the group of this rank, or None."""
-        made = [self._owned.open(group) for group in groups]
+    def _open(self, groups: Iterable[tuple[int, ...]], own: tuple[int, ...] | None) -> dist.ProcessGroup | None:
+        """Create this rank's own group of those that all ranks create now; None if it is in none of them."""
+        if not self._linked:
+            return self._owned.open(own)
+        made = [self._owned.open(own if own in each else None) for each in color_rounds(groups, split_color)]
         return next((group for group in made if group is not None), None)
 
     def _share(self, axis: Axis) -> dict[Axis, SharedMemory]:
@@ -99,7 +96,7 @@ class TorchBackend:
 
     def open_gathers(self) -> None:
         """Create a second group of the data axis."""
-        self._groups["gathers"] = self._open(list(self._grid.groups("dp")))
+        self._groups["gathers"] = self._along("dp")
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
         """All-gather each pair in the second group of the data axis."""
@@ -115,8 +112,12 @@ class TorchBackend:
     def connect(self, stages: tuple[int, ...]) -> None:
         """Create the groups of these stages, for every data and tensor coordinate."""
         if stages not in self._groups:
-            groups = [tuple(peers[stage] for stage in stages) for peers in self._grid.groups("pp")]
-            self._groups[stages] = self._open(groups)
+            self._groups[stages] = self._among(stages)
+
+    def _among(self, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
+        groups = (tuple(line[stage] for stage in stages) for line in self._grid.groups("pp"))
+        line = self._grid.peers("pp")
+        return self._open(groups, tuple(line[stage] for stage in stages) if self._here in stages else None)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
         """Sum ``tensor`` in place."""
@@ -124,47 +125,54 @@ class TorchBackend:
 
     def link(self, links: Sequence[Link]) -> None:
         """Create the groups of these links and use each once, in one order on all ranks: NCCL connects at first use."""
-        for link in sorted(set(links)) if self._linked else ():
-            if link.channel not in self._groups:
-                peers: list[tuple[int, ...]] = [
-                    (line[link.source], line[link.target]) for line in self._grid.groups("pp")
-                ]
-                self._groups[link.channel] = self._open(peers)
-                self._touch(link)
+        new = [link for link in links if link.channel not in self._groups]
+        for links_at_once in link_rounds(new) if self._linked else ():
+            own = next((link for link in links_at_once if self._here in link[1:]), None)
+            group = self._pairs(links_at_once, own)
+            for link in links_at_once:
+                self._groups[link.channel] = group if link == own else None
+            if own is not None:
+                self._touch(own)
+
+    def _pairs(self, links: Sequence[Link], own: Link | None) -> dist.ProcessGroup | None:
+        """Create the groups of links without a common end; returns that of this rank's own one."""
+        pairs = [tuple(sorted((link.source, link.target))) for link in links]
+        groups = (tuple(line[stage] for stage in pair) for line in self._grid.groups("pp") for pair in pairs)
+        line = self._grid.peers("pp")
+        return self._open(groups, None if own is None else tuple(sorted((line[own.source], line[own.target]))))
 
     def _touch(self, link: Link) -> None:
-        token, here = torch.zeros(1, device=self._device), self._here
-        if here == link.source:
+        token = torch.zeros(1, device=self._device)
+        if self._here == link.source:
             self.send(token, link.target, link.channel)()
-        elif here == link.target:
+        else:
             self.receive(token, link.source, link.channel)()
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
         """Send to a rank of this pipeline."""
-        group, tag = self._group_of(channel)
-        return _finisher(group.send([tensor], self._index(to), tag))  # isend looks up the group for every message
+        group, index, tag = self._way(to, channel)
+        return _finisher(group.send([tensor], index, tag))  # isend looks up the group for every message
 
     def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
         """Receive from a rank of this pipeline."""
-        group, tag = self._group_of(channel)
-        return _finisher(group.recv([tensor], self._index(source), tag))
+        group, index, tag = self._way(source, channel)
+        return _finisher(group.recv([tensor], index, tag))
 
-    def _index(self, pp: int) -> int:
-        """Index of pipeline rank ``pp`` in the group of a channel: that of the axis, or of two ranks."""
-        return int(pp > self._here) if self._linked else pp
+    def _way(self, other: int, channel: Channel) -> tuple[dist.ProcessGroup, int, int]:
+        """Group of a channel, index of pipeline rank ``other`` in it, and tag: gloo has tags, NCCL needs groups.
 
-    def _group_of(self, channel: Channel) -> tuple[dist.ProcessGroup, int]:
-        """Group and tag of a channel: gloo has tags, NCCL needs groups."""
-        group = self._groups.get(channel if self._linked else "pp")
-        if not self._linked and group is not None:
-            place = channel.source * _MOST_PLACES + channel.target
-            return group, 3 * place + ("state", "forward", "backward").index(channel.flow)
+        State is sent between steps, by all ranks in one order, so it needs no group of its own.
+        """
+        paired = self._linked and channel.flow != "state"
+        group = self._groups.get(channel if paired else "pp")
         if group is None:
             raise EngineError(
                 f"stages {channel.source} and {channel.target} are not linked, because no value passed between them in "
                 "the example batch; pass an example_batch that takes the same path through the model."
             )
-        return group, 0
+        place = channel.source * _MOST_PLACES + channel.target
+        tag = 3 * place + ("state", "forward", "backward").index(channel.flow)
+        return group, int(other > self._here) if paired else other, tag
 
     def close(self) -> None:
         """Destroy the groups and leave the shared memory. A second call does nothing."""

@@ -20,8 +20,8 @@ import socket
 import sys
 import time
 from _thread import start_new_thread
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -201,14 +201,15 @@ def open_world(world: World, store: Store | None = None) -> None:
     backend = collectives_for(world.device)
     bound = world.device if world.device.type in ACCELERATORS else None
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=timeout_seconds()),
-            device_id=bound,
-        )
+        with connected_when_needed(world.size):
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=timeout_seconds()),
+                device_id=bound,
+            )
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_failure(world, time.monotonic() - began, error) from error
 
@@ -221,6 +222,28 @@ def meeting_point(world: World) -> str:
 def prefixed(store: Store, prefix: str) -> Store:
     """The keys of ``store`` that begin with ``prefix``."""
     return PrefixStore(prefix, store)
+
+
+@contextmanager
+def connected_when_needed(ranks: int) -> Iterator[None]:
+    """Let gloo connect two ranks of a large group when they first talk, not all with all when the group is made.
+
+    A rank of 16,384 would open as many connections, and read the addresses that all have left for all at the store, 2
+    GB. Collectives connect a rank with few others.
+    """
+    if ranks <= ALL_WITH_ALL or _LAZILY in os.environ:
+        yield
+        return
+    os.environ[_LAZILY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZILY]
+
+
+ALL_WITH_ALL = 64
+"""Ranks of the largest group that gloo connects at once, which finds a rank that cannot be reached at the start."""
+_LAZILY = "TORCH_GLOO_LAZY_INIT"
 
 
 class OwnedGroups:
@@ -243,18 +266,22 @@ class OwnedGroups:
         atexit.register(self._made.clear)  # a group that outlives the process group aborts the interpreter at its exit
 
     def open(
-        self, ranks: Sequence[int] | None = None, backend: str | None = None, timeout: timedelta | None = None
+        self, ranks: Sequence[int] | None, backend: str | None = None, timeout: timedelta | None = None
     ) -> dist.ProcessGroup | None:
-        """Create the group of ``ranks`` (None: of all); every rank of the world calls it. None on a rank outside the
-        group.
+        """Create the group of ``ranks``, this rank among them; None: this rank is in no group of this call.
+
+        Every rank of the world calls it at the same point. The groups that the ranks give are equal or have no rank in
+        common. Only members of a group wait for each other, at the store; torch's ``new_group`` is a call of all ranks
+        for each of thousands of groups. With NCCL, where a group is split from the communicator of the world, one call
+        is one split, and a group is a color (see :func:`split_color`).
 
         Without ``timeout`` the group waits for :func:`group_timeout`; torch's own default is half an hour.
 
-        Groups are numbered, because torch names the NCCL groups of a ``DeviceMesh`` by how many there are, and once
-        groups are destroyed that number is neither unique nor the same on all ranks.
+        Groups are numbered by call: torch names groups by their ranks and by how many there are, and once groups are
+        destroyed that number is neither unique nor the same on all ranks.
         """
         wait = group_timeout() if timeout is None else timeout
-        made = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=wait)
+        made = _members_meet(ranks, backend, wait)
         if not isinstance(made, dist.ProcessGroup):
             return None
         self._made.append(made)
@@ -274,6 +301,39 @@ class OwnedGroups:
         # threading.Thread takes locks, which may already be held when the garbage collector closes a dropped engine
         start_new_thread(_destroy, (groups, ended))
         ended.acquire(timeout=_DESTROY_SECONDS)
+
+
+def _members_meet(ranks: Sequence[int] | None, backend: str | None, wait: timedelta) -> Any:
+    """The new group of ``ranks``; with None what torch does for a rank that is in none.
+
+    torch's own ``new_group`` after its preparations, with a name that all members know.
+    """
+    world = distributed_c10d._get_default_group()
+    number = distributed_c10d._process_group_name([], use_hashed_name=False)  # counts the calls of this process
+    kind, store = distributed_c10d._world.pg_map[world]
+    # a rank that is in no group takes part in the split, as one outside of a group of others
+    members = sorted(ranks) if ranks is not None else [(world.rank() + 1) % world.size()]
+    name: Any = f"{number}.{members[0]}"
+    with connected_when_needed(len(members)):
+        made, _ = distributed_c10d._new_process_group_helper(
+            len(members),
+            members.index(world.rank()) if ranks is not None else None,
+            members,
+            dist.Backend(backend or kind),
+            store,
+            name,
+            timeout=wait,
+            device_id=world.bound_device_id,
+        )
+    if isinstance(made, dist.ProcessGroup):
+        distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(members)}
+    return made
+
+
+def split_color(ranks: Sequence[int]) -> int:
+    """The color that torch gives a group when it is split from the communicator of the world."""
+    color: int = distributed_c10d._process_group_color(list(ranks))
+    return color
 
 
 _DESTROY_SECONDS = 5.0

@@ -71,8 +71,8 @@ GRID_AND_COMMUNICATION = (
         name="flows-share-a-tag",
         about="State and activations between two stages share a tag, so a stage may take one for the other.",
         file="parallel/comm/torch_backend.py",
-        old='return group, 3 * place + ("state", "forward", "backward").index(channel.flow)',
-        new="return group, place",
+        old='tag = 3 * place + ("state", "forward", "backward").index(channel.flow)',
+        new="tag = place",
         tests=("tests/parallel/comm/test_comm_ranks.py::test_flows_between_two_stages_do_not_mix",),
     ),
     Fault(

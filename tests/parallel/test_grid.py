@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError, GridError
-from engine.parallel.grid import Axis, Coord, Grid, Order, saved_order
+from engine.parallel.grid import Axis, Coord, Grid, Order, axis_groups, color_rounds, saved_order
 
 sizes_st = st.integers(1, 6)
 orders_st = st.sampled_from(get_args(Order))
@@ -150,3 +150,27 @@ def test_a_replica_is_all_ranks_of_one_data_coordinate(grid: Grid) -> None:
     assert peers[grid.index("replica")] == grid.rank
     assert {grid.coord(rank).dp for rank in peers} == {grid.coord().dp}
     assert sorted(rank for group in grid.groups("replica") for rank in group) == list(range(grid.world_size))
+
+
+@given(grids_st)
+def test_an_axis_uses_the_group_of_an_earlier_one_only_if_it_has_the_same_ranks(grid: Grid) -> None:
+    used = axis_groups(grid)
+    axes: tuple[Axis, ...] = ("world", "pp", "dp", "tp", "replica")
+    assert list(used) == ["world", *(axis for axis in axes[1:] if grid.size(axis) > 1)]
+    for axis, other in used.items():
+        assert grid.peers(axis) == grid.peers(other) and used[other] == other
+    opened = [grid.peers(axis) for axis, other in used.items() if axis == other]
+    assert len(opened) == len(set(opened)), "no group is opened twice"
+
+
+@pytest.mark.parametrize("size", [512, 16384])
+def test_a_rank_opens_as_many_groups_in_any_world(size: int) -> None:
+    used = axis_groups(Grid(pp=8, dp=size // 64, tp=8, rank=size - 1))
+    assert [axis for axis, other in used.items() if axis == other] == ["world", "pp", "dp", "tp", "replica"]
+
+
+def test_groups_of_one_color_are_opened_one_after_another() -> None:
+    groups = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert color_rounds(groups, lambda group: group[0]) == [frozenset(groups)]
+    assert color_rounds(groups, lambda group: group[0] % 4) == [frozenset(groups[:2]), frozenset(groups[2:])]
+    assert color_rounds(groups, lambda group: 0) == [frozenset({group}) for group in groups]

@@ -14,17 +14,20 @@ reused, because allocating fresh pages of the cache costs more than the copy.
 """
 
 import errno
+import hashlib
 import mmap
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.format.filesystem import PAGE, Files
+from engine.checkpoint.format.safetensors_file import TensorKind, lay_out
 from engine.errors import CheckpointError
 
 try:
@@ -139,3 +142,22 @@ def _results(futures: Sequence[Future[int]]) -> list[int]:
         for future in futures:
             future.cancel()
         wait(futures)
+
+
+@dataclass(frozen=True, slots=True)
+class HashSlice:
+    """Where the file of all hashes has those of one file."""
+
+    start: int
+    """First byte."""
+    sha256: str
+    """Of those bytes."""
+
+
+def hash_slices(hashes: Mapping[str, Hashes]) -> dict[str, HashSlice]:
+    """The slices of the file that ``hashes_file`` makes of these hashes."""
+    layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
+    return {
+        name: HashSlice(start, hashlib.sha256(hashes[name].tobytes()).hexdigest())
+        for name, (_, start) in layout.places.items()
+    }

@@ -7,10 +7,10 @@ first name in ``model.named_parameters()``.
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 from engine.checkpoint.format.checked_blocks import ALGORITHMS, BLOCK, DEFAULT_ALGORITHM, Hashes
 from engine.checkpoint.format.pieces import Part, Piece, covers_once
@@ -19,6 +19,8 @@ from engine.checkpoint.format.strict_json import Fields, dump, natural, naturals
 from engine.errors import CheckpointError
 
 FORMAT, MAJOR, MINOR = "trine-checkpoint", 1, 0
+INDEXED = 2
+"""Major version of a manifest in parts."""
 NAME, COMMIT, CHECKSUMS = "manifest.json", "COMMIT", "checksums.safetensors"
 LIMIT = 1 << 26
 """Largest manifest in bytes: some 500,000 pieces. Parsed, it takes up to twenty times its size."""
@@ -26,6 +28,14 @@ PARTS = 1 << 12
 """Most parts of a tensor, each of which is that of a tensor rank."""
 
 _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+
+
+class FileNames(Protocol):
+    """The names of files by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class StoredTensor:
     """A full tensor: pieces that cover it exactly once."""
 
     kind: TensorKind
-    pieces: tuple[StoredPiece, ...]
+    pieces: Sequence[StoredPiece]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,12 @@ class Manifest:
     user: Any = None
 
     @property
+    def kinds(self) -> dict[str, TensorKind]:
+        """Dtype and shape of every tensor; of a manifest in parts they are known without reading a part."""
+        known: dict[str, TensorKind] | None = getattr(self.tensors, "kinds", None)
+        return {name: tensor.kind for name, tensor in self.tensors.items()} if known is None else known
+
+    @property
     def signature(self) -> str:
         """sha256 over the names, shapes and dtypes of the model's tensors."""
         rows = [(name, kind.dtype, kind.shape) for name, kind in sorted(self.model_kinds().items())]
@@ -87,7 +103,7 @@ class Manifest:
 
     def model_kinds(self) -> dict[str, TensorKind]:
         """Kind of every "param/..." and "buffer/..."."""
-        return {n: t.kind for n, t in self.tensors.items() if n.startswith(("param/", "buffer/"))}
+        return {n: kind for n, kind in self.kinds.items() if n.startswith(("param/", "buffer/"))}
 
 
 def hashes_file(hashes: Mapping[str, Hashes]) -> tuple[bytearray, Checksum]:
@@ -108,15 +124,8 @@ def to_json(manifest: Manifest) -> bytes:
     """
     names = sorted(manifest.files)
     number = {name: index for index, name in enumerate(names)}
-    fields = {
-        "format": FORMAT, "version": f"{MAJOR}.{MINOR}", "step": manifest.step, "attempt": manifest.attempt,
-        "signature": manifest.signature, "aliases": dict(manifest.aliases), "info": dict(manifest.info),
-        "progress": dict(manifest.progress), "optimizer": dict(manifest.optimizer), "user": manifest.user,
+    return dumped(head_to_json(manifest, f"{MAJOR}.{MINOR}") | {
         "files": [{"name": name, "bytes": manifest.files[name]} for name in names],
-        "checksum": {
-            "algorithm": manifest.checksum.algorithm, "block_bytes": manifest.checksum.block_bytes,
-            "sha256": manifest.checksum.sha256, "bytes": manifest.checksum.bytes,
-        },
         "tensors": {
             name: {
                 "dtype": tensor.kind.dtype, "shape": list(tensor.kind.shape),
@@ -124,7 +133,28 @@ def to_json(manifest: Manifest) -> bytes:
             }
             for name, tensor in manifest.tensors.items()
         },
+    })  # fmt: skip
+
+
+def head_to_json(manifest: Manifest, version: str) -> dict[str, Any]:
+    """JSON of everything but tensors and files."""
+    return {
+        "format": FORMAT, "version": version, "step": manifest.step, "attempt": manifest.attempt,
+        "signature": manifest.signature, "aliases": dict(manifest.aliases), "info": dict(manifest.info),
+        "progress": dict(manifest.progress), "optimizer": dict(manifest.optimizer), "user": manifest.user,
+        "checksum": {
+            "algorithm": manifest.checksum.algorithm, "block_bytes": manifest.checksum.block_bytes,
+            "sha256": manifest.checksum.sha256, "bytes": manifest.checksum.bytes,
+        },
     }  # fmt: skip
+
+
+def dumped(fields: Mapping[str, Any]) -> bytes:
+    """The text of a manifest.
+
+    Raises:
+        CheckpointError: a value cannot be expressed in JSON.
+    """
     try:
         return dump(fields)
     except (TypeError, ValueError) as error:
@@ -158,11 +188,20 @@ def from_json(data: bytes | bytearray, what: str) -> Manifest:
         CheckpointError: the text is damaged, has an unknown format or version, names a file outside the folder, or has
             a tensor whose pieces do not cover it exactly once.
     """
-    fields = Fields(parse(data, what), what)
-    _check_version(fields)
+    return from_fields(Fields(parse(data, what), what))
+
+
+def from_fields(fields: Fields) -> Manifest:
+    """The manifest of one file, parsed already; see ``from_json``."""
+    check_version(fields)
     files = _files(fields)
     names = list(files)
-    tensors = fields.each("tensors", lambda value, where: _tensor(value, names, where))
+    return head_of(fields, fields.each("tensors", lambda value, where: read_tensor(value, names, where)), files)
+
+
+def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) -> Manifest:
+    """The manifest with these tensors and files, and everything else from its fields."""
+    what = fields.what
     aliases = fields.each("aliases", lambda value, where: _text(value, where))
     checksum = _checksum(Fields(fields.any("checksum"), f"{what}: checksum"))
     manifest = Manifest(
@@ -182,7 +221,8 @@ def from_json(data: bytes | bytearray, what: str) -> Manifest:
     return manifest
 
 
-def _check_version(fields: Fields) -> None:
+def check_version(fields: Fields, known: int = MAJOR) -> None:
+    """Refuse another format, or a major version that is not the ``known`` one."""
     if fields.text("format") != FORMAT:
         raise CheckpointError(
             f"{fields.what} has format {fields.text('format')[:40]!r}, and this engine reads {FORMAT!r}; give a "
@@ -190,10 +230,10 @@ def _check_version(fields: Fields) -> None:
         )
     version = fields.text("version")
     major = version.split(".")[0]
-    if major != str(MAJOR):
+    if major != str(known):
         raise CheckpointError(
-            f"{fields.what} has version {version[:20]!r}, and this engine reads {MAJOR}.x; use the engine version that "
-            "saved it."
+            f"{fields.what} has version {version[:20]!r}, and this engine reads {MAJOR}.x and {INDEXED}.x; use the "
+            "engine version that saved it."
         )
 
 
@@ -202,13 +242,18 @@ def _files(fields: Fields) -> dict[str, int]:
     for value in fields.list("files"):
         entry = Fields(value, f"{fields.what}: files")
         name = entry.text("name")
-        if not _FILE.fullmatch(name) or name in files:
-            raise CheckpointError(
-                f"{fields.what} names file {name[:80]!r}; files have to be in model/, optim/ or state/ and be listed "
-                "once, so the manifest is damaged."
-            )
+        check_file_name(name, files, fields.what)
         files[name] = entry.count("bytes")
     return files
+
+
+def check_file_name(name: Any, known: Container[str], what: str) -> None:
+    """Refuse a name outside the folders of a checkpoint, or one that is ``known`` already."""
+    if not isinstance(name, str) or not _FILE.fullmatch(name) or name in known:
+        raise CheckpointError(
+            f"{what} names file {str(name)[:80]!r}; files have to be in model/, optim/ or state/ and be listed "
+            "once, so the manifest is damaged."
+        )
 
 
 def _checksum(fields: Fields) -> Checksum:
@@ -225,7 +270,8 @@ def _checksum(fields: Fields) -> Checksum:
     return Checksum(algorithm, block, fields.text("sha256"), fields.count("bytes"))
 
 
-def _tensor(value: Any, files: list[str], what: str) -> StoredTensor:
+def read_tensor(value: Any, files: FileNames, what: str) -> StoredTensor:
+    """A tensor whose pieces name ``files`` by number; every piece is checked, and that they cover it once."""
     fields = Fields(value, what)
     kind = read_kind(fields)
     parts = _Parts(kind.shape, what)
@@ -268,7 +314,7 @@ def _key(rows: Any) -> tuple[Any, ...]:
     return (dim, *map(tuple, pairs))
 
 
-def _sound(entry: Any, files: list[str], parts: _Parts) -> StoredPiece | None:
+def _sound(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece | None:
     """A piece in which nothing is wrong, of a known part; None if it has to be looked at field by field."""
     if type(entry) is not dict:
         return None
@@ -281,7 +327,7 @@ def _sound(entry: Any, files: list[str], parts: _Parts) -> StoredPiece | None:
     return StoredPiece(files[file], key, Piece(part, start, stop)) if 0 <= file < len(files) else None
 
 
-def _piece(entry: Any, files: list[str], parts: _Parts) -> StoredPiece:
+def _piece(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece:
     """A piece, checked field by field."""
     what, fields = parts.what, Fields(entry, parts.what)
     index = natural(fields.any("file"), f"{what}: file")
@@ -291,7 +337,7 @@ def _piece(entry: Any, files: list[str], parts: _Parts) -> StoredPiece:
     return replace(stored, piece=replace(stored.piece, part=parts.of(fields.any("rows"))))
 
 
-def check_cover(what: str, shape: tuple[int, ...], pieces: list[StoredPiece]) -> None:
+def check_cover(what: str, shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> None:
     """Refuse pieces that omit an element or contain one twice."""
     if not covers_once(shape, [stored.piece for stored in pieces]):
         held = sum(stored.piece.elements for stored in pieces)

@@ -170,3 +170,43 @@ def _joined(found: Runs) -> Runs:
     )
     first = np.concatenate([[0], np.flatnonzero(~goes_on) + 1])
     return Runs(found.source[first], found.target[first], np.add.reduceat(found.length, first))
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRun:
+    """Pieces of one part, one behind the other, of equal size: what data ranks make of it, however many they are."""
+
+    first: Piece
+    count: int = 1
+
+    def piece(self, index: int) -> Piece:
+        """One of the pieces."""
+        size = self.first.elements
+        return Piece(self.first.part, self.first.start + index * size, self.first.stop + index * size)
+
+    def sharing(self, want: Piece) -> range:
+        """Indices of pieces that may share elements with ``want``; those that surely share none are left out."""
+        size, (start, stop) = self.first.elements, _bounds(self.first.part, want)
+        if not size:
+            return range(0)
+        first = max(0, (start - self.first.start) // size)
+        return range(first, max(first, min(self.count, -((self.first.start - stop) // size))))
+
+
+def _bounds(part: Part, want: Piece) -> tuple[int, int]:
+    """Elements of ``part`` outside which none are shared with ``want``."""
+    if part == want.part:
+        return want.start, want.stop
+    here, there = _offset(part), _offset(want.part)
+    if here is not None and there is not None:
+        return want.start + there - here, want.stop + there - here
+    alike = part.dim is not None and part.dim == want.part.dim
+    apart = alike and not any(a < d and c < b for a, b in part.rows for c, d in want.part.rows)
+    return 0, 0 if apart else part.elements
+
+
+def _offset(part: Part) -> int | None:
+    """Where a part that is one stretch of the full tensor begins; None if it is several."""
+    if part.dim is None:
+        return 0
+    return part.rows[0][0] * prod(part.shape[1:]) if part.dim == 0 and len(part.rows) == 1 else None

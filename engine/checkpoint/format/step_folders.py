@@ -13,10 +13,14 @@ being saved belong to a continuation that was given up when an older step was lo
 
 import hashlib
 import re
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
+from engine.checkpoint.format.checked_blocks import HashSlice
 from engine.checkpoint.format.filesystem import Files, read_all, remove_tree, write_new
-from engine.checkpoint.format.manifest import COMMIT, LIMIT, NAME, Manifest, from_json, to_json
+from engine.checkpoint.format.manifest import COMMIT, LIMIT, NAME, Manifest, from_fields, to_json
+from engine.checkpoint.format.manifest_parts import FOLDER, from_index, is_indexed, to_parts
 from engine.checkpoint.format.strict_json import Fields, dump, parse
 from engine.errors import CheckpointError
 
@@ -24,6 +28,8 @@ _STEP = re.compile(r"step-([0-9]{8,18})(?:-r([0-9]{1,9}))?")
 _LEFTOVER = re.compile(r"\.trash-step-[0-9]{8,18}(-r[0-9]{1,9})?|(step-[0-9]{8,18}|latest)\.tmp-[0-9a-f]{8}")
 """Names that only a save creates; everything else in a folder belongs to the user."""
 _SMALL = 1 << 12
+WHOLE_PIECES = 1 << 14
+"""Most pieces of a manifest of one file, which has some 2 MiB."""
 
 
 def step_of(name: str) -> tuple[int, int] | None:
@@ -83,7 +89,8 @@ def read_manifest(files: Files, step: Path) -> Manifest:
     data = read_all(files, step, NAME, min(size, LIMIT))
     if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
         raise CheckpointError(f"{step / NAME} is damaged: its length or sha256 differs from that in {COMMIT}.")
-    manifest = from_json(data, str(step / NAME))
+    fields = Fields(parse(data, str(step / NAME)), str(step / NAME))
+    manifest = from_index(fields, partial(read_all, files, step)) if is_indexed(fields) else from_fields(fields)
     named_step = step_of(step.name)
     if named_step is not None and named_step[0] != manifest.step:
         raise CheckpointError(
@@ -93,9 +100,19 @@ def read_manifest(files: Files, step: Path) -> Manifest:
     return manifest
 
 
-def write_manifest(files: Files, step: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json``, then ``COMMIT``, both forced to disk."""
-    data = to_json(manifest)
+def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping[str, HashSlice] | None = None) -> None:
+    """Write ``manifest.json``, then ``COMMIT``, both forced to disk.
+
+    With the ``slices`` of the hashes of each file a manifest of many pieces is written in parts, so that a rank of many
+    reads what it needs.
+    """
+    if slices is not None and sum(len(tensor.pieces) for tensor in manifest.tensors.values()) > WHOLE_PIECES:
+        data, parts = to_parts(manifest, slices)
+        files.make_folder(step / FOLDER)
+        for name, part in parts.items():
+            write_new(files, step / name, [memoryview(part)])
+    else:
+        data = to_json(manifest)
     write_new(files, step / NAME, [memoryview(data)])
     record = _commit_text(len(data), hashlib.sha256(data).hexdigest())
     write_new(files, step / COMMIT, [memoryview(record)])

@@ -10,7 +10,7 @@ memory.
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -20,6 +20,7 @@ import numpy as np
 from engine.checkpoint.format.checked_blocks import ByteRange, ChunkReader, Hashes, block_count, hash_function
 from engine.checkpoint.format.filesystem import Files, opened, read_all
 from engine.checkpoint.format.manifest import CHECKSUMS, Manifest, StoredTensor
+from engine.checkpoint.format.manifest_parts import IndexedFiles, sharing
 from engine.checkpoint.format.pieces import Piece, Runs, runs
 from engine.checkpoint.format.safetensors_file import HEADER_LIMIT, TensorKind, read_header
 from engine.checkpoint.format.step_folders import read_manifest
@@ -91,12 +92,16 @@ class StepReader:
         self._files = files
         self.step = step
         self.manifest: Manifest = read_manifest(files, step)
-        self._check_sizes()
-        self._hashes = self._read_hashes()
+        self._sized = set[str]()
+        """Files that have the length that was saved."""
+        self._hashes = dict[str, Hashes]()
+        if not isinstance(self.manifest.files, IndexedFiles):
+            self._check_sizes()
+            self._hashes = self._read_hashes()
         self._headers: dict[str, dict[str, tuple[TensorKind, int]]] = {}
         self._chunks = ChunkReader(files, max(BUFFER, self.manifest.checksum.block_bytes))
         self.bytes_read = 0
-        self.kinds: dict[str, TensorKind] = {name: tensor.kind for name, tensor in self.manifest.tensors.items()}
+        self.kinds: dict[str, TensorKind] = self.manifest.kinds
         """Dtype and shape of every stored tensor."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
@@ -170,7 +175,7 @@ class StepReader:
             tensor = self._tensor(want.tensor)
             got = 0
             # only for the requested shape: the runs of a hostile one could fill any memory
-            for stored in tensor.pieces if tensor.kind.shape == want.piece.part.shape else ():
+            for stored in sharing(tensor, want.piece) if tensor.kind.shape == want.piece.part.shape else ():
                 shared = runs(stored.piece, want.piece)
                 if len(shared.length):
                     begin = self._place(stored.file, stored.key, tensor.kind, stored.piece)
@@ -204,8 +209,12 @@ class StepReader:
 
     # ------------------------------------------------------------------ from bytes to blocks
 
-    def _open(self, file: str) -> AbstractContextManager[int]:
-        return opened(self._files, self.step, file)
+    @contextmanager
+    def _open(self, file: str) -> Iterator[int]:
+        with opened(self._files, self.step, file) as opened_file:
+            if file not in self._sized:
+                self._check_size(file, self._files.size(opened_file))
+            yield opened_file
 
     def _fetch(self, file: str, opened_file: int, wanted: Sequence[Copy]) -> None:
         block = self.manifest.checksum.block_bytes
@@ -221,7 +230,7 @@ class StepReader:
 
     def _fill(self, file: str, opened_file: int, target: ByteRange, start: int, tensor: str = "") -> None:
         """Read whole blocks from ``start`` on and check them."""
-        checksum, hashes = self.manifest.checksum, self._hashes[file]
+        checksum, hashes = self.manifest.checksum, self._hashes_of(file)
         size, digest = checksum.block_bytes, hash_function(checksum.algorithm)
 
         def check(data: memoryview, begin: int) -> None:
@@ -277,20 +286,36 @@ class StepReader:
     # ------------------------------------------------------------------ opening
 
     def _check_sizes(self) -> None:
-        for file, size in self.manifest.files.items():
+        """Of all files: a manifest in parts is for many ranks, of which each checks the files that it reads."""
+        for file in self.manifest.files:
             try:
-                with self._open(file) as opened_file:
-                    found = self._files.size(opened_file)
-                if found != size:
-                    raise CheckpointError(
-                        f"{self.step / file} is damaged: it has {found} bytes, and {size} were saved."
-                    )
+                with self._open(file):
+                    pass
             except CheckpointError as error:
                 raise CheckpointError(f"{error}{self._held_in(file)}") from error
+
+    def _check_size(self, file: str, found: int) -> None:
+        size = self.manifest.files[file]
+        if found != size:
+            raise CheckpointError(f"{self.step / file} is damaged: it has {found} bytes, and {size} were saved.")
+        self._sized.add(file)
 
     def _held_in(self, file: str) -> str:
         named = [name for name, tensor in self.manifest.tensors.items() if any(p.file == file for p in tensor.pieces)]
         return f" It holds {_listed(named)}." if named else ""
+
+    def _hashes_of(self, file: str) -> Hashes:
+        """Hashes of the blocks of a file; of a manifest in parts they are read when they are needed."""
+        files = self.manifest.files
+        if file not in self._hashes and isinstance(files, IndexedFiles):
+            place = files.slice_of(file)
+            data = bytearray(8 * block_count(files[file], self.manifest.checksum.block_bytes))
+            with opened(self._files, self.step, CHECKSUMS) as hashes, memoryview(data) as target:
+                count = self._files.read_into(hashes, target, place.start)
+            if count != len(data) or hashlib.sha256(data).hexdigest() != place.sha256:
+                raise CheckpointError(f"{self.step / CHECKSUMS} is damaged in the hashes of {file}.")
+            self._hashes[file] = np.frombuffer(data, dtype="<u8")
+        return self._hashes[file]
 
     def _read_hashes(self) -> dict[str, Hashes]:
         checksum, what = self.manifest.checksum, self.step / CHECKSUMS

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.parallel.comm.backend import RecordingBackend, Reduction, Wait
+from engine.parallel.comm.backend import Channel, Link, RecordingBackend, Reduction, Wait, link_rounds, state_link
 from engine.parallel.comm.comm import FLIGHT_RECORD_LENGTH, Comm, Pending
 from engine.parallel.comm.traffic import Op, Record, Tally, Traffic
 from engine.parallel.grid import Axis, Grid
@@ -169,3 +169,33 @@ def test_waiting_twice_finishes_once() -> None:
     pending.wait()
     pending.wait()
     assert finished == [1]
+
+
+# groups of links
+
+
+def chain(stages: int, ranks: int) -> list[Link]:
+    """Both flows between neighbouring stages, placed on ranks in turn, and state to the first rank."""
+    links = [state_link(rank, 0) for rank in range(1, ranks)]
+    for stage in range(stages - 1):
+        here, there = stage % ranks, (stage + 1) % ranks
+        links.append(Link(Channel("forward", stage, stage + 1), here, there))
+        links.append(Link(Channel("backward", stage + 1, stage), there, here))
+    return links
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "rounds"), [(2, 2, 2), (3, 3, 4), (8, 8, 4), (64, 64, 4), (16, 8, 8), (512, 64, 32)]
+)
+def test_groups_of_links_are_opened_in_as_many_rounds_however_long_the_pipeline_is(
+    stages: int, ranks: int, rounds: int
+) -> None:
+    links = chain(stages, ranks)
+    found = link_rounds([*links, *links])
+    assert len(found) == rounds
+    assert sorted(link for each in found for link in each) == sorted(
+        link for link in links if link.channel.flow != "state"
+    )
+    for each in found:
+        ends = [end for link in each for end in (link.source, link.target)]
+        assert len(ends) == len(set(ends))

@@ -1,0 +1,66 @@
+"""The communicators of one rank: its real backend over torch's fake process group, which connects nobody."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.scale.worlds import ScaledWorld
+from engine.parallel.comm.torch_backend import TorchBackend
+from engine.parallel.grid import axis_groups
+from engine.planning.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedGroups:
+    """What a rank has opened."""
+
+    own: int
+    """Communicators that it is in, that of the world among them."""
+    names: frozenset[str]
+    """Of the groups beside that of the world, each of which has one name in all the world."""
+    rounds: int
+    """Calls that open groups, in which all ranks take part."""
+
+
+@contextmanager
+def fake_world(size: int, rank: int) -> Iterator[None]:
+    """The process group of a world of which one rank alone is there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with patch.dict(os.environ, {"TRINE_TIMEOUT_SECONDS": "600"}):  # that of the fake one is not known
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def open_groups(world: ScaledWorld, plan: Plan, rank: int, linked: bool) -> OpenedGroups:
+    """Open all groups of a run. ``linked``: channels of messages have groups, as with NCCL."""
+    with fake_world(world.size, rank):
+        before = distributed_c10d._world.group_count
+        backend = TorchBackend(world.grid(rank), torch.device("meta"), linked)
+        for stages in plan.tie_owners:
+            backend.connect(stages)
+        backend.link(plan.links)
+        if plan.gather_groups is not None:
+            backend.open_gathers()
+        names = {name for group, name in distributed_c10d._world.pg_names.items() if group is not dist.group.WORLD}
+        found = OpenedGroups(1 + len(names), frozenset(names), distributed_c10d._world.group_count - before)
+        backend.close()
+    return found
+
+
+def all_groups(world: ScaledWorld, plan: Plan, linked: bool) -> int:
+    """Communicators of the whole world: each group once."""
+    grid = world.grid(0)
+    found = sum(world.size // grid.size(axis) for axis, used in axis_groups(grid).items() if axis == used)
+    lines = world.size // world.pp
+    pairs = sum(link.channel.flow != "state" for link in plan.links) if linked else 0
+    gathers = world.size // world.dp if plan.gather_groups is not None else 0
+    return found + lines * (len(plan.tie_owners) + pairs) + gathers

@@ -1,0 +1,97 @@
+"""Set-up and one training step of one rank: the real engine, over a backend whose other ranks are like this one."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import engine
+from benchmarks.scale.worlds import SMALL, ScaledWorld
+from engine.launch.planner.planned_model import KNOWN_STYLES
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.parallel.comm.backend import RecordingBackend, Reduction, Wait
+from engine.parallel.comm.world import World
+from engine.parallel.grid import Axis
+from engine.planning.budgets import CONTROL_SCALARS
+from engine.step.state import StepTotals
+
+_WEIGHT = StepTotals._fields.index("weight")
+
+
+class AlikeBackend(RecordingBackend):
+    """Moves nothing: every other rank has the same values as this one, so that whatever is compared is equal."""
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
+        """Leave ``tensor`` unchanged; the last stage, which another rank may have, tells that tokens were seen."""
+        if axis == "world" and op == "sum" and tensor.numel() == CONTROL_SCALARS:
+            tensor[_WEIGHT].clamp_(min=1.0)
+        return lambda: None
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Copy ``shard`` to every slice."""
+        full.view(self._grid.size(axis), -1).copy_(shard.clone().view(1, -1))
+        return lambda: None
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+        """Copy each shard to every slice."""
+        for full, shard in pairs:
+            self.all_gather(full, shard, "dp")
+        return lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedRank:
+    """What a rank has sent."""
+
+    setup_calls: int
+    setup_bytes: int
+    step_calls: int
+    """Collectives and messages of a step."""
+    step_bytes: int
+    by_axis: Counter[str]
+    """Calls of a step."""
+
+
+def replay(world: ScaledWorld, rank: int) -> ReplayedRank:
+    """Start the engine as this rank, on a small decoder with a block for every stage, and train one step."""
+    shape = SMALL
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        model = Decoder(
+            DecoderConfig(
+                vocabulary=shape.vocabulary,
+                layers=world.pp,
+                width=shape.width,
+                heads=shape.heads,
+                context=shape.context,
+            )
+        )
+    ids = torch.zeros(2 * world.pp, shape.context, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+    example = {name: rows[:1] for name, rows in batch.items()}
+    here = World(rank, world.size, 0, torch.device("cpu"), connect=lambda grid: AlikeBackend(grid))
+    with engine.initialize(model, _settings(world), loss_sum, example, world=here) as eng:
+        before = eng.sent
+        eng.train_batch(batch)
+        rows = eng.sent.since(before).rows()
+        started = before.rows()
+    calls: Counter[str] = Counter()
+    for row in rows:
+        calls[row.axis] += row.calls
+    return ReplayedRank(
+        setup_calls=sum(row.calls for row in started),
+        setup_bytes=sum(row.bytes for row in started),
+        step_calls=calls.total(),
+        step_bytes=sum(row.bytes for row in rows),
+        by_axis=calls,
+    )
+
+
+def _settings(world: ScaledWorld) -> dict[str, Any]:
+    """Those of the world, in fp32, with the tensor plan given: every process would search the same one."""
+    settings = dict(world.settings())
+    settings["parallel"] |= {"tensor_plan": dict(KNOWN_STYLES["decoder"]), "verify_plan": False}
+    return settings | {"bf16": {"enabled": False}, "activation_checkpointing": {"mode": "none"}}

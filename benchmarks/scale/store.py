@@ -1,0 +1,89 @@
+"""What one rank asks of the store of the job at the start: a store that counts, and answers for all others."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from hashlib import sha256
+
+from engine.parallel.comm.meeting import JointCalls, Meeting
+
+GIVEN = {f"model blocks.{block}.weight": "(1024, 1024) torch.bfloat16" for block in range(2000)}
+"""What a rank was given: its length does not matter, since digests are compared."""
+
+
+@dataclass
+class CountingStore:
+    """A store in memory. Every other rank has come already, and was given the same."""
+
+    size: int
+    values: dict[str, bytes] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    moved_bytes: int = 0
+    """Keys and values that this rank has sent and received."""
+    keys: set[str] = field(default_factory=set)
+    """Keys that this rank has set."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key; others answer at once."""
+        self._count("set", len(key) + len(value))
+        self.keys.add(key)
+        self.values[key] = value.encode()
+        if key.startswith("answer/"):  # the asked rank takes the answer
+            word, name = value.split()
+            self.values[f"{name}/come/{key.partition('/')[2]}"] = word.encode()
+
+    def get(self, key: str, /) -> bytes:
+        """A value."""
+        self._count("get", len(key) + len(self.values[key]))
+        return self.values[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all are there."""
+        self._count("check", sum(map(len, keys)))
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """They are there."""
+        self._count("wait", sum(map(len, keys)))
+        assert all(key in self.values for key in keys)
+
+    def add(self, key: str, amount: int, /) -> int:
+        """All others have added already."""
+        self._count("add", len(key))
+        self.keys.add(key)
+        return self.size
+
+    def delete_key(self, key: str, /) -> bool:
+        """Forget a key."""
+        self._count("delete_key", len(key))
+        return self.values.pop(key, None) is not None
+
+    def _count(self, call: str, size: int) -> None:
+        self.calls[call] += 1
+        self.moved_bytes += size
+
+
+class AnsweringStore(CountingStore):
+    """Rank 0 has answered as soon as a rank says hello."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key."""
+        super().set(key, value)
+        if key.startswith("hello/"):
+            self.values[f"answer/{key.partition('/')[2]}"] = f"{value.split()[0]} meeting".encode()
+
+
+def start_over_store(size: int, rank: int) -> CountingStore:
+    """Meet the other ranks and join a first call, as ``engine.initialize`` and the first evaluation do."""
+    host, digest = CountingStore(size), sha256(json.dumps(GIVEN).encode()).hexdigest()
+    host.values |= {f"hello/{other}": f"word{other} {digest}".encode() for other in range(1, size)}
+    meeting = Meeting(host, 0, size, "a store", 60.0)
+    assert meeting.meet(GIVEN) is None
+    store = host
+    if rank:
+        store = AnsweringStore(size)
+        store.values["meeting/verdict"] = host.values[f"{meeting.name}/verdict"]
+        assert Meeting(store, rank, size, "a store", 60.0).meet(GIVEN) is None
+    JointCalls(store, rank, size, 60.0).join("eval_batch")
+    return store

@@ -1,0 +1,81 @@
+"""The grids of worlds of 64 to 16,384 ranks, and the model on them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from engine.config import Config, load_config
+from engine.launch.planner.plan_request import ModelSource
+from engine.launch.planner.planned_model import build_model
+from engine.parallel.grid import Grid
+from engine.planning.cost_model.decoder_shape import DecoderShape
+from engine.planning.plan import Plan
+
+TRILLION = DecoderShape(layers=128, width=25600, heads=160, vocabulary=51200, context=2048)
+"""The decoder of 1 T parameters of Narayanan et al. 2021, table 1."""
+SMALL = DecoderShape(layers=128, width=16, heads=8, vocabulary=64, context=8)
+"""As many blocks, which fit into a test."""
+BUCKET = 64_000_000
+"""Elements of a reduction, as ``trine plan`` takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledWorld:
+    """A number of ranks and how they are divided."""
+
+    pp: int
+    dp: int
+    tp: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.tp
+
+    def grid(self, rank: int) -> Grid:
+        """As a rank sees it."""
+        return Grid(self.pp, self.dp, self.tp, rank)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that are looked at: the first, one of the middle of every axis, the last."""
+        middle = self.grid(0).rank_at(self.pp // 2, self.dp // 2, self.tp // 2)
+        return tuple(sorted({0, middle, self.size - 1}))
+
+    def settings(self) -> Mapping[str, Any]:
+        """The configuration: two microbatches of a row for each stage of the pipeline, ZeRO 1."""
+        return {
+            "train_batch_size": 2 * self.pp * self.dp,
+            "train_micro_batch_size_per_gpu": 1,
+            "parallel": {"pipeline": self.pp, "data": self.dp, "tensor": self.tp},
+            "zero_optimization": {"stage": 1, "reduce_bucket_size": BUCKET},
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "activation_checkpointing": {"mode": "full"},
+            "watchdog": {"timeout_seconds": None},
+        }
+
+    def config(self) -> Config:
+        """The same, resolved."""
+        return load_config(self.settings(), self.size)
+
+    def plan(self, shape: DecoderShape = TRILLION) -> Plan:
+        """The plan of a decoder."""
+        return build_model(ModelSource(decoder=shape, shape=shape, context=shape.context)).plan(self.config())
+
+    def __str__(self) -> str:
+        return f"{self.size:,} = tp{self.tp} x pp{self.pp} x dp{self.dp}"
+
+
+WORLDS: Mapping[int, ScaledWorld] = MappingProxyType(
+    {
+        64: ScaledWorld(pp=8, dp=1, tp=8),
+        512: ScaledWorld(pp=8, dp=8, tp=8),
+        1024: ScaledWorld(pp=8, dp=16, tp=8),
+        3072: ScaledWorld(pp=64, dp=6, tp=8),
+        4096: ScaledWorld(pp=8, dp=64, tp=8),
+        16384: ScaledWorld(pp=8, dp=256, tp=8),
+    }
+)
+"""By size. Data ranks alone grow, except in the world whose pipeline has 64 stages."""

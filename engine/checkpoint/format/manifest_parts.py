@@ -1,0 +1,377 @@
+"""Manifests of many ranks: an index that every rank reads, and parts that a rank reads when it needs them.
+
+    COMMIT                 sha256 of
+    manifest.json          dtype and shape of every tensor: grows with the model alone; sha256 of
+    index/tensors-N.json   the pieces of some tensors, as runs, in files by number
+    index/files-N.json     the files with some numbers: name, size, and sha256 of
+    checksums.safetensors  the hashes of the blocks of a file, as a slice of the file of all hashes
+
+So a rank reads and parses hardly more in a world of 16,384 ranks than in one of 64, and each byte that it reads is
+checked from COMMIT on. A manifest of few pieces is one file (:mod:`~engine.checkpoint.format.manifest`).
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from engine.checkpoint.format.checked_blocks import HashSlice
+from engine.checkpoint.format.manifest import (
+    INDEXED,
+    LIMIT,
+    FileNames,
+    Manifest,
+    StoredPiece,
+    StoredTensor,
+    check_cover,
+    check_file_name,
+    check_version,
+    dumped,
+    head_of,
+    head_to_json,
+    piece_from_json,
+    piece_to_json,
+)
+from engine.checkpoint.format.pieces import Part, Piece, PieceRun
+from engine.checkpoint.format.safetensors_file import read_kind
+from engine.checkpoint.format.strict_json import Fields, dump, natural, parse
+from engine.errors import CheckpointError
+
+FOLDER = "index"
+PIECES, FILES = 1 << 13, 1 << 11
+"""Most runs of pieces, unless one tensor has more, and most files of a part: about 1 MiB and 0.4 MiB."""
+
+ReadPart = Callable[[str, int], bytes | bytearray]
+"""Reads a file of the checkpoint by name, of so many bytes at most."""
+
+
+# ------------------------------------------------------------------------------------------------ runs of pieces
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A run of pieces, in files of equal distance."""
+
+    run: PieceRun
+    key: str
+    file: int
+    """Number of the file of the first piece."""
+    step: int = 1
+
+
+class StoredRuns(Sequence[StoredPiece]):
+    """The pieces of a tensor, made when they are asked for."""
+
+    def __init__(self, runs: Sequence[StoredRun], files: FileNames) -> None:
+        self._runs, self._files = runs, files
+
+    def __len__(self) -> int:
+        return sum(one.run.count for one in self._runs)
+
+    @overload
+    def __getitem__(self, index: int) -> StoredPiece: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StoredPiece]: ...
+
+    def __getitem__(self, index: int | slice) -> StoredPiece | Sequence[StoredPiece]:
+        return tuple(self)[index]
+
+    def __iter__(self) -> Iterator[StoredPiece]:
+        for one in self._runs:
+            yield from self._stored(one, range(one.run.count))
+
+    def sharing(self, want: Piece) -> Iterator[StoredPiece]:
+        """The pieces that may share elements with ``want``."""
+        for one in self._runs:
+            yield from self._stored(one, one.run.sharing(want))
+
+    def _stored(self, one: StoredRun, indices: range) -> Iterator[StoredPiece]:
+        for index in indices:
+            yield StoredPiece(self._files[one.file + index * one.step], one.key, one.run.piece(index))
+
+
+def sharing(tensor: StoredTensor, want: Piece) -> Iterable[StoredPiece]:
+    """The pieces of a tensor that may share elements with ``want``; those that surely share none may be left out."""
+    return tensor.pieces.sharing(want) if isinstance(tensor.pieces, StoredRuns) else tensor.pieces
+
+
+def fold(pieces: Iterable[StoredPiece], number: Mapping[str, int]) -> list[StoredRun]:
+    """The pieces of a tensor as runs."""
+    groups: dict[tuple[str, Part], list[StoredPiece]] = {}
+    for stored in pieces:
+        groups.setdefault((stored.key, stored.piece.part), []).append(stored)
+    return [run for (key, _), members in groups.items() for run in _fold_part(key, members, number)]
+
+
+def _fold_part(key: str, members: list[StoredPiece], number: Mapping[str, int]) -> Iterator[StoredRun]:
+    """The pieces of one part. Millions of pieces take this path on rank 0, so a run is made when it has ended."""
+    members.sort(key=lambda stored: (stored.piece.start, stored.piece.stop))
+    first, base, step, count, size = members[0].piece, number[members[0].file], 1, 1, members[0].piece.elements
+    for stored in members[1:]:
+        piece, file = stored.piece, number[stored.file]
+        ahead = file == base + count * step if count > 1 else file > base
+        if ahead and size and piece.start == first.start + count * size and piece.stop == piece.start + size:
+            step = file - base if count == 1 else step
+            count += 1
+            continue
+        yield StoredRun(PieceRun(first, count), key, base, step)
+        first, base, step, count, size = piece, file, 1, 1, piece.elements
+    yield StoredRun(PieceRun(first, count), key, base, step)
+
+
+def run_to_json(stored: StoredRun) -> dict[str, Any]:
+    """JSON of a run: of its first piece, and how many there are in which files."""
+    told = piece_to_json(StoredPiece("", stored.key, stored.run.first), stored.file)
+    return told if stored.run.count == 1 else told | {"step": stored.step, "count": stored.run.count}
+
+
+def runs_from_json(values: Sequence[Any], shape: tuple[int, ...], files: FileNames, what: str) -> StoredRuns:
+    """The inverse, for a tensor of ``shape``: every run is checked, and that the pieces cover the tensor once."""
+    runs = [_run(value, shape, len(files), what) for value in values]
+    found, wholes = StoredRuns(runs, files), _wholes(runs)
+    check_cover(what, shape, list(found) if wholes is None else wholes)
+    return found
+
+
+def _run(value: Any, shape: tuple[int, ...], files: int, what: str) -> StoredRun:
+    fields = Fields(value, what)
+    stored, file = piece_from_json(value, shape, "", what), fields.count("file")
+    single = fields.any("count") is None
+    step, count = (1, 1) if single else (fields.count("step"), fields.count("count"))
+    run = PieceRun(stored.piece, count)
+    if not single and (step < 1 or count < 2 or not stored.piece.elements):
+        raise CheckpointError(f"{what}: {count} pieces of every {step} files are no run; the file is damaged.")
+    if file + (count - 1) * step >= files:
+        raise CheckpointError(f"{what}: file number {file + (count - 1) * step} is not below {files}; it is damaged.")
+    if run.piece(count - 1).stop > stored.piece.part.elements:
+        raise CheckpointError(f"{what}: a run of {count} pieces ends outside the part; the file is damaged.")
+    return StoredRun(run, stored.key, file, step)
+
+
+def _wholes(runs: Sequence[StoredRun]) -> list[StoredPiece] | None:
+    """One piece for each part, if the runs of each part cover it once, one behind the other; None if they do not."""
+    ends: dict[Part, int] = {}
+    for run in sorted((one.run for one in runs), key=lambda run: run.first.start):
+        if run.first.start != ends.get(run.first.part, 0):
+            return None
+        ends[run.first.part] = run.piece(run.count - 1).stop
+    if any(end != part.elements for part, end in ends.items()):
+        return None
+    return [StoredPiece("", "", part.whole()) for part in ends]
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes, dict[str, bytes]]:
+    """The index, and the parts by the names of their files.
+
+    Raises:
+        CheckpointError: a value cannot be expressed in JSON.
+    """
+    names = sorted(manifest.files)
+    number = {name: index for index, name in enumerate(names)}
+    parts: dict[str, bytes] = {}
+    tensors: dict[str, Any] = {}
+    runs = {name: fold(tensor.pieces, number) for name, tensor in manifest.tensors.items()}
+    for part, members in enumerate(_divided(runs)):
+        told = {}
+        for name in members:
+            tensor = manifest.tensors[name]
+            kind = {"dtype": tensor.kind.dtype, "shape": list(tensor.kind.shape)}
+            told[name] = kind | {"pieces": [run_to_json(run) for run in runs[name]]}
+            tensors[name] = kind | {"part": part}
+        parts[_tensor_part(part)] = dump({"tensors": told})
+    for part, start in enumerate(range(0, len(names), FILES)):
+        rows = [
+            [name, manifest.files[name], slices[name].start, slices[name].sha256]
+            for name in names[start : start + FILES]
+        ]
+        parts[_file_part(part)] = dump({"files": rows})
+    entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in parts.items()}
+    head = head_to_json(manifest, f"{INDEXED}.0") | {
+        "tensors": tensors,
+        "tensor_parts": [entry for name, entry in entries.items() if name.startswith(f"{FOLDER}/tensors")],
+        "file_parts": [
+            entries[_file_part(part)] | {"first": first} for part, first in enumerate(names[::FILES])
+        ],
+        "file_count": len(names),
+    }  # fmt: skip
+    return dumped(head), parts
+
+
+def _divided(tensors: Mapping[str, Sequence[StoredRun]]) -> Iterator[list[str]]:
+    """Names of tensors in the order of their parameters, so that a stage reads few parts."""
+    order = {name: place for place, name in enumerate(tensors)}
+    first: dict[str, int] = {}
+    for name in tensors:
+        first.setdefault(name.partition("/")[2], order[name])
+    members, pieces = list[str](), 0
+    for name in sorted(tensors, key=lambda name: (first[name.partition("/")[2]], order[name])):
+        if members and pieces + len(tensors[name]) > PIECES:
+            yield members
+            members, pieces = [], 0
+        members.append(name)
+        pieces += len(tensors[name])
+    if members:
+        yield members
+
+
+def _tensor_part(number: int) -> str:
+    return f"{FOLDER}/tensors-{number:05d}.json"
+
+
+def _file_part(number: int) -> str:
+    return f"{FOLDER}/files-{number:05d}.json"
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+class _Parts:
+    """Parts of one kind, each read, checked and parsed at most once."""
+
+    def __init__(self, entries: list[Any], name: Callable[[int], str], read: ReadPart, what: str) -> None:
+        self._entries = [Fields(entry, what) for entry in entries]
+        self._name, self._read = name, read
+        self.read: dict[int, Fields] = {}
+        """Those that have been read, by number."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def part(self, number: int) -> Fields:
+        """The contents of a part.
+
+        Raises:
+            CheckpointError: it is not the file that the index names.
+        """
+        if number not in self.read:
+            name, entry = self._name(number), self._entries[number]
+            size = entry.count("bytes")
+            data = self._read(name, min(size, LIMIT))
+            if len(data) != size or hashlib.sha256(data).hexdigest() != entry.text("sha256"):
+                raise CheckpointError(f"{name} is damaged: its length or sha256 differs from that in the manifest.")
+            self.read[number] = Fields(parse(data, name), name)
+        return self.read[number]
+
+
+class IndexedFiles(Mapping[str, int]):
+    """Sizes of files by name; a part is read when one of its files is asked for."""
+
+    def __init__(self, fields: Fields, read: ReadPart) -> None:
+        entries = fields.list("file_parts")
+        self._count, self._what = fields.count("file_count"), fields.what
+        self._firsts = [Fields(entry, fields.what).text("first") for entry in entries]
+        self._parts = _Parts(entries, _file_part, read, fields.what)
+        self._rows: dict[int, dict[str, tuple[int, HashSlice]]] = {}
+        if len(entries) != -(-self._count // FILES) or self._firsts != sorted(self._firsts):
+            raise CheckpointError(f"{fields.what} is damaged: its parts do not hold its {self._count} files.")
+
+    def __getitem__(self, name: str) -> int:
+        return self._row(name)[0]
+
+    def __iter__(self) -> Iterator[str]:
+        for number in range(len(self._parts)):
+            yield from self._part(number)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def names_of(self, number: int) -> list[str]:
+        """Names of the files of a part, in order."""
+        return list(self._part(number))
+
+    def slice_of(self, name: str) -> HashSlice:
+        """Where its hashes are."""
+        return self._row(name)[1]
+
+    def _row(self, name: str) -> tuple[int, HashSlice]:
+        number = bisect_right(self._firsts, name) - 1
+        if number < 0:
+            raise KeyError(name)
+        return self._part(number)[name]
+
+    def _part(self, number: int) -> dict[str, tuple[int, HashSlice]]:
+        if number not in self._rows:
+            fields, rows = self._parts.part(number), dict[str, tuple[int, HashSlice]]()
+            for row in fields.list("files"):
+                name, size, start, digest = row if isinstance(row, list) and len(row) == 4 else ("", 0, 0, "")
+                check_file_name(name, rows, fields.what)
+                place = HashSlice(natural(start, fields.what), str(digest))
+                rows[name] = (natural(size, fields.what), place)
+            wanted = min(FILES, self._count - number * FILES)
+            if len(rows) != wanted or next(iter(rows)) != self._firsts[number] or list(rows) != sorted(rows):
+                raise CheckpointError(f"{fields.what} is damaged: it does not hold the {wanted} files of its part.")
+            self._rows[number] = rows
+        return self._rows[number]
+
+
+class _Names:
+    """The names of files by number, as a list has them."""
+
+    def __init__(self, files: IndexedFiles) -> None:
+        self._files = files
+        self._known: dict[int, list[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, number: int) -> str:
+        part = number // FILES
+        if part not in self._known:
+            self._known[part] = self._files.names_of(part)
+        return self._known[part][number % FILES]
+
+
+class IndexedTensors(Mapping[str, StoredTensor]):
+    """Tensors by name; a part is read when one of its tensors is asked for."""
+
+    def __init__(self, fields: Fields, files: IndexedFiles, read: ReadPart) -> None:
+        given = fields.each("tensors", lambda value, where: Fields(value, where))
+        self.kinds = {name: read_kind(one) for name, one in given.items()}
+        """Dtype and shape of every tensor, from the index."""
+        self._part_of = {name: one.count("part") for name, one in given.items()}
+        self._parts = _Parts(fields.list("tensor_parts"), _tensor_part, read, fields.what)
+        self._names = _Names(files)
+        self._known: dict[str, StoredTensor] = {}
+        if any(part >= len(self._parts) for part in self._part_of.values()):
+            raise CheckpointError(f"{fields.what} is damaged: a tensor is in a part that it does not have.")
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        if name not in self._known:
+            fields = self._parts.part(self._part_of[name])
+            where = f"{fields.what}: {name}"
+            told, kind = Fields(fields.object("tensors").get(name), where), self.kinds[name]
+            if read_kind(told) != kind:
+                raise CheckpointError(f"{where} is {read_kind(told)}, and {kind} in the index; the file is damaged.")
+            pieces = runs_from_json(told.list("pieces"), kind.shape, self._names, where)
+            self._known[name] = StoredTensor(kind, pieces)
+        return self._known[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.kinds
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kinds)
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
+def from_index(fields: Fields, read: ReadPart) -> Manifest:
+    """The manifest of an index; its parts are read when they are needed.
+
+    Raises:
+        CheckpointError: the index is damaged; later, when a part is.
+    """
+    check_version(fields, INDEXED)
+    files = IndexedFiles(fields, read)
+    return head_of(fields, IndexedTensors(fields, files, read), files)
+
+
+def is_indexed(fields: Fields) -> bool:
+    """Whether the manifest is in parts."""
+    return str(fields.any("version")).split(".")[0] == str(INDEXED)

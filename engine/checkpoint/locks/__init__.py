@@ -1,0 +1,1 @@
+"""Locks on folders of checkpoints, which outlive nobody."""
