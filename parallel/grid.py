@@ -97,16 +97,21 @@ class Grid:
         here = self.coord(rank)
         if axis == "replica":
             return tuple(self.rank_at(pp, here.dp, tp) for pp in range(self.pp) for tp in range(self.tp))
-        return tuple(self.rank_at(**here._replace(**{axis: i})._asdict()) for i in range(self.size(axis)))
+        steps = {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}
+        first = self.rank_at(*here) - getattr(here, axis) * steps[axis]
+        return tuple(range(first, first + self.size(axis) * steps[axis], steps[axis]))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
-        """Every group of peers along ``axis``; each rank is in exactly one of them."""
-        seen: set[int] = set()
-        for rank in range(self.world_size):
-            if rank not in seen:
-                group = self.peers(axis, rank)
-                seen.update(group)
-                yield group
+        """Every group of peers along ``axis``, in order of their first ranks; each rank is in exactly one of them."""
+        plane = self.dp * self.tp
+        firsts: Mapping[Axis, Iterable[int]] = {
+            "pp": range(plane),
+            "dp": (stage * plane + tp for stage in range(self.pp) for tp in range(self.tp)),
+            "tp": range(0, self.world_size, self.tp),
+            "replica": range(0, plane, self.tp),
+            "world": range(1),
+        }
+        return (self.peers(axis, rank) for rank in firsts[axis])
 
     def __str__(self) -> str:
         order = f" in the order {self.order}" if self.order != "tp-dp-pp" else ""

@@ -1,5 +1,6 @@
-"""The grids of worlds of 64 to 16,384 ranks, and the model on them."""
+"""The grids of worlds of 64 to 16,384 ranks, and the model on them. As a module it makes the plan of one of them."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -79,3 +80,7 @@ WORLDS: Mapping[int, ScaledWorld] = MappingProxyType(
     }
 )
 """By size. Data ranks alone grow, except in the world whose pipeline has 64 stages."""
+
+if __name__ == "__main__":
+    scaled = WORLDS[int(sys.argv[1])]
+    scaled.plan().rank(scaled.size - 1)

@@ -65,7 +65,7 @@ def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
     if len(hosts) != grid.world_size:
         raise GridError(f"{len(hosts)} ranks have a host, and the grid has {grid.world_size}; give one host for each.")
     axes: tuple[Axis, ...] = ("tp", "dp", "replica", "world")
-    groups = list(grid.groups("tp"))
+    groups, lines = list(grid.groups("tp")), list(grid.groups("pp"))
     patterns: tuple[Pattern, ...] = ("ring", "direct")
     return AxisLinks(
         collectives={
@@ -75,7 +75,7 @@ def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
             for pattern in patterns
         },
         hops={
-            (source, target): _hop(grid, (source, target), hosts, links)
+            (source, target): _hop(lines, (source, target), hosts, links)
             for source in range(grid.pp)
             for target in range(grid.pp)
             if source != target
@@ -125,8 +125,8 @@ def _leaving(shares: Iterable[_Share], hosts: Sequence[str]) -> dict[str, float]
     return found
 
 
-def _hop(grid: Grid, ends: tuple[int, int], hosts: Sequence[str], links: HostLinks) -> LinkSpeed:
-    flows = [(line[ends[0]], line[ends[1]], 1.0) for line in grid.groups("pp")]
+def _hop(lines: Sequence[Sequence[int]], ends: tuple[int, int], hosts: Sequence[str], links: HostLinks) -> LinkSpeed:
+    flows = [(line[ends[0]], line[ends[1]], 1.0) for line in lines]
     if leaving := _leaving(flows, hosts):
         return LinkSpeed(links.between.latency, min(links.within.rate, links.between.rate / max(leaving.values())))
     return links.within

@@ -23,6 +23,7 @@ from engine.errors import CheckpointError
 from tests.engine.checkpoint.fake_ranks import FakeRun, random_tensors
 from tests.engine.checkpoint.format.test_manifest import manifests
 from tests.engine.checkpoint.test_grids import CELLS, loads, run_on
+from tests.selection import wide
 
 SLICE = HashSlice(8, "0" * 64)
 
@@ -192,7 +193,7 @@ def saved(run: FakeRun, folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize("cell", [(2, 1, 2, 1), (1, 4, 1, 0), (4, 1, 1, 3)])
+@pytest.mark.parametrize("cell", [(2, 1, 2, 1), wide((1, 4, 1, 0)), wide((4, 1, 1, 3))])
 def test_a_checkpoint_in_parts_loads_on_any_grid(cell: tuple[int, int, int, int], tmp_path: Path) -> None:
     run = run_on(cell)
     logical = random_tensors([run_on((1, 1, 1, 0))])
