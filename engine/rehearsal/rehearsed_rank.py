@@ -23,7 +23,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
-from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
+from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.planning.activation_memory.live_storages import LiveStorages
 from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.plan import Plan
@@ -80,39 +80,49 @@ class RehearsedRank:
         given = replace(given, changes=change_forwards(copied, plan.config, CPU, given.patches, kernels))
         take_content(copied, self._mode)
         grid = plan.grid(rank)
-        self._comm = Comm(grid, AlikeRanks(grid))
+        self._comm = Comm(grid, AlikeRanks(grid, exchanges=kernels is None))
         self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, self._example)
         self._pp = grid.coord().pp
         self.live = LiveStorages(partial(_gathered_bytes, self._runtime))
 
     def step(self) -> RehearsedStep:
-        """Play a step to warm up, then one that counts."""
+        """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
+        found: dict[tuple[Op, int, int], ActionMemory] = {}
+        end_rise, row = 0, self._plan.schedule.per_rank[self._pp]
         with self.live, torch.enable_grad():
-            self._play(1)
+            self._play(short_row(row, 1, splits=True))
+            self._reduce()
             base = self.live.bytes
-            found, end_rise = self._play(min(3, self._plan.schedule.microbatches))
+            for splits in sorted({action.op is Op.BACKWARD_INPUT for action in row}):
+                actions = short_row(row, min(3, self._plan.schedule.microbatches), splits)
+                found |= self._play(actions)
+                end_rise = max(end_rise, self._reduce())
         return RehearsedStep(actions=found, base=base, end_rise=end_rise)
 
-    def _play(self, microbatches: int) -> tuple[dict[tuple[Op, int, int], ActionMemory], int]:
-        runtime, live, schedule = self._runtime, self.live, self._plan.schedule
-        actions = short_row(schedule, self._pp, microbatches)
+    def _play(self, actions: Sequence[Action]) -> dict[tuple[Op, int, int], ActionMemory]:
+        runtime = self._runtime
+        microbatches = 1 + max(action.microbatch for action in actions)
         zero = torch.zeros((), dtype=torch.float64)
         state = StepState(started=0.0, sent=Tally(), loss=zero, weight=zero.clone(), scale=1.0)
         given = [map_tensors(self._example, Tensor.clone) for _ in range(microbatches)]
         runner = StepMicrobatches(runtime, state, given, lambda index: (0, 0, index), "train")
         runner.trace_all()
-        transport = RehearsedTransport(schedule.rank_of_stage, live, lambda: self._mode)
+        transport = RehearsedTransport(self._plan.schedule.rank_of_stage, self.live, lambda: self._mode)
         executor, found = Executor(transport), {}
-        row = RankSchedule(actions, tuple(one for one in actions if one.op is not Op.BACKWARD_WEIGHT), ())
+        row = RankSchedule(tuple(actions), tuple(one for one in actions if one.op is not Op.BACKWARD_WEIGHT), ())
         with runtime.running(), runtime.passes(row):
             for action in actions:
                 memory = self._act(executor, action, runner, transport)
                 for place in _places(action.microbatch, microbatches):
                     found[action.op, action.stage, place] = memory
         transport.finish()
-        live.mark()
-        runtime.finish()
-        return found, live.peak - live.bytes
+        return found
+
+    def _reduce(self) -> int:
+        """Most bytes while gradients are reduced behind the last action, above those afterwards."""
+        self.live.mark()
+        self._runtime.finish()
+        return self.live.peak - self.live.bytes
 
     def _act(
         self, executor: Executor, action: Action, runner: StepMicrobatches, transport: RehearsedTransport
@@ -126,16 +136,19 @@ class RehearsedRank:
         return ActionMemory(rise=peak - before, left=left, sent=held - self.live.bytes, **notes)
 
 
-def short_row(schedule: Schedule, pp: int, microbatches: int) -> tuple[Action, ...]:
-    """Actions of the stages of a pipeline rank for a few microbatches, one microbatch after another."""
-    row, stages = schedule.per_rank[pp], schedule.stages_of_rank[pp]
-    split = {action.stage for action in row if action.op is Op.BACKWARD_INPUT}
+def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[Action, ...]:
+    """A row of the same stages for a few microbatches, one after another; ``splits``: where ``row`` splits backwards.
+
+    Forwards in the order of stages, backwards in the opposite one.
+    """
+    stages = sorted({action.stage for action in row})
     found: list[Action] = []
     for microbatch in range(microbatches):
         found += [Action(Op.FORWARD, stage, microbatch) for stage in stages]
         for stage in reversed(stages):
-            ops = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if stage in split else (Op.BACKWARD,)
-            found += [Action(op, stage, microbatch) for op in ops]
+            parts = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+            split = splits and any(action.op in parts and action.stage == stage for action in row)
+            found += [Action(op, stage, microbatch) for op in (parts if split else (Op.BACKWARD,))]
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from engine.parallel.comm.backend import RecordingBackend, Wait
-from engine.parallel.grid import Axis
+from engine.parallel.grid import Axis, Grid
 
 CPU = torch.device("cpu")
 
@@ -44,9 +44,36 @@ def _shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 class AlikeRanks(RecordingBackend):
-    """Moves nothing: every other rank seems to hold and do what this one does."""
+    """Moves nothing: every other rank seems to hold and do what this one does.
+
+    Args:
+        exchanges: reduce-scatters take a second tensor until they are waited for, as those of gloo do.
+    """
+
+    def __init__(self, grid: Grid, exchanges: bool) -> None:
+        super().__init__(grid)
+        self._exchanges = exchanges
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Leave this rank's slice of ``full`` in ``shard``."""
+        if not self._exchanges or axis == "tp":  # which shares memory
+            return super().reduce_scatter(shard, full, axis)
+        received, ranks = torch.empty_like(full), self._grid.size(axis)
+
+        def finish() -> None:
+            first, *others = received.view(ranks, -1)
+            total = first.float() if first.element_size() < 4 else first
+            for other in others:
+                total += other
+            shard.copy_(total)
+
+        return finish
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
         """Copy ``shard`` to every slice of ``full``."""
-        full.view(self._grid.size(axis), -1).copy_(shard.reshape(1, -1))
+        super().all_gather(full, shard, axis)
+        own = self._own(full, axis)
+        for index, part in enumerate(full.view(self._grid.size(axis), -1)):
+            if index != self._grid.index(axis):
+                part.copy_(own)
         return lambda: None

@@ -53,7 +53,7 @@ class LivePeak(NamedTuple):
 
 
 MemoryOf = Callable[[Action, int, int], ActionMemory]
-"""Memory of an action that is the n-th (from 0) of so many of its stage and operation in the row."""
+"""Memory of an action that is the n-th (from 0) of so many of its stage in the row; B and I count together, B and W."""
 
 
 class _Level:
@@ -119,15 +119,17 @@ def peak_of_row(
 
 
 def _memories(actions: Sequence[Action], memory_of: MemoryOf) -> list[ActionMemory]:
-    totals = Counter(_kind(action) for action in actions)
-    seen = Counter[tuple[Op, int]]()
+    totals = Counter(kind for action in actions for kind in _kinds(action))
+    seen = Counter[tuple[int, str]]()
     found = []
     for action in actions:
-        kind = _kind(action)
-        found.append(memory_of(action, seen[kind], totals[kind]))
-        seen[kind] += 1
+        kinds = _kinds(action)
+        found.append(memory_of(action, seen[kinds[0]], totals[kinds[0]]))
+        seen.update(kinds)
     return found
 
 
-def _kind(action: Action) -> tuple[Op, int]:
-    return action.op, action.stage
+def _kinds(action: Action) -> tuple[tuple[int, str], ...]:
+    """What is counted of a stage: forwards, backwards that begin, and weight gradients that are done."""
+    words = {Op.FORWARD: ("F",), Op.BACKWARD: ("begun", "done"), Op.BACKWARD_INPUT: ("begun",)}
+    return tuple((action.stage, word) for word in words.get(action.op, ("done",)))
