@@ -53,6 +53,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             weakref.finalize(storage, self._forget, number).atexit = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked of a tensor without content for every look at its device
+            return func(*args, **(kwargs or {}))
         older = {_number(leaf) for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
