@@ -29,7 +29,7 @@ from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, map_tensors
 from engine.rehearsal.rehearsed_transport import RehearsedTransport
-from engine.rehearsal.shapes_alone import CPU, AlikeRanks, shape_mode, take_content
+from engine.rehearsal.shapes_alone import CPU, AlikeRanks, MissingShapes, shape_mode, take_content
 from engine.step.microbatches import StepMicrobatches
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
@@ -89,7 +89,7 @@ class RehearsedRank:
         """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self._plan.schedule.per_rank[self._pp]
-        with self.live, torch.enable_grad():
+        with self.live, MissingShapes(), torch.enable_grad():
             self._play(short_row(row, 1, splits=True))
             self._reduce()
             base = self.live.bytes

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.parallel.comm.backend import RecordingBackend, Wait
 from engine.parallel.grid import Axis, Grid
@@ -41,6 +42,23 @@ def _parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
 
 def _shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return FakeTensor(mode, torch.empty_like(tensor.detach(), device="meta"), CPU)
+
+
+class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shapes of operators that run on the CPU, and that torch's own rules for tensors without content refuse."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
+            return _grouped(args[0], args[1], (kwargs or {}).get("offs", args[2] if len(args) > 2 else None))
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
+    """Rows sorted by group meet one matrix each; two matrices whose inner dim is sorted give one for each group."""
+    shape = (left.shape[-2], right.shape[-1])
+    if left.ndim == right.ndim and ends is not None and left.ndim == 2:
+        return left.new_empty((len(ends), *shape))
+    return left.new_empty((left.shape[0], *shape) if left.ndim == right.ndim == 3 else shape)
 
 
 class AlikeRanks(RecordingBackend):

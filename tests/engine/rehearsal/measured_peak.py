@@ -45,7 +45,6 @@ FAMILIES: Mapping[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: hugging_face(
         "GPT2LMHeadModel", n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
     ),
-    "gemma2": lambda: hugging_face("Gemma2ForCausalLM", **GROUPED, head_dim=8, query_pre_attn_scalar=8),
     "t5": lambda: hugging_face(
         "T5ForConditionalGeneration", d_model=WIDTH, d_kv=8, d_ff=2 * WIDTH, num_layers=LAYERS // 2, num_heads=4,
         decoder_start_token_id=0, pad_token_id=0,

@@ -31,11 +31,9 @@ RunRanks = Callable[..., list[Any]]
 MOST = 0.05
 """Of the measured bytes, by which a prediction may differ."""
 WAYS: Mapping[str, Way] = {
-    "one rank": Way(),
     "one rank, full recomputation, bf16": Way(recompute={"mode": "full"}, bf16=True),
     "dp2, ZeRO 1, selective recomputation": Way(dp=2, stage=1, recompute={"mode": "selective"}),
     "dp2, ZeRO 2 of every microbatch": Way(dp=2, stage=2, reduce="microbatch"),
-    "dp2, ZeRO 3, bf16": Way(dp=2, stage=3, bf16=True),
     "dp2, ZeRO 3, full recomputation": Way(dp=2, stage=3, recompute={"mode": "full"}),
     "tp2": Way(tp=2),
     "tp2, sequence parallel": Way(tp=2, sequence=True),
@@ -44,7 +42,6 @@ WAYS: Mapping[str, Way] = {
     "pp2, zb-h1": Way(pp=2, schedule="zb-h1", microbatches=6),
     "pp2, zb-v, full recomputation": Way(pp=2, schedule="zb-v", virtual=2, recompute={"mode": "full"}),
     "dp2 x pp2, ZeRO 1, bf16": Way(dp=2, pp=2, stage=1, bf16=True),
-    "dp2 x tp2, ZeRO 2": Way(dp=2, tp=2, stage=2),
     "tp2 x pp2, gpipe": Way(tp=2, pp=2, schedule="gpipe"),
 }
 
@@ -57,7 +54,7 @@ def check(run_ranks: RunRanks, family: str, way: Way) -> PeakPair:
     return max(found, key=lambda pair: abs(pair.error))
 
 
-@pytest.mark.parametrize("way", ["one rank", "pp2, zb-h1"])
+@pytest.mark.parametrize("way", ["one rank, full recomputation, bf16", "pp2, zb-h1"])
 def test_a_decoder_holds_what_is_predicted(run_ranks: RunRanks, way: str) -> None:
     assert check(run_ranks, "decoder", WAYS[way]).measured > 100_000
 
