@@ -13,8 +13,7 @@ from engine.planning.cost_model.memory import CONTEXT_BYTES, SLACK
 from engine.planning.plan import Plan
 from engine.planning.step_time.plan_costs import PlanCosts
 from engine.program.batch import map_tensors
-from engine.rehearsal.planned_kernels import PlannedKernels
-from engine.rehearsal.rank_forecast import RankForecast, forecast_rank
+from engine.rehearsal.rank_forecast import PlannedKernels, RankForecast, forecast_rank
 
 MOST_LEAVES = 2000
 """Modules without children, over all pipeline ranks that are counted: about ten milliseconds each."""
@@ -48,7 +47,8 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
         for rank, forecast in zip(costs.memory, found, strict=True)
     )
     where = ", ".join(f"{one.peak.bytes / 2**20:,.1f} MiB in {one.peak.action}" for one in found)
-    return replace(costs, memory=memory), f"activations and buffers of each pipeline rank by storages on shapes: {where}"
+    words = f"activations and buffers of each pipeline rank, by storages on shapes: {where}"
+    return replace(costs, memory=memory), words
 
 
 def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[RankForecast]:
