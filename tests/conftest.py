@@ -180,3 +180,9 @@ def _deviations(
     yield table
     if request.config.getoption("--write-figures"):
         table.write()
+
+
+@pytest.fixture(scope="session")
+def activation_memory_table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """KiB of live storages at the peak, predicted and measured, by way of running and model."""
+    yield from _deviations("activation-memory", request, "KiB at the peak, predicted / measured")

@@ -16,8 +16,8 @@ from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "resources", "config", "optim", "precision", "program", "planning", "integrity", "step", "checkpoint",
-        "reporting", "watchdog", "build", "data", "models", "inference", "loop", "named_state", "engine", "api",
-        "verify", "deepspeed",
+        "reporting", "watchdog", "build", "rehearsal", "data", "models", "inference", "loop", "named_state", "engine",
+        "api", "verify", "deepspeed",
     ),
     "engine.checkpoint": (
         "locks", "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign",
@@ -112,6 +112,7 @@ BROAD_HANDLERS = {
     ("engine/checkpoint/save.py", "_on_first"): "every rank is sent the sentence, and raises it",
     ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
     ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",
+    ("launch/planner/counted_memory.py", "counted_costs"): "a line of the plan",
     ("engine/planning/profile_calls.py", "run"): "a note of the plan",
     ("engine/planning/step_time/traced_workload.py", "_counted"): "the engine's own trace, which raises it again",
     ("engine/planning/drawn_block.py", "run"): "the block runs again, with the weights whole that its code has read",

@@ -19,6 +19,7 @@ RUN = ("engine/build", "engine/optim", "engine/precision", "engine/program", "en
 STEPS = (*RUN, "benchmarks/peers", "benchmarks/training")
 SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "activation-memory": (*RUN, "engine/planning/activation_memory", "engine/rehearsal"),
         "checkpoint": ("engine/checkpoint", "benchmarks/checkpoint"),
         "faults": ("tests/faults",),
         "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),

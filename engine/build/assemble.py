@@ -109,11 +109,18 @@ def measure_model(model: nn.Module, config: Config, request: Request, example: B
 def build(
     model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
 ) -> RankRuntime:
-    """Check that all ranks were given equal input, then place parameters, install patches and make the optimizer."""
+    """Check that all ranks were given equal input, and assemble this rank. Collective."""
     check_equal(model, plan, comm, device)
+    return assemble_rank(model, plan, comm, device, request, example)
+
+
+def assemble_rank(
+    model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, example: Batch
+) -> RankRuntime:
+    """Place parameters, install patches and make the optimizer, of input that is known to be equal."""
     config, patches, kernels = plan.config, request.patches, request.changes.kernels
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
-    with all_or_none(comm, device):
+    with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
     trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
     buckets, frozen = placed[:trained], placed[trained:]

@@ -47,16 +47,22 @@ def _check_kernels(config: Config, device: torch.device) -> None:
         )
 
 
-def change_forwards(model: nn.Module, config: Config, device: torch.device, patches: ForwardPatches) -> ForwardChanges:
+def change_forwards(
+    model: nn.Module, config: Config, device: torch.device, patches: ForwardPatches, planned: Kernels | None = None
+) -> ForwardChanges:
     """Patch modules with equivalent operators of the engine, and compile blocks, as the configuration says.
 
     Nothing is communicated; all ranks make the same changes.
 
+    Args:
+        planned: choices for a device that is not here, in place of those that ``config`` names for ``device``.
+
     Raises:
         ConfigError: kernels "triton" on a device that cannot run them; ``compile`` for a model without blocks.
     """
-    _check_kernels(config, device)
-    kernels = Kernels(config.kernels)
+    if planned is None:
+        _check_kernels(config, device)
+    kernels = planned or Kernels(config.kernels)
     replaces = kernels.replaces(device)
     found = find_replacements(model, kernels) if replaces else ()
     for _, put_on in found:

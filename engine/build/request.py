@@ -1,6 +1,7 @@
 """Arguments of ``initialize`` beside the model and the configuration."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +44,8 @@ class Request:
     """Changes of the model's forwards that were made before planning."""
     patches: ForwardPatches = field(default_factory=ForwardPatches)
     """Owns every patch of the model."""
+    placing: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Context in which parameters are placed; that of a rehearsal gives them shapes alone."""
 
     def program(self, model: nn.Module, precision: Precision, device: torch.device) -> Program:
         """Model and loss as one function of a microbatch."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -212,7 +213,9 @@ def _multiply(a: Tensor, b: Tensor) -> bool:
 
 def _is_written(into: Tensor, a: Tensor) -> bool:
     """Return whether a kernel can add to ``into`` in place."""
-    aligned = _is_aligned(into.shape[1], into) and not into.data_ptr() % _ALIGNED
+    # a tensor without content has no address; memory of torch's own begins at a multiple
+    address = into.storage_offset() * into.element_size() if isinstance(into, FakeTensor) else into.data_ptr()
+    aligned = _is_aligned(into.shape[1], into) and not address % _ALIGNED
     return into.dtype in (a.dtype, torch.float32) and into.is_contiguous() and aligned
 
 

@@ -63,12 +63,19 @@ def _planned(asked: PlanAsked, config: Config | None) -> Planned:
     return _costed(asked, model, config, settings)
 
 
-def _costed(asked: PlanAsked, model: "_Model", config: Config, settings: dict[str, Any]) -> Planned:
+def _costed(
+    asked: PlanAsked, model: "_Model", config: Config, settings: dict[str, Any], counts: bool = True
+) -> Planned:
+    """``counts``: activations are counted on shapes where that takes seconds; else they are estimated."""
+    from engine.launch.planner.counted_memory import counted_costs
     from engine.planning.step_time.plan_costs import plan_costs
 
     plan = model.built.plan(config)
     work = model.workload(config)
     costs = plan_costs(plan, work, asked.gpu, asked.node)
+    counted = ""
+    if counts:
+        costs, counted = counted_costs(costs, plan, model.built, asked.gpu)
     result = None
     if costs.fullest.total > asked.gpu.memory_bytes:
         result = _searched(asked, work, config)
@@ -76,6 +83,7 @@ def _costed(asked: PlanAsked, model: "_Model", config: Config, settings: dict[st
         asked=asked,
         plan=plan,
         costs=costs,
+        counted=counted,
         settings=settings,
         fits=result is None,
         change=nearest(result, costs.layout) if result is not None else None,
@@ -137,7 +145,8 @@ def _finalists(finals: _Finals, found: SearchResult, top: int) -> Iterator[Plann
             continue
         settings = settings_of(layout, finals.base)
         try:
-            made = _costed(finals.asked, finals.model, load_config(settings, finals.asked.world), settings)
+            config = load_config(settings, finals.asked.world)
+            made = _costed(finals.asked, finals.model, config, settings, counts=False)
         except EngineError as error:
             finals.model.refused.append(f"{layout}: {first_line(error)}")
             if len(finals.model.refused) > 3 * top:

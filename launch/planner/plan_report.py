@@ -26,6 +26,8 @@ class Planned:
     asked: PlanAsked
     plan: "Plan"
     costs: "PlanCosts"
+    counted: str
+    """How activations were counted, in words; empty if they are estimates of the cost model."""
     settings: dict[str, Any]
     """The configuration, where it was not given."""
     fits: bool
@@ -54,6 +56,8 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
     for pp in sorted({0, fullest}):
         where = f"pipeline rank {pp}: " if len(costs.memory) > 1 else ""
         yield "memory", f"{where}{_memory_text(costs.memory[pp])}"
+    if planned.counted:
+        yield "counted", planned.counted
     parts: dict[str, float] = {"computation": costs.time.computation, "bubble": costs.time.bubble}
     parts |= {axis: seconds for axis, seconds in costs.time.communication.items()}
     shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds >= 5e-4 * costs.time.total)

@@ -305,3 +305,4 @@ class _FirstRun(_Run):
     def __exit__(self, *problem: object) -> None:
         super().__exit__(*problem)
         self._hooks.__exit__(*problem)
+        del self._hooks  # it leads back here: a cycle would hold what the block keeps until garbage is collected

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 _TRAINABLE = "_planned_trainable"
 
@@ -32,6 +33,11 @@ class PlaceholderPool:
             with torch.inference_mode(False):  # wherever user code asks first, it serves all that follow
                 self._made[shape, dtype] = placeholder(shape, dtype, self._device)
         return self._made[shape, dtype].data
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """True for torch's own tensors, with or without content; False for classes that change what operations do."""
+    return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
 def is_expanded(tensor: Tensor) -> bool:

@@ -32,6 +32,7 @@ from engine.kernels.ops.bias_activation import activate
 from engine.kernels.ops.linear import LinearForm, added_to_main, linear, product
 from engine.kernels.ops.linear import linear as kernel_linear
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.placeholders import is_plain
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -94,7 +95,7 @@ def deferrable_linear(
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
     """Whether :func:`deferrable_linear` may replace the layer's own product here, which takes an input gradient."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(x) not in (Tensor, nn.Parameter):
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_plain(x):
         return False
     # a tracer that matches operations by name must see torch's own product, in the trace and in the run alike
     if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]

@@ -13,11 +13,12 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map
 
 from engine.errors import EngineError
+from engine.parallel.model.placeholders import is_plain
 from engine.parallel.pipeline.runtime.stage_forward import StageForward, leaves_of
 from engine.parallel.trace.model_trace import FromArgument, FromValue, Recipe
 from engine.parallel.trace.torch_function import Function, Operation, functions_shown_to, user_place, wrapper_among
@@ -157,7 +158,8 @@ class GlueForward(StageForward, TorchFunctionMode):
             return self._of_model[id(tensor)]
         if (
             self._written
-            and type(tensor) is Tensor
+            and is_plain(tensor)
+            and not isinstance(tensor, nn.Parameter)
             and tensor.layout == torch.strided
             and tensor.untyped_storage()._cdata in self._written
         ):

@@ -179,7 +179,7 @@ class ReceiveBuffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lent: dict[int, Tensor] = {}
-        """Buffers in use, by the address of their memory."""
+        """Buffers in use, by the number of their storage."""
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -187,14 +187,23 @@ class ReceiveBuffers:
         shelf = self._free.get((shape, dtype))
         tensor = shelf.pop() if shelf else torch.empty(shape, dtype=dtype, device=self._device)
         if tensor.numel():
-            self._lent[tensor.untyped_storage().data_ptr()] = tensor
+            self._lent[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    def give(self, tensor: Tensor) -> None:
-        """Take back a buffer by any alias, whose holder keeps no other; ignores tensors that are not buffers."""
-        own = self._lent.pop(tensor.untyped_storage().data_ptr(), None)
-        if own is not None and _names(own) <= _OURS:
+    def lent(self, tensor: Tensor) -> bool:
+        """Whether this is a buffer in use."""
+        return tensor.untyped_storage()._cdata in self._lent
+
+    def give(self, tensor: Tensor) -> bool:
+        """Take back a buffer by any alias, whose holder keeps no other; ignores tensors that are not buffers.
+
+        Returns whether it serves again: memory that others hold is left to them.
+        """
+        own = self._lent.pop(tensor.untyped_storage()._cdata, None)
+        ours = own is not None and _names(own) <= _OURS
+        if own is not None and ours:
             self._free.setdefault((tuple(own.shape), own.dtype), []).append(own)
+        return ours
 
     def forget(self) -> None:
         """Leave all buffers in use to their holders."""

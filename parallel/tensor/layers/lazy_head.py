@@ -21,6 +21,7 @@ from engine.errors import PlanError
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.linear_cross_entropy import as_autocast
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.placeholders import is_plain
 from engine.parallel.tensor.deferred_linear import FusedForward, is_conv1d
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.layers.linear import has_plain_forward
@@ -116,6 +117,6 @@ def _can_wait(x: Tensor, weight: Tensor, axis: TensorAxis) -> bool:
     if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
         return False
     seen = x.local if type(x) is GlobalTensor else x
-    plain = type(seen) in (Tensor, nn.Parameter) and seen.device.type != "meta" and weight.device == seen.device
+    plain = is_plain(seen) and seen.device.type != "meta" and weight.device == seen.device
     same = seen.dtype == weight.dtype or torch.is_autocast_enabled(seen.device.type)
     return plain and same and (seen.requires_grad or weight.requires_grad)

@@ -1,5 +1,6 @@
 """Selective activation checkpointing: bit for bit the run that keeps everything, with less memory and no new bytes."""
 
+import gc
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -19,6 +20,7 @@ from engine.parallel.activation_checkpointing.selective import SavedActivations,
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.layers.linear import ColumnLinear, RowLinear
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
+from engine.planning.activation_memory.live_storages import LiveStorages
 from tests import models
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows
@@ -349,6 +351,27 @@ def test_memory_lies_between_all_and_inputs_alone() -> None:
     assert none > default > attention > full
     assert none > half > full
     assert held({"mode": "selective", "save": []}) == full == held({"mode": "selective", "every": 1})
+
+
+@pytest.mark.parametrize("settings", [{"mode": "selective"}, {"mode": "full"}])
+def test_a_backward_gives_back_what_blocks_have_kept(settings: Settings) -> None:
+    """Without a collection of garbage, which comes much later: cycles would hold the tensors of blocks until then."""
+    model = models.decoder(layers=2)
+    config = engine.load_config({"activation_checkpointing": settings}).activation_checkpointing
+    recompute_blocks(model, config, ForwardPatches())
+    tokens, left = torch.arange(24).view(2, 12), []
+    gc.collect()
+    gc.disable()
+    try:
+        with LiveStorages() as live:
+            for _ in range(3):
+                torch.autograd.backward(model(tokens).sum())
+                for parameter in model.parameters():
+                    parameter.grad = None
+                left.append(live.bytes)
+    finally:
+        gc.enable()
+    assert left[0] == left[1] == left[2] < live.peak / 10
 
 
 # ------------------------------------------------------------------------------------------------ refusals

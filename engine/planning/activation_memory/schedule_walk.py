@@ -1,0 +1,135 @@
+"""Peak of a rank's live bytes over a step, from what each of its actions does to memory. Pure arithmetic.
+
+    level    |            .-- rise --.
+             |            |          |  left
+             |  --- post -'          '-------- sent ... released
+             +--------------------------------------------------> actions of the row
+
+A receive is offered one action ahead, into a buffer that is used again once it is given back; a sent tensor stays until
+the schedule says that its send has completed. Buffers stay from step to step, so the second of two steps counts.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.parallel.pipeline.schedule.actions import Action, Op
+from engine.parallel.pipeline.schedule.send_completion import RECEIVES_AHEAD
+
+
+class MessageBuffer(NamedTuple):
+    """Memory of a received message; buffers of equal shape and dtype serve each other's messages."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionMemory:
+    """What one action does to the live bytes of its rank."""
+
+    rise: int
+    """Most bytes inside the action, above those before it. Gathered parameters count as they stand."""
+    left: int
+    """Bytes after the action, less those before it, once its sends have completed; negative for most backwards."""
+    sent: int = 0
+    """Bytes that only its sends to other ranks hold."""
+    taken: tuple[MessageBuffer, ...] = ()
+    """What it receives from other ranks."""
+    given_back: tuple[MessageBuffer, ...] = ()
+    """Buffers that later messages may use."""
+    kept: tuple[MessageBuffer, ...] = ()
+    """Buffers that something holds on to; ``left`` counts them from here on."""
+
+
+class LivePeak(NamedTuple):
+    """The most live bytes, and where."""
+
+    bytes: int
+    action: str
+    """Token of the action; "end" behind the last one."""
+
+
+MemoryOf = Callable[[Action, int, int], ActionMemory]
+"""Memory of an action that is the n-th (from 0) of so many of its stage in the row; B and I count together, B and W."""
+
+
+class _Level:
+    """The live bytes of a rank between two operators."""
+
+    def __init__(self, base: int) -> None:
+        self.bytes = base
+        self.free = Counter[MessageBuffer]()
+        self.sent: dict[int, int] = {}
+
+    def take(self, buffers: Sequence[MessageBuffer]) -> None:
+        for buffer in buffers:
+            if self.free[buffer]:
+                self.free[buffer] -= 1
+            else:
+                self.bytes += buffer.bytes
+
+    def end(self, position: int, memory: ActionMemory) -> None:
+        self.bytes += memory.left + memory.sent - sum(buffer.bytes for buffer in memory.kept)
+        self.free.update(memory.given_back)
+        self.sent[position] = memory.sent
+
+    def rest(self, base: int) -> None:
+        """Between steps nothing lives but the base and the buffers."""
+        self.bytes = base + sum(buffer.bytes * count for buffer, count in self.free.items())
+
+    def release(self, positions: Sequence[int]) -> None:
+        for position in positions:
+            self.bytes -= self.sent.pop(position, 0)
+
+
+def peak_of_row(
+    actions: Sequence[Action],
+    releases: Sequence[Sequence[int]],
+    memory_of: MemoryOf,
+    base: int = 0,
+    end_rise: int = 0,
+) -> LivePeak:
+    """The peak of a step that plays ``actions``.
+
+    Args:
+        releases: for each action, positions of earlier ones whose sent tensors are released just before it.
+        base: bytes that live between steps, without buffers of messages.
+        end_rise: most bytes behind the last action, when gradients are reduced, above those after it.
+    """
+    memories = _memories(actions, memory_of)
+    level = _Level(base)
+    peaks: list[LivePeak] = []
+    for _ in range(2):
+        peaks, posted = [], 0
+        for position, (action, memory) in enumerate(zip(actions, memories, strict=True)):
+            for soon in memories[posted : position + 1 + RECEIVES_AHEAD]:
+                level.take(soon.taken)
+            posted = max(posted, min(len(memories), position + 1 + RECEIVES_AHEAD))
+            level.release(releases[position])
+            peaks.append(LivePeak(level.bytes + memory.rise, str(action)))
+            level.end(position, memory)
+            peaks.append(LivePeak(level.bytes, str(action)))
+        level.release(tuple(level.sent))
+        peaks.append(LivePeak(level.bytes + end_rise, "end"))
+        level.rest(base)
+    return max(peaks, key=lambda peak: peak.bytes)
+
+
+def _memories(actions: Sequence[Action], memory_of: MemoryOf) -> list[ActionMemory]:
+    totals = Counter(kind for action in actions for kind in _kinds(action))
+    seen = Counter[tuple[int, str]]()
+    found = []
+    for action in actions:
+        kinds = _kinds(action)
+        found.append(memory_of(action, seen[kinds[0]], totals[kinds[0]]))
+        seen.update(kinds)
+    return found
+
+
+def _kinds(action: Action) -> tuple[tuple[int, str], ...]:
+    """What is counted of a stage: forwards, backwards that begin, and weight gradients that are done."""
+    words = {Op.FORWARD: ("F",), Op.BACKWARD: ("begun", "done"), Op.BACKWARD_INPUT: ("begun",)}
+    return tuple((action.stage, word) for word in words.get(action.op, ("done",)))

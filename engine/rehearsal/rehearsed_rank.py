@@ -1,0 +1,170 @@
+"""One rank of a plan, built of shapes, plays a short step of its stages; each action tells what it does to memory.
+
+The runtime is that of training: sharded layers, operators, recomputation, gathers, reducers. So what is counted is
+what the run holds. Per stage, the first, a middle and the last microbatch are played, in the order F .. F B .. B of one
+microbatch after another; :mod:`engine.planning.activation_memory.schedule_walk` puts them in the order of the schedule.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.build.assemble import assemble_rank
+from engine.build.forward_changes import change_forwards
+from engine.build.request import Request
+from engine.build.validate import prepare
+from engine.kernels.dispatch import Kernels
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.traffic import Tally
+from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
+from engine.parallel.pipeline.schedule.actions import Action, Op
+from engine.planning.activation_memory.live_storages import LiveStorages
+from engine.planning.activation_memory.schedule_walk import ActionMemory
+from engine.planning.plan import Plan
+from engine.program.batch import Batch, map_tensors
+from engine.rehearsal.rehearsed_transport import RehearsedTransport
+from engine.rehearsal.shapes_alone import CPU, AlikeRanks, MissingShapes, shape_mode, take_content
+from engine.step.microbatches import StepMicrobatches
+from engine.step.runtime import RankRuntime
+from engine.step.state import StepState
+
+FIRST, MIDDLE, LAST = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedStep:
+    """What the actions of a rank do to memory in a steady step."""
+
+    actions: dict[tuple[Op, int, int], ActionMemory]
+    """By operation, stage and place of the microbatch: FIRST, MIDDLE or LAST."""
+    base: int
+    """Bytes that live between steps."""
+    end_rise: int
+    """Most bytes while the last gradients are reduced, above those between steps."""
+
+    def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
+        """Memory of the action that is the n-th of ``total`` of its stage and operation."""
+        place = LAST if number == total - 1 else FIRST if number == 0 else MIDDLE
+        return self.actions[action.op, action.stage, place]
+
+
+class RehearsedRank:
+    """The runtime of one rank over shapes.
+
+    Args:
+        model: as it was given to the plan; a copy is used.
+        example: one microbatch; on the meta device it stands for zeros.
+        kernels: choices for a device that is not here; None: those of the CPU.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        rank: int,
+        request: Request,
+        example: Batch,
+        kernels: Kernels | None = None,
+    ) -> None:
+        self._plan, self._mode = plan, shape_mode()
+        copied = deepcopy(model)
+        self._example = map_tensors(example, _real)
+        given = replace(request, patches=ForwardPatches(), placing=lambda: self._mode, example_batch=self._example)
+        prepare(copied, plan.config, given)
+        given = replace(given, changes=change_forwards(copied, plan.config, CPU, given.patches, kernels))
+        take_content(copied, self._mode)
+        grid = plan.grid(rank)
+        self._comm = Comm(grid, AlikeRanks(grid, exchanges=kernels is None))
+        self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, self._example)
+        self._pp = grid.coord().pp
+        self.live = LiveStorages(partial(_gathered_bytes, self._runtime))
+
+    def step(self) -> RehearsedStep:
+        """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
+        found: dict[tuple[Op, int, int], ActionMemory] = {}
+        end_rise, row = 0, self._plan.schedule.per_rank[self._pp]
+        with self.live, MissingShapes(), torch.enable_grad():
+            self._play(short_row(row, 1, splits=True))
+            self._reduce()
+            base = self.live.bytes
+            for splits in sorted({action.op is Op.BACKWARD_INPUT for action in row}):
+                actions = short_row(row, min(3, self._plan.schedule.microbatches), splits)
+                found |= self._play(actions)
+                end_rise = max(end_rise, self._reduce())
+        return RehearsedStep(actions=found, base=base, end_rise=end_rise)
+
+    def _play(self, actions: Sequence[Action]) -> dict[tuple[Op, int, int], ActionMemory]:
+        runtime = self._runtime
+        microbatches = 1 + max(action.microbatch for action in actions)
+        zero = torch.zeros((), dtype=torch.float64)
+        state = StepState(started=0.0, sent=Tally(), loss=zero, weight=zero.clone(), scale=1.0)
+        given = [map_tensors(self._example, Tensor.clone) for _ in range(microbatches)]
+        runner = StepMicrobatches(runtime, state, given, lambda index: (0, 0, index), "train")
+        runner.trace_all()
+        transport = RehearsedTransport(self._plan.schedule.rank_of_stage, self.live, lambda: self._mode)
+        executor, found = Executor(transport), {}
+        row = RankSchedule(tuple(actions), tuple(one for one in actions if one.op is not Op.BACKWARD_WEIGHT), ())
+        with runtime.running(), runtime.passes(row):
+            for action in actions:
+                memory = self._act(executor, action, runner, transport)
+                for place in _places(action.microbatch, microbatches):
+                    found[action.op, action.stage, place] = memory
+        transport.finish()
+        return found
+
+    def _reduce(self) -> int:
+        """Most bytes while gradients are reduced behind the last action, above those afterwards."""
+        self.live.mark()
+        self._runtime.finish()
+        return self.live.peak - self.live.bytes
+
+    def _act(
+        self, executor: Executor, action: Action, runner: StepMicrobatches, transport: RehearsedTransport
+    ) -> ActionMemory:
+        before = self.live.mark()
+        executor.do(action, runner)
+        held, peak = self.live.bytes, self.live.peak
+        notes = {name: tuple(getattr(transport, name)) for name in ("taken", "given_back", "kept")}
+        transport.complete()
+        left = self.live.bytes - before
+        return ActionMemory(rise=peak - before, left=left, sent=held - self.live.bytes, **notes)
+
+
+def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[Action, ...]:
+    """A row of the same stages for a few microbatches, one after another; ``splits``: where ``row`` splits backwards.
+
+    Forwards in the order of stages, backwards in the opposite one.
+    """
+    stages = sorted({action.stage for action in row})
+    found: list[Action] = []
+    for microbatch in range(microbatches):
+        found += [Action(Op.FORWARD, stage, microbatch) for stage in stages]
+        for stage in reversed(stages):
+            parts = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+            split = splits and any(action.op in parts and action.stage == stage for action in row)
+            found += [Action(op, stage, microbatch) for op in (parts if split else (Op.BACKWARD,))]
+    return tuple(found)
+
+
+def _places(microbatch: int, microbatches: int) -> Sequence[int]:
+    """Places that a microbatch of a short step stands for."""
+    if microbatches == 1:
+        return FIRST, MIDDLE, LAST
+    if microbatch == microbatches - 1:
+        return (LAST,)
+    return (FIRST, MIDDLE) if microbatch == 0 else (MIDDLE,)
+
+
+def _gathered_bytes(runtime: RankRuntime) -> int:
+    buckets = (*runtime.buckets, *runtime.frozen)
+    return sum(flat.params.untyped_storage().nbytes() for flat in buckets if flat.sharded)
+
+
+def _real(tensor: Tensor) -> Any:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()

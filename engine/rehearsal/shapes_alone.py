@@ -1,0 +1,97 @@
+"""A copy of a model whose parameters have shapes and no content, and the backend of a rank that is alone.
+
+Parameters are FakeTensors that claim the CPU, so that torch and the model take the paths of the run (autocast, fused
+attention). What code makes without a parameter, such as masks and positions, is real: its content may choose a path.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.parallel.comm.backend import RecordingBackend, Wait
+from engine.parallel.grid import Axis, Grid
+
+CPU = torch.device("cpu")
+
+
+def shape_mode() -> FakeTensorMode:
+    """The mode of one rehearsal; real tensors may meet those without content."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def take_content(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Put shapes in the place of parameters, and of buffers on the meta device; ties stay."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = made.setdefault(id(parameter), _parameter(parameter, mode))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = _shape_of(buffer, mode)
+
+
+def _parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
+    made: Any = nn.Parameter(_shape_of(parameter, mode), requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made  # type: ignore[no-any-return]
+
+
+def _shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    return FakeTensor(mode, torch.empty_like(tensor.detach(), device="meta"), CPU)
+
+
+class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shapes of operators that run on the CPU, and that torch's own rules for tensors without content refuse."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
+            return _grouped(args[0], args[1], (kwargs or {}).get("offs", args[2] if len(args) > 2 else None))
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
+    """Rows sorted by group meet one matrix each; two matrices whose inner dim is sorted give one for each group."""
+    shape = (left.shape[-2], right.shape[-1])
+    if left.ndim == right.ndim and ends is not None and left.ndim == 2:
+        return left.new_empty((len(ends), *shape))
+    return left.new_empty((left.shape[0], *shape) if left.ndim == right.ndim == 3 else shape)
+
+
+class AlikeRanks(RecordingBackend):
+    """Moves nothing: every other rank seems to hold and do what this one does.
+
+    Args:
+        exchanges: reduce-scatters take a second tensor until they are waited for, as those of gloo do.
+    """
+
+    def __init__(self, grid: Grid, exchanges: bool) -> None:
+        super().__init__(grid)
+        self._exchanges = exchanges
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Leave this rank's slice of ``full`` in ``shard``."""
+        if not self._exchanges or axis == "tp":  # which shares memory
+            return super().reduce_scatter(shard, full, axis)
+        received, ranks = torch.empty_like(full), self._grid.size(axis)
+
+        def finish() -> None:
+            first, *others = received.view(ranks, -1)
+            total = first.float() if first.element_size() < 4 else first
+            for other in others:
+                total += other
+            shard.copy_(total)
+
+        return finish
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Copy ``shard`` to every slice of ``full``."""
+        super().all_gather(full, shard, axis)
+        own = self._own(full, axis)
+        for index, part in enumerate(full.view(self._grid.size(axis), -1)):
+            if index != self._grid.index(axis):
+                part.copy_(own)
+        return lambda: None

@@ -1,0 +1,60 @@
+"""Activations of a plan, counted on shapes in place of the cost model's estimate, where that takes seconds."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+from engine.build.request import Request
+from engine.errors import first_line
+from engine.launch.planner.planned_model import PlannedModel
+from engine.parallel.model.user_code import is_own_mistake
+from engine.planning.cost_model.hardware import GpuSpec
+from engine.planning.cost_model.memory import CONTEXT_BYTES, SLACK
+from engine.planning.plan import Plan
+from engine.planning.step_time.plan_costs import PlanCosts
+from engine.program.batch import map_tensors
+from engine.rehearsal.rank_forecast import PlannedKernels, RankForecast, forecast_rank
+
+MOST_LEAVES = 2000
+"""Modules without children, over all pipeline ranks that are counted: about ten milliseconds each."""
+
+
+def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
+    """The costs with what lives on each pipeline rank in place of activations and buffers; and words about that.
+
+    A model that is too large, or that does not run on shapes, keeps the estimate; the words say which.
+    """
+    leaves = sum(1 for module in planned.model.modules() if not any(True for _ in module.children()))
+    if leaves > MOST_LEAVES:
+        return costs, f"activations and buffers are estimates: {leaves:,} modules are too many to run on shapes"
+    quiet = logging.getLogger("trine")
+    before, quiet.disabled = quiet.disabled, True
+    try:
+        found = list(_forecasts(plan, planned, gpu))
+    except Exception as error:  # the model's own code may raise anything on shapes; a line of the plan says it
+        if is_own_mistake(error):
+            raise
+        return costs, f"activations and buffers are estimates: on shapes the model raises {first_line(error)}"
+    finally:
+        quiet.disabled = before
+    memory = tuple(
+        replace(
+            rank,
+            activations=float(forecast.peak.bytes),
+            buffers=0.0,
+            slack=CONTEXT_BYTES + SLACK * forecast.peak.bytes,
+        )
+        for rank, forecast in zip(costs.memory, found, strict=True)
+    )
+    where = ", ".join(f"{one.peak.bytes / 2**20:,.1f} MiB in {one.peak.action}" for one in found)
+    words = f"activations and buffers of each pipeline rank, by storages on shapes: {where}"
+    return replace(costs, memory=memory), words
+
+
+def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[RankForecast]:
+    example = map_tensors(planned.row, lambda row: row.new_empty((plan.config.micro, *row.shape[1:])))
+    request, grid = Request(planned.loss_fn), plan.grid(0)
+    mode = plan.config.kernels
+    for pp in range(plan.config.pp):
+        kernels = None if mode == "reference" else PlannedKernels(mode, gpu.name)
+        yield forecast_rank(planned.model, plan, grid.rank_at(pp, 0, 0), request, example, kernels)
