@@ -190,9 +190,7 @@ class FlatLayout:
         return sums
 
 
-def build_layout(
-    items: Sequence[Item], ranks: int, bucket_elements: int, alignment: int = ALIGNMENT
-) -> FlatLayout:
+def build_layout(items: Sequence[Item], ranks: int, bucket_elements: int, alignment: int = ALIGNMENT) -> FlatLayout:
     """Lay out ``items`` (in model order) for ``ranks`` data ranks.
 
     A bucket is closed when the next parameter would make it larger than ``bucket_elements``; a larger parameter gets a

@@ -113,7 +113,7 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
             switch = "weights" if "weights" in key else "gradients"
             problems.add(
                 f"zero_optimization.{key}",
-                f"{shown_value(getattr(zero, key))} without zero_quantized_{switch}, which sends nothing in fewer bits; "
+                f"{shown_value(getattr(zero, key))} without zero_quantized_{switch}, so nothing is sent in fewer bits; "
                 f"set zero_quantized_{switch} too, or leave it out.",
             )
 
@@ -172,8 +172,8 @@ def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problem
     if integrity.rerun and zero.zero_gradient_error_feedback:
         problems.add(
             "integrity.rerun",
-            "true with zero_optimization.zero_gradient_error_feedback, and a second run would encode what the first has "
-            "left out; switch one of them off.",
+            "true with zero_optimization.zero_gradient_error_feedback, and a second run would encode what the first "
+            "has left out; switch one of them off.",
         )
 
 

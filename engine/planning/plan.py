@@ -324,6 +324,7 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
                 notes.append(f"{kind} are rounded to {short}, as Module.to does it: {', '.join(names[:2])}{more}")
     return tuple(notes)
 
+
 def _exact_weights(model: nn.Module, config: Config, precision: Precision) -> list[str]:
     """A note about weights that are sent as they are where fewer bits were asked for."""
     formats = wire_formats(config, precision)
@@ -332,11 +333,15 @@ def _exact_weights(model: nn.Module, config: Config, precision: Precision) -> li
     left = [
         name
         for name, p in model.named_parameters()
-        if p.requires_grad and str(precision.parameter(name, p.dtype)).removeprefix("torch.") not in formats.weight_dtypes
+        if p.requires_grad
+        and str(precision.parameter(name, p.dtype)).removeprefix("torch.") not in formats.weight_dtypes
     ]
     more = f" and {len(left) - 1} more" * (len(left) > 1)
-    return [
-        f"zero: {left[0]}{more} are gathered as they are, since stages 1 and 2 send fewer bits of weights with a master "
-        "(bf16, fp16), and stage 3 of all but fp64"
-    ] if left else []
-
+    return (
+        [
+            f"zero: {left[0]}{more} are gathered as they are: stages 1 and 2 send fewer bits of weights with a "
+            "master (bf16, fp16), and stage 3 of all but fp64"
+        ]
+        if left
+        else []
+    )

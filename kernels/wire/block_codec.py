@@ -85,9 +85,7 @@ class BlockCodec:
 
 
 @torch.no_grad()
-def encode_blocks(
-    values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None
-) -> Tensor:
+def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None) -> Tensor:
     """Return the messages of ``values_Rs`` [R, s], uint8 [R, m]; ``s`` is a multiple of the block.
 
     With a residual (fp32, contiguous) the sum of values and residual is encoded, and what the code leaves out of it
@@ -132,7 +130,9 @@ def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: T
     finite = x_RKB.isfinite()
     known = torch.where(finite, x_RKB, 0.0)
     peak_RK1 = known.abs().amax(dim=2, keepdim=True)
-    scale_RK1 = torch.where(peak_RK1 > 0, (peak_RK1 / torch.full_like(peak_RK1, wire.largest)).clamp_min(SMALLEST_SCALE), 0.0)
+    scale_RK1 = torch.where(
+        peak_RK1 > 0, (peak_RK1 / torch.full_like(peak_RK1, wire.largest)).clamp_min(SMALLEST_SCALE), 0.0
+    )
     codes = (known / torch.where(scale_RK1 > 0, scale_RK1, 1.0)).round_()
     if residual_Rs is not None:
         left = torch.where(finite, known - codes * scale_RK1, 0.0)

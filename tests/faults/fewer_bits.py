@@ -63,8 +63,10 @@ FEWER_BITS = (
         file="kernels/wire/block_codec.py",
         old=".clamp_min(SMALLEST_SCALE)",
         new=".clamp_min(0.0)",
-        tests=(f"{_CODEC}::test_zeros_stay_zero_and_denormal_numbers_err_by_less_than_the_smallest_normal_one",
-               f"{_CODEC}::test_no_element_of_10000_blocks_errs_by_more_than_half_a_scale"),
+        tests=(
+            f"{_CODEC}::test_zeros_stay_zero_and_denormal_numbers_err_by_less_than_the_smallest_normal_one",
+            f"{_CODEC}::test_no_element_of_10000_blocks_errs_by_more_than_half_a_scale",
+        ),
     ),
     Fault(
         name="halves-of-a-byte-swapped",
@@ -108,7 +110,7 @@ FEWER_BITS = (
     ),
     Fault(
         name="blocks-over-two-parameters",
-        about="A block holds the end of one parameter and the start of the next, so copies on tensor ranks drift apart.",
+        about="Blocks hold the end of a parameter and the start of the next, so copies on tensor ranks drift apart.",
         file="engine/planning/flat_layouts.py",
         old="            formats.alignment,\n",
         new="",

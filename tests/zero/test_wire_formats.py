@@ -27,7 +27,7 @@ def bucket(dtype: str = "float32", exact: bool = False) -> Bucket:
 def test_what_is_encoded(dtype: str, exact: bool, encoded: bool) -> None:
     one = bucket(dtype, exact)
     assert (BOTH.of_gradients(one) is not None) == (BOTH.of_weights(one) is not None) == encoded
-    assert BOTH.gathered_bytes(one, 2) == (4 * INT8.message_bytes(1024) if encoded else 2 * one.elements)
+    assert BOTH.gathered_bytes(one, 2) == (4 * INT8.message_bytes(768) if encoded else 2 * one.elements)
 
 
 def test_nothing_is_encoded_unless_asked_and_weights_without_a_master_are_not() -> None:
@@ -52,7 +52,11 @@ def test_parameters_with_own_and_shared_rows_have_buckets_of_their_own() -> None
 
 @pytest.mark.parametrize(
     ("within", "first", "second"),
-    [(6, [(0, 1, 2, 3, 4, 5)], []), (1, [(0, 1, 2, 3, 4, 5)], []), (3, [(0, 1, 2), (3, 4, 5)], [(0, 3), (1, 4), (2, 5)])],
+    [
+        (6, [(0, 1, 2, 3, 4, 5)], []),
+        (1, [(0, 1, 2, 3, 4, 5)], []),
+        (3, [(0, 1, 2), (3, 4, 5)], [(0, 3), (1, 4), (2, 5)]),
+    ],
 )
 def test_each_hop_has_its_groups(within: int, first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> None:
     given = replace(BOTH, ranks=6, within=within)

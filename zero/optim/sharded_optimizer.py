@@ -62,7 +62,7 @@ class OptimizerTensor:
     part: slice
 
     def narrow(self) -> Tensor | None:
-        """Return the narrow weights that receive its values; None if the tensor is no master, or if a gather does it."""
+        """Return the narrow weights that receive its values; None if there are none, or a gather fills them."""
         if self.flat.master is None or self.flat.rounds_in_gathers:
             return None
         start = self.flat.owned.start

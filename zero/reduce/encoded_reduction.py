@@ -33,9 +33,7 @@ class EncodedReduction:
         comm: communication; one all-to-all over dp for each hop, with the label of the hop.
     """
 
-    def __init__(
-        self, flat: FlatBucket, wire: BlockFormat, formats: WireFormats, comm: Comm, kernels: Kernels
-    ) -> None:
+    def __init__(self, flat: FlatBucket, wire: BlockFormat, formats: WireFormats, comm: Comm, kernels: Kernels) -> None:
         self._wire, self._comm, self._kernels, self._hops = wire, comm, kernels, formats.hops
         self._ranks, self._size = formats.ranks, flat.bucket.elements // formats.ranks
         self._members = [formats.members(hop, comm.grid.index("dp")) for hop in range(len(self._hops))]

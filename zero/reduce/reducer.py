@@ -3,9 +3,8 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -228,7 +227,7 @@ class ReducerSetup:
     """Function that is called when a gradient arrives while no backward is open, to open it; None: never."""
     main: MainGradients | None = None
     """Where products of a backward find the sums that they add to; None: every gradient is made."""
-    encoded: Mapping[int, EncodedReduction] = MappingProxyType({})
+    encoded: Mapping[int, EncodedReduction] = field(default_factory=dict)
     """Reductions of the buckets whose gradients are sent in fewer bits, by index of the bucket."""
 
 

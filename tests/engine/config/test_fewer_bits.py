@@ -21,7 +21,10 @@ def test_keys_of_deepspeed_are_honored() -> None:
     ("zero", "sentence"),
     [
         ({"zero_quantized_weights_bits": 2}, "zero_quantized_weights_bits: 2 is not a number of bits; give 8 or 4."),
-        ({"zero_quantized_gradients_bits": 6}, "zero_quantized_gradients_bits: 6 is not a number of bits; give 8 or 4."),
+        (
+            {"zero_quantized_gradients_bits": 6},
+            "zero_quantized_gradients_bits: 6 is not a number of bits; give 8 or 4.",
+        ),
         ({"zero_quantized_block_size": 100}, "zero_quantized_block_size: 100 is not a block size; give 64, 128"),
         ({"zero_quantized_gradients": True, "stage": 0}, "zero_quantized_gradients: true with stage 0: only stages 1"),
         ({"zero_quantized_weights": True, "stage": 0}, "zero_quantized_weights: true with stage 0: only stages 1"),
@@ -55,5 +58,7 @@ def test_nodes_have_to_share_data_ranks_alike(node: int, tensor: int, world: int
 
 def test_a_second_run_of_a_step_would_encode_what_the_first_has_left_out() -> None:
     zero = {"stage": 1, "zero_quantized_gradients": True, "zero_gradient_error_feedback": True}
-    with pytest.raises(ConfigError, match="integrity.rerun: true with zero_optimization.zero_gradient_error_feedback"):
+    with pytest.raises(
+        ConfigError, match=r"integrity\.rerun: true with zero_optimization\.zero_gradient_error_feedback"
+    ):
         load_config(BATCH | {"zero_optimization": zero, "integrity": {"every": 1, "rerun": True}})

@@ -47,7 +47,9 @@ def parts(message: Tensor, wire: BlockFormat) -> tuple[Tensor, Tensor]:
     if wire.bits == 4:
         raw = torch.stack([raw % 16, raw // 16], dim=1).view(-1)
     half = 2 ** (wire.bits - 1)
-    return ((raw + half) % (2 * half) - half).view(-1, wire.block), message[end:].clone().view(torch.float32).view(-1, 1)
+    return ((raw + half) % (2 * half) - half).view(-1, wire.block), message[end:].clone().view(torch.float32).view(
+        -1, 1
+    )
 
 
 def blocks_of(count: int, wire: BlockFormat) -> Iterator[tuple[str, Tensor]]:
@@ -146,14 +148,13 @@ def test_the_residual_is_what_the_code_leaves_out_and_is_added_once() -> None:
     wire, values = BlockFormat(4, 64), torch.randn(1, 256, generator=random(9))
     residual = torch.zeros(1, 256)
     sent = torch.zeros(256)
-    steps = 0
-    for steps in range(1, 101):
+    for _ in range(100):
         message = encode_blocks(values, wire, REFERENCE, residual)
         out = torch.empty(1, 256)
         BlockCodec(wire, REFERENCE).decode(message, out)
         sent += out[0]
     # the sum of what was sent and the residual are the sum of the true values
-    torch.testing.assert_close(sent + residual[0], steps * values[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sent + residual[0], 100 * values[0], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.gpu
