@@ -53,7 +53,7 @@ from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.runtime import RankRuntime
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
-from engine.zero.gather.encoded_gather import round_initial, with_codecs
+from engine.zero.gather.encoded_gather import round_initial
 from engine.zero.gather.gather_groups import GatheredModules
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
@@ -117,7 +117,6 @@ def build(
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
     with all_or_none(comm, device):
         placed = place_model(model, plan, comm, device, axis, patches)
-    placed = with_codecs(placed, wire_formats(config, plan.precision), kernels)
     trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
     buckets, frozen = placed[:trained], placed[trained:]
     reducer = _reducer(model, plan, comm, buckets, own_backward, kernels)

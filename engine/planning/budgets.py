@@ -151,8 +151,8 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
         wire = (precision.wire or widths.sums).itemsize
         backwards = config.accumulation * max(1, len(bucket.stages))
         rounds = backwards if reduces_each_microbatch(config) and not bucket.partial else 1
-        for row in reduction_traffic(bucket, config, formats, wire) if ranks > 1 else ():
-            tally.add(replace(row, calls=rounds, bytes=rounds * row.bytes))
+        for hop in reduction_traffic(bucket, config, formats, wire) if ranks > 1 else ():
+            tally.add(replace(hop, calls=rounds, bytes=rounds * hop.bytes))
         if ranks > 1 and sharded and not shards_parameters(config):
             gathered = sent_bytes("all_gather", formats.gathered_bytes(bucket, widths.compute.itemsize), ranks)
             tally.add(Traffic("dp", "parameters", 1, gathered))

@@ -42,7 +42,7 @@ class BlockFormat:
     @property
     def largest(self) -> int:
         """The largest code."""
-        return 2 ** (self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
 
     @property
     def word(self) -> str:

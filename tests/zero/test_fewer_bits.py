@@ -158,7 +158,7 @@ def skipping(eng: Engine) -> tuple[bool, int, list[float], Any]:
     """(whether the step was skipped, how many are, losses, the name told) with a NaN on the last rank alone."""
     losses = [eng.train_batch(batch(eng, 0)).loss]
     poisoned = eng.grid.rank == eng.grid.world_size - 1
-    weight = dict(eng.module.named_parameters())["down.weight"]
+    weight: Any = dict(eng.module.named_parameters())["down.weight"]
     handle = weight.register_hook(lambda grad: grad.clone().fill_(math.nan) if poisoned else grad)
     report = eng.train_batch(batch(eng, 1))
     handle.remove()
@@ -250,9 +250,9 @@ def test_copies_on_tensor_ranks_keep_equal_bits(
 def skip_and_look(eng: Engine) -> list[float]:
     """The largest residual after a step, and after one that was skipped."""
     found = []
-    weight = dict(eng.module.named_parameters())["down.weight"]
+    weight: Any = dict(eng.module.named_parameters())["down.weight"]
     for value in (0.0, math.inf):
-        handle = weight.register_hook(lambda grad, value=value: grad + value)  # type: ignore[misc]
+        handle = weight.register_hook(lambda grad, value=value: grad + value)
         eng.train_batch(batch(eng, 0))
         handle.remove()
         reducer = eng._runtime.reducer

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 4096
+_ELEMENTS = 2048
 _WARPS = 4
 
 
 @triton.jit
-def nearest(x):
+def round_half_even(x):
     """Round to the nearest integer, halves to even; |x| is far below 2^22."""
     return (x + 12582912.0) - 12582912.0
 
@@ -45,11 +45,11 @@ def scale_of(peak, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def code_of(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEEDBACK: tl.constexpr):
+def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEEDBACK: tl.constexpr):
     """Codes as int32; the residual gets what they leave out."""
     finite = is_number(x)
     known = tl.where(finite, x, 0.0)
-    code = nearest(tl.div_rn(known, tl.where(scale > 0.0, scale, 1.0) + tl.zeros(x.shape, tl.float32)))
+    code = round_half_even(tl.div_rn(known, tl.where(scale > 0.0, scale, 1.0) + tl.zeros(x.shape, tl.float32)))
     if FEEDBACK:
         tl.store(residual + place, tl.where(finite, known - code * scale, 0.0), mask=inside)
     return tl.where(finite, code, -LARGEST - 1.0).to(tl.int32)
@@ -76,7 +76,7 @@ def encode_kernel(
         x = with_residual(values, residual, place, inside, FEEDBACK)
         peak = tl.max(tl.where(is_number(x), tl.abs(x), 0.0), axis=1)
         scale = scale_of(peak, LARGEST)
-        code = code_of(x, scale[:, None], residual, place, inside, LARGEST, FEEDBACK)
+        code = encoded_number(x, scale[:, None], residual, place, inside, LARGEST, FEEDBACK)
         target = message[:, None] * message_bytes + number[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         tl.store(codes + target, (code & 255).to(tl.uint8), mask=inside)
     else:
@@ -87,8 +87,8 @@ def encode_kernel(
         odd = with_residual(values, residual, place + 1, inside, FEEDBACK)
         high = tl.maximum(tl.where(is_number(even), tl.abs(even), 0.0), tl.where(is_number(odd), tl.abs(odd), 0.0))
         scale = scale_of(tl.max(high, axis=1), LARGEST)
-        low = code_of(even, scale[:, None], residual, place, inside, LARGEST, FEEDBACK) & 15
-        up = code_of(odd, scale[:, None], residual, place + 1, inside, LARGEST, FEEDBACK) & 15
+        low = encoded_number(even, scale[:, None], residual, place, inside, LARGEST, FEEDBACK) & 15
+        up = encoded_number(odd, scale[:, None], residual, place + 1, inside, LARGEST, FEEDBACK) & 15
         target = message[:, None] * message_bytes + number[:, None] * HALF + tl.arange(0, HALF)[None, :]
         tl.store(codes + target, (low | (up << 4)).to(tl.uint8), mask=inside)
     tl.store(scales + message * (message_bytes // 4) + scales_at + number, scale, mask=there)
