@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 2048
+_ELEMENTS = 1024
 _WARPS = 4
 
 
