@@ -278,3 +278,22 @@ def test_what_full_parameters_shows_is_exact() -> None:
     given = Small().up.weight
     for found in on_threads(2, {"zero_optimization": {"stage": 3} | WEIGHTS} | still, shown):
         assert torch.equal(found, given)
+
+
+def figures(eng: Engine) -> tuple[list[float], dict[str, Tensor], bool]:
+    """(losses, weights, whether the device decides about updates)."""
+    losses = [eng.train_batch(batch(eng, step)).loss for step in range(3)]
+    return losses, eng.full_state_dict(), eng._runtime.optimizer.decides_on_device
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [{"stage": 1} | WEIGHTS | FEEDBACK, {"stage": 3} | WEIGHTS | GRADIENTS])
+def test_kernels_train_as_torch_where_the_device_decides(zero: dict[str, Any]) -> None:
+    found = [
+        on_threads(2, {"zero_optimization": zero, "kernels": kernels} | BF16, figures)[0]
+        for kernels in ("reference", "triton")
+    ]
+    (plain, weights, _), (ours, others, decides) = found
+    assert decides and ours == pytest.approx(plain, rel=1e-6)
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, rtol=1e-5, atol=1e-6, msg=name)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import product, starmap
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.wire.block_codec import SMALLEST_SCALE, BlockCodec, BlockFormat, encode_blocks, sum_blocks
+from tests.selection import wide
 
 FORMATS = [BlockFormat(8, 256), BlockFormat(4, 256), BlockFormat(8, 64), BlockFormat(4, 2048)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDED = 1 + 4e-5
 """What fp32 adds to half a scale."""
 
@@ -100,8 +103,15 @@ def test_zeros_stay_zero_and_denormal_numbers_err_by_less_than_the_smallest_norm
     assert float((codec.rounded(small, torch.float32) - small).double().abs().max()) <= SMALLEST_SCALE / 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("wire", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("wire", "dtype"),
+    [
+        *product(FORMATS[:2], DTYPES),
+        *((wire, DTYPES[0]) for wire in FORMATS[2:]),
+        *starmap(wide, product(FORMATS[2:], DTYPES[1:])),
+    ],
+    ids=str,
+)
 def test_triton_gives_the_bits_of_torch(wire: BlockFormat, dtype: torch.dtype) -> None:
     rows = torch.randn(3, 3 * wire.block, generator=random(4)).to(dtype)
     rows[1, : wire.block] = 0

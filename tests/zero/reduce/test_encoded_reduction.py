@@ -19,6 +19,7 @@ from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
 from engine.zero.layout import Item, build_layout
 from engine.zero.reduce.encoded_reduction import EncodedReduction, connect_hops
 from engine.zero.wire_formats import WireFormats
+from tests.selection import wide
 
 WIRE = BlockFormat(8, 64)
 ELEMENTS = 1000
@@ -121,8 +122,8 @@ def bias(within: int, steps: int, feedback: bool) -> float:
     return float(torch.stack([a - b for a, b in zip(sent, true, strict=True)]).mean(0).abs().max())
 
 
-@pytest.mark.parametrize("within", [2, 4])
+@pytest.mark.parametrize("within", [2, wide(4)])
 def test_with_error_feedback_the_bias_falls_as_one_over_the_steps(within: int) -> None:
-    few, many = bias(within, 8, True), bias(within, 64, True)
-    assert many < few / 5, f"{few} after 8 steps, {many} after 64"
-    assert many < bias(within, 64, False) / 2, "without feedback it falls as the root of the steps"
+    few, many = bias(within, 6, True), bias(within, 48, True)
+    assert many < few / 5, f"{few} after 6 steps, {many} after 48"
+    assert many < bias(within, 48, False) / 2, "without feedback it falls as the root of the steps"
