@@ -234,6 +234,7 @@ def rank_bits(changes: dict[str, Any]) -> tuple[int, dict[str, float]]:
         wide({"tensor": 2}, 4, 3),
         wide({"pipeline": 2}, 4, 2),
         wide({"tensor": 2, "pipeline": 2}, 8, 3),
+        wide({"tensor": 2, "gpus_per_node": 4}, 8, 2),
     ],
 )
 def test_copies_on_tensor_ranks_keep_equal_bits(
