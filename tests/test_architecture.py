@@ -23,7 +23,9 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "locks", "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign",
         "run_state", "weights_transfer", "resume", "rank_report", "save", "writer", "coordinator",
     ),
-    "engine.zero": ("layout", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim"),
+    "engine.zero": (
+        "layout", "wire_formats", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim",
+    ),
     "engine.parallel": (
         "grid", "shard_table", "comm", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",
         "kernel_injection", "pipeline",
@@ -35,7 +37,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
     "engine.kernels": (
         "device", "main_gradient", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim", "gpu", "ops",
-        "experts",
+        "experts", "wire",
     ),
     "engine.planning.cost_model": (
         "workload", "decoder_shape", "layout", "hardware", "placement", "links", "roofline", "stages", "memory",

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.squared_norm import squared_norm as sum_of_squares
+from engine.kernels.wire.block_codec import BlockCodec
 from engine.zero.layout import Bucket, FlatLayout, Slot
 
 
@@ -51,6 +52,13 @@ class FlatBucket:
     """
     sharded: bool
     """True at ZeRO 3: ``params`` has memory only while it is gathered."""
+    codec: BlockCodec | None = None
+    """How its weights are encoded when they are gathered; None: they are sent as they are."""
+
+    @property
+    def rounds_in_gathers(self) -> bool:
+        """True if the gather after an update leaves decoded weights in ``kept``, and exact ones in the master only."""
+        return self.codec is not None and self.master is not None and not self.sharded
 
     def gradient(self, part: slice) -> Tensor:
         """Return the gradients of elements ``part`` of the bucket, which must be held."""

@@ -20,7 +20,10 @@ If parameters are sharded (ZeRO 3), a bucket holds the parameters that the same 
 whatever its size, and frozen parameters have buckets too.
 
 Slots start at multiples of ALIGNMENT elements, and a bucket is padded to a multiple of N times that. The budget
-formulas count this padding as part of the layout (its total size is Psi in the papers).
+formulas count this padding as part of the layout (its total size is Psi in the papers). Where traffic is encoded in
+blocks with a scale each, slots start at blocks: which elements share a scale then depends on the parameter alone, so
+that tensor ranks and stages with copies of it encode them alike, however they lay out the rest. Parameters of which a
+tensor rank holds own and shared rows have buckets of their own, which are sent as they are.
 """
 
 import math
@@ -67,6 +70,8 @@ class Item:
     """Stages of this rank that use the parameter, if the rank has several; otherwise empty."""
     copies: tuple[tuple[int, int], ...] = ()
     """Runs of its elements that another rank counts in the norm, while this rank counts the rest."""
+    exact: bool = False
+    """True if it is sent as it is where other parameters are encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,8 @@ class Bucket:
     """Turns that use it; empty where parameters are full on every rank."""
     stages: tuple[int, ...] = ()
     """Stages of this rank whose backwards give it gradients; empty if all of them do."""
+    exact: bool = False
+    """True if it is sent as it is where other buckets are encoded."""
 
     @property
     def late(self) -> bool:
@@ -183,32 +190,33 @@ class FlatLayout:
         return sums
 
 
-def build_layout(items: Sequence[Item], ranks: int, bucket_elements: int) -> FlatLayout:
+def build_layout(items: Sequence[Item], ranks: int, bucket_elements: int, alignment: int = ALIGNMENT) -> FlatLayout:
     """Lay out ``items`` (in model order) for ``ranks`` data ranks.
 
     A bucket is closed when the next parameter would make it larger than ``bucket_elements``; a larger parameter gets a
     bucket of its own. Inside a bucket slots are ordered by optimizer group, and within a group the slots that the norm
     counts come first (except in deferred buckets), so that each kind is one run. Sharded parameters ignore
-    ``bucket_elements``: the parameters of a gather group form one bucket.
+    ``bucket_elements``: the parameters of a gather group form one bucket. ``alignment``: a multiple of ALIGNMENT.
     """
-    trained = _fill([item for item in items if item.trainable], bucket_elements)
-    frozen = _fill([item for item in items if not item.trainable], bucket_elements)
+    trained = _fill([item for item in items if item.trainable], bucket_elements, alignment)
+    frozen = _fill([item for item in items if not item.trainable], bucket_elements, alignment)
     return FlatLayout(
         ranks,
-        tuple(_bucket(i, members, ranks) for i, members in enumerate(trained)),
-        tuple(_bucket(i, members, ranks) for i, members in enumerate(frozen, len(trained))),
+        tuple(_bucket(i, members, ranks, alignment) for i, members in enumerate(trained)),
+        tuple(_bucket(i, members, ranks, alignment) for i, members in enumerate(frozen, len(trained))),
     )
 
 
-def _fill(items: Sequence[Item], bucket_elements: int) -> list[list[Item]]:
+def _fill(items: Sequence[Item], bucket_elements: int, alignment: int) -> list[list[Item]]:
     """Distribute the items to buckets; return the members of each."""
     filled: list[list[Item]] = []
     open_buckets: dict[tuple[object, ...], list[Item]] = {}
     for item in sorted(reversed(items), key=lambda item: bool(item.ties) or item.partial):
         # the owners of tied parameters use them in different groups, yet must lay the bucket out alike
-        kind = (item.dtype, item.ties, item.partial, () if item.ties else (item.gathers, item.stages))
+        kind = (item.dtype, item.ties, item.partial, item.exact, () if item.ties else (item.gathers, item.stages))
         current = open_buckets.get(kind)
-        full = not item.gathers and current and _elements(current) + _elements([item]) > bucket_elements
+        size = _elements(current or (), alignment) + _elements([item], alignment)
+        full = not item.gathers and current and size > bucket_elements
         if current is None or full:
             current = open_buckets[kind] = []
             filled.append(current)
@@ -216,7 +224,7 @@ def _fill(items: Sequence[Item], bucket_elements: int) -> list[list[Item]]:
     return filled
 
 
-def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
+def _bucket(index: int, members: Sequence[Item], ranks: int, alignment: int) -> Bucket:
     slots: list[Slot] = []
     end = 0
     # All tensor ranks lay out alike what they share, whoever counts it in the norm: a collective may add in an order
@@ -225,8 +233,8 @@ def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
     late = bool(members[0].ties) or members[0].partial
     for item in sorted(members, key=lambda item: (item.group, item.shared and not late)):
         slots.append(Slot(item.name, item.shape, end, item.group, item.counted, item.copies))
-        end += _aligned(math.prod(item.shape), ALIGNMENT)
-    kind, elements = members[0], _aligned(max(end, 1), ALIGNMENT * ranks)
+        end += _aligned(math.prod(item.shape), alignment)
+    kind, elements = members[0], _aligned(max(end, 1), alignment * ranks)
     gathers = tuple(sorted({turn for item in members for turn in item.gathers}))
     stages = tuple(sorted({stage for item in members for stage in item.stages}))
     return Bucket(
@@ -238,11 +246,12 @@ def _bucket(index: int, members: Sequence[Item], ranks: int) -> Bucket:
         partial=kind.partial,
         gathers=gathers,
         stages=stages,
+        exact=kind.exact,
     )
 
 
-def _elements(items: Iterable[Item]) -> int:
-    return sum(_aligned(math.prod(item.shape), ALIGNMENT) for item in items)
+def _elements(items: Iterable[Item], alignment: int) -> int:
+    return sum(_aligned(math.prod(item.shape), alignment) for item in items)
 
 
 def _aligned(count: int, multiple: int) -> int:

@@ -42,7 +42,7 @@ from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.parallel.tensor.layers.partial_grads import PartialSums
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.analysis import PlanRequest, search_styles
-from engine.planning.budgets import reduces_each_microbatch
+from engine.planning.budgets import reduces_each_microbatch, wire_formats
 from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import Costs, profile_run
 from engine.planning.tensor_search.found_styles import FoundStyles
@@ -53,12 +53,14 @@ from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.runtime import RankRuntime
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.encoded_gather import round_initial
 from engine.zero.gather.gather_groups import GatheredModules
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
 from engine.zero.own_backward import OwnBackward
+from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
 from engine.zero.reduce.reducer import Reducer, ReducerSetup
@@ -215,11 +217,13 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
     set_overlap(axis, comm, plan.config, device)
     if plan.gather_groups is not None:
         comm.open_gathers()
+    connect_hops(wire_formats(plan.config, plan.precision), comm)
     return axis
 
 
 def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request) -> ShardedOptimizer:
     config, shaped = plan.config, request.optimizer is not None
+    round_initial(buckets, comm)
     factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
     sharded = config.zero_optimization.stage > 0
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped)
@@ -257,7 +261,8 @@ def _reducer(
     # compiled layers make their gradients themselves
     adds = bool(buckets) and kernels.replaces(buckets[0].params.device) and not config.compile
     main = kernels.main if adds else None
-    setup = ReducerSetup(buckets, trained, comm, wire, sums, own_backward.start, main)
+    encoded = encoded_reductions(buckets, wire_formats(config, plan.precision), comm, kernels)
+    setup = ReducerSetup(buckets, trained, comm, wire, sums, own_backward.start, main, encoded)
     if reduces_each_microbatch(config):
         return MicrobatchReducer(setup, config.accumulation)
     return GradientReducer(setup, scatter=config.zero_optimization.stage > 0)

@@ -15,10 +15,11 @@ from engine.parallel.model.placeholders import replace_absent
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.tensor.layers.apply_plan import apply_plan, local_shard
 from engine.parallel.tensor.tp_axis import TensorAxis
-from engine.planning.budgets import reduces_each_microbatch, shards_parameters
+from engine.planning.budgets import reduces_each_microbatch, shards_parameters, wire_formats
 from engine.planning.plan import Plan
 from engine.precision.dtypes import place_rest
 from engine.zero.flat_buckets import FlatBucket, Ownership, fill, reserve
+from engine.zero.gather.encoded_gather import with_codecs
 
 logger = logging.getLogger("trine")
 
@@ -108,7 +109,7 @@ def place_model(
         fill(flat, placed=meta)
     if config.tp > 1 or config.pp > 1:
         _refuse_state_dicts(model, patches)
-    return buckets
+    return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
 
 def _forget_backward(parameters: Iterable[nn.Parameter]) -> bool:

@@ -29,6 +29,7 @@ from engine.errors import CheckpointError
 from engine.kernels.device import is_host
 from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.encoded_gather import gather_masters
 
 logger = logging.getLogger("trine")
 
@@ -224,6 +225,9 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
             if flat.owned != flat.shard:
                 comm.all_gather(flat.master, flat.master[flat.shard].clone(), "dp", LABEL).wait()
             flat.kept.copy_(flat.master)
+        if flat.rounds_in_gathers:
+            pending.append(gather_masters(flat, comm, LABEL))
+            continue
         apart = flat.owned == flat.shard or flat.master is None
         if comm.grid.dp > 1 and apart and not flat.sharded:
             pending.append(comm.all_gather(flat.params, flat.params[flat.shard].clone(), "dp", LABEL))

@@ -6,11 +6,13 @@ Before each arrow all ranks agree that the part before it succeeded; otherwise a
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from engine.checkpoint.contents.optimizer_state import (
     Families,
@@ -248,10 +250,20 @@ class Resume:
             scheduler.load_state_dict(joined(scheduler.state_dict(), manifest.progress["scheduler"]))
             restore_schedule(run.runtime.optimizer, manifest.optimizer)
         states = own_states(reader, run.comm.grid) if self._request.begun else run.trainer_state.restore(reader)
+        self._restore_residuals(states)
         written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
         # on another placement of stages, another rank now runs the modules that these buffers belong to
         if manifest.info.get("places") == run.runtime.plan.places:
             run.runtime.buffers.restore(written)
+
+    def _restore_residuals(self, states: Mapping[str, Tensor]) -> None:
+        """Take the residuals of error feedback back; those of another grid or layout are dropped."""
+        residuals = self._run.residuals
+        fits = all(name in states and states[name].shape == own.shape for name, own in residuals.items())
+        for name, own in residuals.items():
+            own.copy_(states[name]) if fits else own.zero_()
+        if residuals and not fits and self._host.rank == 0:
+            logger.info("%s has no residuals for this grid and layout; error feedback starts at zero", self._step)
 
     def _advice(self) -> str:
         """The newest sound checkpoint beside this one; reads and verifies it in full."""

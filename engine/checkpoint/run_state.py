@@ -89,10 +89,15 @@ class RunState:
         buckets = (*runtime.buckets, *runtime.frozen)
         return LocalTensors(self.ownership, self.comm.grid.coord(), self.model, buckets, runtime.optimizer.places)
 
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """What encodings have left out of this rank's gradients (error feedback)."""
+        return {f"residual/{name}": residual for name, residual in self.runtime.reducer.residuals.items()}
+
     def own_state(self) -> dict[str, Tensor]:
-        """State of this rank alone: its random generators, as bytes, and the buffers that its forwards write."""
+        """State of this rank alone: generators, as bytes, buffers that its forwards write, and residuals."""
         written = {f"buffer/{name}": buffer.detach() for name, buffer in self.runtime.buffers.written()}
-        return random_states(self.device) | written
+        return random_states(self.device) | written | self.residuals
 
     def ours(self, weights_only: bool = False) -> Ours:
         """Everything that this rank stores; with ``weights_only``, weights and buffers alone."""

@@ -13,10 +13,12 @@ from typing import Any, Literal, cast
 from engine.config.between import (
     check_copies,
     check_integrity,
+    check_nodes,
     check_optimizer,
     check_parallel,
     check_precision,
     check_recomputation,
+    check_reruns,
     check_zero,
 )
 from engine.config.deepspeed.keys import KEYS, ON_DEVICE
@@ -207,6 +209,7 @@ def load_config(source: "ConfigSource | Config", world_size: int | None = None) 
     _check_between(config, problems)
     if not problems.touch("", "parallel", *BATCH):
         config = _resolve(config, world_size, problems)
+        check_nodes(config.parallel, config.zero_optimization, problems)
     problems.raise_if_any()
     return config
 
@@ -264,6 +267,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_zero(config.zero_optimization, problems)
     check_parallel(config.parallel, problems)
     check_integrity(config.integrity, problems)
+    check_reruns(config.integrity, config.zero_optimization, problems)
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:

@@ -107,6 +107,31 @@ def check_zero(zero: ZeroConfig, problems: Problems) -> None:
                 f"{shown_value(getattr(zero, key))} with stage {zero.stage}: only stage 3 gathers parameters; set "
                 "stage to 3, or leave it out.",
             )
+    check_fewer_bits(zero, problems)
+
+
+def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
+    """Note encoded traffic of a stage that does not have it, and settings of traffic that is not encoded."""
+    for key, what in (("zero_quantized_weights", "gather parameters"), ("zero_quantized_gradients", "reduce shards")):
+        if getattr(zero, key) and zero.stage == 0:
+            problems.add(
+                f"zero_optimization.{key}",
+                f"true with stage 0: only stages 1 to 3 {what}; set stage to 1, 2 or 3, or leave it out.",
+            )
+    given = (
+        ("zero_quantized_weights_bits", 8, zero.zero_quantized_weights),
+        ("zero_quantized_gradients_bits", 8, zero.zero_quantized_gradients),
+        ("zero_gradient_error_feedback", False, zero.zero_quantized_gradients),
+        ("zero_quantized_block_size", 256, zero.zero_quantized_weights or zero.zero_quantized_gradients),
+    )
+    for key, default, used in given:
+        if getattr(zero, key) != default and not used:
+            switch = "weights" if "weights" in key else "gradients"
+            problems.add(
+                f"zero_optimization.{key}",
+                f"{shown_value(getattr(zero, key))} without zero_quantized_{switch}, so nothing is sent in fewer bits; "
+                f"set zero_quantized_{switch} too, or leave it out.",
+            )
 
 
 def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
@@ -140,6 +165,35 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
                 f"{shown_value(getattr(integrity, key))} while integrity.every is 0, which checks nothing; set every "
                 "to a number of steps, or leave it out.",
             )
+
+
+def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
+    """Note data ranks that nodes do not share alike, of a configuration whose sizes are known."""
+    node, tensor, data, pipeline = parallel.gpus_per_node, parallel.tensor, parallel.data, parallel.pipeline
+    if not zero.zero_quantized_gradients or node is None:
+        return
+    if not isinstance(data, int) or not isinstance(tensor, int) or not isinstance(pipeline, int):
+        return
+    near = parallel.order == "tp-pp-dp"
+    between = tensor * pipeline if near else tensor
+    copies, inside = data * between, max(1, node // between)
+    fits = copies <= node and (node % copies == 0 or near or pipeline == 1)
+    if not (fits or (data % inside == 0 and (node % between == 0 or between % node == 0))):
+        problems.add(
+            "parallel.gpus_per_node",
+            f"{node} does not divide {data} data x {tensor} tensor ranks, and quantized gradients are summed within "
+            "nodes first; give a number that does, or leave it out, and they are summed in one step.",
+        )
+
+
+def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problems) -> None:
+    """Note steps that are run twice, of which each would add what its encoding leaves out."""
+    if integrity.rerun and zero.zero_gradient_error_feedback:
+        problems.add(
+            "integrity.rerun",
+            "true with zero_optimization.zero_gradient_error_feedback, and a second run would encode what the first "
+            "has left out; switch one of them off.",
+        )
 
 
 def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:

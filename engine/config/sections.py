@@ -106,6 +106,19 @@ class ZeroConfig:
     """At stage 3, bytes of gathered parameters that may be kept over the microbatches of a step."""
     reduce_bucket_size: int = setting(4_000_000, SIZE)
     """Elements reduced in one collective."""
+    zero_quantized_weights: bool = setting(False, Flag())
+    """Gather parameters in fewer bits: at stage 3, and at stages 1 and 2 those that have a master (bf16, fp16)."""
+    zero_quantized_weights_bits: Literal[8, 4] = setting(8, Choice(options=(8, 4), noun="a number of bits"))
+    """Bits of a gathered weight."""
+    zero_quantized_gradients: bool = setting(False, Flag())
+    """Reduce gradients in fewer bits, and add them in fp32; within nodes first, if parallel.gpus_per_node is given."""
+    zero_quantized_gradients_bits: Literal[8, 4] = setting(8, Choice(options=(8, 4), noun="a number of bits"))
+    """Bits of a gradient on the wire."""
+    zero_gradient_error_feedback: bool = setting(False, Flag())
+    """Add what an encoding leaves out of gradients to the next one; takes 4 bytes an element of each bucket."""
+    zero_quantized_block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, Choice(
+        options=(64, 128, 256, 512, 1024, 2048), noun="a block size"))  # fmt: skip
+    """Elements that share a scale (fp32) on the wire."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
     """Placement of the optimizer state."""
 

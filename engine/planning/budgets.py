@@ -1,13 +1,14 @@
 """The budgets of a plan: formulas for the state and traffic of every rank, which the counters must equal exactly."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from engine.config import Config
-from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
+from engine.kernels.wire.block_codec import BlockFormat
+from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.schedule.actions import Action
@@ -16,7 +17,8 @@ from engine.parallel.tensor.layers.partial_grads import LABEL
 from engine.parallel.trace.model_trace import Value
 from engine.precision.dtypes import Precision
 from engine.zero.gather.gather_schedule import GatherOrder, count_gathers
-from engine.zero.layout import FlatLayout
+from engine.zero.layout import Bucket, FlatLayout
+from engine.zero.wire_formats import WireFormats
 
 CONTROL_SCALARS = 9
 """fp64 values that one step sums over all ranks: loss, weight, norm squared, tokens, problems, stop requests."""
@@ -30,7 +32,7 @@ class RankPlan:
     parameters: int
     """Elements of the parameters that take part in forward on this rank, without padding."""
     state_bytes: Mapping[str, int]
-    """Bytes for each kind of state: parameters, frozen parameters, gradients, master, optimizer."""
+    """Bytes for each kind of state: parameters, frozen parameters, gradients, master, optimizer, error feedback."""
     traffic: tuple[Traffic, ...]
 
 
@@ -44,6 +46,8 @@ class GatherPlan:
     """Buckets that stay gathered over all passes."""
     sizes: tuple[int, ...]
     """Bytes of each full bucket."""
+    wire: tuple[int, ...]
+    """Bytes of each full bucket as it is sent."""
 
 
 def state_bytes(
@@ -54,6 +58,9 @@ def state_bytes(
     ``frozen``: frozen rows outside of all buckets, each with the elements that this rank holds.
     """
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
+    formats = wire_formats(config, precision)
+    if formats.feedback:
+        state["error feedback"] = sum(4 * formats.residual_elements(bucket) for bucket in layout.buckets)
     share = config.dp if config.zero_optimization.stage else 1
     parts = config.dp if shards_parameters(config) else 1
     for bucket in layout.buckets:
@@ -95,11 +102,43 @@ def shards_parameters(config: Config) -> bool:
     return config.zero_optimization.stage == 3 and config.dp > 1
 
 
+def wire_formats(config: Config, precision: Precision) -> WireFormats:
+    """What data ranks send in fewer bits."""
+    zero, ranks = config.zero_optimization, config.dp
+    if ranks == 1:
+        return WireFormats()
+    block, found = zero.zero_quantized_block_size, WireFormats(ranks=ranks, within=data_ranks_of_a_node(config))
+    if zero.zero_quantized_gradients:
+        wire = BlockFormat(zero.zero_quantized_gradients_bits, block)
+        found = replace(found, gradients=wire, feedback=zero.zero_gradient_error_feedback)
+    if zero.zero_quantized_weights:
+        found = replace(found, weights=BlockFormat(zero.zero_quantized_weights_bits, block))
+        if zero.stage < 3:  # where there is no master, a gather would overwrite the weights that are updated
+            kinds = ("float32", "bfloat16", "float16")
+            masters = frozenset(kind for kind in kinds if precision.widths(kind).master is not None)
+            found = replace(found, weight_dtypes=masters)
+    return found
+
+
+def data_ranks_of_a_node(config: Config) -> int:
+    """Ranks of a data group that share a node, as far as ``parallel.gpus_per_node`` says."""
+    node = config.parallel.gpus_per_node
+    between = config.tp * (config.pp if config.parallel.order == "tp-pp-dp" else 1)
+    return config.dp if node is None else min(config.dp, max(1, node // between))
+
+
+def reduction_traffic(bucket: Bucket, config: Config, formats: WireFormats, itemsize: int) -> tuple[Traffic, ...]:
+    """Traffic of one reduction of a bucket; ``itemsize``: of an element that is not encoded."""
+    if config.zero_optimization.stage > 0:
+        return tuple(formats.reduction(bucket, itemsize))
+    return (Traffic("dp", "gradients", 1, sent_bytes("all_reduce", bucket.elements * itemsize, config.dp)),)
+
+
 def gather_traffic(plan: GatherPlan, ranks: int) -> Tally:
     """Gathers of sharded parameters over dp: one batch per gather group and pass, of the buckets not yet gathered."""
     gathers = count_gathers(plan.order, plan.passes, plan.pinned)
     moved = [
-        times * sent_bytes("all_gather", size, ranks) for size, times in zip(plan.sizes, gathers.times, strict=True)
+        times * sent_bytes("all_gather", size, ranks) for size, times in zip(plan.wire, gathers.times, strict=True)
     ]
     return Tally([Traffic("dp", "parameters", gathers.calls, sum(moved))])
 
@@ -107,16 +146,16 @@ def gather_traffic(plan: GatherPlan, ranks: int) -> Tally:
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
     """Traffic of gradients and parameters over dp, partial gradients over tp, and tied gradients over pp."""
     ranks, sharded, tally = config.dp, config.zero_optimization.stage > 0, Tally()
-    op: Op = "reduce_scatter" if sharded else "all_reduce"
+    formats = wire_formats(config, precision)
     for bucket in layout.buckets:
         widths = precision.widths(bucket.dtype)
         wire = (precision.wire or widths.sums).itemsize
         backwards = config.accumulation * max(1, len(bucket.stages))
         rounds = backwards if reduces_each_microbatch(config) and not bucket.partial else 1
-        if ranks > 1:
-            tally.add(Traffic("dp", "gradients", rounds, rounds * sent_bytes(op, bucket.elements * wire, ranks)))
+        for hop in reduction_traffic(bucket, config, formats, wire) if ranks > 1 else ():
+            tally.add(replace(hop, calls=rounds, bytes=rounds * hop.bytes))
         if ranks > 1 and sharded and not shards_parameters(config):
-            gathered = sent_bytes("all_gather", bucket.elements * widths.compute.itemsize, ranks)
+            gathered = sent_bytes("all_gather", formats.gathered_bytes(bucket, widths.compute.itemsize), ranks)
             tally.add(Traffic("dp", "parameters", 1, gathered))
         if bucket.ties:
             summed = bucket.elements // (ranks if sharded else 1) * widths.sums.itemsize

@@ -14,6 +14,7 @@ from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.pipeline.partition.partition import Partition
 from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.parallel.trace.model_trace import ModelTrace
+from engine.planning.budgets import wire_formats
 from engine.precision.dtypes import Precision
 from engine.zero.gather.gather_groups import GatherGroups
 from engine.zero.gather.gather_schedule import EVERYWHERE
@@ -74,19 +75,26 @@ def flat_layouts(
     table: ShardTable, config: Config, precision: Precision, users: Users
 ) -> dict[tuple[int, int], FlatLayout]:
     """The flat layout of every (pipeline coordinate, tensor coordinate)."""
+    formats = wire_formats(config, precision)
     return {
         (pp, tp): build_layout(
-            _items(table.held_by(pp), (pp, tp), precision, users),
+            _items(table.held_by(pp), (pp, tp), precision, users, encoded=formats.any),
             config.dp,
             config.zero_optimization.reduce_bucket_size,
+            formats.alignment,
         )
         for pp in range(config.pp)
         for tp in range(config.tp)
     }
 
 
-def _items(rows: Sequence[ShardRow], where: tuple[int, int], precision: Precision, users: Users) -> list[Item]:
-    """The items of a (pipeline, tensor) coordinate: trained rows and, if parameters are sharded, frozen rows."""
+def _items(
+    rows: Sequence[ShardRow], where: tuple[int, int], precision: Precision, users: Users, encoded: bool
+) -> list[Item]:
+    """The items of a (pipeline, tensor) coordinate: trained rows and, if parameters are sharded, frozen rows.
+
+    ``encoded``: traffic of data ranks is, in blocks.
+    """
     pp, tp = where
     items = []
     for row in rows:
@@ -106,9 +114,20 @@ def _items(rows: Sequence[ShardRow], where: tuple[int, int], precision: Precisio
                     trainable=row.trainable,
                     stages=users.stages(row, pp),
                     copies=row.copies(tp) if pp == row.owners[0] else (),
+                    exact=encoded and _has_own_and_shared_rows(row),
                 )
             )
     return items
+
+
+def _has_own_and_shared_rows(row: ShardRow) -> bool:
+    """Some tensor rank holds rows with others and rows alone: blocks would mix them, and copies of a row differ."""
+    holders = {tp: {part.holders for part in row.ranges if tp in part.holders} for tp in _holders(row)}
+    return any(len(kinds) > 1 for kinds in holders.values())
+
+
+def _holders(row: ShardRow) -> frozenset[int]:
+    return frozenset(tp for part in row.ranges for tp in part.holders)
 
 
 SHARDED_DTYPES = (

@@ -41,6 +41,7 @@ from engine.planning.budgets import (
     stage_traffic,
     state_bytes,
     stored_bytes,
+    wire_formats,
 )
 from engine.planning.cost_model.placement import tensor_groups_cross
 from engine.planning.flat_layouts import Users, flat_layouts
@@ -164,7 +165,9 @@ class Plan:
         order = gather_order(layout, [stage for stage in stages if self._is_fed(stage)], stages)
         sizes = tuple(bucket.elements * getattr(torch, bucket.dtype).itemsize for bucket in order.buckets)
         limit = None if zero.gather == "step" else zero.keep_gathered_bytes
-        return GatherPlan(order, self.schedule.passes(coord.pp), order.pinned(limit, sizes), sizes)
+        formats = wire_formats(self.config, self.precision)
+        wire = tuple(formats.gathered_bytes(b, getattr(torch, b.dtype).itemsize) for b in order.buckets)
+        return GatherPlan(order, self.schedule.passes(coord.pp), order.pinned(limit, sizes), sizes, wire)
 
     def _is_fed(self, stage: int) -> bool:
         """An earlier stage has trained parameters, so this stage computes gradients of its inputs."""
@@ -302,6 +305,7 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
         notes.append(
             "the model has no trainable parameter: it predicts, generates and evaluates, and cannot be trained"
         )
+    notes += _exact_weights(model, config, precision)
     if (half := half_note(model, precision)) is not None:
         notes.append(half)
     if precision.compute is not None:
@@ -319,3 +323,25 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
                 more = f" and {len(names) - 2} more" * (len(names) > 2)
                 notes.append(f"{kind} are rounded to {short}, as Module.to does it: {', '.join(names[:2])}{more}")
     return tuple(notes)
+
+
+def _exact_weights(model: nn.Module, config: Config, precision: Precision) -> list[str]:
+    """A note about weights that are sent as they are where fewer bits were asked for."""
+    formats = wire_formats(config, precision)
+    if formats.weights is None:
+        return []
+    left = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad
+        and str(precision.parameter(name, p.dtype)).removeprefix("torch.") not in formats.weight_dtypes
+    ]
+    more = f" and {len(left) - 1} more" * (len(left) > 1)
+    return (
+        [
+            f"zero: {left[0]}{more} are gathered as they are: stages 1 and 2 send fewer bits of weights with a "
+            "master (bf16, fp16), and stage 3 of all but fp64"
+        ]
+        if left
+        else []
+    )

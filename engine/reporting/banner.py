@@ -11,7 +11,7 @@ from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
 from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.parallel.tensor.tp_axis import Overlap
-from engine.planning.budgets import GatherPlan, RankPlan, reduces_each_microbatch
+from engine.planning.budgets import GatherPlan, RankPlan, reduces_each_microbatch, wire_formats
 from engine.planning.fused_layers import fused_layers
 from engine.planning.plan import Plan
 from engine.precision.loss_scaler import make_loss_scale
@@ -33,6 +33,7 @@ def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None)
         f"x {config.dp} data",
         "precision": _precision_line(plan),
         "zero": _zero_line(plan),
+        **_fewer_bits_line(plan),
         **_tensor_lines(plan),
         **_overlap_line(plan, device, measured),
         **_pipeline_lines(plan),
@@ -110,7 +111,9 @@ def _precision_line(plan: Plan) -> str:
     config, precision = plan.config, plan.precision
     kept = len(precision.kept.modules)
     extra = f", {kept} module{'s' * (kept != 1)} kept in fp32" if kept and precision.compute is not None else ""
-    wire = f"{extra}; gradients travel in {config.communication_data_type or ('fp32' if precision.master else 'bf16')}"
+    exact = config.communication_data_type or ("fp32" if precision.master else "bf16")
+    formats = wire_formats(config, precision)
+    wire = f"{extra}; gradients travel in {formats.gradients.word if formats.gradients else exact}"
     if precision.autocast is not None:
         return f"fp32, forwards in torch.autocast ({str(precision.autocast).removeprefix('torch.')}){wire}"
     if precision.compute is None:
@@ -133,6 +136,20 @@ def _zero_line(plan: Plan) -> str:
         return _gathers_line(plan, gathers)
     what = "gradients reduce-scattered, parameters gathered" if stage else "gradients all-reduced"
     return f"stage {stage}: {what} in {len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)} during backward"
+
+
+def _fewer_bits_line(plan: Plan) -> dict[str, str]:
+    """What data ranks send in fewer bits."""
+    formats = wire_formats(plan.config, plan.precision)
+    words = []
+    if formats.weights is not None:
+        words.append(f"weights are gathered in {formats.weights.word}")
+    if formats.gradients is not None:
+        hops = ", within nodes and then across" * (len(formats.hops) > 1)
+        kept = ", with error feedback" * formats.feedback
+        words.append(f"gradients are reduced in {formats.gradients.word}{hops}{kept}")
+    block = plan.config.zero_optimization.zero_quantized_block_size
+    return {"fewer bits": f"{'; '.join(words)}; an fp32 scale for {block} elements"} if words else {}
 
 
 def _gathers_line(plan: Plan, gathers: GatherPlan) -> str:

@@ -44,8 +44,8 @@ def _peers(stream: str, axis: str, peer: int, flight: Flight) -> tuple[int, ...]
     if peer >= 0:
         return tuple(sorted((flight.rank, peer)))
     ranks = ranks_of(flight.identity.get("axes", {}).get(axis, [[flight.rank, 1, 1]]))
-    _, _, stages = stream.partition(" stages ")
-    return tuple(ranks[int(index)] for index in stages.split(",")) if stages else ranks
+    _, _, places = stream.replace(" indices ", " stages ").partition(" stages ")
+    return tuple(ranks[int(index)] for index in places.split(",")) if places else ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

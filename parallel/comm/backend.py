@@ -78,6 +78,12 @@ class Backend(Protocol):
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
         """Concatenate the shards of the axis into ``full``."""
 
+    def connect_data(self, members: tuple[int, ...]) -> None:
+        """Prepare ``all_to_all`` between these indices of axis dp; every rank calls it."""
+
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
+        """Send slice i of ``given`` to the i-th of these indices of axis dp; slice i of ``received`` comes from it."""
+
     def open_gathers(self) -> None:
         """Prepare ``gather_parameters``; every rank calls it."""
 
@@ -125,6 +131,16 @@ class RecordingBackend:
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
         """Copy ``shard`` to this rank's slice of ``full``."""
         self._own(full, axis).copy_(shard)
+        return lambda: None
+
+    def connect_data(self, members: tuple[int, ...]) -> None:
+        """Do nothing."""
+
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
+        """Receive what this rank gives itself, and zeros."""
+        own, slices = members.index(self._grid.index("dp")), received.view(len(members), -1)
+        slices.zero_()
+        slices[own].copy_(given.view(len(members), -1)[own])
         return lambda: None
 
     def open_gathers(self) -> None:

@@ -50,10 +50,16 @@ class Pending:
         self._broken = broken
         self._absent = absent
         self._beside: Callable[[], None] | None = None
+        self._then: Callable[[], None] | None = None
 
     def beside(self, work: Callable[[], None]) -> "Pending":
         """Call ``work`` once, just before the wait: what it computes does not need this result."""
         self._beside = work
+        return self
+
+    def then(self, work: Callable[[], None]) -> "Pending":
+        """Call ``work`` once, just after the wait: it makes the result of what has come."""
+        self._then = work
         return self
 
     def wait(self) -> None:
@@ -63,8 +69,13 @@ class Pending:
             EngineError: the collective failed or timed out; the message names it and its ranks.
         """
         wait, self._wait = self._wait, None
-        if wait is None:
-            return
+        if wait is not None:
+            self._complete(wait)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def _complete(self, wait: Wait) -> None:
         if self._beside is not None:
             self._beside()
         try:
@@ -235,6 +246,22 @@ class Comm:
             raise EngineError(f"{error}; look for the first traceback of the job.") from error
         except RuntimeError as error:
             raise EngineError(f"{error}: that rank has ended, stands still, or makes other calls.") from error
+
+    def connect_data(self, members: tuple[int, ...]) -> None:
+        """Prepare ``all_to_all`` between these indices of axis dp. Every rank calls it, in the same order."""
+        self._backend.connect_data(members)
+
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str) -> Pending:
+        """Send slice i of ``given`` to the i-th of these indices of axis dp, and receive slice i from it.
+
+        This rank is one of them; its own slice is copied.
+        """
+        if len(members) == 1:
+            received.copy_(given)
+        name = "dp" if len(members) == self.grid.dp else f"dp indices {','.join(map(str, members))}"
+        route = _Route(len(members), Stream(EventKind.COLLECTIVE, "dp", name))
+        call = partial(self._backend.all_to_all, received, given, members)
+        return self._issue("all_to_all", given, "dp", label, call, route)
 
     def open_gathers(self) -> None:
         """Prepare ``gather_parameters``. Every rank of the world calls it."""

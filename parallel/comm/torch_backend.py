@@ -4,7 +4,7 @@ import atexit
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,16 @@ from engine.parallel.grid import Axis, Grid, axis_groups, color_rounds
 
 logger = logging.getLogger("trine")
 
-_Key = Axis | Literal["gathers"] | tuple[int, ...] | Channel
-"""An axis, the data axis's second group for parameters, indices of axis pp that sum, or a channel of messages."""
+
+class _DataMembers(NamedTuple):
+    """Indices of axis dp that exchange messages."""
+
+    members: tuple[int, ...]
+
+
+_Key = Axis | Literal["gathers"] | tuple[int, ...] | _DataMembers | Channel
+"""An axis, the data axis's second group for parameters, indices of axis pp that sum or of axis dp that exchange, or a
+channel of messages."""
 
 
 class TorchBackend:
@@ -93,6 +101,20 @@ class TorchBackend:
         index, ranks = self._grid.index(axis), self._grid.size(axis)
         seconds, exchange = _timeout(group, self._device), partial(_exchange, group)
         return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
+
+    def connect_data(self, members: tuple[int, ...]) -> None:
+        """Create the groups of these indices, for every pipeline and tensor coordinate; all of dp have one already."""
+        if len(members) in (1, self._grid.dp) or _DataMembers(members) in self._groups:
+            return
+        groups = (tuple(line[index] for index in members) for line in self._grid.groups("dp"))
+        line, here = self._grid.peers("dp"), self._grid.index("dp")
+        own = tuple(line[index] for index in members) if here in members else None
+        self._groups[_DataMembers(members)] = self._open(groups, own)
+
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
+        """Exchange slices."""
+        group = self._groups["dp" if len(members) == self._grid.dp else _DataMembers(members)]
+        return _finisher(dist.all_to_all_single(received, given, group=group, async_op=True))
 
     def open_gathers(self) -> None:
         """Create a second group of the data axis."""

@@ -2,7 +2,8 @@
 
 The planner and the counter use the same rule, so that a plan can be compared exactly with a run. Bytes are those that
 one rank sends in a ring (Patarasuk and Yuan 2009): a reduce-scatter or an all-gather of n bytes over N ranks sends
-n(N-1)/N, an all-reduce is one of each. A message of n bytes to one other rank sends n; receiving it counts 0.
+n(N-1)/N, an all-reduce is one of each. An all-to-all, in which a rank has n bytes for all of them, sends n(N-1)/N.
+A message of n bytes to one other rank sends n; receiving it counts 0.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,11 +13,11 @@ from typing import Literal
 
 from engine.parallel.grid import Axis
 
-Op = Literal["all_reduce", "reduce_scatter", "all_gather", "send", "receive"]
+Op = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "receive"]
 
 
 # How many times (N-1)/N of the payload leaves a rank.
-_PASSES: Mapping[Op, int] = MappingProxyType({"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1})
+_PASSES: Mapping[Op, int] = MappingProxyType({"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1})
 
 
 def megabytes(count: int) -> str:

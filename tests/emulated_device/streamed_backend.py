@@ -77,6 +77,16 @@ class StreamedBackend:
 
         return finish
 
+    def connect_data(self, members: tuple[int, ...]) -> None:
+        """As inside."""
+        self.inner.connect_data(members)
+
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
+        """Exchange into ``received``."""
+        return self._run(
+            ("data", members), "all_to_all", lambda: self.inner.all_to_all(received, given, members), received
+        )
+
     def open_gathers(self) -> None:
         """As inside."""
         self.inner.open_gathers()

@@ -3,6 +3,7 @@
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.fault import Fault
+from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
@@ -19,6 +20,7 @@ AREAS = {
     "pipeline": PIPELINE,
     "zero": ZERO,
     "products into buckets": PRODUCTS_INTO_BUCKETS,
+    "fewer bits": FEWER_BITS,
     "step and precision": STEP_AND_PRECISION,
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,

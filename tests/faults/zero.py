@@ -67,8 +67,8 @@ ZERO = (
         name="bucket-not-padded",
         about="A bucket is not padded to the number of data ranks, so its last elements belong to nobody.",
         file="zero/layout.py",
-        old="_aligned(max(end, 1), ALIGNMENT * ranks)",
-        new="_aligned(max(end, 1), ALIGNMENT)",
+        old="_aligned(max(end, 1), alignment * ranks)",
+        new="_aligned(max(end, 1), alignment)",
         tests=("tests/zero/test_layout.py::test_buckets_divide_evenly_and_are_padded_no_more_than_that",),
     ),
     Fault(

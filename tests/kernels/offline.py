@@ -29,9 +29,10 @@ from tests.kernels.launches import (
     norms,
     optimizers,
     rotaries,
+    wires,
 )
 
-OPERATORS = (activations, communicating, experts, gateds, losses, norms, optimizers, rotaries)
+OPERATORS = (activations, communicating, experts, gateds, losses, norms, optimizers, rotaries, wires)
 
 _TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64",

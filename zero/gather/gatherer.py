@@ -285,7 +285,8 @@ class ParameterGatherer:
     def open(self, indices: Collection[int]) -> frozenset[int]:
         """Gather buckets between steps; return those that were not open yet. All ranks of axis dp call it alike."""
         opened = frozenset(indices) - self._opened
-        self._whole.ask_alike(opened)
+        self._whole.free(opened & self._whole.encoded)  # what a pass has left is rounded, and this is written back
+        self._whole.ask_alike(opened, exact=True)
         self._whole.show(opened)
         self._openings += 1
         self._opened |= opened

@@ -15,6 +15,7 @@ from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.trace.guarded_parameter import conceal, reveal
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.encoded_gather import EncodedGather, encoded_gather
 
 
 class UnshardedBuckets:
@@ -39,20 +40,30 @@ class UnshardedBuckets:
         """Buckets that are gathered or under way."""
         return frozenset(self._live)
 
-    def ask(self, indices: frozenset[int]) -> None:
-        """Allocate memory for the buckets and start their gather, in one batch."""
+    @property
+    def encoded(self) -> frozenset[int]:
+        """Buckets that passes gather in fewer bits."""
+        return frozenset(index for index, flat in enumerate(self._buckets) if flat.codec is not None)
+
+    def ask(self, indices: frozenset[int], exact: bool = False) -> None:
+        """Allocate memory for the buckets and start their gather, in one batch; ``exact``: no weight is encoded."""
         missing = sorted(indices - self._live.keys())
         if not missing:
             return
-        pairs = []
+        pairs, encoded = [], []
         for index in missing:
             flat = self._buckets[index]
             flat.reserve()
-            pairs.append((flat.params, flat.kept))
-        pending = self._comm.gather_parameters(pairs, "parameters")
+            gather = None if exact else encoded_gather(flat, flat.kept, self._comm.grid.dp)
+            if gather is None:
+                pairs.append((flat.params, flat.kept))
+            else:
+                pairs.append((gather.full, gather.own))
+                encoded.append(gather)
+        pending = self._comm.gather_parameters(pairs, "parameters").then(partial(_decode, encoded))
         self._live.update(dict.fromkeys(missing, pending))
 
-    def ask_alike(self, indices: frozenset[int]) -> None:
+    def ask_alike(self, indices: frozenset[int], exact: bool = False) -> None:
         """Ask for buckets outside the common order, after comparing with all data ranks.
 
         The comparison is one gather of 8 bytes a rank, label "gather check"; it is left out if nothing is missing.
@@ -72,7 +83,7 @@ class UnshardedBuckets:
                 f"data ranks use sharded parameters (ZeRO 3) in different orders, here {name!r}: the model takes "
                 "different paths on them; let all ranks take the same path, or set zero_optimization.stage to 2."
             )
-        self.ask(frozenset(missing))
+        self.ask(frozenset(missing), exact)
 
     def show(self, indices: frozenset[int]) -> None:
         """Wait for buckets that were asked for; their parameters can then be used."""
@@ -138,6 +149,11 @@ class UnshardedBuckets:
         flat = self._buckets[index]
         for slot, parameter in zip(flat.bucket.slots, flat.parameters, strict=True):
             conceal(parameter, partial(self._read, index, slot.name), "sharded over the data ranks (ZeRO 3)")
+
+
+def _decode(gathers: Sequence[EncodedGather]) -> None:
+    for gather in gathers:
+        gather.decode()
 
 
 def _memory(tensor: Tensor) -> int:

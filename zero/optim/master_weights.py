@@ -52,6 +52,8 @@ def sync_masters(flat: FlatBucket) -> None:
     if flat.master is None:
         return
     written = flat.kept != flat.master.to(flat.kept.dtype)
+    if flat.codec is not None and flat.rounds_in_gathers:  # a gather has left what the codes stand for
+        written &= flat.kept != flat.codec.rounded(flat.master, flat.kept.dtype)
     torch.where(written, flat.kept.to(flat.master.dtype), flat.master, out=flat.master)
 
 

@@ -21,6 +21,7 @@ from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.ops.adamw import DeviceDecision, fits_adamw_kernel
 from engine.parallel.comm.comm import Comm, Pending
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.encoded_gather import gather_masters
 from engine.zero.layout import Slot
 from engine.zero.optim.bf16_updates import RoundedUpdates
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatOptimizer, FusedAdam, UpdateOrder, UpdatePiece
@@ -61,8 +62,8 @@ class OptimizerTensor:
     part: slice
 
     def narrow(self) -> Tensor | None:
-        """Return the narrow weights that receive its values; None if the tensor is no master."""
-        if self.flat.master is None:
+        """Return the narrow weights that receive its values; None if there are none, or a gather fills them."""
+        if self.flat.master is None or self.flat.rounds_in_gathers:
             return None
         start = self.flat.owned.start
         return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
@@ -174,6 +175,9 @@ class ShardedOptimizer:
         optimizer sees the reduced sums themselves, because the kernels apply the factor as they read.
         """
         assert isinstance(self.inner, FlatAdam)
+        for flat in self._buckets:
+            if flat.rounds_in_gathers:  # there the kernel cannot tell what the user has written
+                sync_masters(flat)
         narrow: dict[Tensor, Tensor | None] = {place.parameter: place.narrow() for place in self.places}
         self._give_gradients()
         self.inner.fused = FusedAdam(self._kernels, decision, narrow, self._rounding)
@@ -309,6 +313,8 @@ class ShardedOptimizer:
 
     def _start_gather(self, flat: FlatBucket, rounded: bool) -> Pending | None:
         """Start the gather of a bucket, if it has one; ``rounded``: its master is in ``kept`` already."""
+        if flat.rounds_in_gathers:
+            return gather_masters(flat, self._comm, "parameters")
         if flat.master is not None and not rounded:
             flat.kept.copy_(flat.master)
         if self._sharded and not flat.sharded:

@@ -54,8 +54,11 @@ class _Flight:
     """A reduction under way."""
 
     filling: _Filling
-    wire: Tensor
+    result: Tensor
+    """The shard of this rank."""
     pending: Pending
+    buffer: Tensor | None = None
+    """The full bucket that it lies in, to be used again."""
 
 
 class MicrobatchReducer(SharedReduction):
@@ -216,12 +219,18 @@ class MicrobatchReducer(SharedReduction):
         full = self._borrow(filling.flat) if filling.buffer is None else filling.buffer
         filling.buffer, filling.reduced = None, True
         _blank(full, filling)
+        encoded = self._encoded.get(filling.flat.bucket.index)
+        if encoded is not None:
+            result = torch.empty_like(filling.flat.grads)
+            self._flights.append(_Flight(filling, result, encoded.start(full, result)))
+            self._free.append(full)
+            return
         wire = self._on_wire(full)
         shard = filling.flat.shard
         pending = self._comm.reduce_scatter(wire[shard], wire, "dp", "gradients")
         if wire is not full:
             self._free.append(full)
-        self._flights.append(_Flight(filling, wire, pending))
+        self._flights.append(_Flight(filling, wire[shard], pending, wire if wire.dtype == full.dtype else None))
 
     def _land(self) -> None:
         """Add the result of the oldest reduction to its shard."""
@@ -229,12 +238,12 @@ class MicrobatchReducer(SharedReduction):
         flight.pending.wait()
         flat = flight.filling.flat
         if flight.filling.touched:
-            flat.grads.add_(flight.wire[flat.shard])
+            flat.grads.add_(flight.result)
         else:
-            flat.grads.copy_(flight.wire[flat.shard])
+            flat.grads.copy_(flight.result)
         flight.filling.touched = True
-        if flight.wire.dtype == flat.grads.dtype:
-            self._free.append(flight.wire)
+        if flight.buffer is not None:
+            self._free.append(flight.buffer)
 
     def _borrow(self, flat: FlatBucket) -> Tensor:
         """Return a buffer of the bucket's size, with undefined content."""
@@ -262,6 +271,10 @@ class MicrobatchReducer(SharedReduction):
             self._sum_partial(views)
         for filling in fillings:
             flat = filling.flat
+            encoded = self._encoded.get(flat.bucket.index)
+            if encoded is not None:
+                encoded.start(flat.grads, flat.grads[flat.shard]).wait()
+                continue
             wire = self._on_wire(flat.grads)
             self._comm.reduce_scatter(wire[flat.shard], wire, "dp", "gradients").wait()
             if wire is not flat.grads:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from engine.parallel.model.placeholders import plan_as_trainable
 from engine.parallel.trace.guarded_parameter import GuardedParameter
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.reduce.bucket_gradient import BucketGradient
+from engine.zero.reduce.encoded_reduction import EncodedReduction
 from engine.zero.reduce.gradient_guard import check_own_hooks, plain_grad, set_plain_grad
 
 logger = logging.getLogger("trine")
@@ -197,6 +198,10 @@ class Reducer(Protocol):
     def observe(self, observer: Take | None) -> None:
         """From now on show each gradient of this rank to ``observer`` before it is summed; None: to nobody."""
 
+    @property
+    def residuals(self) -> Mapping[str, Tensor]:
+        """What encodings have left out of gradients, to be added to the next ones (error feedback); by name."""
+
     def found_nonfinite(self) -> bool:
         """Whether a watched gradient of this step was not finite; waits for the device, and starts anew."""
 
@@ -222,6 +227,8 @@ class ReducerSetup:
     """Function that is called when a gradient arrives while no backward is open, to open it; None: never."""
     main: MainGradients | None = None
     """Where products of a backward find the sums that they add to; None: every gradient is made."""
+    encoded: Mapping[int, EncodedReduction] = field(default_factory=dict)
+    """Reductions of the buckets whose gradients are sent in fewer bits, by index of the bucket."""
 
 
 class SharedReduction:
@@ -230,6 +237,7 @@ class SharedReduction:
     def __init__(self, setup: ReducerSetup) -> None:
         self._comm = setup.comm
         self._dtype = setup.wire if setup.comm.grid.dp > 1 else None
+        self._encoded = setup.encoded
         self._sum_partial = setup.sum_partial
         self._abandoned: list[Pending] = []
         names = [slot.name for flat in setup.buckets for slot in flat.bucket.slots]
@@ -321,6 +329,15 @@ class SharedReduction:
     def observe(self, observer: Take | None) -> None:
         """Show every gradient to ``observer`` from now on; see :class:`Reducer`."""
         self._observer = observer
+
+    @property
+    def residuals(self) -> Mapping[str, Tensor]:
+        """What encodings have left out; see :class:`Reducer`."""
+        return {
+            f"{index}.{hop}": residual
+            for index, reduction in self._encoded.items()
+            for hop, residual in enumerate(reduction.residuals)
+        }
 
     def found_nonfinite(self) -> bool:
         """Whether a watched gradient was not finite since the last call."""

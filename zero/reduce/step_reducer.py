@@ -212,6 +212,10 @@ class GradientReducer(SharedReduction):
             if not place.touched:
                 place.view.zero_()
         grads, shard = progress.flat.grads, progress.flat.shard
+        encoded = self._encoded.get(progress.flat.bucket.index)
+        if encoded is not None:
+            progress.reduction = encoded.start(grads, grads[shard])
+            return
         wire = self._on_wire(grads)
         if self._scatter:
             progress.reduction = self._comm.reduce_scatter(wire[shard], wire, "dp", "gradients")

@@ -14,6 +14,7 @@ from benchmarks.kernels.cases.matmul import every_linear, linears
 from benchmarks.kernels.cases.optimizer import adamw, squared_norms
 from benchmarks.kernels.cases.rotary import rotary
 from benchmarks.kernels.cases.rows import activations, gated, norms
+from benchmarks.kernels.cases.wire import block_codecs
 
 Maker = Callable[[Slice, torch.dtype], Iterator[Case]]
 
@@ -28,6 +29,7 @@ MAKERS: Mapping[str, Maker] = MappingProxyType(
         "linear_cross_entropy": linear_cross_entropies,
         "adamw": adamw,
         "squared_norm": squared_norms,
+        "block_codec": block_codecs,
     }
 )
 
@@ -45,6 +47,7 @@ _SLICES: Mapping[str, tuple[Slice, ...]] = MappingProxyType(
         "cross_entropy": _SMALL_CUT,
         "adamw": _WHOLE[:1],
         "squared_norm": _WHOLE[:1],
+        "block_codec": _WHOLE[:1],
     }
 )
 """Slices of an operator; those of the vocabulary and of the perceptron are cut by tensor ranks, norms are not."""
@@ -54,7 +57,9 @@ EVEN = Slice("even", 512, 1024, 2048, 8, 8, 128, 4096, 1 << 18)
 WIDE = Slice("wide", 40, 8192, 14336, 16, 2, 128, 128256, 3_000_000)
 TINY = Slice("tiny", 5, 24, 40, 2, 1, 16, 67, 1000)
 """For the interpreter."""
-ROW_OPERATORS = frozenset({"norm", "gated", "activation", "rotary", "cross_entropy", "adamw", "squared_norm"})
+ROW_OPERATORS = frozenset(
+    {"norm", "gated", "activation", "rotary", "cross_entropy", "adamw", "squared_norm", "block_codec"}
+)
 Scale = Literal["tiny", "some", "all"]
 """Of checks: in the interpreter, beside a measurement, by themselves."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -5,7 +5,7 @@
     amp                             mixed precision by Apex: torch.autocast
     sequence_parallel_size          ranks that share a sequence: parallel.tensor with sequence_parallel
     elasticity                      a batch that suits many numbers of GPUs (``elasticity``)
-    OneBitAdam, ZeroOneAdam         Adam without bias correction whose messages are compressed
+    OneBitAdam, ZeroOneAdam         Adam without bias correction; zero_quantized_gradients compresses messages
     a file of ``accelerate config`` with deepspeed_config in it
 
 What is rewritten says so in a note with the words "acts as".
@@ -168,8 +168,8 @@ def _compressed_adam(raw: dict[str, Any], problems: Problems, notes: Notes) -> N
         params = {"weight_decay": 0.0, **params, "bias_correction": False}
     raw["optimizer"] = {**section, "type": "AdamW", "params": params}
     notes.append(
-        f"optimizer.type: {shown_value(kind)} acts as the Adam that it approximates, without bias correction and with "
-        "exact messages."
+        f"optimizer.type: {shown_value(kind)} acts as the Adam that it approximates, without bias correction; "
+        "zero_optimization.zero_quantized_gradients with zero_gradient_error_feedback takes the place of its messages."
     )
 
 

@@ -113,7 +113,8 @@ _NOTED = MappingProxyType({
     "optimizer": {_NO_EFFECT: "legacy_fusion"},
     "optimizer.params": {
         _NO_EFFECT: "torch_adam fused foreach",
-        "moments are never compressed, and messages are exact": "freeze_step var_freeze_step var_update_scaler"
+        "moments are never compressed; zero_optimization.zero_quantized_gradients sends gradients in fewer bits":
+                   "freeze_step var_freeze_step var_update_scaler"
                    " local_step_scaler local_step_clipper cuda_aware comm_backend_name",
     },
     "activation_checkpointing": {
@@ -152,7 +153,6 @@ _SCRIPT = "in DeepSpeed too, only a call in the script makes use of it, which ha
 _LOGGERS = "Trine writes monitor.jsonl and monitor.tensorboard; use those"
 _GRID = "parallel.tensor says how many ranks share a layer; remove it"
 _ONE_SHARDING = "Trine shards over the whole data axis, once"
-_QUANTIZED = Noted("Trine sends exact values", (False, None))
 _EXPERTS = "there is no expert axis: the ranks of parallel.tensor and ZeRO share experts, which trains the same"
 _OTHER_ADAM = "AdamW and Adam here are torch's; pass optimizer=... to engine.initialize"
 
@@ -198,10 +198,10 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "offload_param": Feature(ON_DEVICE, "device", ("none", None), noted=True),
         "cpu_offload_params": Noted(ON_DEVICE, _OFF, Flag()),
         "cpu_offload": Noted(ON_DEVICE, _OFF, Flag()),
-        "zero_quantized_weights": _QUANTIZED,
-        "zero_quantized_nontrainable_weights": _QUANTIZED,
-        "zero_quantized_gradients": _QUANTIZED,
-        "zeropp_loco_param": _QUANTIZED,
+        "zero_quantized_nontrainable_weights": Noted(
+            "zero_optimization.zero_quantized_weights gathers frozen parameters in fewer bits too", _OFF
+        ),
+        "zeropp_loco_param": Noted("zero_optimization.zero_gradient_error_feedback keeps residuals", (None,)),
         "zero_hpz_partition_size": Noted(_ONE_SHARDING, (1, None)),
         "mics_shard_size": Noted(_ONE_SHARDING, (-1, None)),
         "mics_hierarchical_params_gather": Noted(_ONE_SHARDING, _OFF),

@@ -129,7 +129,7 @@ def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int) -> Rank
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
     return RankMemory(
         parameters=state["parameters"] + state["frozen parameters"],
-        gradients=state["gradients"],
+        gradients=state["gradients"] + state.get("error feedback", 0),
         optimizer=state["master"] + state["optimizer"],
         activations=activations,
         buffers=buffers,

@@ -30,13 +30,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from engine.parallel.comm.traffic import Traffic, sent_bytes
+from engine.parallel.comm.traffic import Traffic
 from engine.parallel.grid import Axis, Coord
 from engine.parallel.pipeline.partition.cost_model import flops_of_calls
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.pipeline.schedule.simulate import StepTimeline
 from engine.parallel.tensor.collectives import COLUMN_INPUTS
-from engine.planning.budgets import reduces_each_microbatch, shards_parameters, stage_traffic
+from engine.planning.budgets import (
+    reduces_each_microbatch,
+    reduction_traffic,
+    shards_parameters,
+    stage_traffic,
+    wire_formats,
+)
 from engine.planning.plan import Plan
 from engine.planning.step_time.axis_links import AxisLinks, Pattern
 from engine.planning.step_time.contention import Contention, Hop, Task, simulate_contention
@@ -222,10 +228,12 @@ class _Prediction:
     # ------------------------------------------------------------------ the end of a step
 
     def _layout(self, pp: int) -> tuple["_Bucket", ...]:
-        return tuple(
-            _Bucket(bucket.elements, self._wire_bytes(bucket.dtype), bucket.late)
-            for bucket in self._plan.layout(Coord(pp, 0, 0)).buckets
-        )
+        formats = wire_formats(self._config, self._plan.precision)
+        found = []
+        for bucket in self._plan.layout(Coord(pp, 0, 0)).buckets:
+            rows = reduction_traffic(bucket, self._config, formats, self._wire_bytes(bucket.dtype))
+            found.append(_Bucket(bucket.elements, sum(row.bytes for row in rows), bucket.late))
+        return tuple(found)
 
     def _wire_bytes(self, dtype: str) -> int:
         precision = self._plan.precision
@@ -240,7 +248,7 @@ class _Prediction:
         sharded = self._config.zero_optimization.stage > 0
         link = self._links.collectives["dp", "direct" if sharded else "ring"]
         buckets = sorted(self._layout(pp), key=lambda bucket: bucket.late)
-        sizes = [sent_bytes("reduce_scatter" if sharded else "all_reduce", b.bytes, self._grid.dp) for b in buckets]
+        sizes = [bucket.sent for bucket in buckets]
         free, made, eager = 0.0, 0, sum(bucket.elements for bucket in buckets if not bucket.late)
         if reduces_each_microbatch(self._config) and len(spans) > 2:
             free = self._earlier(pp, played, sum(link.seconds(1, size) for size in sizes))
@@ -292,10 +300,6 @@ def _with_waits(tasks: Mapping[_Key, Task], waits: Mapping[_Key, float]) -> dict
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     elements: int
-    width: int
-    """Bytes of an element on the wire."""
+    sent: int
+    """Bytes that a rank sends to reduce it."""
     late: bool
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.width

@@ -125,6 +125,19 @@ class ThreadBackend:
         """Concatenate the shards into ``full``."""
         return self._gather(full, shard, (axis, self._grid.peers(axis)))
 
+    def connect_data(self, members: tuple[int, ...]) -> None:
+        """Do nothing: a group is opened by its first use."""
+
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
+        """Exchange slices."""
+        line, own = self._grid.peers("dp"), members.index(self._grid.index("dp"))
+
+        def place(parts: list[Tensor]) -> None:
+            slices = [part.view(len(members), -1)[own] for part in parts]
+            received.copy_(torch.cat(slices).view_as(received))
+
+        return self._meet("all_to_all", ("data", tuple(line[index] for index in members)), given, place)
+
     def open_gathers(self) -> None:
         """Do nothing: a group is opened by its first use."""
 

@@ -205,7 +205,10 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "this version keeps it on the device"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "this version keeps it on the device"),
         ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: accepted, changes nothing here"),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, "Trine sends exact values"),
+        (
+            {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
+            "zero_optimization.zero_quantized_weights gathers frozen parameters in fewer bits too",
+        ),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "Trine shards over the whole data axis, once"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention: accepted, changes nothing here"),
         ({"expert_parallel": {"enabled": True}}, "there is no expert axis"),

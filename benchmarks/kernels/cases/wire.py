@@ -1,0 +1,39 @@
+"""Cases of what data ranks send in fewer bits: a flat gradient to codes and back, as both ends of a message do."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.cases.case import Case, Cost, Inputs, Slice, Target, random
+from benchmarks.kernels.cases.errors import Operator
+from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.wire.block_codec import BlockCodec, BlockFormat
+
+BLOCK = 256
+
+
+def block_codecs(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
+    """Encode and decode in both widths; whole blocks."""
+    elements = -(-where.parameters // BLOCK) * BLOCK
+    for bits in (8, 4):
+        moved = 2 * dtype.itemsize * elements + 2 * BlockFormat(bits, BLOCK).message_bytes(elements)
+        yield Case(
+            "block_codec", f"int{bits}", where, dtype, 1 << (elements.bit_length() - 1), partial(_flat, dtype),
+            elements, ours=partial(_there_and_back, bits), eager=_there_and_back(bits, REFERENCE),
+            forward=Cost(moved), shape=f"{elements:.0e}", targets=(Target("forward", "copy", 0.7),),
+        )  # fmt: skip
+
+
+def _flat(dtype: torch.dtype, device: torch.device, elements: int) -> Inputs:
+    return (random(device, dtype).normal(elements, scale=1e-2),)
+
+
+def _there_and_back(bits: int, kernels: Kernels) -> Operator:
+    codec = BlockCodec(BlockFormat(bits, BLOCK), kernels)
+
+    def received(values: Tensor) -> Tensor:
+        return codec.rounded(values.detach(), values.dtype)
+
+    return received

@@ -1,0 +1,41 @@
+"""The block codec in both widths, with and without a residual."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from engine.kernels.gpu.wire.block_codec import launch_decode, launch_encode, launch_sum
+from engine.kernels.wire.block_codec import BlockFormat
+from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
+
+ROWS, BLOCKS = 8, 4096
+
+
+def launches() -> Iterator[tuple[str, Launch]]:
+    for bits in (8, 4):
+        for block in (64, 256, 2048):
+            wire, name = BlockFormat(bits, block), f"int{bits}, blocks of {block}"
+            for dtype in (FP32, BF16):
+                yield f"{name}, {dtype}", partial(_decode, wire, dtype)
+                yield f"{name}, {dtype}, sum", partial(_sum, wire, dtype)
+                for feedback in (False, True):
+                    yield f"{name}, {dtype}{', feedback' * feedback}", partial(_encode, wire, dtype, feedback)
+
+
+def _messages(wire: BlockFormat) -> torch.Tensor:
+    return meta(ROWS, wire.message_bytes(BLOCKS * wire.block), dtype=torch.uint8)
+
+
+def _encode(wire: BlockFormat, dtype: torch.dtype, feedback: bool) -> None:
+    values, elements = meta(ROWS, BLOCKS * wire.block, dtype=dtype), BLOCKS * wire.block
+    residual = meta(ROWS, elements, dtype=FP32) if feedback else None
+    launch_encode(values, wire.bits, wire.block, wire.message_bytes(elements), residual)
+
+
+def _decode(wire: BlockFormat, dtype: torch.dtype) -> None:
+    launch_decode(_messages(wire), meta(ROWS, BLOCKS * wire.block, dtype=dtype), wire.bits, wire.block)
+
+
+def _sum(wire: BlockFormat, dtype: torch.dtype) -> None:
+    launch_sum(_messages(wire), meta(BLOCKS * wire.block, dtype=dtype), wire.bits, wire.block)

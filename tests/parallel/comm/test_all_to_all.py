@@ -1,0 +1,45 @@
+"""Slices that some of the data ranks exchange: between real processes, and what the tally says of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.torch_backend import TorchBackend
+from engine.parallel.grid import Grid
+
+RunRanks = Callable[..., list[Any]]
+GROUPS = ((0, 1, 2, 3), (0, 1), (2, 3), (0, 2), (1, 3))
+
+
+def exchange() -> dict[tuple[int, ...], list[int]]:
+    """Body of a rank: what it receives in each of its groups; slice i of rank r is filled with 10 r + i."""
+    rank = torch.distributed.get_rank()
+    grid = Grid(dp=4, rank=rank)
+    comm = Comm(grid, TorchBackend(grid, torch.device("cpu")))
+    for members in GROUPS:
+        comm.connect_data(members)
+    found, pending = {}, []
+    for members in (members for members in GROUPS if rank in members):
+        given = (10 * rank + torch.arange(len(members), dtype=torch.uint8)).repeat_interleave(3)
+        received = torch.empty_like(given)
+        arrived = found[members] = list[int]()
+        pending.append(
+            comm.all_to_all(received, given, members, "test").then(
+                lambda arrived=arrived, received=received: arrived.extend(received[::3].tolist())
+            )
+        )
+    for one in reversed(pending):
+        one.wait()
+    (row,) = comm.tally.rows()
+    assert (row.axis, row.calls, row.bytes) == ("dp", 3, 9 + 3 + 3), "3 slices of 4, and one of 2, twice"
+    comm.close()
+    return found
+
+
+def test_each_rank_gets_its_slice_from_every_member(run_ranks: RunRanks) -> None:
+    for rank, found in enumerate(run_ranks(exchange, 4)):
+        assert set(found) == {members for members in GROUPS if rank in members}
+        for members, slices in found.items():
+            assert slices == [10 * member + members.index(rank) for member in members]

@@ -1,0 +1,67 @@
+"""Gathers of weights in fewer bits: the owner sends codes, and every rank decodes all of them, the owner its own too.
+
+    ZeRO 3        kept [s] -> message [m] -> gathered [N, m] -> params [N*s]      whenever the bucket is gathered
+    ZeRO 1 and 2  master [s] -> the same                                          after each update
+
+So all data ranks compute with the same values, bit for bit, while what the optimizer updates stays exact: the shard
+that is kept at ZeRO 3, the master below. Parameters without a master (fp32) would be overwritten by what they were
+rounded to, and are gathered as they are at ZeRO 1 and 2.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.kernels.dispatch import Kernels
+from engine.kernels.wire.block_codec import BlockCodec
+from engine.parallel.comm.comm import Comm, Pending
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.wire_formats import WireFormats
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGather:
+    """One gather of one bucket."""
+
+    flat: FlatBucket
+    codec: BlockCodec
+    own: Tensor
+    """This rank's message [m]."""
+    full: Tensor
+    """All messages [N*m], once they have come."""
+
+    def decode(self) -> None:
+        """Write the values of all ranks into the bucket."""
+        ranks = self.full.numel() // self.own.numel()
+        self.codec.decode(self.full.view(ranks, -1), self.flat.params.view(ranks, -1))
+
+
+def encoded_gather(flat: FlatBucket, weights: Tensor, ranks: int) -> EncodedGather | None:
+    """Encode this rank's ``weights`` [s] of a bucket for a gather; None if they are sent as they are."""
+    if flat.codec is None:
+        return None
+    own = flat.codec.message(weights)
+    return EncodedGather(flat, flat.codec, own, torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device))
+
+
+def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
+    """Start the gather of a bucket that ``rounds_in_gathers``, from its masters; one all-gather over dp."""
+    assert flat.master is not None
+    gather = encoded_gather(flat, flat.master, comm.grid.dp)
+    assert gather is not None
+    return comm.all_gather(gather.full, gather.own, "dp", label).then(gather.decode)
+
+
+def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:
+    """Gather what an update would leave, so that the first step and a resumed one compute with the same values."""
+    for flat in buckets:
+        if flat.rounds_in_gathers:
+            gather_masters(flat, comm, "parameters").wait()
+
+
+def with_codecs(buckets: Sequence[FlatBucket], formats: WireFormats, kernels: Kernels) -> tuple[FlatBucket, ...]:
+    """The same buckets, which know how their weights are encoded."""
+    found = [(flat, formats.of_weights(flat.bucket)) for flat in buckets]
+    return tuple(flat if wire is None else replace(flat, codec=BlockCodec(wire, kernels)) for flat, wire in found)

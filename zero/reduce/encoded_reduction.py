@@ -1,0 +1,95 @@
+"""The sum of a bucket's gradients over axis dp in messages of fewer bits, from every rank to the owner of each shard.
+
+    gradients [N, s] + residual -> codes [N, m] -> all-to-all -> decode, add in fp32 in the order of ranks -> shard [s]
+
+On several nodes the sum is first made within the node, for all shards that ranks of the same place own, and then
+encoded again and sent across (``zero/wire_formats``; Wang et al. 2023, ZeRO++). Every contribution is encoded, this
+rank's own too, so that the sum is the same whoever owns the shard.
+
+Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what an encoding leaves out, the residual, is added to what
+is encoded next. The sum over steps of what was sent then differs from that of the true gradients by one residual, at
+most half a scale, however many steps there are.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels.dispatch import Kernels
+from engine.kernels.wire.block_codec import BlockFormat, encode_blocks, sum_blocks
+from engine.parallel.comm.comm import Comm, Pending
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.wire_formats import WireFormats
+
+
+class EncodedReduction:
+    """Reductions of one bucket.
+
+    Shape suffixes: N data ranks, W of them in a node, A nodes, s elements of a shard, m bytes of its message.
+
+    Args:
+        comm: communication; one all-to-all over dp for each hop, with the label of the hop.
+    """
+
+    def __init__(self, flat: FlatBucket, wire: BlockFormat, formats: WireFormats, comm: Comm, kernels: Kernels) -> None:
+        self._wire, self._comm, self._kernels, self._hops = wire, comm, kernels, formats.hops
+        self._ranks, self._size = formats.ranks, flat.bucket.elements // formats.ranks
+        self._members = [formats.members(hop, comm.grid.index("dp")) for hop in range(len(self._hops))]
+        self.residuals: tuple[Tensor, ...] = ()
+        """What the last encoding of each hop has left out, fp32 [rows, s]; empty without error feedback."""
+        if formats.feedback:
+            rows = [hop.ranks * hop.shards for hop in self._hops]
+            self.residuals = tuple(torch.zeros(count, self._size, device=flat.params.device) for count in rows)
+
+    def start(self, full: Tensor, out: Tensor) -> Pending:
+        """Start the sum of ``full`` [N*s], which may change at once; the wait leaves this rank's shard in ``out`` [s].
+
+        Ranks wait for the sums of their buckets in one order, since the wait of the first hop sends the second one.
+        """
+        messages = self._encode(full.view(self._ranks, -1), 0)
+        if len(self._hops) == 1:
+            return self._send(messages, 0, out)
+        within, nodes = self._hops[0].ranks, self._hops[0].shards
+        given_WAm = messages.view(nodes, within, -1).transpose(0, 1).contiguous()
+        received_WAm = torch.empty_like(given_WAm)
+        pending = self._comm.all_to_all(received_WAm, given_WAm, self._members[0], self._hops[0].label)
+        return pending.then(partial(self._cross, received_WAm, out))
+
+    def _cross(self, received_WAm: Tensor, out: Tensor) -> None:
+        """Add what came from the node, and send it on to the owners on all nodes."""
+        sums_As = torch.empty(self._hops[0].shards, self._size, device=out.device)
+        for sums_s, received_Wm in zip(sums_As, received_WAm.transpose(0, 1).contiguous(), strict=True):
+            sum_blocks(received_Wm, sums_s, self._wire, self._kernels)
+        self._send(self._encode(sums_As, 1), 1, out).wait()
+
+    def _encode(self, values: Tensor, hop: int) -> Tensor:
+        residual = self.residuals[hop] if self.residuals else None
+        return encode_blocks(values, self._wire, self._kernels, residual)
+
+    def _send(self, given_Rm: Tensor, hop: int, out: Tensor) -> Pending:
+        received_Rm = torch.empty_like(given_Rm)
+        pending = self._comm.all_to_all(received_Rm, given_Rm, self._members[hop], self._hops[hop].label)
+        return pending.then(partial(sum_blocks, received_Rm, out, self._wire, self._kernels))
+
+
+def encoded_reductions(
+    buckets: Sequence[FlatBucket], formats: WireFormats, comm: Comm, kernels: Kernels
+) -> dict[int, EncodedReduction]:
+    """The reductions of all buckets that are encoded, by index of the bucket."""
+    found: dict[int, EncodedReduction] = {}
+    for flat in buckets:
+        wire = formats.of_gradients(flat.bucket)
+        if wire is not None:
+            found[flat.bucket.index] = EncodedReduction(flat, wire, formats, comm, kernels)
+    return found
+
+
+def connect_hops(formats: WireFormats, comm: Comm) -> None:
+    """Open the groups of all hops. Every rank of the world calls it."""
+    if formats.gradients is None or len(formats.hops) == 1:
+        return
+    for hop in range(len(formats.hops)):
+        for members in sorted({formats.members(hop, index) for index in range(formats.ranks)}):
+            comm.connect_data(members)

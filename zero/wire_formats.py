@@ -1,0 +1,108 @@
+"""Which buckets are sent in fewer bits, and in which steps: for the plan, which counts the bytes, and for the run.
+
+Gradients that are encoded go to their owner by an all-to-all of messages. Where the data ranks of a group lie on
+several nodes, it has two hops, and every hop encodes anew:
+
+    node 0: ranks 0 1   node 1: ranks 2 3          shard k belongs to rank k
+    within nodes     0 -> 1: shards 1 and 3        1 -> 0: shards 0 and 2       messages of two shards, in the node
+    across nodes     0 -> 2: shard 2               2 -> 0: shard 0              messages of one, summed over the node
+
+Buckets of fp64, of integers, and those that are marked exact are sent as they are.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.kernels.wire.block_codec import ENCODED_DTYPES, BlockFormat
+from engine.parallel.comm.traffic import Traffic, sent_bytes
+from engine.zero.layout import ALIGNMENT, Bucket
+
+_ENCODED = frozenset(str(dtype).removeprefix("torch.") for dtype in ENCODED_DTYPES)
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionHop:
+    """One all-to-all of a reduction."""
+
+    label: str
+    ranks: int
+    """Ranks that take part."""
+    shards: int
+    """Shards in a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireFormats:
+    """Formats of the traffic of data ranks."""
+
+    ranks: int = 1
+    """Data ranks."""
+    within: int = 1
+    """Those of them that share a node; ``ranks`` if all do or nobody knows."""
+    weights: BlockFormat | None = None
+    weight_dtypes: frozenset[str] = _ENCODED
+    """Dtypes of the buckets whose weights are encoded."""
+    gradients: BlockFormat | None = None
+    feedback: bool = False
+    """What an encoding leaves out of gradients is added to the next ones."""
+
+    @property
+    def any(self) -> bool:
+        """Some traffic is encoded."""
+        return self.weights is not None or self.gradients is not None
+
+    @property
+    def alignment(self) -> int:
+        """Elements at whose multiples slots start."""
+        return max([ALIGNMENT, *(wire.block for wire in (self.weights, self.gradients) if wire is not None)])
+
+    def of_weights(self, bucket: Bucket) -> BlockFormat | None:
+        """The format of a bucket that is gathered; None: it is sent as it is."""
+        return self.weights if bucket.dtype in self.weight_dtypes & _ENCODED and not bucket.exact else None
+
+    def of_gradients(self, bucket: Bucket) -> BlockFormat | None:
+        """The format of a bucket that is reduced; None: it is sent as it is."""
+        return self.gradients if bucket.dtype in _ENCODED and not bucket.exact else None
+
+    @property
+    def hops(self) -> tuple[ReductionHop, ...]:
+        """The steps of a reduction that is encoded."""
+        nodes = self.ranks // self.within
+        if nodes == 1 or self.within == 1:
+            return (ReductionHop("gradients", self.ranks, 1),)
+        inside = ReductionHop("gradients within nodes", self.within, nodes)
+        return inside, ReductionHop("gradients across nodes", nodes, 1)
+
+    def members(self, hop: int, index: int) -> tuple[int, ...]:
+        """Indices of axis dp that exchange messages with ``index`` in a hop, itself included, in the order of sums."""
+        if len(self.hops) == 1:
+            return tuple(range(self.ranks))
+        node, place = divmod(index, self.within)
+        if hop == 0:
+            return tuple(range(node * self.within, (node + 1) * self.within))
+        return tuple(range(place, self.ranks, self.within))
+
+    def gathered_bytes(self, bucket: Bucket, itemsize: int) -> int:
+        """Bytes of all shards of a bucket as they are gathered; ``itemsize``: of an element that is not encoded."""
+        wire = self.of_weights(bucket)
+        if wire is None:
+            return bucket.elements * itemsize
+        return self.ranks * wire.message_bytes(bucket.elements // self.ranks)
+
+    def reduction(self, bucket: Bucket, itemsize: int) -> Iterator[Traffic]:
+        """Traffic of one reduction of a bucket to its owners; ``itemsize``: of an element that is not encoded."""
+        wire = self.of_gradients(bucket)
+        if wire is None:
+            sent = sent_bytes("reduce_scatter", bucket.elements * itemsize, self.ranks)
+            yield Traffic("dp", "gradients", 1, sent)
+            return
+        message = wire.message_bytes(bucket.elements // self.ranks)
+        for hop in self.hops:
+            sent = sent_bytes("all_to_all", hop.ranks * hop.shards * message, hop.ranks)
+            yield Traffic("dp", hop.label, 1, sent)
+
+    def residual_elements(self, bucket: Bucket) -> int:
+        """fp32 numbers that a rank keeps of a bucket for error feedback: what each hop has encoded."""
+        if not self.feedback or self.of_gradients(bucket) is None:
+            return 0
+        return sum(hop.ranks * hop.shards for hop in self.hops) * (bucket.elements // self.ranks)
