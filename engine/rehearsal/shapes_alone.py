@@ -47,6 +47,9 @@ def _shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shapes of operators that run on the CPU, and that torch's own rules for tensors without content refuse."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
             return _grouped(args[0], args[1], (kwargs or {}).get("offs", args[2] if len(args) > 2 else None))

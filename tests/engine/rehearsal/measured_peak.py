@@ -158,7 +158,7 @@ def _noting(live: LiveStorages) -> Iterator[list[int]]:
         finish(self, reduced)
         peaks.append(live.peak)
 
-    Executor.run, RankRuntime.finish = marked, noted  # type: ignore[method-assign]
+    Executor.run, RankRuntime.finish = marked, noted  # type: ignore[method-assign, assignment]
     try:
         yield peaks
     finally:
