@@ -139,8 +139,9 @@ def host_words(count: int, device: torch.device) -> torch.Tensor:
 
 def host_memory_like(tensor: torch.Tensor) -> torch.Tensor:
     """Memory of the host, its content undefined, as large as ``tensor`` and reached by copies that nobody waits for."""
-    pinned = _is_accelerator(tensor.device)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+    if not _is_accelerator(tensor.device):
+        return torch.empty_like(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
 
 def peak_allocated(device: torch.device) -> int | None:

@@ -135,7 +135,7 @@ def assemble_rank(
     if config.compile and plan.tensor is not None:
         leave_out_of_compilation(model, plan.tensor.layers, patches)
     keep_in_fp32(model, plan.precision.kept.modules, plan.precision.compute, patches)
-    recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
+    on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
     return RankRuntime(
         plan=plan,
         comm=comm,
@@ -163,6 +163,7 @@ def assemble_rank(
         nonfinite=NonFinite(plan.table, buckets, comm, device),
         buffers=WrittenBuffers(model),
         absent=_absent(model, plan, rank),
+        on_host=on_host,
         integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
     )
 

@@ -84,6 +84,7 @@ class RehearsedRank:
         self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, self._example)
         self._pp = grid.coord().pp
         self.live = LiveStorages(partial(_gathered_bytes, self._runtime))
+        self._runtime.on_host.observer = self.live.leave_out
 
     def step(self) -> RehearsedStep:
         """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""

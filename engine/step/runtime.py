@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from engine.integrity.guard import Integrity
 from engine.kernels.dispatch import Kernels
 from engine.optim.lr_schedules import LearningRate
+from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.comm.comm import Comm
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.rng_streams import RandomStreams
@@ -76,6 +77,8 @@ class RankRuntime:
     buffers: WrittenBuffers
     absent: AbsentParameters | None
     """None without a pipeline."""
+    on_host: HostActivations
+    """Activations that wait on the host."""
     integrity: Integrity | None
     """Guard of what the rank holds; None: nothing is checked."""
 

@@ -14,11 +14,12 @@ saved. Where the device is the CPU, the host's memory is a second copy, made by 
 """
 
 import weakref
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -27,6 +28,8 @@ from engine.kernels.device import SideStream, host_memory_like, record_event
 _LEAST_BYTES = 4096
 _MOST_GAPS = 2
 """A strided tensor is copied with its gaps if these make the run at most so many times as large."""
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+"""Types whose memory is all that they are; the last one has shapes alone, where a plan is rehearsed."""
 _Key = tuple[int, int, int, int]
 """Storage, version of its content, first element, elements."""
 
@@ -65,10 +68,12 @@ class HostActivations:
 
     Attributes:
         bytes_out: bytes that were copied to the host since the engine was built.
+        observer: is shown every new run of memory of the host; None: nobody is.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.bytes_out = 0
+        self.observer: Callable[[Tensor], None] | None = None
         self._device, self._stream = device, SideStream(device)
         self._by_memory: weakref.WeakValueDictionary[_Key, _Kept] = weakref.WeakValueDictionary()
         self._called: set[int] = set()
@@ -113,6 +118,8 @@ class HostActivations:
     def _send(self, memory: Tensor) -> _Kept:
         """Begin the copy of a run to the host."""
         host = host_memory_like(memory)
+        if self.observer is not None:
+            self.observer(host)
         with self._stream.behind():
             host.copy_(memory, non_blocking=True)
         self._stream.uses(memory)
@@ -167,7 +174,7 @@ def _drop(run: _BlockRun, needed: Set[_Kept]) -> None:
 
 def _extent(tensor: Tensor) -> int:
     """Elements of the run of memory in which a tensor lies; 0 if it is not worth a copy, or has no plain memory."""
-    if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+    if tensor.layout != torch.strided or type(tensor) not in _PLAIN or tensor.is_meta:
         return 0
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((size - 1) * stride for size, stride in sizes) if tensor.numel() else 0

@@ -133,6 +133,7 @@ def measured_peak(eng: Engine, way: Way) -> int:
     runtime = eng._runtime
     buckets = (*runtime.buckets, *runtime.frozen)
     live = LiveStorages(lambda: sum(flat.params.untyped_storage().nbytes() for flat in buckets if flat.sharded))
+    runtime.on_host.observer = live.leave_out
     batches = [batch_of(ROWS * way.microbatches, 10 * step + eng.grid.coord().dp) for step in range(STEPS)]
     with live, _noting(live) as peaks:
         for batch in batches:

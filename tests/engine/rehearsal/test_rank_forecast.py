@@ -35,6 +35,10 @@ WAYS: Mapping[str, Way] = {
     "dp2, ZeRO 1, selective recomputation": Way(dp=2, stage=1, recompute={"mode": "selective"}),
     "dp2, ZeRO 2 of every microbatch": Way(dp=2, stage=2, reduce="microbatch"),
     "dp2, ZeRO 3, full recomputation": Way(dp=2, stage=3, recompute={"mode": "full"}),
+    "dp2, every 2nd block on the host, others recomputed": Way(
+        dp=2, stage=1, recompute={"mode": "offload", "every": 2, "others": "full"}
+    ),
+    "pp2, zb-h1, activations on the host": Way(pp=2, schedule="zb-h1", microbatches=6, recompute={"mode": "offload"}),
     "tp2": Way(tp=2),
     "tp2, sequence parallel": Way(tp=2, sequence=True),
     "pp2, 1f1b, every 2nd block recomputed": Way(pp=2, recompute={"mode": "selective", "every": 2}),
