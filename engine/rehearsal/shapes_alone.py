@@ -58,10 +58,11 @@ class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
     """Rows sorted by group meet one matrix each; two matrices whose inner dim is sorted give one for each group."""
-    shape = (left.shape[-2], right.shape[-1])
-    if left.ndim == right.ndim and ends is not None and left.ndim == 2:
-        return left.new_empty((len(ends), *shape))
-    return left.new_empty((left.shape[0], *shape) if left.ndim == right.ndim == 3 else shape)
+    shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
+    if left.ndim == right.ndim:
+        groups = left.shape[0] if left.ndim == 3 or ends is None else len(ends)
+        shape = (groups, *shape)
+    return (left if isinstance(left, FakeTensor) else right).new_empty(shape)
 
 
 class AlikeRanks(RecordingBackend):
