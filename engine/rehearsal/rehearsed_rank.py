@@ -96,7 +96,8 @@ class RehearsedRank:
             self._play(short_row(row, 1, splits=True))
             self._reduce()
             base = self.live.bytes
-            for splits in sorted({action.op is Op.BACKWARD_INPUT for action in row}):
+            begun = {action.op for action in row} & {Op.BACKWARD, Op.BACKWARD_INPUT}
+            for splits in sorted(op is Op.BACKWARD_INPUT for op in begun):
                 actions = short_row(row, min(MOST_MICROBATCHES, self._plan.schedule.microbatches), splits)
                 found |= self._play(actions)
                 end_rise = max(end_rise, self._reduce())
