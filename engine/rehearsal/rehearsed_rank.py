@@ -35,6 +35,8 @@ from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
 
 FIRST, MIDDLE, LAST = 0, 1, 2
+MOST_MICROBATCHES = 3
+"""That are played: one for each place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +76,15 @@ class RehearsedRank:
     ) -> None:
         self._plan, self._mode = plan, shape_mode()
         copied = deepcopy(model)
-        self._example = map_tensors(example, _real)
-        given = replace(request, patches=ForwardPatches(), placing=lambda: self._mode, example_batch=self._example)
+        example = map_tensors(example, _real)
+        self._batches = [map_tensors(example, Tensor.clone) for _ in range(MOST_MICROBATCHES)]
+        given = replace(request, patches=ForwardPatches(), placing=lambda: self._mode, example_batch=example)
         prepare(copied, plan.config, given)
         given = replace(given, changes=change_forwards(copied, plan.config, CPU, given.patches, kernels))
         take_content(copied, self._mode)
         grid = plan.grid(rank)
         self._comm = Comm(grid, AlikeRanks(grid, exchanges=kernels is None))
-        self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, self._example)
+        self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, example)
         self._pp = grid.coord().pp
         self.live = LiveStorages(partial(_gathered_bytes, self._runtime))
         self._runtime.on_host.observer = self.live.leave_out
@@ -94,8 +97,9 @@ class RehearsedRank:
             self._play(short_row(row, 1, splits=True))
             self._reduce()
             base = self.live.bytes
-            for splits in sorted({action.op is Op.BACKWARD_INPUT for action in row}):
-                actions = short_row(row, min(3, self._plan.schedule.microbatches), splits)
+            begun = {action.op for action in row} & {Op.BACKWARD, Op.BACKWARD_INPUT}
+            for splits in sorted(op is Op.BACKWARD_INPUT for op in begun):
+                actions = short_row(row, min(MOST_MICROBATCHES, self._plan.schedule.microbatches), splits)
                 found |= self._play(actions)
                 end_rise = max(end_rise, self._reduce())
         return RehearsedStep(actions=found, base=base, end_rise=end_rise)
@@ -105,8 +109,7 @@ class RehearsedRank:
         microbatches = 1 + max(action.microbatch for action in actions)
         zero = torch.zeros((), dtype=torch.float64)
         state = StepState(started=0.0, sent=Tally(), loss=zero, weight=zero.clone(), scale=1.0)
-        given = [map_tensors(self._example, Tensor.clone) for _ in range(microbatches)]
-        runner = StepMicrobatches(runtime, state, given, lambda index: (0, 0, index), "train")
+        runner = StepMicrobatches(runtime, state, self._batches[:microbatches], lambda index: (0, 0, index), "train")
         runner.trace_all()
         transport = RehearsedTransport(self._plan.schedule.rank_of_stage, self.live, lambda: self._mode)
         executor, found = Executor(transport), {}

@@ -51,17 +51,18 @@ class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
+        if func is torch.ops.aten._grouped_mm.default and any(isinstance(given, FakeTensor) for given in args[:2]):
             return _grouped(args[0], args[1], (kwargs or {}).get("offs", args[2] if len(args) > 2 else None))
         return func(*args, **(kwargs or {}))
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
     """Rows sorted by group meet one matrix each; two matrices whose inner dim is sorted give one for each group."""
-    shape = (left.shape[-2], right.shape[-1])
-    if left.ndim == right.ndim and ends is not None and left.ndim == 2:
-        return left.new_empty((len(ends), *shape))
-    return left.new_empty((left.shape[0], *shape) if left.ndim == right.ndim == 3 else shape)
+    shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
+    if left.ndim == right.ndim:
+        groups = left.shape[0] if left.ndim == 3 or ends is None else len(ends)
+        shape = (groups, *shape)
+    return (left if isinstance(left, FakeTensor) else right).new_empty(shape)
 
 
 class AlikeRanks(RecordingBackend):

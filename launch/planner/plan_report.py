@@ -119,6 +119,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "gpus_of_a_node": asked.node,
         "layout": str(costs.layout),
         "memory_bytes": [{**_kinds(rank), "total": rank.total} for rank in costs.memory],
+        "counted": planned.counted,
         "gpu_memory_bytes": asked.gpu.memory_bytes,
         "fits": planned.fits,
         "sent_bytes": [

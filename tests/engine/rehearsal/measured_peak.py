@@ -70,7 +70,6 @@ class Way:
     recompute: Mapping[str, Any] | None = None
     sequence: bool = False
     bf16: bool = False
-    kernels: str = "auto"
 
     @property
     def world(self) -> int:
@@ -92,7 +91,6 @@ class Way:
             "activation_checkpointing": dict(self.recompute or {"mode": "none"}),
             "bf16": {"enabled": self.bf16},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "kernels": self.kernels,
         }
 
 

@@ -10,11 +10,13 @@ from torch import nn
 from engine.build.request import Request
 from engine.config import load_config
 from engine.models.decoder import loss_sum
+from engine.parallel.pipeline.schedule.actions import Op
 from engine.planning.analysis import PlanRequest
 from engine.planning.plan import build_plan
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
-from engine.rehearsal.rank_forecast import forecast_rank
+from engine.rehearsal.rank_forecast import PlannedKernels, forecast_rank
+from engine.rehearsal.rehearsed_rank import MIDDLE
 from tests.engine.rehearsal.measured_peak import (
     FAMILIES,
     LENGTH,
@@ -92,3 +94,15 @@ def test_a_model_without_content_is_left_as_it_was() -> None:
     assert first.peak == second.peak
     assert all(parameter.is_meta for parameter in shapes.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_fused_operators_of_a_gpu_keep_less() -> None:
+    """A norm keeps no more than its input, and the loss reads logits in chunks: they are never whole."""
+    model = decoder()
+    plan = planned(model, Way())
+    given = model, plan, 0, Request(loss_sum), batch_of(ROWS, 0)
+    fused, plain = forecast_rank(*given, PlannedKernels("triton", "")), forecast_rank(*given)
+    forward = Op.FORWARD, 0, MIDDLE
+    assert fused.peak.bytes < plain.peak.bytes
+    assert fused.step.actions[forward].left < plain.step.actions[forward].left
+    assert fused.step.actions[forward].left + fused.step.actions[Op.BACKWARD, 0, MIDDLE].left == 0

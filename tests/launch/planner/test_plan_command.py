@@ -47,6 +47,9 @@ def test_a_folder_with_a_configuration(llama: Path, tmp_path: Path, capsys: pyte
     found = planned(capsys, llama, config, "--nodes", "2x4", "--gpu", "a100", "--price", "2")
     assert (found["gpu"], found["world"], found["gpus_of_a_node"]) == ("NVIDIA A100 SXM4 80 GB", 8, 4)
     assert found["fits"] and len(found["memory_bytes"]) == 2
+    assert found["counted"].count(" MiB in ") == 2
+    for rank in found["memory_bytes"]:  # more than the values of a microbatch between its blocks
+        assert rank["buffers"] == 0 and rank["activations"] > 2 * 2 * 64 * 64 and rank["activations"] % 2 == 0
     assert {row["axis"] for row in found["sent_bytes"]} == {"dp", "tp", "pp", "replica", "world"}
     assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values()))
     assert found["dollars_per_billion_tokens"] == pytest.approx(2 / 3600 * 1e9 / found["tokens_per_second_of_a_gpu"])
@@ -65,7 +68,7 @@ def test_the_built_in_decoder_prints_the_plan_and_its_costs(capsys: pytest.Captu
     text = capsys.readouterr().out
     names = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2] != " "]
     assert names[:2] == ["grid", "model"]
-    costs = ["gpu", "placement", "memory", "step", "speed", "price", "fits"]
+    costs = ["gpu", "placement", "memory", "counted", "step", "speed", "price", "fits"]
     assert [name for name in dict.fromkeys(names) if name in costs] == costs
     assert "64 rows" in text and "16 x NVIDIA H100 SXM5 80 GB, 8 a node" in text
 
