@@ -165,6 +165,7 @@ SUITES = (
 """The tests themselves: their files, marks and options exist."""
 
 MEASURED = (
+    "python -m benchmarks scale", "python -m benchmarks scale --planning --write-figures",
     "python -m benchmarks step", "python -m benchmarks zero", "python -m benchmarks pipeline",
     "python -m benchmarks kernels", "python -m benchmarks checkpoint",
     "python -m benchmarks integrity --write-figures",
