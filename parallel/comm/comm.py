@@ -50,14 +50,14 @@ class Pending:
         self._broken = broken
         self._absent = absent
         self._beside: Callable[[], None] | None = None
-        self._then: Callable[[], None] | None = None
+        self._then: Callable[[], object] | None = None
 
     def beside(self, work: Callable[[], None]) -> "Pending":
         """Call ``work`` once, just before the wait: what it computes does not need this result."""
         self._beside = work
         return self
 
-    def then(self, work: Callable[[], None]) -> "Pending":
+    def then(self, work: Callable[[], object]) -> "Pending":
         """Call ``work`` once, just after the wait: it makes the result of what has come."""
         self._then = work
         return self

@@ -212,7 +212,7 @@ def rank_bits(changes: dict[str, Any]) -> tuple[int, dict[str, float]]:
     """Body of a rank: (its stage, bits of the parameters that no tensor rank cuts) after three steps."""
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 40), nn.GELU(), nn.Linear(40, 16))
-                            for _ in range(4)))  # fmt: skip
+                            for _ in range(3)))  # fmt: skip
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2} | changes
     generator = torch.Generator().manual_seed(3)
     loss: Any = lambda out, rows: out.square().mean()  # noqa: E731

@@ -175,9 +175,7 @@ class ShardedOptimizer:
         optimizer sees the reduced sums themselves, because the kernels apply the factor as they read.
         """
         assert isinstance(self.inner, FlatAdam)
-        for flat in self._buckets:
-            if flat.rounds_in_gathers:  # there the kernel cannot tell what the user has written
-                sync_masters(flat)
+        _sync_rounded(self._buckets)
         narrow: dict[Tensor, Tensor | None] = {place.parameter: place.narrow() for place in self.places}
         self._give_gradients()
         self.inner.fused = FusedAdam(self._kernels, decision, narrow, self._rounding)
@@ -320,6 +318,12 @@ class ShardedOptimizer:
         if self._sharded and not flat.sharded:
             return self._comm.all_gather(flat.params, flat.kept, "dp", "parameters")
         return None
+
+
+def _sync_rounded(buckets: Sequence[FlatBucket]) -> None:
+    """Take what the user has written where the kernel cannot tell it from what a gather has left."""
+    for flat in filter(lambda each: each.rounds_in_gathers, buckets):
+        sync_masters(flat)
 
 
 def _wait(gathers: Sequence[Pending | None]) -> None:

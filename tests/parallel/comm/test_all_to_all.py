@@ -1,11 +1,13 @@
 """Slices that some of the data ranks exchange: between real processes, and what the tally says of them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.grid import Grid
 
@@ -20,22 +22,17 @@ def exchange() -> dict[tuple[int, ...], list[int]]:
     comm = Comm(grid, TorchBackend(grid, torch.device("cpu")))
     for members in GROUPS:
         comm.connect_data(members)
-    found, pending = {}, []
+    found, pending = dict[tuple[int, ...], Tensor](), list[Pending]()
     for members in (members for members in GROUPS if rank in members):
         given = (10 * rank + torch.arange(len(members), dtype=torch.uint8)).repeat_interleave(3)
-        received = torch.empty_like(given)
-        arrived = found[members] = list[int]()
-        pending.append(
-            comm.all_to_all(received, given, members, "test").then(
-                lambda arrived=arrived, received=received: arrived.extend(received[::3].tolist())
-            )
-        )
+        received, found[members] = torch.empty_like(given), torch.zeros_like(given)
+        pending.append(comm.all_to_all(received, given, members, "test").then(partial(found[members].copy_, received)))
     for one in reversed(pending):
         one.wait()
     (row,) = comm.tally.rows()
     assert (row.axis, row.calls, row.bytes) == ("dp", 3, 9 + 3 + 3), "3 slices of 4, and one of 2, twice"
     comm.close()
-    return found
+    return {members: slices[::3].tolist() for members, slices in found.items()}
 
 
 def test_each_rank_gets_its_slice_from_every_member(run_ranks: RunRanks) -> None:
