@@ -9,7 +9,7 @@ A second call of ``initialize`` (teacher and student) is noted like the first on
 
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from engine.build.answered_calls import answered_by
-from engine.config import load_config
-from engine.errors import EngineError, PlanError
+from engine.config import Config
+from engine.errors import EngineError, PlanError, first_line
 from engine.parallel.grid import Grid
 from engine.program.batch import Batch, map_tensors
 
@@ -48,7 +48,7 @@ class ScriptCall:
 class _Calls:
     """Answers every call of a script."""
 
-    world: int | None
+    resolve: Callable[[Any], Config]
     found: list[ScriptCall] = field(default_factory=list)
 
     def answer(self, arguments: Mapping[str, Any]) -> "EngineStandIn":
@@ -66,20 +66,20 @@ class _Calls:
             notes=notes,
         )
         self.found.append(call)
-        return EngineStandIn(call, self.world)
+        return EngineStandIn(call, self.resolve)
 
 
 class EngineStandIn:
     """What a script gets in place of an engine; the first use that needs one ends the script."""
 
-    def __init__(self, call: ScriptCall, world: int | None) -> None:
-        self._call, self._world = call, world
+    def __init__(self, call: ScriptCall, resolve: Callable[[Any], Config]) -> None:
+        self._call, self._resolve = call, resolve
         self.module = call.model
 
     @property
     def grid(self) -> Grid:
         """As rank 0 sees it."""
-        config = load_config(self._call.config, self._world)
+        config = self._resolve(self._call.config)
         return Grid(config.pp, config.dp, config.tp, 0)
 
     def train_batch(self, batch: Any) -> None:
@@ -109,16 +109,16 @@ def _with_content(batch: Any) -> Batch | None:
     return map_tensors(batch, lambda tensor: tensor.detach().cpu())
 
 
-def calls_of_script(script: Path, arguments: Sequence[str], world: int | None) -> list[ScriptCall]:
+def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[Any], Config]) -> list[ScriptCall]:
     """Run a script up to its first use of an engine.
 
     Args:
-        world: number of processes that its configuration is read for.
+        resolve: reads its configuration for a number of processes.
 
     Raises:
         PlanError: it fails before, or never calls ``engine.initialize``.
     """
-    calls = _Calls(world)
+    calls = _Calls(resolve)
     try:
         with answered_by(calls.answer), _started_as(script, arguments):
             runpy.run_path(str(script), run_name="__main__")
@@ -132,6 +132,12 @@ def calls_of_script(script: Path, arguments: Sequence[str], world: int | None) -
             ) from None
     except EngineError:
         raise
+    except Exception as error:
+        when = "after" if calls.found else "before"
+        raise PlanError(
+            f"{script} raises {type(error).__name__} {when} engine.initialize: {first_line(error)}; give a script that "
+            "starts as one process, its arguments behind two dashes."
+        ) from error
     if not calls.found:
         raise PlanError(
             f"{script} ends without a call of engine.initialize; give the script that trains, or MODEL and CONFIG."

@@ -70,7 +70,7 @@ def _calls(options: Namespace) -> "list[ScriptCall]":
     from engine.launch.verifier.script_run import calls_of_script
 
     given = ([] if options.config is None else [options.config]) + options.arguments
-    found = calls_of_script(script, given, options.world)
+    found = calls_of_script(script, given, lambda config: _configured(config, options.world))
     if len(found) > 1:
         print(f"script     calls engine.initialize {len(found)} times; each call is verified by itself")
     return found

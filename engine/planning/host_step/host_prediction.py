@@ -107,9 +107,9 @@ def host_axes(grid: Grid, rates: HostRates) -> AxisLinks:
         for pattern, op in _OPS:
             share = sent_bytes(op, ranks << 20, ranks) / (ranks << 20)
             found[axis, pattern] = measured_link(rates.collectives[f"{carrier} {op}"], share)
-    hop = measured_link(rates.collectives["pp send"], 1.0)
     pairs = [(source, target) for source in range(grid.pp) for target in range(grid.pp) if source != target]
-    return AxisLinks(collectives=found, hops=dict.fromkeys(pairs, hop), through_memory=grid.tp > 1)
+    hops = {pair: measured_link(rates.collectives["pp send"], 1.0) for pair in pairs}
+    return AxisLinks(collectives=found, hops=hops, through_memory=grid.tp > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

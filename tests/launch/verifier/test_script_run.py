@@ -6,6 +6,7 @@ import pytest
 
 import engine
 from engine.build.answered_calls import answered_by
+from engine.config import load_config
 from engine.launch.cli import main
 from engine.launch.verifier.script_run import calls_of_script
 from tests.launch.verifier import scripts
@@ -30,7 +31,7 @@ def test_a_script_is_compared_and_trains_nothing(
 
 
 def test_the_rows_of_the_first_use_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (call,) = calls_of_script(Path(written(tmp_path, monkeypatch, scripts.LOOP)), (), None)
+    (call,) = calls_of_script(Path(written(tmp_path, monkeypatch, scripts.LOOP)), (), load_config)
     assert call.rows is not None and [tensor.shape for tensor in call.rows] == [(8, 8), (8, 8)]
 
 
