@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
     parser.add_argument("--search", action="store_true", help="time searches for 1,024 GPUs instead")
     parser.add_argument("--cpu", action="store_true", help="calibrate this host and measure twelve steps instead")
-    parser.add_argument("--rounds", type=int, default=3, help="with --cpu: engines a configuration, in turn")
+    parser.add_argument("--rounds", type=int, default=2, help="with --cpu: engines a configuration, in turn")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="with --cpu: what was measured, written or read")
     asked = parser.parse_args(arguments)
     if asked.cpu:
@@ -92,7 +92,7 @@ def _on_this_host(asked: argparse.Namespace) -> int:
     cells = host_report.host_cells(measured)
     print(*(f"{row:70} {column:20} {text}" for (row, column), text in cells.items()), sep="\n")
     if asked.write_figures:
-        record_cells("planning-cpu", "model, grid, batch", cells)
+        record_cells("planning-cpu", "blocks x width, grid, batch", cells)
     off = [abs(time.total / seconds - 1) for _, seconds, time in host_report.compared(measured)]
     print(f"{sum(each <= host_report.GOAL for each in off)} of {len(off)} within {host_report.GOAL:.0%}")
     return int(max(off) > host_report.GOAL)

@@ -66,8 +66,9 @@ class HostCase:
         """The same weights on every rank."""
         torch.manual_seed(1)
         if self.family == "decoder":
-            sizes = {"vocabulary": VOCABULARY, "layers": self.layers, "width": self.width, "context": CONTEXT}
-            return Decoder(DecoderConfig(**sizes, heads=self.width // 64))
+            heads = self.width // 64
+            sizes = DecoderConfig(VOCABULARY, self.layers, self.width, heads, CONTEXT)
+            return Decoder(sizes)
         return _transformers(self.family, self.width, self.layers).train()
 
     @property
@@ -104,7 +105,7 @@ class HostCase:
         """Seconds of a microbatch by table, to see what is off."""
         program, plan = self.planned()
         found = seconds_by_class(trace_operators(program, plan, self.row()), rates)
-        return dict(sorted(found.seconds.items(), key=lambda item: -item[1]))
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _transformers(family: str, width: int, layers: int) -> nn.Module:

@@ -51,7 +51,12 @@ def host_cells(measured: Mapping[str, Any]) -> dict[tuple[str, str], str]:
         cells[case.name, "measured"] = f"{1e3 * seconds:.0f} ms"
         cells[case.name, "predicted"] = f"{1e3 * time.total:.0f} ms"
         cells[case.name, "off"] = f"{time.total / seconds - 1:+.1%}"
-        parts = {"computation": time.computation, "bubble": time.bubble, **time.communication}
+        parts: dict[str, float] = {"computation": time.computation, "bubble": time.bubble}
+        parts |= {str(axis): part for axis, part in time.communication.items()}
         shown = [f"{name} {1e3 * part:.0f}" for name, part in parts.items() if part >= 5e-4]
         cells[case.name, "predicted parts, ms"] = ", ".join(shown)
+        classes = list(case.classes(host_rates_of(measured[str(case.world)]["rates"])).items())[:4]
+        cells[case.name, "longest operators of a microbatch, ms"] = ", ".join(
+            f"{name} {1e3 * part:.0f}" for name, part in classes
+        )
     return cells

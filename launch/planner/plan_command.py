@@ -70,7 +70,7 @@ def _costed(asked: PlanAsked, model: "_Model", config: Config, settings: dict[st
     plan = model.built.plan(config)
     work = model.workload(config)
     costs = plan_costs(plan, work, asked.gpu, asked.node)
-    if asked.host is not None and config.world == asked.host.ranks:
+    if asked.host is not None and asked.world == asked.host.ranks and plan.precision.compute is None:
         costs = replace(costs, time=model.built.host_time(plan, asked.host))
     result = None
     if costs.fullest.total > asked.gpu.memory_bytes:

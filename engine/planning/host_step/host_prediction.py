@@ -9,7 +9,6 @@ waits       of the plan's own schedule and bytes (:mod:`~engine.planning.step_ti
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 from engine.errors import PlanError
@@ -112,18 +111,10 @@ def host_axes(grid: Grid, rates: HostRates) -> AxisLinks:
     return AxisLinks(collectives=found, hops=hops, through_memory=grid.tp > 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictedParts:
-    """A prediction by class of operators, to find what is off."""
-
-    seconds: dict[str, float]
-    """Of a microbatch, forward and backward, by table."""
-
-
-def seconds_by_class(calls: Sequence[OperatorCall], rates: HostRates) -> PredictedParts:
-    """Seconds of the calls of a microbatch, what recomputation repeats twice."""
+def seconds_by_class(calls: Sequence[OperatorCall], rates: HostRates) -> dict[str, float]:
+    """Seconds of the calls of a microbatch by table, what recomputation repeats twice; to see what is off."""
     found: dict[str, float] = {}
     for call in calls:
         name = call.kind or "views"
         found[name] = found.get(name, 0.0) + (1 + call.repeats) * _seconds(call, rates)
-    return PredictedParts(seconds=found)
+    return found

@@ -194,21 +194,21 @@ class _Attention(TorchFunctionMode):
         if named.get("enable_gqa"):
             groups = named["query"].shape[-3] // key.shape[-3]
             key, value = (each.repeat_interleave(groups, -3) for each in (key, value))
-        return _StandIn.apply(named["query"], key, value, self._calls, kind)
+        return _StandIn.apply(named["query"], key, value, self._calls, kind)  # type: ignore[no-untyped-call]
 
 
 class _StandIn(torch.autograd.Function):
     """An attention without content."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: _Calls, kind: str) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: _Calls, kind: str) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.calls, ctx.kind = calls, kind
         _note_attention(calls, kind, query, key)
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value = ctx.saved_tensors
         _note_attention(ctx.calls, f"{ctx.kind} backward", query, key)
         return *(torch.empty_like(each) for each in (query, key, value)), None, None
