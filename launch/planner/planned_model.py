@@ -11,9 +11,9 @@ from torch import nn
 from engine.config import Config
 from engine.errors import EngineError, PlanError, first_line
 from engine.kernels.device import find_accelerator
-from engine.launch.huggingface_class import huggingface_class, import_transformers
 from engine.launch.planner.plan_request import ModelSource
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.models.huggingface_class import huggingface_class, import_transformers
 from engine.planning.analysis import PlanRequest
 from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.workload import Workload

@@ -178,7 +178,7 @@ def _ping(comm: Comm, rank: int, ranks: int) -> Callable[[Tensor], None]:
     return call
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def write_rates(arguments: Sequence[str] | None = None) -> int:
     """Measure, and let rank 0 write the rates as JSON."""
     (path,) = sys.argv[1:] if arguments is None else arguments
     logging.getLogger("trine").setLevel(logging.ERROR)
@@ -194,4 +194,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_rates())

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from engine.errors import EngineError, PlanError, first_line
-from engine.launch.huggingface_class import has_language_model_head, huggingface_class, import_transformers
 from engine.launch.verifier.script_run import ScriptCall
 from engine.launch.verifier.tiny_config import VOCABULARY, shrink
+from engine.models.huggingface_class import has_language_model_head, huggingface_class, import_transformers
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
 from engine.program.module_function import find_function
