@@ -2,11 +2,8 @@
 
 import json
 
-import pytest
-
 from benchmarks.harness.figures import FOLDER
 from benchmarks.planning.host_cases import CASES
-from benchmarks.planning.host_ranks import mean_rates
 from benchmarks.planning.host_report import GOAL, host_cells
 from engine.planning.host_step.host_rates import EngineSeconds, HostRates, SecondsTable
 
@@ -33,19 +30,6 @@ def test_the_cases_differ_in_what_decides_on_a_step() -> None:
     assert grids == {(), ("data",), ("tensor",), ("pipeline",)} and {case.stage for case in CASES} == {0, 1, 2, 3}
     assert {case.width for case in CASES} == {256, 512, 1024} and len({case.microbatches for case in CASES}) == 3
     assert {case.recomputation for case in CASES} == {"none", "full"}
-
-
-def test_the_mean_of_two_measurements() -> None:
-    other = HostRates(
-        ranks=1,
-        operators={"add": SecondsTable(sizes=((1.0, 2.0),), seconds=(3e-9, 4e-9))},
-        collectives={},
-        overlap=0.0,
-        engine=EngineSeconds(step=3.0, microbatch=2.0, operator=0.0),
-    )
-    found = mean_rates(RATES, other)
-    assert found.operators["add"].seconds == pytest.approx((2e-9, 3e-9)) and found.overlap == 0.5
-    assert found.engine == EngineSeconds(step=2.0, microbatch=1.0, operator=0.0)
 
 
 def test_the_documents_show_twelve_steps_within_the_goal() -> None:

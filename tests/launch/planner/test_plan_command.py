@@ -130,6 +130,7 @@ MISTAKES: dict[tuple[str, ...], str] = {
     ("--world", "8", "what"): "MODEL what is no folder, no .json file and no module:function",
     ("--world", "8", "a:b", "--layers", "3"): "--layers is for the built-in decoder",
     ("--world", "8", "--memory", "1"): "no layout fits: of ",
+    ("--nodes", "1x7", "--layers", "2", "--batch", "10"): "no grid of 7 ranks divides 10 rows, 4 heads and 2 blocks; ",
 }
 
 
@@ -159,7 +160,8 @@ for line in (
     "plan --gpu x", "plan --world 8 --memory 0", "plan --world 12", "plan --world 8 no/config.json",
     "plan --world 8 empty", "plan --world 8 --memory 1", "plan run.json --world 3", "plan --world 8 no-such",
     "verify empty run.json --world 2", "verify no/config.json run.json --world 2", "verify empty run.json --world 3",
-    "verify no.py", "verify empty", "verify a:b no.json", "verify a:b run.json --world 2 --steps 0",
+    "plan --nodes 1x7 --layers 2 --batch 10", "verify no.py", "verify empty",
+    "verify a:b no.json", "verify a:b run.json --world 2 --steps 0",
 ):
     assert main(line.split()) == 1, line
 sys.exit("torch" in sys.modules)
@@ -167,4 +169,4 @@ sys.exit("torch" in sys.modules)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and len(done.stderr.splitlines()) == 15, done.stderr
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == 16, done.stderr
