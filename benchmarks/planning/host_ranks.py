@@ -1,6 +1,7 @@
 """``torchrun -m benchmarks.planning.host_ranks OUT ROUNDS``: the rates of this host, and steps of the cases of a world.
 
-Rates are measured between the rounds of steps, since the speed of a shared machine drifts.
+Rates are measured before every round of steps. Of rates and steps alike the fastest count: whatever else a machine does
+only slows them down.
 """
 
 import json
@@ -8,14 +9,15 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import torch
 
 import engine
 from benchmarks.planning.host_cases import CASES, HostCase
 from engine.launch.planner.rank_measurements import MeasuringRanks
+from engine.planning.host_step.host_rates import EngineSeconds, HostRates, SecondsTable
 
 WARM, STEPS = 2, 3
 
@@ -25,11 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out, rounds = sys.argv[1:] if arguments is None else arguments
     logging.getLogger("trine").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    ranks, found, rates = MeasuringRanks(), dict[str, list[float]](), None
+    ranks, found = MeasuringRanks(), dict[str, list[float]]()
+    rates: HostRates | None = None
     try:
-        for number in range(int(rounds)):
-            if number == int(rounds) // 2:
-                rates = ranks.measure()
+        for _ in range(int(rounds)):
+            measured = ranks.measure()
+            rates = measured if rates is None else fastest(rates, measured)
             for case in CASES:
                 if case.world == ranks.world.size:
                     found.setdefault(case.name, []).extend(ranks.mean(_steps(case)))
@@ -53,9 +56,20 @@ def _steps(case: HostCase) -> list[float]:
     return seconds[WARM:]
 
 
-def typical(seconds: Sequence[float]) -> float:
-    """The median of all steps of all rounds."""
-    return median(seconds)
+def fastest(one: HostRates, other: HostRates) -> HostRates:
+    """The lower seconds of two measurements of the same tables."""
+
+    def table(first: SecondsTable, second: SecondsTable) -> SecondsTable:
+        return replace(first, seconds=tuple(map(min, first.seconds, second.seconds)))
+
+    names = ("step", "microbatch", "operator", "handover", "gather")
+    return replace(
+        one,
+        operators={name: table(known, other.operators[name]) for name, known in one.operators.items()},
+        collectives={name: table(known, other.collectives[name]) for name, known in one.collectives.items()},
+        overlap=(one.overlap + other.overlap) / 2,
+        engine=EngineSeconds(**{name: min(getattr(one.engine, name), getattr(other.engine, name)) for name in names}),
+    )
 
 
 if __name__ == "__main__":
