@@ -1,7 +1,6 @@
 """``torchrun -m benchmarks.planning.host_ranks OUT ROUNDS``: the rates of this host, and steps of the cases of a world.
 
-Rates are measured before every round of steps. Of rates and steps alike the fastest count: whatever else a machine does
-only slows them down.
+Rates are measured before the steps and once more after them, and their mean counts: a shared machine's speed drifts.
 """
 
 import json
@@ -11,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -28,17 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("trine").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     ranks, found = MeasuringRanks(), dict[str, list[float]]()
-    rates: HostRates | None = None
     try:
+        before = ranks.measure()
         for _ in range(int(rounds)):
-            measured = ranks.measure()
-            rates = measured if rates is None else fastest(rates, measured)
             for case in CASES:
                 if case.world == ranks.world.size:
                     found.setdefault(case.name, []).extend(ranks.mean(_steps(case)))
+        rates = mean_rates(before, ranks.measure())
     finally:
         ranks.close()
-    if ranks.world.rank == 0 and rates is not None:
+    if ranks.world.rank == 0:
         told = {"rates": rates.as_json(), "steps": found}
         Path(out).write_text(json.dumps(told), encoding="utf-8")
     return 0
@@ -56,11 +55,12 @@ def _steps(case: HostCase) -> list[float]:
     return seconds[WARM:]
 
 
-def fastest(one: HostRates, other: HostRates) -> HostRates:
-    """The lower seconds of two measurements of the same tables."""
+def mean_rates(one: HostRates, other: HostRates) -> HostRates:
+    """The mean of two measurements of the same tables."""
 
     def table(first: SecondsTable, second: SecondsTable) -> SecondsTable:
-        return replace(first, seconds=tuple(map(min, first.seconds, second.seconds)))
+        seconds = tuple((a + b) / 2 for a, b in zip(first.seconds, second.seconds, strict=True))
+        return replace(first, seconds=seconds)
 
     names = ("step", "microbatch", "operator", "handover", "gather")
     return replace(
@@ -68,8 +68,13 @@ def fastest(one: HostRates, other: HostRates) -> HostRates:
         operators={name: table(known, other.operators[name]) for name, known in one.operators.items()},
         collectives={name: table(known, other.collectives[name]) for name, known in one.collectives.items()},
         overlap=(one.overlap + other.overlap) / 2,
-        engine=EngineSeconds(**{name: min(getattr(one.engine, name), getattr(other.engine, name)) for name in names}),
+        engine=EngineSeconds(**{name: (getattr(one.engine, name) + getattr(other.engine, name)) / 2 for name in names}),
     )
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The median of all steps of all rounds."""
+    return median(seconds)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.harness.figures import ROOT
 from benchmarks.planning.host_cases import CASES, HostCase
+from benchmarks.planning.host_ranks import typical
 from engine.planning.host_step.host_rates import HostRates, host_rates_of
 from engine.planning.step_time.prediction import StepTime
 
@@ -39,7 +40,7 @@ def compared(measured: Mapping[str, Any]) -> list[tuple[HostCase, float, StepTim
         of_world = measured.get(str(case.world))
         if of_world is not None:
             rates: HostRates = host_rates_of(of_world["rates"])
-            rows.append((case, min(of_world["steps"][case.name]), case.predict(rates)))
+            rows.append((case, typical(of_world["steps"][case.name]), case.predict(rates)))
     return rows
 
 

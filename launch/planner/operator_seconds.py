@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import ceil
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from engine.planning.host_step.host_rates import SecondsTable
 POOL_BYTES = 32 << 20
 """Of the inputs of one measurement together."""
 MOST_CALLS = 64
-REPEATS = 2
+REPEATS = 3
 ROUND_SECONDS = 0.03
 """About, of a round of calls."""
 ELEMENTS = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21)
@@ -89,7 +90,7 @@ def measure_operator(operator: MeasuredOperator, ready: Callable[[], None]) -> S
 
 
 def _seconds_of_call(call: Callable[..., Any], given: list[Inputs]) -> float:
-    """The fastest of some rounds over all inputs; results stay until a round is over, as activations do."""
+    """The median of some rounds over all inputs; results stay until a round is over, as activations do."""
     found, kept = list[float](), list[Any]()
     for _ in range(1 + REPEATS):
         kept.clear()
@@ -97,7 +98,7 @@ def _seconds_of_call(call: Callable[..., Any], given: list[Inputs]) -> float:
         for inputs in given:
             kept.append(call(*inputs))
         found.append((time.perf_counter() - began) / len(given))
-    return min(found[1:])
+    return median(found[1:])
 
 
 def _once(call: Callable[..., Any], inputs: Inputs) -> float:

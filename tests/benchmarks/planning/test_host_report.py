@@ -2,9 +2,11 @@
 
 import json
 
+import pytest
+
 from benchmarks.harness.figures import FOLDER
 from benchmarks.planning.host_cases import CASES
-from benchmarks.planning.host_ranks import fastest
+from benchmarks.planning.host_ranks import mean_rates
 from benchmarks.planning.host_report import GOAL, host_cells
 from engine.planning.host_step.host_rates import EngineSeconds, HostRates, SecondsTable
 
@@ -21,7 +23,7 @@ def test_a_row_for_each_measured_case() -> None:
     steps = {case.name: [3.0, 2.0, 1.0] for case in CASES if case.world == 1}
     cells = host_cells({"1": {"rates": RATES.as_json(), "steps": steps}})
     assert {row for row, _ in cells} == set(steps)
-    assert {text for (_, column), text in cells.items() if column == "measured"} == {"1000 ms"}
+    assert {text for (_, column), text in cells.items() if column == "measured"} == {"2000 ms"}
 
 
 def test_the_cases_differ_in_what_decides_on_a_step() -> None:
@@ -33,17 +35,17 @@ def test_the_cases_differ_in_what_decides_on_a_step() -> None:
     assert {case.recomputation for case in CASES} == {"none", "full"}
 
 
-def test_the_fastest_of_two_measurements_counts() -> None:
+def test_the_mean_of_two_measurements() -> None:
     other = HostRates(
         ranks=1,
-        operators={"add": SecondsTable(sizes=((1.0, 2.0),), seconds=(3e-9, 1e-9))},
+        operators={"add": SecondsTable(sizes=((1.0, 2.0),), seconds=(3e-9, 4e-9))},
         collectives={},
         overlap=0.0,
-        engine=EngineSeconds(step=3.0, microbatch=0.0, operator=0.0),
+        engine=EngineSeconds(step=3.0, microbatch=2.0, operator=0.0),
     )
-    found = fastest(RATES, other)
-    assert found.operators["add"].seconds == (1e-9, 1e-9) and found.overlap == 0.5
-    assert found.engine == EngineSeconds(step=1.0, microbatch=0.0, operator=0.0)
+    found = mean_rates(RATES, other)
+    assert found.operators["add"].seconds == pytest.approx((2e-9, 3e-9)) and found.overlap == 0.5
+    assert found.engine == EngineSeconds(step=2.0, microbatch=1.0, operator=0.0)
 
 
 def test_the_documents_show_twelve_steps_within_the_goal() -> None:
