@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.build.answered_calls import answerable
 from engine.build.assemble import build, measure_model, plan_run, search_model
 from engine.build.equal_input import describe_input, difference_error
 from engine.build.forward_changes import change_forwards
@@ -56,6 +57,7 @@ from engine.zero.optim.sharded_optimizer import OptimizerFactory
 logger = logging.getLogger("trine")
 
 
+@answerable
 def initialize(
     model: nn.Module | ModelSource,
     config: Mapping[str, Any] | str | os.PathLike[str] | Config,

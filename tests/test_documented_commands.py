@@ -63,6 +63,12 @@ TESTED = {
     "trine plan --calibrate here.json": f"{PLANNER}test_calibrate.py::test_this_machine",
     "trine plan --calibrate here.json --links links.json":
         f"{PLANNER}test_calibrate.py::test_a_known_kind_keeps_its_data_sheet",
+    "trine plan --calibrate here.json --world 2":
+        f"{PLANNER}test_operator_seconds.py::test_two_ranks_measure_this_host",
+    "trine plan run.json --world 2 --gpu here.json":
+        f"{PLANNER}test_operator_seconds.py::test_two_ranks_measure_this_host",
+    "python -m benchmarks planning --cpu --write-figures":
+        "tests/benchmarks/planning/test_host_report.py::test_the_documents_show_twelve_steps_within_the_goal",
     "trine plan --calibrate FILE": f"{PLANNER}test_calibrate.py::test_this_machine",
     "python -m benchmarks planning --fit":
         "tests/benchmarks/planning/test_command.py::test_a_fit_goes_down_and_stays_within_bounds",
@@ -70,6 +76,8 @@ TESTED = {
         "tests/benchmarks/planning/test_command.py::test_the_documents_show_these_predictions",
     "python -m benchmarks planning --search --write-figures":
         "tests/launch/planner/test_plan_command.py::test_a_search_writes_a_configuration_that_loads",
+    "trine verify train.py --world 4 -- --steps 100":
+        "tests/launch/verifier/test_script_run.py::test_a_script_is_compared_and_trains_nothing",
     "trine watch": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
     "trine launch --ranks-per-node 4 train.py --steps 1000":
         f"{JOBS}test_launch_command.py::test_a_job_on_this_host_is_torchrun",

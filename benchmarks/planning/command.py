@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import mean
 from types import MappingProxyType
 
@@ -45,7 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fit", action="store_true", help="choose the factors of each kind of GPU anew and print them")
     parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
     parser.add_argument("--search", action="store_true", help="time searches for 1,024 GPUs instead")
+    parser.add_argument("--cpu", action="store_true", help="calibrate this host and measure twelve steps instead")
+    parser.add_argument("--rounds", type=int, default=2, help="with --cpu: engines a configuration, in turn")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="with --cpu: what was measured, written or read")
     asked = parser.parse_args(arguments)
+    if asked.cpu:
+        return _on_this_host(asked)
     rows = read_rows()
     if asked.search:
         cells = search_cells()
@@ -75,6 +81,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record_text("placement-stages", f"```\n{placement_picture(replace(workers, order='tp-pp-dp'), 4)}\n```")
         record_text("plan-example", f"```\n$ trine {shlex.join(EXAMPLE)}\n{example()}\n```")
     return 0
+
+
+def _on_this_host(asked: argparse.Namespace) -> int:
+    """Predictions beside measured steps of this host; 1 if one is further off than the goal."""
+    from benchmarks.planning import host_report  # torch
+
+    kept = asked.keep is not None and asked.keep.exists()
+    measured = json.loads(asked.keep.read_text(encoding="utf-8")) if kept else host_report.measure_host(asked.rounds)
+    if asked.keep is not None and not kept:
+        asked.keep.write_text(json.dumps(measured), encoding="utf-8")
+    cells = host_report.host_cells(measured)
+    print(*(f"{row:70} {column:20} {text}" for (row, column), text in cells.items()), sep="\n")
+    if asked.write_figures:
+        record_cells("planning-cpu", "blocks x width, grid, batch", cells)
+    off = [abs(time.total / seconds - 1) for _, seconds, time in host_report.compared(measured)]
+    print(f"{sum(each <= host_report.GOAL for each in off)} of {len(off)} within {host_report.GOAL:.0%}")
+    return int(max(off) > host_report.GOAL)
 
 
 def search_cells() -> Mapping[tuple[str, str], str]:

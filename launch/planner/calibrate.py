@@ -10,6 +10,10 @@ shares of them are 1. What was not measured is copied from that kind and says so
 """
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +26,7 @@ from torch.nn import functional
 from engine.errors import ConfigError
 from engine.kernels.device import device_name, find_accelerator, finish, is_host
 from engine.planning.cost_model.hardware import FOLDER, known_gpus, spec_of
+from engine.planning.host_step.host_rates import KEY
 
 REPEATS = 5
 WIDTHS = {True: (64, 128, 256, 512), False: (256, 512, 1024, 2048, 4096, 8192)}
@@ -30,8 +35,11 @@ COPIED = {True: 1 << 26, False: 1 << 31}
 """Bytes of the pass."""
 
 
-def calibrate(path: Path, links: Path | None = None) -> None:
+def calibrate(path: Path, links: Path | None = None, ranks: int | None = None) -> None:
     """Measure, write ``path`` and say what is in it.
+
+    Args:
+        ranks: on the host, so many processes measure every operator and collective besides, all at once.
 
     Raises:
         ConfigError: a file cannot be read or written.
@@ -43,6 +51,8 @@ def calibrate(path: Path, links: Path | None = None) -> None:
     content = filled(json.loads((FOLDER / f"{base}.json").read_text(encoding="utf-8")), name, is_host(device))
     for key, value, source in (*measured(device), *link_entries(axes)):
         _put(content, key, value, source, known=not is_host(device))
+    if ranks is not None:
+        content[KEY] = host_rates(ranks, device)
     spec_of(content, str(path))
     try:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -154,6 +164,31 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
         finish(device)
         found.append((time.perf_counter() - began) / count)
     return median(found)
+
+
+def host_rates(ranks: int, device: torch.device) -> dict[str, Any]:
+    """What so many busy ranks of this host reach, of one thread each; they are started by torchrun and end here.
+
+    Raises:
+        ConfigError: the device is no host, or the ranks have failed.
+    """
+    if not is_host(device) or ranks < 1:
+        raise ConfigError(
+            f"--calibrate with --world {ranks}: it measures 1 or more ranks on the processors of a host, and here is "
+            f"{device.type}; leave --world out."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rates.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        command += ["-m", "engine.launch.planner.rank_measurements", str(out)]
+        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+        if done.returncode or not out.is_file():
+            raise ConfigError(
+                f"--calibrate with --world {ranks}: the ranks ended with {done.returncode}; see their error above, or "
+                "give a smaller --world."
+            )
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
 
 
 def link_entries(axes: Sequence[Mapping[str, Any]]) -> list[_Entry]:

@@ -3,6 +3,7 @@
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.config import Config, load_config
@@ -34,7 +35,7 @@ def run_plan(options: Namespace) -> None:
     if options.calibrate is not None:
         from engine.launch.planner.calibrate import calibrate
 
-        calibrate(options.calibrate, options.links)
+        calibrate(options.calibrate, options.links, options.world)
         return
     asked = read_request(options)
     config = None if asked.config is None else load_config(asked.config, asked.world)
@@ -76,6 +77,8 @@ def _costed(
     counted = ""
     if counts:
         costs, counted = counted_costs(costs, plan, model.built, asked.gpu)
+    if asked.host is not None and asked.world == asked.host.ranks and plan.precision.compute is None:
+        costs = replace(costs, time=model.built.host_time(plan, asked.host))
     result = None
     if costs.fullest.total > asked.gpu.memory_bytes:
         result = _searched(asked, work, config)

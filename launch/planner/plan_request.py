@@ -12,6 +12,7 @@ from engine.config import load_config
 from engine.errors import ConfigError, GridError
 from engine.planning.cost_model.decoder_shape import DecoderShape, decoder_shape_of, is_model_config
 from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
+from engine.planning.host_step.host_rates import HostRates, load_host_rates
 
 STEP_TOKENS = 1 << 22
 """Of a step for which nobody has said how many rows it has."""
@@ -45,6 +46,8 @@ class PlanAsked:
     config: Path | None
     rows: int | None
     """Of a step; None: those of the configuration, or as many as give STEP_TOKENS tokens."""
+    host: HostRates | None
+    """Measured operators of a host, where the hardware file has them."""
     dollars: float | None
     """Of a GPU and hour."""
 
@@ -116,6 +119,7 @@ def read_request(options: Namespace) -> PlanAsked:
         gpu=gpu,
         config=None if config is None else Path(config),
         rows=options.batch,
+        host=load_host_rates(Path(options.gpu)),
         dollars=options.price,
     )
 

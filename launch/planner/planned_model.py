@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +13,15 @@ from engine.errors import EngineError, PlanError, first_line
 from engine.kernels.device import find_accelerator
 from engine.launch.planner.plan_request import ModelSource
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.models.huggingface_class import huggingface_class, import_transformers
 from engine.planning.analysis import PlanRequest
 from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.workload import Workload
+from engine.planning.host_step.host_prediction import predict_on_host
+from engine.planning.host_step.host_rates import HostRates
 from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import needs_profiling, profile_run
+from engine.planning.step_time.prediction import StepTime
 from engine.planning.step_time.traced_workload import traced_workload
 from engine.precision.dtypes import make_precision
 from engine.program.batch import Batch, map_tensors
@@ -75,6 +78,11 @@ class PlannedModel:
     def workload(self, config: Config) -> Workload:
         """The workload, from one forward on shapes."""
         return traced_workload(self._program(config), self.row)
+
+    def host_time(self, plan: Plan, rates: HostRates) -> StepTime:
+        """The seconds of a step on the processors of a host, operator by operator."""
+        row = map_tensors(self.row, lambda tensor: tensor.new_empty((plan.config.micro, *tensor.shape[1:])))
+        return predict_on_host(self._program(plan.config), plan, row, rates)
 
     def _program(self, config: Config) -> Program:
         return Program(self.model, self.loss_fn, make_precision(config, self.model), torch.device("cpu"))
@@ -137,21 +145,14 @@ def _token_row(model: nn.Module, source: ModelSource, name: str) -> Batch:
 
 
 def _of_folder(folder: Path) -> nn.Module:
-    try:
-        import transformers
-    except ImportError:
+    config = import_transformers().AutoConfig.from_pretrained(folder)
+    kind = huggingface_class(config)
+    if kind is None:
         raise PlanError(
-            "transformers is not installed, which builds Hugging Face models; run: pip install transformers."
-        ) from None
-    config = transformers.AutoConfig.from_pretrained(folder)
-    made: Any = None
-    if config.architectures and hasattr(transformers, config.architectures[0]):
-        made = getattr(transformers, config.architectures[0])(config)
-    else:
-        kinds = [getattr(transformers, f"AutoModelFor{task}") for task in ("CausalLM", "Seq2SeqLM", "MaskedLM")]
-        kind = next((kind for kind in kinds if type(config) in kind._model_mapping), transformers.AutoModel)
-        made = kind.from_config(config)
-    model: nn.Module = made.train()
+            f"MODEL {folder} is a {config.model_type}, for which transformers has no class of its own; give "
+            "module:function that returns the module."
+        )
+    model: nn.Module = kind(config).train()
     return model
 
 

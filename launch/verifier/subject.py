@@ -1,7 +1,8 @@
 """What ``trine verify`` trains: a model that can be built again and again, and batches for it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from engine.errors import EngineError, PlanError, first_line
+from engine.launch.verifier.script_run import ScriptCall
 from engine.launch.verifier.tiny_config import VOCABULARY, shrink
+from engine.models.huggingface_class import has_language_model_head, huggingface_class, import_transformers
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
 from engine.program.module_function import find_function
@@ -31,6 +34,8 @@ class Subject:
     loss_fn: LossFunction | None
     rows: Batch
     """Some rows, from which batches are drawn; each tensor has them in its first dim."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of :func:`engine.verify.verify`."""
 
     def batches(self, count: int, size: int) -> list[Batch]:
         """``count`` batches of ``size`` rows, drawn with replacement, the same on every call."""
@@ -73,30 +78,29 @@ def of_folder(folder: Path, tensor: int, layers: int) -> Subject:
     Raises:
         PlanError: the model cannot be built at this size.
     """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, logging
-    except ImportError:
+    transformers = import_transformers()
+    config = _guarded(str(folder), lambda: transformers.AutoConfig.from_pretrained(folder))
+    transformers.logging.set_verbosity_error()
+    kind = huggingface_class(config)
+    if not has_language_model_head(kind, config):
+        named = f", {kind.__name__}," if kind is not None else ""
         raise PlanError(
-            "transformers is not installed, which builds Hugging Face models; run: pip install transformers."
-        ) from None
-    config = _guarded(str(folder), lambda: AutoConfig.from_pretrained(folder))
-    shrink(config, tensor, layers)
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    encodes = not getattr(config, "is_decoder", False)  # an encoder can be made a decoder, and is both then
-    heads = (*[AutoModelForMaskedLM] * encodes, AutoModelForCausalLM, AutoModelForSeq2SeqLM)
-    auto = next((head for head in heads if type(config) in (head._model_mapping or ())), None)
-    if auto is None:
-        raise PlanError(
-            f"MODEL {folder} is a {config.model_type} without a language model head, so it has no loss of its own; "
-            "give module:function that returns (module, rows, loss_fn)."
+            f"MODEL {folder} is a {config.model_type}{named} without a language model head, so it has no loss of its "
+            "own; give module:function that returns (module, rows, loss_fn)."
         )
+    return _shrunk(kind, config, str(folder), (tensor, layers))
+
+
+def _shrunk(kind: Any, config: Any, name: str, sizes: tuple[int, int]) -> Subject:
+    """A class of transformers at toy widths; ``sizes``: tensor ranks and blocks."""
+    shrink(config, *sizes)
 
     def build() -> nn.Module:
-        made: nn.Module = auto.from_config(config)  # type: ignore[no-untyped-call]
+        made: nn.Module = kind(config)
         return made.train().float()
 
-    elements = sum(parameter.numel() for parameter in _guarded(str(folder), build).parameters())
-    words = f"{config.model_type} of {folder}, shrunk to {elements:,} parameters, without dropout"
+    elements = sum(parameter.numel() for parameter in _guarded(name, build).parameters())
+    words = f"{config.model_type} of {name}, shrunk to {elements:,} parameters, without dropout"
     return Subject(words=words, build=build, loss_fn=None, rows=_token_rows(VOCABULARY))
 
 
@@ -132,3 +136,37 @@ def _check_rows(rows: Batch, name: str) -> None:
             f"MODEL {name} gives first dims of {sorted(lengths)}; return at least two rows with content, as many in "
             "every tensor."
         )
+
+
+def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
+    """What a script gave to ``engine.initialize``: a model of transformers shrunk, any other one as it is.
+
+    Args:
+        sizes: tensor ranks and blocks of a model that is shrunk.
+
+    Raises:
+        PlanError: the model cannot be built again, or nothing says what its rows are.
+    """
+    model = _guarded(name, call.model) if not isinstance(call.model, nn.Module) else call.model
+    config = getattr(model, "config", None)
+    if hasattr(config, "model_type") and has_language_model_head(type(model), config):
+        subject = _shrunk(type(model), deepcopy(config), name, sizes)
+        rows = subject.rows if call.rows is None else _folded(call.rows)
+    else:
+        built = model.cpu()
+        rows = call.rows if call.rows is not None else _tokens_for(model, name)
+        elements = sum(parameter.numel() for parameter in built.parameters())
+        words = f"{type(model).__name__} of {name}, as it is, {elements:,} parameters"
+        subject = Subject(words=words, build=lambda: deepcopy(built), loss_fn=None, rows=rows)
+    _check_rows(rows, name)
+    return replace(subject, loss_fn=call.loss_fn, rows=rows, more=call.more)
+
+
+def _folded(rows: Batch) -> Batch:
+    """Rows for a model that has shrunk: few tokens, of few kinds; -100 stays."""
+
+    def fold(tensor: Tensor) -> Tensor:
+        short = tensor[:, :TOKENS] if tensor.dim() > 1 else tensor
+        return short if short.is_floating_point() else torch.where(short >= 0, short % VOCABULARY, short)
+
+    return map_tensors(rows, fold)

@@ -1,16 +1,17 @@
-"""``trine verify MODEL CONFIG --world N``: does this configuration train this model as one process does?"""
+"""``trine verify MODEL CONFIG``, ``trine verify train.py``: does a configuration train a model as one process does?"""
 
 import logging
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.config import AXES, Config, load_config
 from engine.errors import ConfigError, EngineError, PlanError, first_line
 
 if TYPE_CHECKING:
+    from engine.launch.verifier.script_run import ScriptCall
     from engine.launch.verifier.subject import Subject
     from engine.verify import Parity
 
@@ -22,9 +23,11 @@ def add_verify_options(command: ArgumentParser) -> None:
     """Add the arguments of ``trine verify``."""
     command.add_argument("model", metavar="MODEL", help=(
         "Hugging Face folder or config.json, which is shrunk; or module:function that returns the model, or "
-        "(model, rows), or (model, rows, loss_fn), and is taken as it is"
+        "(model, rows), or (model, rows, loss_fn), and is taken as it is; or a script train.py that calls "
+        "engine.initialize, which is run up to there, its arguments behind two dashes"
     ))  # fmt: skip
-    command.add_argument("config", type=Path, metavar="CONFIG", help="JSON configuration of the run")
+    command.add_argument("config", nargs="?", metavar="CONFIG", help="JSON configuration of the run; not for a script")
+    command.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of a script")
     command.add_argument("--world", type=int, help="number of processes, where the configuration does not say it")
     command.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
     command.add_argument(
@@ -46,12 +49,49 @@ def run_verify(options: Namespace) -> int:
 def _verify(options: Namespace) -> int:
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps}: a comparison takes 1 or more; give such a number.")
-    asked = load_config(options.config, options.world or _world_of(load_config(options.config)))
+    if options.model.endswith(".py"):
+        return max(_verify_call(options, call) for call in _calls(options))
+    if options.config is None:
+        raise ConfigError("CONFIG is not given; a model is verified for a configuration, so give its JSON file.")
+    if options.arguments:
+        raise ConfigError(f"{options.arguments[0]} is for no script: MODEL is {options.model}; leave it out.")
+    asked = _configured(options.config, options.world)
     _check_source(options.model)
     from engine.launch.verifier import trials  # imports torch
 
     config = trials.small_config(asked)
-    subject = _subject(options, config)
+    return _compare(options, _subject(options, config), config)
+
+
+def _calls(options: Namespace) -> "list[ScriptCall]":
+    script = Path(options.model)
+    if not script.is_file():
+        raise PlanError(f"MODEL {script} does not exist; give the script that calls engine.initialize.")
+    from engine.launch.verifier.script_run import calls_of_script
+
+    given = ([] if options.config is None else [options.config]) + options.arguments
+    found = calls_of_script(script, given, lambda config: _configured(config, options.world))
+    if len(found) > 1:
+        print(f"script     calls engine.initialize {len(found)} times; each call is verified by itself")
+    return found
+
+
+def _verify_call(options: Namespace, call: "ScriptCall") -> int:
+    from engine.launch.verifier import subject, trials
+
+    config = trials.small_config(_configured(call.config, options.world))
+    for note in call.notes:
+        print(f"note       {note}")
+    return _compare(options, subject.of_call(call, options.model, (config.tp, _layers(options, config))), config)
+
+
+def _configured(config: Any, world: int | None) -> Config:
+    return load_config(config, world or _world_of(load_config(config)))
+
+
+def _compare(options: Namespace, subject: "Subject", config: Config) -> int:
+    from engine.launch.verifier import trials
+
     print(f"model      {subject.words}")
     print(f"run        {_described(config)}; {options.steps} steps of {config.accumulation} microbatches, fp32")
     parity = _trained(options.model, subject, config, options.steps)
@@ -110,8 +150,13 @@ def _subject(options: Namespace, config: Config) -> "Subject":
 
     if ":" in options.model:
         return subject.of_function(options.model)
-    stages = config.pp * max(2, config.parallel.virtual_stages)
-    return subject.of_folder(Path(options.model), config.tp, options.layers or stages)
+    return subject.of_folder(Path(options.model), config.tp, _layers(options, config))
+
+
+def _layers(options: Namespace, config: Config) -> int:
+    """Blocks that a model keeps which is shrunk."""
+    blocks: int = options.layers or config.pp * max(2, config.parallel.virtual_stages)
+    return blocks
 
 
 def _check_source(name: str) -> None:

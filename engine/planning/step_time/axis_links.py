@@ -10,6 +10,7 @@ What a rank can send over an axis is the rate of its host divided by what leaves
 sends, all groups of the axis at once:
 
     ring      a rank sends to the next one alone, so a group of neighbours leaves a host once
+    gather    an all-gather, where it was measured apart from reduce-scatters
     direct    a rank sends a part to every other one (gloo's reduce-scatters and large all-gathers, as the engine
               makes them); what goes to other hosts leaves the host
     hop       a pipeline rank sends to the next one; every data and tensor coordinate does so at the same time
@@ -26,7 +27,7 @@ from engine.errors import GridError
 from engine.parallel.grid import Axis, Grid
 from engine.planning.cost_model.links import LinkSpeed
 
-Pattern = Literal["ring", "direct"]
+Pattern = Literal["ring", "direct", "gather"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ What is left out: the processor time of what goes through a network, axes that s
 stages that the schedule gives to one rank and that tie parameters, and the first steps, which reduce nothing early.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -43,6 +43,7 @@ from engine.planning.budgets import (
     stage_traffic,
     wire_formats,
 )
+from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.plan import Plan
 from engine.planning.step_time.axis_links import AxisLinks, Pattern
 from engine.planning.step_time.contention import Contention, Hop, Task, simulate_contention
@@ -51,6 +52,14 @@ _Key = tuple[Op, int]
 """Operation and stage."""
 _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 """Actions after which a stage has its weight gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Of a microbatch on one tensor rank of a stage."""
+
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +80,14 @@ class Computation:
     """Ranks that compute at full speed at the same time; infinite: all of them."""
     hides_column_inputs: bool = False
     """Sums of the gradients of column inputs run beside weight gradients, as they do on GPUs."""
+    stages: tuple[StageSeconds, ...] = ()
+    """Of each stage, where they are known one by one; they take the place of shares of ``forward`` and ``backward``."""
+    owned_update: float | None = None
+    """The same as ``update`` for what a rank owns, where that is known; None: its share of ``update``."""
+    overlap: float = 1.0
+    """Of a collective beside computation: the part that costs nothing, from 0 to 1."""
+    gather: float = 0.0
+    """For each group of parameters that is gathered and freed (ZeRO 3), beside the collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +130,13 @@ class _Prediction:
         ends = [self._play(bare), self._play(tensor), self._play(gathers)]
         played = self._play(gathers, self._hop)
         spans = [*(each.makespan for each in ends), played.makespan]
-        reduced = max(self._reduced(pp, played) for pp in range(self._grid.pp))
+        reduced = [self._reduced(pp, played) for pp in range(self._grid.pp)]
         ties = max(self._late(pp, "pp") for pp in range(self._grid.pp))
         partial = max(self._late(pp, "tp") for pp in range(self._grid.pp))
         computed = self._busiest(bare)
         communication: dict[Axis, float] = {
             "tp": spans[1] - spans[0] + partial,
-            "dp": spans[2] - spans[1] + max(0.0, reduced - spans[3]) + self._gathered(),
+            "dp": spans[2] - spans[1] + self._reductions(reduced, spans[3]) + self._gathered(),
             "pp": spans[3] - spans[2] + ties,
             "replica": self._latency("replica"),
             "world": self._latency("world"),
@@ -148,6 +165,8 @@ class _Prediction:
         found = {}
         for stage, share in enumerate(self._shares()):
             forward, backward = one.forward * share * left, one.backward * share * left
+            if one.stages:
+                forward, backward = one.stages[stage].forward, one.stages[stage].backward
             extra = one.handover if self._grid.pp > 1 else 0.0
             parts = (forward + extra, backward + extra, backward / 2 + extra, backward / 2)
             for op, seconds in zip(Op, parts, strict=True):
@@ -161,6 +180,8 @@ class _Prediction:
 
     def _update(self) -> float:
         """Every rank at once; of sharded states each has its part."""
+        if self._computation.owned_update is not None:
+            return self._computation.owned_update
         whole = max(1, sum(row.elements for row in self._plan.table))
         parts = self._grid.dp if self._config.zero_optimization.stage else 1
         held = max(sum(bucket.elements for bucket in self._layout(pp)) for pp in range(self._grid.pp))
@@ -173,7 +194,12 @@ class _Prediction:
     # ------------------------------------------------------------------ what is sent between their computations
 
     def _seconds(self, row: Traffic, pattern: Pattern) -> float:
-        return self._links.collectives[row.axis, pattern].seconds(row.calls, row.bytes)
+        return self._link(row.axis, pattern).seconds(row.calls, row.bytes)
+
+    def _link(self, axis: Axis, pattern: Pattern) -> LinkSpeed:
+        """Gathers go as direct messages where they were not measured apart."""
+        known = self._links.collectives
+        return known[axis, "direct"] if (axis, pattern) not in known else known[axis, pattern]
 
     def _latency(self, axis: Axis) -> float:
         link = self._links.collectives.get((axis, "ring"))
@@ -203,10 +229,12 @@ class _Prediction:
         for pp in range(self._grid.pp) if shards_parameters(self._config) else ():
             passes = self._plan.schedule.passes(pp)
             groups = max(1, len(self._layout(pp)))
-            whole = sum(self._seconds(row, "direct") for row in self._rows(pp, "dp", "parameters")) / len(passes)
+            whole = sum(self._seconds(row, "gather") for row in self._rows(pp, "dp", "parameters")) / len(passes)
             for op, stage, _ in passes:
                 hidden = tasks[op, stage].work * self._crowd * (groups - 1) / groups
-                waits[op, stage] = max(whole / groups, whole - hidden)
+                waited = max(whole / groups, whole - hidden)
+                lost = (1 - self._computation.overlap) * (whole - waited)
+                waits[op, stage] = waited + lost + groups * self._computation.gather
         return waits
 
     def _hop(self, action: Action, target: int) -> tuple[float, float]:
@@ -258,6 +286,17 @@ class _Prediction:
             free = max(free, ready) + link.seconds(1, size)
         return max(free, last.end)
 
+    def _reductions(self, ends: Sequence[float], computed: float) -> float:
+        """What is waited for of reductions that are over at ``ends``, and what those beside computation take of it."""
+        waited = max(0.0, max(ends) - computed)
+        lost = 1 - self._computation.overlap
+        if self._grid.dp == 1 or not lost:
+            return waited
+        rows = [list(self._rows(pp, "dp", "gradients")) for pp in range(self._grid.pp)]
+        pattern: Pattern = "direct" if self._config.zero_optimization.stage else "ring"
+        longest = max(sum(self._seconds(row, pattern) for row in found) for found in rows)
+        return waited + lost * max(0.0, longest - waited)
+
     def _earlier(self, pp: int, played: StepTimeline, seconds: float) -> float:
         """When what was reduced before the last backward is over; all stages of a rank together send ``seconds``."""
         free, stages = 0.0, len(self._plan.stages(pp))
@@ -282,7 +321,7 @@ class _Prediction:
         if shards_parameters(self._config):
             return 0.0
         found = [
-            sum(self._seconds(row, "direct") for row in self._rows(pp, "dp", "parameters"))
+            sum(self._seconds(row, "gather") for row in self._rows(pp, "dp", "parameters"))
             for pp in range(self._grid.pp)
         ]
         return max(found)

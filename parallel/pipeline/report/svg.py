@@ -5,7 +5,7 @@ can be shown in a README. The token of a box is its tooltip.
 """
 
 from collections.abc import Iterator, Sequence
-from xml.sax.saxutils import escape, quoteattr
+from html import escape  # that of xml.sax imports urllib, a tenth of the start of every command
 
 from engine.parallel.pipeline.report.text import Panel, end_of
 from engine.parallel.pipeline.schedule.actions import Op, Schedule
@@ -54,10 +54,10 @@ def svg(panels: Sequence[Panel], width: int = 960) -> str:
     height = top + _FOOT
     shades = {(op, shade, of) for panel in panels for op, shade, of in _shades(panel.timeline.schedule)}
     fills = "".join(f".{_class(op, *place)}{{fill:{_fill(op, *place)}}}" for op, *place in sorted(shades))
-    titles = quoteattr("; ".join(panel.headline() for panel in panels))
+    titles = escape("; ".join(panel.headline() for panel in panels))
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{_px(height)}" '
-        f'viewBox="0 0 {width} {_px(height)}" role="img" aria-label={titles}>',
+        f'viewBox="0 0 {width} {_px(height)}" role="img" aria-label="{titles}">',
         f"<style>\n{_STYLE}\n{fills}\n</style>",
         f'<rect class="page" width="{width}" height="{_px(height)}"/>',
         *body, "</svg>", "",
@@ -67,7 +67,7 @@ def svg(panels: Sequence[Panel], width: int = 960) -> str:
 def _panel(panel: Panel, corner: tuple[float, float], scale: float) -> Iterator[str]:
     """``scale``: pixels per unit of time."""
     margin, top = corner
-    yield f'<text class="title" x="10" y="{_px(top + 17)}">{escape(panel.headline())}</text>'
+    yield f'<text class="title" x="10" y="{_px(top + 17)}">{escape(panel.headline(), quote=False)}</text>'
     for rank, spans in enumerate(panel.timeline.spans):
         yield f'<g transform="translate({_px(margin)} {_px(top + _HEAD + rank * _PITCH)})">'
         yield f'<text class="end" x="-6" y="14">rank {rank}</text>'

@@ -1,6 +1,7 @@
 """``trine plan``: what it prints for each kind of model, and each mistake in a sentence, most of them without torch."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from engine.config import load_config
 from engine.launch.cli import main
 
 ROOT = Path(__file__).parents[3]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 64,
@@ -131,6 +133,7 @@ MISTAKES: dict[tuple[str, ...], str] = {
     ("--world", "8", "what"): "MODEL what is no folder, no .json file and no module:function",
     ("--world", "8", "a:b", "--layers", "3"): "--layers is for the built-in decoder",
     ("--world", "8", "--memory", "1"): "no layout fits: of ",
+    ("--nodes", "1x7", "--layers", "2", "--batch", "10"): "no grid of 7 ranks divides 10 rows, 4 heads and 2 blocks; ",
 }
 
 
@@ -149,12 +152,24 @@ def test_folders_without_a_model(llama: Path, capsys: pytest.CaptureFixture[str]
     assert "has no config.json" in refused(capsys, llama, "--world", 8)
 
 
-def test_mistakes_are_found_without_torch() -> None:
+def test_mistakes_are_found_without_torch(tmp_path: Path) -> None:
+    """Torch takes longer to import than everything else of these answers."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run.json").write_text(json.dumps({**GRID, "parallel": {"tensor": 2}}))
     code = """
 import sys
 from engine.launch.cli import main
-for line in ("--gpu x", "--world 12", "--world 8 no/config.json", "--world 8 --memory 1"):
-    assert main(["plan", *line.split()]) == 1
+for line in (
+    "plan --gpu x", "plan --world 8 --memory 0", "plan --world 12", "plan --world 8 no/config.json",
+    "plan --world 8 empty", "plan --world 8 --memory 1", "plan run.json --world 3", "plan --world 8 no-such",
+    "verify empty run.json --world 2", "verify no/config.json run.json --world 2", "verify empty run.json --world 3",
+    "plan --nodes 1x7 --layers 2 --batch 10", "verify no.py", "verify empty",
+    "verify a:b no.json", "verify a:b run.json --world 2 --steps 0",
+):
+    assert main(line.split()) == 1, line
 sys.exit("torch" in sys.modules)
 """
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False).returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == 16, done.stderr

@@ -1,0 +1,148 @@
+"""What the engine and Python take of a processor beside operators: steps of a decoder of next to no width.
+
+    step seconds of L blocks and m microbatches = S + m (M + L B)
+
+B beyond the measured seconds of the operators of a block is shared among them. The same with pipeline ranks tells what
+an action takes, and with sharded parameters what a group of parameters takes.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from engine.api import initialize
+from engine.config import load_config
+from engine.engine import Engine
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.parallel.comm.world import World
+from engine.planning.analysis import PlanRequest
+from engine.planning.host_step.host_prediction import operator_seconds
+from engine.planning.host_step.host_rates import EngineSeconds, HostRates
+from engine.planning.host_step.operator_trace import OperatorCall, trace_operators
+from engine.planning.plan import build_plan
+from engine.precision.dtypes import make_precision
+from engine.program.batch import Batch
+from engine.program.program import Program
+
+FEW, MANY = 2, 6
+"""Blocks."""
+STEPS = 12
+
+
+class Measuring(Protocol):
+    """Ranks that measure together."""
+
+    world: World
+    alone: World
+
+    def ready(self) -> None:
+        """All ranks are here."""
+
+    def mean(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Over the ranks, of each."""
+
+
+class _Tiny(NamedTuple):
+    """A step of next to no computation."""
+
+    layers: int
+    microbatches: int
+    parallel: Mapping[str, int]
+    stage: int = 0
+
+
+def engine_seconds(ranks: Measuring, rates: HostRates) -> EngineSeconds:
+    """Of a step, a microbatch, an operator; with several ranks of an action and of a group of parameters."""
+    sizes = (_Tiny(FEW, 1, {}), _Tiny(FEW, 4, {}), _Tiny(MANY, 4, {}))
+    few, more, deep = ranks.mean([_step_seconds(ranks, one, ranks.alone) for one in sizes])
+    block = max(0.0, (deep - more) / (4 * (MANY - FEW)))
+    microbatch = max(0.0, (more - few) / 3)
+    shallow, long = (_operators(layers) for layers in (FEW, MANY))
+    own = [operator_seconds(calls, rates) for calls in (shallow, long)]
+    inside = (own[1] - own[0]) / (MANY - FEW)
+    each = max(0.0, (block - inside) / ((len(long) - len(shallow)) / (MANY - FEW)))
+    found = EngineSeconds(
+        step=max(0.0, few - microbatch),
+        microbatch=max(0.0, microbatch - own[0] - each * len(shallow)),
+        operator=each,
+    )
+    if ranks.world.size == 1:
+        return found
+    return replace(found, handover=_handover(ranks, block, found), gather=_gather(ranks))
+
+
+def _handover(ranks: Measuring, block: float, alone: EngineSeconds) -> float:
+    """Of an action, in a pipeline of one block a rank: the longer step has more actions, and waits for none of them."""
+    size = ranks.world.size
+    pipeline = {"pipeline": size}
+    short, long = ranks.mean(
+        [_step_seconds(ranks, _Tiny(size, count * size, pipeline), ranks.world) for count in (1, 3)]
+    )
+    one = (long - short) / (2 * size)
+    return max(0.0, (one - block - alone.microbatch) / 2)
+
+
+def _gather(ranks: Measuring) -> float:
+    """Of a group and pass of ZeRO 3, which has a group for every block."""
+    data = {"data": ranks.world.size}
+    sizes = [_Tiny(layers, 4, data, stage) for stage in (0, 3) for layers in (FEW, MANY)]
+    plain, plain_deep, sharded, sharded_deep = ranks.mean([_step_seconds(ranks, one, ranks.world) for one in sizes])
+    more = (sharded_deep - sharded) - (plain_deep - plain)
+    return max(0.0, more / (4 * 2 * (MANY - FEW)))
+
+
+def _sizes(layers: int) -> DecoderConfig:
+    return DecoderConfig(vocabulary=16, layers=layers, width=16, heads=2, context=4)
+
+
+def _settings(tiny: _Tiny) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": tiny.microbatches,
+        "parallel": {**tiny.parallel},
+        "zero_optimization": {"stage": tiny.stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "gradient_clipping": 1.0,
+    }
+
+
+def _row(rows: int, device: str = "cpu") -> Batch:
+    ids = torch.zeros((rows, 4), dtype=torch.int64, device=device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def tiny_engine(tiny: _Tiny, world: World | None) -> AbstractContextManager[Engine]:
+    """An engine of these sizes on the ranks of ``world``; None: those that the launcher tells."""
+    return initialize(lambda: Decoder(_sizes(tiny.layers)), _settings(tiny), loss_sum, _row(1), world=world)
+
+
+def first_engine() -> AbstractContextManager[Engine]:
+    """An engine that opens the job."""
+    return tiny_engine(_Tiny(1, 1, {}), None)
+
+
+def _step_seconds(ranks: Measuring, tiny: _Tiny, world: World) -> float:
+    ranks.ready()
+    with tiny_engine(tiny, None if world.size > 1 else world) as eng:
+        batch = _row(tiny.microbatches)
+        found = [_timed(lambda: eng.train_batch(batch)) for _ in range(3 + STEPS)]
+    return median(found[3:])
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _operators(layers: int) -> tuple[OperatorCall, ...]:
+    config = load_config(_settings(_Tiny(layers, 1, {})), 1)
+    with torch.device("meta"):
+        model = Decoder(_sizes(layers))
+    program, row = Program(model, loss_sum, make_precision(config, model), torch.device("cpu")), _row(1, "meta")
+    return trace_operators(program, build_plan(config, PlanRequest(program, row)), row)

@@ -1,0 +1,157 @@
+"""A script of the user's, run up to its first use of an engine: what it gives to ``engine.initialize``, and its rows.
+
+    engine.initialize(...)      is noted, and answered with a stand-in
+    eng.train_batch(batch)      gives the rows, and ends the script; so does everything else that needs an engine
+    eng.grid, eng.module        are there, since samplers and optimizers read them
+
+A second call of ``initialize`` (teacher and student) is noted like the first one. Nothing is trained or written.
+"""
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from engine.build.answered_calls import answered_by
+from engine.config import Config
+from engine.errors import EngineError, PlanError, first_line
+from engine.parallel.grid import Grid
+from engine.program.batch import Batch, map_tensors
+
+
+class _EndOfScript(BaseException):
+    """Ends a script; no ``except Exception`` of its own keeps it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ScriptCall:
+    """One call of ``engine.initialize``."""
+
+    model: Any
+    config: Any
+    loss_fn: Any
+    more: Mapping[str, Any]
+    """Further arguments that a comparison takes."""
+    rows: Batch | None
+    """Some rows with content; None: the script has given none."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Calls:
+    """Answers every call of a script."""
+
+    resolve: Callable[[Any], Config]
+    found: list[ScriptCall] = field(default_factory=list)
+
+    def answer(self, arguments: Mapping[str, Any]) -> "EngineStandIn":
+        """Note a call."""
+        optimizer, scheduler = arguments["optimizer"], arguments["lr_scheduler"]
+        own = isinstance(optimizer, torch.optim.Optimizer)
+        given = {"optimizer": optimizer, "lr_scheduler": scheduler} if not own else {}
+        notes = ("the optimizer of the script is bound to its model; the configured one is compared",) if own else ()
+        call = ScriptCall(
+            model=arguments["model"],
+            config=arguments["config"],
+            loss_fn=arguments["loss_fn"],
+            more=given | {"inputs": arguments["inputs"], "whole": arguments["whole"]},
+            rows=_with_content(arguments["example_batch"]),
+            notes=notes,
+        )
+        self.found.append(call)
+        return EngineStandIn(call, self.resolve)
+
+
+class EngineStandIn:
+    """What a script gets in place of an engine; the first use that needs one ends the script."""
+
+    def __init__(self, call: ScriptCall, resolve: Callable[[Any], Config]) -> None:
+        self._call, self._resolve = call, resolve
+        self.module = call.model
+
+    @property
+    def grid(self) -> Grid:
+        """As rank 0 sees it."""
+        config = self._resolve(self._call.config)
+        return Grid(config.pp, config.dp, config.tp, 0)
+
+    def train_batch(self, batch: Any) -> None:
+        """Keep the rows, and end the script."""
+        given = next(batch) if isinstance(batch, Iterator) else batch
+        self._call.rows = _with_content(given) or self._call.rows
+        raise _EndOfScript
+
+    eval_batch = __call__ = train_batch
+
+    def __enter__(self) -> "EngineStandIn":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        raise _EndOfScript
+
+
+def _with_content(batch: Any) -> Batch | None:
+    """The batch on the host; None unless it has at least two rows with content."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
+    if not tensors or min(rows) < 2 or len(rows) > 1 or any(tensor.is_meta for tensor in tensors):
+        return None
+    return map_tensors(batch, lambda tensor: tensor.detach().cpu())
+
+
+def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[Any], Config]) -> list[ScriptCall]:
+    """Run a script up to its first use of an engine.
+
+    Args:
+        resolve: reads its configuration for a number of processes.
+
+    Raises:
+        PlanError: it fails before, or never calls ``engine.initialize``.
+    """
+    calls = _Calls(resolve)
+    try:
+        with answered_by(calls.answer), _started_as(script, arguments):
+            runpy.run_path(str(script), run_name="__main__")
+    except _EndOfScript:
+        pass
+    except SystemExit as error:
+        if not calls.found and error.code not in (None, 0):
+            raise PlanError(
+                f"{script} exits with {error.code} before it calls engine.initialize; give the arguments of the script "
+                f"behind two dashes: trine verify {script} -- ARGUMENTS."
+            ) from None
+    except EngineError:
+        raise
+    except Exception as error:
+        when = "after" if calls.found else "before"
+        raise PlanError(
+            f"{script} raises {type(error).__name__} {when} engine.initialize: {first_line(error)}; give a script that "
+            "starts as one process, its arguments behind two dashes."
+        ) from error
+    if not calls.found:
+        raise PlanError(
+            f"{script} ends without a call of engine.initialize; give the script that trains, or MODEL and CONFIG."
+        )
+    return calls.found
+
+
+@contextmanager
+def _started_as(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """Inside, the process looks as if Python had started the script."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
