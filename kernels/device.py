@@ -137,6 +137,11 @@ def host_words(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, pin_memory=_is_accelerator(device))
 
 
+def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros in host memory, page-locked if ``device`` is an accelerator, which then copies while the host goes on."""
+    return torch.zeros(count, dtype=dtype, pin_memory=_is_accelerator(device))
+
+
 def peak_allocated(device: torch.device) -> int | None:
     """The most bytes that were allocated at once on ``device``; None on the host, which does not count them."""
     return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None

@@ -15,6 +15,7 @@ from engine.build.forward_changes import (
     leave_out_of_compilation,
     make_heads_lazy,
 )
+from engine.build.offload import place_on_disk
 from engine.build.overlap import set_overlap
 from engine.build.place_model import place_model
 from engine.build.request import Request
@@ -55,6 +56,7 @@ from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gather_groups import GatheredModules
 from engine.zero.gather.gatherer import ParameterGatherer
+from engine.zero.offload.host_copies import HostCopies
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
@@ -117,8 +119,11 @@ def build(
         placed = place_model(model, plan, comm, device, axis, patches)
     trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
     buckets, frozen = placed[:trained], placed[trained:]
-    reducer = _reducer(model, plan, comm, buckets, own_backward, kernels)
     optimizer, program = _optimizer(plan, buckets, comm, request), request.program(model, plan.precision, device)
+    if config.zero_optimization.offload_optimizer.device == "nvme":
+        with all_or_none(comm, device):
+            place_on_disk(optimizer, plan, comm)
+    reducer = _reducer(model, plan, comm, optimizer.copies, own_backward, kernels)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)
         make_heads_lazy(model, [h for h in request.changes.heads if plan.is_last(f"{h}.weight")], axis, patches)
@@ -241,16 +246,16 @@ def _rounding(plan: Plan, tp: int) -> RoundedUpdates:
 
 
 def _reducer(
-    model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], own_backward: OwnBackward,
+    model: nn.Module, plan: Plan, comm: Comm, copies: HostCopies, own_backward: OwnBackward,
     kernels: Kernels,
 ) -> Reducer:  # fmt: skip
     config = plan.config
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sums, wire = PartialSums(plan.table, comm), plan.precision.wire
     # compiled layers make their gradients themselves
-    adds = bool(buckets) and kernels.replaces(buckets[0].params.device) and not config.compile
+    adds = bool(copies.buckets) and kernels.replaces(copies.buckets[0].params.device) and not config.compile
     main = kernels.main if adds else None
-    setup = ReducerSetup(buckets, trained, comm, wire, sums, own_backward.start, main)
+    setup = ReducerSetup(copies.buckets, trained, comm, wire, sums, own_backward.start, main, copies)
     if reduces_each_microbatch(config):
         return MicrobatchReducer(setup, config.accumulation)
     return GradientReducer(setup, scatter=config.zero_optimization.stage > 0)

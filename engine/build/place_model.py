@@ -72,7 +72,16 @@ def place_model(
     rows = {row.name: row for row in plan.table.held_by(coord.pp)}
     cuts = plan.tensor.parameters if plan.tensor else {}
     sharded, each = config.zero_optimization.stage > 0, reduces_each_microbatch(config)
-    who = Ownership(coord.dp, config.dp, sharded, each, shards_parameters(config), plan.precision.master)
+    who = Ownership(
+        coord.dp,
+        config.dp,
+        sharded,
+        each,
+        shards_parameters(config),
+        plan.precision.master,
+        plan.hosted(coord),
+        config.zero_optimization.offload_optimizer.pin_memory,
+    )
     buckets = reserve(plan.layout(coord), parameters, who, device)
     places = {
         slot.name: (flat, slot, view)

@@ -126,7 +126,9 @@ class RankRuntime:
         """Finish the last backward: complete all reductions (unless they are) and gathers, so that parameters may
         change.
         """
-        if not reduced:
+        if reduced:
+            self.optimizer.copies.forget()  # the user may have written what lies reduced in the buckets
+        else:
             self.reducer.finish()
         if self.gatherer is not None:
             self.gatherer.end()
@@ -144,6 +146,8 @@ class RankRuntime:
             self.absent.retire()
         if self.gatherer is not None:
             self.gatherer.retire()
+        if self.optimizer.disk is not None:
+            self.optimizer.disk.close()
 
     def changing(self) -> AbstractContextManager[None]:
         """Context of a call that reads or writes weights or optimizer state between steps."""

@@ -51,6 +51,11 @@ class Pending:
         self._absent = absent
         self._beside: Callable[[], None] | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """The result has not been waited for."""
+        return self._wait is not None
+
     def beside(self, work: Callable[[], None]) -> "Pending":
         """Call ``work`` once, just before the wait: what it computes does not need this result."""
         self._beside = work

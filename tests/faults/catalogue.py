@@ -5,6 +5,7 @@ from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.fault import Fault
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
+from tests.faults.offload import OFFLOAD
 from tests.faults.pipeline import PIPELINE
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.reliability import RELIABILITY
@@ -17,6 +18,7 @@ AREAS = {
     "tensor": TENSOR,
     "pipeline": PIPELINE,
     "zero": ZERO,
+    "offload": OFFLOAD,
     "products into buckets": PRODUCTS_INTO_BUCKETS,
     "step and precision": STEP_AND_PRECISION,
     "checkpoint": CHECKPOINT,

@@ -48,11 +48,15 @@ def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) ->
 
 @torch.no_grad()
 def sync_masters(flat: FlatBucket) -> None:
-    """Copy written elements into the local part of the master. No host synchronization."""
+    """Copy written elements into the local part of the master. Waits for the device only if that lies on the host."""
     if flat.master is None:
         return
-    written = flat.kept != flat.master.to(flat.kept.dtype)
-    torch.where(written, flat.kept.to(flat.master.dtype), flat.master, out=flat.master)
+    kept = flat.kept.to(flat.master.device)
+    if flat.wide is None:
+        flat.master.copy_(kept)
+        return
+    written = kept != flat.master.to(kept.dtype)
+    torch.where(written, kept.to(flat.master.dtype), flat.master, out=flat.master)
 
 
 @torch.no_grad()
@@ -65,7 +69,7 @@ def full_weights(buckets: Sequence[FlatBucket], comm: Comm) -> Iterator[tuple[st
     for flat in buckets:
         sync_masters(flat)
         whole = flat.params
-        if flat.sharded or flat.master is not None:
+        if flat.sharded or flat.wide is not None:
             whole = torch.zeros(flat.bucket.elements, dtype=flat.weights.dtype, device=flat.params.device)
             whole[flat.owned].copy_(flat.weights)
             if flat.owned == flat.shard:

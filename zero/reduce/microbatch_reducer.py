@@ -56,6 +56,8 @@ class _Flight:
     filling: _Filling
     wire: Tensor
     pending: Pending
+    last: bool
+    """Of the last backward of the step, as far as that is known."""
 
 
 class MicrobatchReducer(SharedReduction):
@@ -127,6 +129,7 @@ class MicrobatchReducer(SharedReduction):
         for filling in self._fillings:
             if not filling.touched:
                 filling.flat.grads.zero_()
+                self._copies.changed(filling.flat)
             self._add_ties(filling.flat, filling.flat.shard)
         self._free.clear()
         self.reset()
@@ -221,7 +224,8 @@ class MicrobatchReducer(SharedReduction):
         pending = self._comm.reduce_scatter(wire[shard], wire, "dp", "gradients")
         if wire is not full:
             self._free.append(full)
-        self._flights.append(_Flight(filling, wire, pending))
+        last = sum(self._rounds.values()) == self._microbatches * len(self._rounds) - 1
+        self._flights.append(_Flight(filling, wire, pending, last))
 
     def _land(self) -> None:
         """Add the result of the oldest reduction to its shard."""
@@ -233,6 +237,9 @@ class MicrobatchReducer(SharedReduction):
         else:
             flat.grads.copy_(flight.wire[flat.shard])
         flight.filling.touched = True
+        self._copies.changed(flat)
+        if flight.last:
+            self._copies.follow(flat, Pending())
         if flight.wire.dtype == flat.grads.dtype:
             self._free.append(flight.wire)
 
@@ -264,6 +271,7 @@ class MicrobatchReducer(SharedReduction):
             flat = filling.flat
             wire = self._on_wire(flat.grads)
             self._comm.reduce_scatter(wire[flat.shard], wire, "dp", "gradients").wait()
+            self._copies.changed(flat)
             if wire is not flat.grads:
                 flat.grads[flat.shard].copy_(wire[flat.shard])
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.model.placeholders import plan_as_trainable
 from engine.parallel.trace.guarded_parameter import GuardedParameter
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.offload.host_copies import HostCopies
 from engine.zero.reduce.bucket_gradient import BucketGradient
 from engine.zero.reduce.gradient_guard import check_own_hooks, plain_grad, set_plain_grad
 
@@ -222,6 +223,8 @@ class ReducerSetup:
     """Function that is called when a gradient arrives while no backward is open, to open it; None: never."""
     main: MainGradients | None = None
     """Where products of a backward find the sums that they add to; None: every gradient is made."""
+    copies: HostCopies = field(default_factory=lambda: HostCopies(()))
+    """Copies of reduced sums to the host, for the buckets that it updates."""
 
 
 class SharedReduction:
@@ -229,6 +232,7 @@ class SharedReduction:
 
     def __init__(self, setup: ReducerSetup) -> None:
         self._comm = setup.comm
+        self._copies = setup.copies
         self._dtype = setup.wire if setup.comm.grid.dp > 1 else None
         self._sum_partial = setup.sum_partial
         self._abandoned: list[Pending] = []
@@ -340,3 +344,4 @@ class SharedReduction:
         """Sum the reduced gradients of tied parameters over the stages that own them; all of them update alike."""
         if flat.bucket.ties:
             self._comm.sum_over_stages(flat.gradient(kept), flat.bucket.ties, "ties").wait()
+            self._copies.changed(flat)
