@@ -23,7 +23,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state",
         "weights_transfer", "resume", "rank_report", "save", "writer", "coordinator",
     ),
-    "engine.zero": ("layout", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim"),
+    "engine.zero": ("layout", "flat_buckets", "attachment", "own_backward", "offload", "gather", "reduce", "optim"),
     "engine.parallel": (
         "grid", "shard_table", "comm", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",
         "kernel_injection", "pipeline",

@@ -35,7 +35,7 @@ CORNER = "AdamW on the host"
 RULE_BYTES = 28
 """Of an fp32 element: weight, gradient and two moments read; weight and moments written."""
 ENGINE_BYTES = RULE_BYTES + 8 + 8 + 10 + 6
-"""And: gradient copied to the host, scaled, written weights looked for (bf16 and master), master rounded, copied back."""
+"""And: gradient copied and scaled, written weights looked for (bf16 and master), master rounded and copied back."""
 VOCABULARY, LENGTH = 4096, 64
 
 Work = Callable[[], object]
@@ -68,8 +68,8 @@ def contenders(elements: int, peers: str) -> dict[str, tuple[Work, int]]:
         "a plain copy": (partial(target.copy_, source), 8),
         "Trine, the update": (_rule(elements), RULE_BYTES),
         "Trine, all that a bf16 bucket takes": (_bucket(elements), ENGINE_BYTES),
-        "torch AdamW, fused": (_torch(elements, fused=True), RULE_BYTES),
-        "torch AdamW, foreach": (_torch(elements, foreach=True), RULE_BYTES),
+        "torch AdamW, fused": (_torch(elements, {"fused": True}), RULE_BYTES),
+        "torch AdamW, foreach": (_torch(elements, {"foreach": True}), RULE_BYTES),
     }
     if "deepspeed" in peers.split(","):
         try:
@@ -92,7 +92,7 @@ def _rule(elements: int) -> Work:
     return lambda: adam_([weights], [grads], [first], [second], 3, rule)
 
 
-def _torch(elements: int, **how: bool) -> Work:
+def _torch(elements: int, how: Mapping[str, Any]) -> Work:
     return torch.optim.AdamW([_parameter(elements)], weight_decay=0.1, **how).step
 
 
@@ -118,7 +118,7 @@ def _update_cells(found: Mapping[str, tuple[Work, int]], elements: int, rounds: 
     seconds = _medians({name: work for name, (work, _) in found.items()}, rounds)
     rates = {name: size * elements / seconds[name] for name, (_, size) in found.items()}
     copy = rates["a plain copy"]
-    columns = {
+    columns: dict[str, Callable[[str], str]] = {
         "ns an element": lambda name: f"{1e9 * seconds[name] / elements:.2f}",
         "bytes an element": lambda name: str(found[name][1]),
         "GB/s": lambda name: f"{rates[name] / 1e9:.1f}",

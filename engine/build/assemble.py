@@ -15,9 +15,8 @@ from engine.build.forward_changes import (
     leave_out_of_compilation,
     make_heads_lazy,
 )
-from engine.build.offload import place_on_disk
 from engine.build.overlap import set_overlap
-from engine.build.place_model import place_model
+from engine.build.place_model import place_model, place_on_disk
 from engine.build.request import Request
 from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
@@ -117,12 +116,9 @@ def build(
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
     with all_or_none(comm, device):
         placed = place_model(model, plan, comm, device, axis, patches)
-    trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
-    buckets, frozen = placed[:trained], placed[trained:]
+    own_backward, (buckets, frozen) = OwnBackward(), _parted(placed, len(plan.layout(comm.grid.coord()).buckets))
     optimizer, program = _optimizer(plan, buckets, comm, request), request.program(model, plan.precision, device)
-    if config.zero_optimization.offload_optimizer.device == "nvme":
-        with all_or_none(comm, device):
-            place_on_disk(optimizer, plan, comm)
+    place_on_disk(optimizer, plan, comm, device)
     reducer = _reducer(model, plan, comm, optimizer.copies, own_backward, kernels)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)
@@ -161,6 +157,11 @@ def build(
         absent=_absent(model, plan, rank),
         integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
     )
+
+
+def _parted(placed: Sequence[FlatBucket], trained: int) -> tuple[Sequence[FlatBucket], Sequence[FlatBucket]]:
+    """The buckets of trained parameters, and those of frozen ones."""
+    return placed[:trained], placed[trained:]
 
 
 def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatches) -> GradientGuard:

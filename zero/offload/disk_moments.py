@@ -129,7 +129,7 @@ class DiskMoments:
             if now.data_ptr() != place.data_ptr():
                 place.copy_(now)
             self._state[moment.weights][moment.name] = view
-        filed.page, filed.writing = None, self._threads.submit(filed.file.write, memoryview(page.numpy()))
+        filed.page, filed.writing = None, self._threads.submit(filed.file.write, page.numpy().data)
         self._buffers.give_back(page, filed.writing)
 
     def finish(self) -> None:
@@ -167,7 +167,7 @@ class DiskMoments:
             filed.writing.result()
         filed.page = self._buffers.take()
         checked = filed.version == filed.mapped._version
-        self._reads[number] = self._threads.submit(filed.file.read, memoryview(filed.page.numpy()), checked)
+        self._reads[number] = self._threads.submit(filed.file.read, filed.page.numpy().data, checked)
 
     def _made(self, number: int, found: Sequence[tuple[Tensor, str, Tensor]]) -> _Filed:
         moments, end = [], 0

@@ -33,7 +33,7 @@ class ScratchFolder:
     def __init__(self, parent: str, rank: int) -> None:
         try:
             Path(parent).mkdir(parents=True, exist_ok=True)
-            sweep(Path(parent))
+            delete_left_behind(Path(parent))
             fresh = Path(tempfile.mkdtemp(prefix=f".{PREFIX}rank{rank}-", dir=parent))
             lock = os.open(fresh / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,7 +56,7 @@ def _remove(path: Path, lock: int, owner: int) -> None:
         os.close(lock)
 
 
-def sweep(parent: Path) -> None:
+def delete_left_behind(parent: Path) -> None:
     """Delete the folders whose engine has ended without doing so; those of engines that live are left."""
     for folder in sorted(parent.glob(f"{PREFIX}*")):
         try:

@@ -48,7 +48,7 @@ def test_written_weights_are_used(case: Case) -> None:
     def train(eng: Engine) -> None:
         eng.train_batch(batch(eng, 0))
         with torch.no_grad():
-            eng.module.up.weight.clamp_(-0.1, 0.1)
+            eng.module.get_parameter("up.weight").clamp_(-0.1, 0.1)
         eng.train_batch(batch(eng, 1))
         with eng.masters("down.*") as masters:
             for master in masters.values():
