@@ -21,6 +21,14 @@ from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
+
+def offloaded(stage: int, reduce: str = "step", ratio: float = 1.0, **changes: Any) -> Trial:
+    """Optimizer state in the memory of the host, which is another one than the device's."""
+    offload = {"device": "cpu", "ratio": ratio}
+    zero = {"stage": stage, "reduce": reduce, "reduce_bucket_size": 6000, "offload_optimizer": offload}
+    return Trial({"data": 2}, stage, {"zero_optimization": zero, **changes})
+
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 
 
@@ -51,6 +59,12 @@ TRIALS = {
     "Lion": Trial({"data": 2}, 2, {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}),
     "checked for flips": Trial({"data": 2}, 1, {"integrity": {"every": 1}}),
     "bf16": Trial({"data": 2}, 1, {"bf16": {"enabled": True}}),
+    "offloaded": offloaded(1),
+    "offloaded whole": offloaded(0),
+    "offloaded in part": offloaded(3, "microbatch", 0.5),
+    "offloaded bf16": offloaded(2, "microbatch", bf16={"enabled": True}),
+    "offloaded bf16 alone": offloaded(1, bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
+    "offloaded, checked for flips": offloaded(1, integrity={"every": 1}),
     "fp16": Trial({"data": 2}, 1, {"fp16": {"enabled": True, "initial_scale_power": POWER, "hysteresis": 1}}),
 }
 OFTEN: Mapping[str, tuple[Policy, ...]] = MappingProxyType({"dp2 x tp2 ZeRO-3": ("random",)})

@@ -6,6 +6,7 @@ import torch
 from benchmarks.offload.command import contenders, main
 
 
+@pytest.mark.long
 def test_every_contender_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     try:
@@ -15,3 +16,10 @@ def test_every_contender_is_measured(capsys: pytest.CaptureFixture[str]) -> None
     told = capsys.readouterr().out
     for row in (*contenders(64, "none"), "on the device", "half of it on the host"):
         assert row in told
+
+
+def test_contenders_make_an_update() -> None:
+    for name, (work, size) in contenders(256, "none").items():
+        work()
+        work()
+        assert size >= 8, name

@@ -38,8 +38,14 @@ def compare(folder: str) -> list[str]:
     return wrong
 
 
-def test_bits_are_those_of_training_without_an_offload(run_ranks: RunRanks, tmp_path: Path) -> None:
+@pytest.mark.long
+def test_bits_on_two_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert run_ranks(compare, 2, str(tmp_path)) == [[], []]
+    assert not list(tmp_path.glob(f"{PREFIX}*"))
+
+
+def test_bits_are_those_of_training_without_an_offload(tmp_path: Path) -> None:
+    assert compare(str(tmp_path)) == []
     assert not list(tmp_path.glob(f"{PREFIX}*")), "an engine that is closed leaves nothing"
 
 
@@ -112,6 +118,10 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EngineError, match="nvme_path: no folder can be made in"):
         start(on_disk(tmp_path / "file" / "below"))
+
+
+@pytest.mark.long
+def test_an_optimizer_that_updates_all_at_once_is_refused(tmp_path: Path) -> None:
     with pytest.raises(engine.ConfigError, match='"nvme" was given optimizer AdamW'):
         start(on_disk(tmp_path) | {"optimizer": None}, torch.optim.AdamW)
 
