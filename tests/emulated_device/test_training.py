@@ -13,6 +13,8 @@ from engine.parallel.comm.backend import Wait
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Axis
 from engine.program.program import Program
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.offload.host_copies import HostCopies
 from tests.emulated_device.device import POLICIES, Policy, policy
 from tests.emulated_device.streamed_backend import StreamedBackend, streamed
 from tests.emulated_device.training import Trained, Trial, on_cpu, on_devices
@@ -170,3 +172,25 @@ def written_too_early() -> tuple[bool, bool]:
 @pytest.mark.long
 def test_memory_that_is_written_while_it_is_sent_is_found(run_ranks: RunRanks) -> None:
     assert run_ranks(written_too_early, 1) == [(True, False)]
+
+
+def hasty() -> tuple[bool, bool]:
+    """Whether training is as on the CPU if the host updates without a wait for gradients; at once, and late."""
+    trial, wait, found = TRIALS["offloaded"], HostCopies.wait, []
+    expected = on_cpu(trial)
+
+    def without_wait(self: HostCopies, flat: FlatBucket) -> None:
+        self._brought = dict.fromkeys(self._brought)
+        wait(self, flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCopies, "wait", without_wait)
+        for name in POLICIES[:2]:
+            with policy(name):
+                found.append(not expected.differs_from(on_devices(trial)))
+    return found[0], found[1]
+
+
+@pytest.mark.long
+def test_a_host_that_does_not_wait_for_gradients_is_found(run_ranks: RunRanks) -> None:
+    assert run_ranks(hasty, 1) == [(True, False)], "in order of issue nobody would notice"

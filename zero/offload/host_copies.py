@@ -51,6 +51,8 @@ class HostCopies:
         """The host updates some of the buckets."""
         self._device = hosted[0].grads.device if hosted else torch.device("cpu")
         self._side = SideStream(self._device)
+        self._reduced: torch.Event | None = None
+        """After the last reduction that the side stream waits for."""
         self._brought: dict[int, torch.Event | None] = {}
         """Buckets whose sums are copied, or under way until the event."""
 
@@ -72,6 +74,7 @@ class HostCopies:
             return
         with self._side.behind():
             reduction.wait()
+            self._reduced = record_event(self._device)
             self._copy(flat)
 
     @torch.no_grad()
@@ -87,8 +90,10 @@ class HostCopies:
             event.synchronize()
 
     def join(self) -> None:
-        """The current stream goes on when the device has done all copies: reductions were waited for beside it."""
-        self._side.join()
+        """The current stream goes on when all reductions are complete, which were waited for beside it."""
+        if self._reduced is not None:
+            self._reduced.wait()
+            self._reduced = None
 
     @torch.no_grad()
     def give(self, flat: FlatBucket) -> None:

@@ -18,6 +18,7 @@ def test_every_contender_is_measured(capsys: pytest.CaptureFixture[str]) -> None
         assert row in told
 
 
+@pytest.mark.long
 def test_contenders_make_an_update() -> None:
     for name, (work, size) in contenders(256, "none").items():
         work()
