@@ -34,7 +34,7 @@ from engine.zero.optim.sharded_optimizer import GroupOptions, ShardedOptimizer
 CORNER = "AdamW on the host"
 RULE_BYTES = 28
 """Of an fp32 element: weight, gradient and two moments read; weight and moments written."""
-ENGINE_BYTES = RULE_BYTES + 8 + 8 + 10 + 6
+ENGINE_BYTES = RULE_BYTES + 8 + 8 + 6 + 6 + 4
 """And: gradient copied and scaled, written weights looked for (bf16 and master), master rounded and copied back."""
 VOCABULARY, LENGTH = 4096, 64
 

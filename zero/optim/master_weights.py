@@ -17,6 +17,10 @@ from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket, slot_view
 
 
+_AT_ONCE = 1 << 15
+"""Elements that the host compares at a time, so that they stay in its cache."""
+
+
 def clip_factor(norm: float, max_norm: float) -> float:
     """Return the factor for gradients of L2 norm ``norm`` (Pascanu et al. 2013); a ``max_norm`` of 0 switches clipping
     off.
@@ -55,8 +59,18 @@ def sync_masters(flat: FlatBucket) -> None:
     if flat.wide is None:
         flat.master.copy_(kept)
         return
-    written = kept != flat.master.to(kept.dtype)
-    torch.where(written, kept.to(flat.master.dtype), flat.master, out=flat.master)
+    if flat.host_sums is None:
+        _take_written(kept, flat.master)
+        return
+    for here, master in zip(torch.split(kept, _AT_ONCE), torch.split(flat.master, _AT_ONCE), strict=True):
+        # most often nothing is written, which the bits tell without a copy in the dtype of the master
+        if not torch.equal(master.to(here.dtype).view(torch.int64), here.view(torch.int64)):
+            _take_written(here, master)
+
+
+def _take_written(kept: Tensor, master: Tensor) -> None:
+    written = kept != master.to(kept.dtype)
+    torch.where(written, kept.to(master.dtype), master, out=master)
 
 
 @torch.no_grad()
