@@ -155,6 +155,8 @@ class RankRuntime:
 
     def saving(self) -> AbstractContextManager[None]:
         """Context of a save of weights or optimizer state, which have to be sound."""
+        if self.optimizer.disk is not None:
+            self.optimizer.disk.refuse_failed()
         return self.integrity.saving() if self.integrity else nullcontext()
 
     def own(self, tree: Any) -> Any:

@@ -9,14 +9,16 @@ was loaded, is taken as it is, and is on disk after the next update.
 """
 
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.errors import EngineError
 from engine.zero.offload.block_file import BlockFile
 from engine.zero.offload.scratch_folder import ScratchFolder
 
@@ -94,7 +96,9 @@ class DiskMoments:
     ) -> None:
         self._folder, self._sets, self._state, self._buffers = folder, sets, state, buffers
         self._filed: dict[int, _Filed] = {}
+        self._files = 0
         self._reads: dict[int, Future[None]] = {}
+        self._failure: EngineError | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="trine-moments")
 
     def begin(self, number: int) -> None:
@@ -103,10 +107,12 @@ class DiskMoments:
         Raises:
             EngineError: the disk refuses, or does not have what was written last.
         """
+        self.refuse_failed()
         if self._on_disk(number):
             filed = self._filed[number]
             self._start_read(number)
-            self._reads.pop(number).result()
+            with self._noting_failure():
+                self._reads.pop(number).result()
             assert filed.page is not None
             for moment in filed.moments:
                 self._state[moment.weights][moment.name] = moment.of(filed.page)
@@ -122,7 +128,8 @@ class DiskMoments:
         filed = self._filed.get(number)
         kinds = [(id(weights), name, moment.dtype) for weights, name, moment in found]
         if filed is None or [(id(moment.weights), moment.name, moment.dtype) for moment in filed.moments] != kinds:
-            filed = self._filed[number] = self._made(number, found)
+            with self._noting_failure():
+                filed = self._filed[number] = self._made(number, found)
         page = self._buffers.take() if filed.page is None else filed.page
         for moment, view in zip(filed.moments, filed.views, strict=True):
             now, place = self._state[moment.weights][moment.name], moment.of(page)
@@ -140,8 +147,18 @@ class DiskMoments:
         """
         for filed in self._filed.values():
             if filed.writing is not None:
-                filed.writing.result()
+                with self._noting_failure():
+                    filed.writing.result()
                 filed.writing, filed.version = None, filed.mapped._version
+
+    def refuse_failed(self) -> None:
+        """Raise what an update has failed with: some buckets are updated and others are not, so nothing is to be saved.
+
+        Raises:
+            EngineError: the disk has failed before.
+        """
+        if self._failure is not None:
+            raise EngineError(f"an update was broken off halfway: {self._failure}")
 
     def close(self) -> None:
         """End the threads and delete the files."""
@@ -150,6 +167,14 @@ class DiskMoments:
             filed.file.close()
         self._filed.clear()
         self._folder.close()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineError as error:
+            self._failure = error
+            raise
 
     def _on_disk(self, number: int) -> bool:
         """Whether the optimizer's state of a set is what its file has."""
@@ -174,6 +199,9 @@ class DiskMoments:
         for weights, name, moment in found:  # of whole multiples of the layout's alignment, so each begins aligned
             moments.append(_Moment(weights, name, moment.dtype, end))
             end += moment.nbytes
-        file = BlockFile(self._folder.path / f"bucket-{number}", end)
+        if (before := self._filed.get(number)) is not None:
+            before.file.close()
+        self._files += 1  # another name each time: what maps the file before may still be read
+        file = BlockFile(self._folder.path / f"bucket-{number}-{self._files}", end)
         mapped = torch.from_file(str(file.path), shared=True, size=end, dtype=torch.uint8)
         return _Filed(file, mapped, moments, [moment.of(mapped) for moment in moments])

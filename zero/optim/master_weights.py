@@ -16,7 +16,6 @@ from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket, slot_view
 
-
 _AT_ONCE = 1 << 15
 """Elements that the host compares at a time, so that they stay in its cache."""
 

@@ -72,6 +72,30 @@ def test_written_masters_keep_the_gradients_of_an_unfinished_step() -> None:
     assert not both(BF16, train)
 
 
+@pytest.mark.parametrize("case", [FP32, BF16], ids=["fp32", "bf16"])
+def test_gradients_after_a_step_are_those_that_its_update_used(case: Case) -> None:
+    found = []
+    for device in ("none", "cpu"):
+        with start(settings(case, device)) as eng:
+            eng.train_batch(batch(eng, 0))
+            with eng.gradients() as gradients:
+                found.append({name: gradient.clone() for name, gradient in gradients.items()})
+    assert not unequal(*found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_optimizer_of_torch_updates_on_the_host(stage: int) -> None:
+    found = []
+    for device in ("none", "cpu"):
+        changes = settings(("AdamW", "bf16", (stage, "step"), 0.5), device) | {"optimizer": None}
+        with start(changes, lambda groups: torch.optim.Adagrad(groups, lr=0.1)) as eng:
+            for step in range(3):
+                eng.train_batch(batch(eng, step))
+            found.append(bits(eng))
+    assert not unequal(*found)
+
+
 def test_skipped_steps_and_unused_parameters() -> None:
     def train(eng: Engine) -> None:
         skipped = 0
