@@ -64,6 +64,8 @@ TESTED = {
     "trine plan --calibrate here.json --links links.json":
         f"{PLANNER}test_calibrate.py::test_a_known_kind_keeps_its_data_sheet",
     "trine plan --calibrate FILE": f"{PLANNER}test_calibrate.py::test_this_machine",
+    "python -m benchmarks offload":
+        "tests/benchmarks/offload/test_command.py::test_every_contender_is_measured",
     "python -m benchmarks planning --fit":
         "tests/benchmarks/planning/test_command.py::test_a_fit_goes_down_and_stays_within_bounds",
     "python -m benchmarks planning --write-figures":
