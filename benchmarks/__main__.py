@@ -48,6 +48,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "checkpoint.command", "a checkpoint beside torch.save, DCP, safetensors and the bare disk",
             frozenset({"rounds", "out", "write_figures"}),
         ),
+        "offload": Benchmark(
+            "offload.command", "updates on the host beside a copy, torch and DeepSpeed; steps with an offload",
+            frozenset({"rounds", "peers", "write_figures"}),
+        ),
         "scaling": Benchmark(
             "scaling.command", "steps of every grid over nodes beside their prediction; started by a launcher",
             frozenset({"rounds", "out"}),

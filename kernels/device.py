@@ -144,6 +144,11 @@ def host_memory_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
 
+def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros in host memory, page-locked if ``device`` is an accelerator, which then copies while the host goes on."""
+    return torch.zeros(count, dtype=dtype, pin_memory=_is_accelerator(device))
+
+
 def peak_allocated(device: torch.device) -> int | None:
     """The most bytes that were allocated at once on ``device``; None on the host, which does not count them."""
     return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None

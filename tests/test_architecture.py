@@ -24,7 +24,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "run_state", "weights_transfer", "resume", "rank_report", "save", "writer", "coordinator",
     ),
     "engine.zero": (
-        "layout", "wire_formats", "flat_buckets", "attachment", "own_backward", "gather", "reduce", "optim",
+        "layout", "wire_formats", "flat_buckets", "attachment", "own_backward", "offload", "gather", "reduce",
+        "optim",
     ),
     "engine.parallel": (
         "grid", "shard_table", "comm", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",

@@ -70,6 +70,8 @@ TESTED = {
     "python -m benchmarks planning --cpu --write-figures":
         "tests/benchmarks/planning/test_host_report.py::test_the_documents_show_twelve_steps_within_the_goal",
     "trine plan --calibrate FILE": f"{PLANNER}test_calibrate.py::test_this_machine",
+    "python -m benchmarks offload":
+        "tests/benchmarks/offload/test_command.py::test_every_contender_is_measured",
     "python -m benchmarks planning --fit":
         "tests/benchmarks/planning/test_command.py::test_a_fit_goes_down_and_stays_within_bounds",
     "python -m benchmarks planning --write-figures":

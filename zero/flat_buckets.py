@@ -6,7 +6,8 @@ For each bucket (glossary in ``zero/__init__.py``), here with N = 4 and an fp32 
     kept     bf16            [ shard 1 ]                       the owned part: a slice of ``params``, except at ZeRO 3
     grads    fp32  [ shard 0 | shard 1 | shard 2 | shard 3 ]   sums of the gradients; ZeRO 2 or 3 with a reduction in
                                                                every microbatch holds its shard only
-    master   fp32            [ shard 1 ]                       on the rank that owns shard 1
+    master   fp32            [ shard 1 ]                       on the rank that owns shard 1, on the device or the host
+    host_sums fp32           [ shard 1 ]                       copy of its gradients on the host, if the master is there
 
 If parameters are fp32, or bf16 without a master (``optim/bf16_updates``), the optimizer updates ``kept`` directly. At
 ZeRO 3 ``params`` has memory only while it is gathered; views of it, also those that autograd has saved, become valid
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.device import host_zeros
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.squared_norm import squared_norm as sum_of_squares
 from engine.kernels.wire.block_codec import BlockCodec
@@ -43,7 +45,9 @@ class FlatBucket:
     shard: slice
     """Elements whose gradients this rank counts in the norm: always its 1/N of the bucket."""
     master: Tensor | None
-    """fp32 master [owned], if ``params`` are narrower."""
+    """Weights [owned] that the optimizer updates: fp32 if ``params`` are narrower, in any dtype on the host; None if
+    it updates ``kept``.
+    """
     parameters: tuple[nn.Parameter, ...]
     """The user's parameters, in the order of the slots."""
     views: tuple[Tensor, ...]
@@ -54,11 +58,13 @@ class FlatBucket:
     """True at ZeRO 3: ``params`` has memory only while it is gathered."""
     codec: BlockCodec | None = None
     """How its weights are encoded when they are gathered; None: they are sent as they are."""
+    host_sums: Tensor | None = None
+    """Gradients [owned] in host memory, where the master then lies too and the update is made; else None."""
 
     @property
     def rounds_in_gathers(self) -> bool:
         """True if the gather after an update leaves decoded weights in ``kept``, and exact ones in the master only."""
-        return self.codec is not None and self.master is not None and not self.sharded
+        return self.codec is not None and self.wide is not None and not self.sharded
 
     def gradient(self, part: slice) -> Tensor:
         """Return the gradients of elements ``part`` of the bucket, which must be held."""
@@ -68,6 +74,11 @@ class FlatBucket:
     def weights(self) -> Tensor:
         """Weights [owned] that the optimizer updates: the master, or the parameters if there is none."""
         return self.kept if self.master is None else self.master
+
+    @property
+    def wide(self) -> Tensor | None:
+        """The master, if it holds more than ``kept``: a copy on the host in the same dtype is not saved or gathered."""
+        return None if self.master is None or self.master.dtype == self.kept.dtype else self.master
 
     def place(self, slot: Slot, given: Tensor) -> None:
         """Copy the values of a parameter into the bucket; the weights receive them exactly."""
@@ -132,6 +143,10 @@ class Ownership:
     """True keeps the shard of the parameters only (ZeRO 3)."""
     master: bool = True
     """False leaves out the master: narrow parameters are updated themselves, gradients summed in their dtype."""
+    hosted: frozenset[int] = frozenset()
+    """Indices of the trained buckets that the host updates: their masters, gradients and moments lie in its memory."""
+    pinned: bool = True
+    """Page-lock the memory of the host that an accelerator copies from or to."""
 
 
 def reserve(
@@ -183,7 +198,12 @@ def _reserve(
     if who.sharded_parameters:
         params.untyped_storage().resize_(0)
     grads = zeros(held if trainable else slice(0, 0), wide)
-    master = zeros(owned, wide) if wide != dtype else None
+    master = host_sums = None
+    if trainable and bucket.index in who.hosted:
+        count, pinned_for = owned.stop - owned.start, device if who.pinned else torch.device("cpu")
+        master, host_sums = (host_zeros(count, wide, pinned_for) for _ in range(2))
+    elif wide != dtype:
+        master = zeros(owned, wide)
     members = tuple(parameters[slot.name] for slot in bucket.slots)
     return FlatBucket(
         bucket=bucket,
@@ -197,6 +217,7 @@ def _reserve(
         parameters=members,
         views=views,
         sharded=who.sharded_parameters,
+        host_sums=host_sums,
     )
 
 

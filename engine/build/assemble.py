@@ -16,7 +16,7 @@ from engine.build.forward_changes import (
     make_heads_lazy,
 )
 from engine.build.overlap import set_overlap
-from engine.build.place_model import place_model
+from engine.build.place_model import place_model, place_on_disk
 from engine.build.request import Request
 from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
@@ -56,6 +56,7 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import round_initial
 from engine.zero.gather.gather_groups import GatheredModules
 from engine.zero.gather.gatherer import ParameterGatherer
+from engine.zero.offload.host_copies import HostCopies
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
@@ -124,10 +125,10 @@ def assemble_rank(
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
     with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
-    trained, own_backward = len(plan.layout(comm.grid.coord()).buckets), OwnBackward()
-    buckets, frozen = placed[:trained], placed[trained:]
-    reducer = _reducer(model, plan, comm, buckets, own_backward, kernels)
+    own_backward, (buckets, frozen) = OwnBackward(), _parted(placed, len(plan.layout(comm.grid.coord()).buckets))
     optimizer, program = _optimizer(plan, buckets, comm, request), request.program(model, plan.precision, device)
+    place_on_disk(optimizer, plan, comm, device)
+    reducer = _reducer(model, plan, comm, optimizer.copies, own_backward, kernels)
     with all_or_none(comm, device):
         fuse_activations(model, request.changes, patches)
         make_heads_lazy(model, [h for h in request.changes.heads if plan.is_last(f"{h}.weight")], axis, patches)
@@ -166,6 +167,11 @@ def assemble_rank(
         on_host=on_host,
         integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
     )
+
+
+def _parted(placed: Sequence[FlatBucket], trained: int) -> tuple[Sequence[FlatBucket], Sequence[FlatBucket]]:
+    """The buckets of trained parameters, and those of frozen ones."""
+    return placed[:trained], placed[trained:]
 
 
 def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatches) -> GradientGuard:
@@ -253,17 +259,17 @@ def _rounding(plan: Plan, tp: int) -> RoundedUpdates:
 
 
 def _reducer(
-    model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], own_backward: OwnBackward,
+    model: nn.Module, plan: Plan, comm: Comm, copies: HostCopies, own_backward: OwnBackward,
     kernels: Kernels,
 ) -> Reducer:  # fmt: skip
     config = plan.config
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     sums, wire = PartialSums(plan.table, comm), plan.precision.wire
     # compiled layers make their gradients themselves
-    adds = bool(buckets) and kernels.replaces(buckets[0].params.device) and not config.compile
+    adds = bool(copies.buckets) and kernels.replaces(copies.buckets[0].params.device) and not config.compile
     main = kernels.main if adds else None
-    encoded = encoded_reductions(buckets, wire_formats(config, plan.precision), comm, kernels)
-    setup = ReducerSetup(buckets, trained, comm, wire, sums, own_backward.start, main, encoded)
+    encoded = encoded_reductions(copies.buckets, wire_formats(config, plan.precision), comm, kernels)
+    setup = ReducerSetup(copies.buckets, trained, comm, wire, sums, own_backward.start, main, encoded, copies)
     if reduces_each_microbatch(config):
         return MicrobatchReducer(setup, config.accumulation)
     return GradientReducer(setup, scatter=config.zero_optimization.stage > 0)

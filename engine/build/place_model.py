@@ -1,4 +1,4 @@
-"""Places the user's module on this rank: shards it, and moves its parameters into flat buckets."""
+"""Places the user's module on this rank: shards it, and moves its parameters into flat buckets; and moments on disk."""
 
 import logging
 from collections.abc import Iterable
@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from engine.build.request import ModelSource
 from engine.errors import EngineError, PlanError
+from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
+from engine.parallel.grid import Coord
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.materialize import materialize, replace_meta
 from engine.parallel.model.placeholders import replace_absent
@@ -20,6 +22,9 @@ from engine.planning.plan import Plan
 from engine.precision.dtypes import place_rest
 from engine.zero.flat_buckets import FlatBucket, Ownership, fill, reserve
 from engine.zero.gather.encoded_gather import with_codecs
+from engine.zero.offload.disk_moments import MomentBuffers
+from engine.zero.offload.scratch_folder import ScratchFolder
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 logger = logging.getLogger("trine")
 
@@ -72,8 +77,7 @@ def place_model(
     coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
     rows = {row.name: row for row in plan.table.held_by(coord.pp)}
     cuts = plan.tensor.parameters if plan.tensor else {}
-    sharded, each = config.zero_optimization.stage > 0, reduces_each_microbatch(config)
-    who = Ownership(coord.dp, config.dp, sharded, each, shards_parameters(config), plan.precision.master)
+    who = _ownership(plan, coord)
     buckets = reserve(plan.layout(coord), parameters, who, device)
     places = {
         slot.name: (flat, slot, view)
@@ -110,6 +114,39 @@ def place_model(
     if config.tp > 1 or config.pp > 1:
         _refuse_state_dicts(model, patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
+
+
+def place_on_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:
+    """Keep the moments of the buckets that the host updates in a folder of this rank; nothing with other devices.
+
+    Collective, so that all ranks refuse if one does.
+
+    Raises:
+        ConfigError: the optimizer does not update bucket by bucket.
+        EngineError: the folder cannot be made.
+    """
+    offload, hosted = plan.config.zero_optimization.offload_optimizer, plan.hosted(comm.grid.coord())
+    if offload.device != "nvme":
+        return
+    with all_or_none(comm, device):
+        if hosted and offload.nvme_path is not None:
+            count = min(offload.buffer_count, len(hosted))
+            size = plan.rank(comm.grid.rank).host_bytes.get("buffers", 0) // count
+            optimizer.keep_on_disk(ScratchFolder(offload.nvme_path, comm.grid.rank), MomentBuffers(count, size))
+
+
+def _ownership(plan: Plan, coord: Coord) -> Ownership:
+    config = plan.config
+    return Ownership(
+        coord.dp,
+        config.dp,
+        sharded=config.zero_optimization.stage > 0,
+        sharded_gradients=reduces_each_microbatch(config),
+        sharded_parameters=shards_parameters(config),
+        master=plan.precision.master,
+        hosted=plan.hosted(coord),
+        pinned=config.zero_optimization.offload_optimizer.pin_memory,
+    )
 
 
 def _forget_backward(parameters: Iterable[nn.Parameter]) -> bool:

@@ -30,6 +30,7 @@ from engine.kernels.device import is_host
 from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import gather_masters
+from engine.zero.optim.master_weights import sync_masters
 
 logger = logging.getLogger("trine")
 
@@ -221,18 +222,21 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
     """All-gather over dp the weights that every data rank holds in full: masters at ZeRO 0, parameters below ZeRO 3."""
     pending = []
     for flat in buckets:
-        if flat.master is not None:
+        if flat.wide is not None:
             if flat.owned != flat.shard:
-                comm.all_gather(flat.master, flat.master[flat.shard].clone(), "dp", LABEL).wait()
-            flat.kept.copy_(flat.master)
+                _gather_whole(flat.wide, flat, comm)
+            flat.kept.copy_(flat.wide)
         if flat.rounds_in_gathers:
             pending.append(gather_masters(flat, comm, LABEL))
             continue
-        apart = flat.owned == flat.shard or flat.master is None
+        apart = flat.owned == flat.shard or flat.wide is None
         if comm.grid.dp > 1 and apart and not flat.sharded:
             pending.append(comm.all_gather(flat.params, flat.params[flat.shard].clone(), "dp", LABEL))
     for gather in pending:
         gather.wait()
+    for flat in buckets:
+        if flat.wide is None:  # a copy on the host in the dtype of the parameters
+            sync_masters(flat)
     parameters = [parameter for flat in buckets for parameter in flat.parameters]
     torch.autograd.graph.increment_version(parameters)  # as after an update: graphs of the old weights are stale
     torch.clear_autocast_cache()
@@ -250,9 +254,17 @@ def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> 
         kinds = {name: values for place in places for name, values in moments.get(place.parameter, {}).items()}
         for name, values in kinds.items():
             having = [place for place in places if name in moments[place.parameter]]
-            whole = torch.zeros(flat.bucket.elements, dtype=values.dtype, device=values.device)
+            whole = torch.zeros(flat.bucket.elements, dtype=values.dtype, device=flat.params.device)
             for place in having:
                 whole[place.part].copy_(moments[place.parameter][name].view(-1))
             comm.all_gather(whole, whole[flat.shard].clone(), "dp", LABEL).wait()
             for place in having:
                 moments[place.parameter][name].view(-1).copy_(whole[place.part])
+
+
+def _gather_whole(values: Tensor, flat: FlatBucket, comm: Comm) -> None:
+    """All-gather over dp the shards of a tensor [elements], which lies on the device or on the host."""
+    whole = values.to(flat.params.device)
+    comm.all_gather(whole, whole[flat.shard].clone(), "dp", LABEL).wait()
+    if whole is not values:
+        values.copy_(whole)

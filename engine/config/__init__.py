@@ -21,7 +21,7 @@ from engine.config.between import (
     check_reruns,
     check_zero,
 )
-from engine.config.deepspeed.keys import KEYS, ON_DEVICE
+from engine.config.deepspeed.keys import KEYS
 from engine.config.deepspeed.translate import translate
 from engine.config.optim_sections import (
     COUNT,
@@ -247,15 +247,7 @@ def _read(source: "ConfigSource | Config", problems: Problems) -> Config:
     if raw is None:
         return Config()
     own, notes = translate(raw, frozenset(_PATHS), problems)
-    config = replace(read_section(Config, own, "", problems), notes=(*remarks(raw), *notes))
-    return _kept_on_device(config) if config.zero_optimization.offload_optimizer.device != "none" else config
-
-
-def _kept_on_device(config: Config) -> Config:
-    note = f"zero_optimization.offload_optimizer.device: accepted, changes nothing here; {ON_DEVICE}."
-    zero = config.zero_optimization
-    zero = replace(zero, offload_optimizer=replace(zero.offload_optimizer, device="none"))
-    return replace(config, zero_optimization=zero, notes=(*config.notes, note))
+    return replace(read_section(Config, own, "", problems), notes=(*remarks(raw), *notes))
 
 
 def _check_between(config: Config, problems: Problems) -> None:

@@ -93,7 +93,13 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
 
 
 def check_zero(zero: ZeroConfig, problems: Problems) -> None:
-    """Note settings that need another stage, and what this version does not do."""
+    """Note settings that need another stage, or a folder."""
+    offload = zero.offload_optimizer
+    if offload.device == "nvme" and offload.nvme_path is None:
+        problems.add(
+            "zero_optimization.offload_optimizer.nvme_path",
+            'missing, and device is "nvme": give a folder on a disk of every host, or set device to "cpu".',
+        )
     if zero.reduce == "microbatch" and zero.stage < 2:
         problems.add(
             "zero_optimization.reduce",

@@ -84,12 +84,18 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Placement of the optimizer state, which this version keeps on the device: another place is noted."""
+    """Placement of the optimizer state: masters and moments, which the host updates where they lie with it."""
 
     device: Literal["none", "cpu", "nvme"] = setting("none", one_of("none", "cpu", "nvme", noun="a place for state"))
-    """none: on the GPU; cpu: in host memory; nvme: on disk."""
+    """none: on the GPU; cpu: in host memory, updated by the host; nvme: moments on disk, the rest as with cpu."""
+    ratio: float = setting(1.0, Real(low=0, high=1))
+    """Part of the elements whose state is placed there, in whole buckets; the rest stays on the GPU."""
+    pin_memory: bool = setting(True, Flag())
+    """Page-lock the memory of the host that is copied from or to, so that copies run beside computation."""
     nvme_path: str | None = setting(None, FOLDER)
     """Folder on the disk, for device nvme."""
+    buffer_count: int = setting(4, Int(low=2))
+    """Buckets whose moments may be in host memory at a time, for device nvme."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

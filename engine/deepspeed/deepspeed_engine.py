@@ -278,13 +278,13 @@ class DeepSpeedEngine(EngineState):
     # ------------------------------------------------------------------ memory and compilation
 
     def offload_states(self, *_: Any, **__: Any) -> None:
-        """Nothing, which the log says: this version keeps optimizer state on the device."""
+        """Nothing, which the log says: the configuration places optimizer state."""
         logger.warning(
-            "offload_states: nothing is moved; this version keeps weights and optimizer state on the device."
+            "offload_states: nothing is moved; zero_optimization.offload_optimizer says where optimizer state lies."
         )
 
     def reload_states(self, *_: Any, **__: Any) -> None:
-        """Nothing: all state is on the device."""
+        """Nothing: all state is where the configuration places it."""
 
     def empty_partition_cache(self) -> None:
         """Nothing: gathered parameters are freed after their use."""

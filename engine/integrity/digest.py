@@ -57,7 +57,13 @@ def digest_length(tensor: Tensor) -> int:
 @torch.no_grad()
 def write_digest(tensor: Tensor, out: Tensor) -> None:
     """Write the digest of ``tensor`` into ``out``, int64 [digest_length(tensor)]."""
-    _write(_words(tensor), out)
+    words = _words(tensor)
+    if words.device == out.device:
+        _write(words, out)
+        return
+    there = torch.empty(out.shape, dtype=torch.int64)  # of a tensor in host memory
+    _write(words, there)
+    out.copy_(there)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from engine.parallel.trace.model_trace import Value
 from engine.precision.dtypes import Precision
 from engine.zero.gather.gather_schedule import GatherOrder, count_gathers
 from engine.zero.layout import Bucket, FlatLayout
+from engine.zero.offload.host_copies import offloaded_buckets
 from engine.zero.wire_formats import WireFormats
 
 CONTROL_SCALARS = 9
@@ -32,7 +33,12 @@ class RankPlan:
     parameters: int
     """Elements of the parameters that take part in forward on this rank, without padding."""
     state_bytes: Mapping[str, int]
-    """Bytes for each kind of state: parameters, frozen parameters, gradients, master, optimizer, error feedback."""
+    """Bytes on the device for each kind of state: parameters, frozen parameters, gradients, master,
+    optimizer, error feedback."""
+    host_bytes: Mapping[str, int]
+    """Bytes in host memory for each kind of state: master, gradients, optimizer; empty without an offload."""
+    disk_bytes: int
+    """Bytes on disk."""
     traffic: tuple[Traffic, ...]
 
 
@@ -50,10 +56,19 @@ class GatherPlan:
     """Bytes of each full bucket as it is sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Where the bytes of a rank's state are between steps, by kind."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    disk: int
+
+
 def state_bytes(
     layout: FlatLayout, frozen: tuple[tuple[ShardRow, int], ...], precision: Precision, config: Config, moments: int
-) -> dict[str, int]:
-    """Bytes that a rank holds between steps, by kind.
+) -> StateBytes:
+    """Bytes that a rank holds between steps.
 
     ``frozen``: frozen rows outside of all buckets, each with the elements that this rank holds.
     """
@@ -61,21 +76,48 @@ def state_bytes(
     formats = wire_formats(config, precision)
     if formats.feedback:
         state["error feedback"] = sum(4 * formats.residual_elements(bucket) for bucket in layout.buckets)
+    host = {"master": 0, "gradients": 0, "optimizer": 0}
     share = config.dp if config.zero_optimization.stage else 1
     parts = config.dp if shards_parameters(config) else 1
+    hosted = hosted_buckets(layout, config)
     for bucket in layout.buckets:
+        widths, owned = precision.widths(bucket.dtype), bucket.elements // share
         kept = config.dp if reduces_each_microbatch(config) and not bucket.partial else 1
-        state["gradients"] += bucket.elements // kept * precision.widths(bucket.dtype).sums.itemsize
-    for name, elements in layout.elements_by_dtype().items():
-        widths = precision.widths(name)
-        state["parameters"] += elements // parts * widths.compute.itemsize
-        state["master"] += elements // share * widths.master.itemsize if widths.master else 0
-        state["optimizer"] += elements // share * widths.moments.itemsize * moments
+        state["gradients"] += bucket.elements // kept * widths.sums.itemsize
+        state["parameters"] += bucket.elements // parts * widths.compute.itemsize
+        place = host if bucket.index in hosted else state
+        place["optimizer"] += owned * widths.moments.itemsize * moments
+        if bucket.index in hosted:
+            host["master"] += owned * (widths.master or widths.compute).itemsize
+            host["gradients"] += owned * widths.sums.itemsize
+        elif widths.master:
+            state["master"] += owned * widths.master.itemsize
     for bucket in layout.frozen:
         state["frozen parameters"] += bucket.elements // parts * getattr(torch, bucket.dtype).itemsize
     for row, elements in frozen:
         state["frozen parameters"] += elements * precision.frozen(row.name, row.dtype).itemsize
-    return state
+    if config.zero_optimization.offload_optimizer.device != "nvme":
+        return StateBytes(state, _held(host), 0)
+    moved = host.pop("optimizer")
+    sizes = [
+        layout.buckets[index].elements
+        // share
+        * precision.widths(layout.buckets[index].dtype).moments.itemsize
+        * moments
+        for index in hosted
+    ]
+    host["buffers"] = max(sizes, default=0) * min(config.zero_optimization.offload_optimizer.buffer_count, len(sizes))
+    return StateBytes(state, _held(host), moved)
+
+
+def _held(kinds: Mapping[str, int]) -> dict[str, int]:
+    return {kind: count for kind, count in kinds.items() if count}
+
+
+def hosted_buckets(layout: FlatLayout, config: Config) -> frozenset[int]:
+    """Indices of the trained buckets that the host updates, as ``zero_optimization.offload_optimizer`` asks."""
+    offload = config.zero_optimization.offload_optimizer
+    return offloaded_buckets(layout, offload.ratio) if offload.device != "none" else frozenset()
 
 
 def stored_bytes(table: ShardTable, precision: Precision, moments: int) -> int:

@@ -36,6 +36,7 @@ from engine.planning.budgets import (
     gather_traffic,
     gradient_traffic,
     held_elements,
+    hosted_buckets,
     scale_tally,
     shards_parameters,
     stage_traffic,
@@ -90,6 +91,10 @@ class Plan:
     def layout(self, coord: Coord) -> FlatLayout:
         """The flat layout of a position."""
         return self.layouts[coord.pp, coord.tp]
+
+    def hosted(self, coord: Coord) -> frozenset[int]:
+        """Indices of the trained buckets of a position that the host updates."""
+        return hosted_buckets(self.layout(coord), self.config)
 
     def owner_of_buffer(self, name: str) -> int:
         """The pipeline rank with the current copy of a buffer: the last that writes it or runs its module."""
@@ -150,7 +155,7 @@ class Plan:
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
         frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
         state = state_bytes(self.layout(coord), frozen, self.precision, self.config, self.moments or 0)
-        return RankPlan(coord, held, state, self._traffic(coord))
+        return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
 
     @property
     def stored_bytes(self) -> int:

@@ -39,6 +39,7 @@ def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None)
         **_pipeline_lines(plan),
         **_kernel_lines(plan),
         "state": _state_line(plan, rank),
+        **_offload_line(plan, rank),
         "sends": _traffic_line(rank),
         "optimizer": _optimizer_line(plan),
         "clipping": f"one norm over the grid, clipped at {clip:g}" if clip else "off, the norm is reported",
@@ -262,6 +263,22 @@ def _state_line(plan: Plan, rank: RankPlan) -> str:
     parts = ", ".join(f"{kind} {megabytes(count)}" for kind, count in rank.state_bytes.items() if count)
     unknown = "" if plan.moments is not None else ", optimizer state not known"
     return f"{megabytes(sum(rank.state_bytes.values()))} a rank ({parts}{unknown})"
+
+
+def _offload_line(plan: Plan, rank: RankPlan) -> dict[str, str]:
+    """What the host keeps and updates instead of the device, and which part of the elements that is."""
+    offload = plan.config.zero_optimization.offload_optimizer
+    if offload.device == "none":
+        return {}
+    layout, hosted = plan.layout(rank.coord), plan.hosted(rank.coord)
+    elements = sum(bucket.elements for bucket in layout.buckets if bucket.index in hosted)
+    share = elements / layout.elements if layout.elements else 0.0
+    parts = ", ".join(f"{kind} {megabytes(count)}" for kind, count in rank.host_bytes.items())
+    disk = f", {megabytes(rank.disk_bytes)} of moments on disk in {offload.nvme_path}" * (offload.device == "nvme")
+    return {
+        "offload": f"{len(hosted)} of {len(layout.buckets)} buckets, {share:.1%} of the elements, updated by the host: "
+        f"{megabytes(sum(rank.host_bytes.values()))} of its memory a rank ({parts}){disk}"
+    }
 
 
 def _traffic_line(rank: RankPlan) -> str:

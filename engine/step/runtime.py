@@ -129,7 +129,9 @@ class RankRuntime:
         """Finish the last backward: complete all reductions (unless they are) and gathers, so that parameters may
         change.
         """
-        if not reduced:
+        if reduced:
+            self.optimizer.copies.forget()  # the user may have written what lies reduced in the buckets
+        else:
             self.reducer.finish()
         if self.gatherer is not None:
             self.gatherer.end()
@@ -147,6 +149,8 @@ class RankRuntime:
             self.absent.retire()
         if self.gatherer is not None:
             self.gatherer.retire()
+        if self.optimizer.disk is not None:
+            self.optimizer.disk.close()
 
     def changing(self) -> AbstractContextManager[None]:
         """Context of a call that reads or writes weights or optimizer state between steps."""
@@ -154,6 +158,8 @@ class RankRuntime:
 
     def saving(self) -> AbstractContextManager[None]:
         """Context of a save of weights or optimizer state, which have to be sound."""
+        if self.optimizer.disk is not None:
+            self.optimizer.disk.refuse_failed()
         return self.integrity.saving() if self.integrity else nullcontext()
 
     def own(self, tree: Any) -> Any:

@@ -112,7 +112,9 @@ def _verdict(planned: Planned) -> str:
 def as_json(planned: Planned) -> dict[str, Any]:
     """The same for programs; bytes, seconds."""
     costs, asked = planned.costs, planned.asked
-    traffic = planned.plan.rank(0).traffic
+    plan = planned.plan
+    traffic = plan.rank(0).traffic
+    first_ranks = [plan.rank(plan.grid(0).rank_at(pp, 0, 0)) for pp in range(plan.config.pp)]
     found: dict[str, Any] = {
         "gpu": asked.gpu.name,
         "world": asked.world,
@@ -120,6 +122,8 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "layout": str(costs.layout),
         "memory_bytes": [{**_kinds(rank), "total": rank.total} for rank in costs.memory],
         "counted": planned.counted,
+        "host_memory_bytes": [sum(rank.host_bytes.values()) for rank in first_ranks],
+        "disk_bytes": [rank.disk_bytes for rank in first_ranks],
         "gpu_memory_bytes": asked.gpu.memory_bytes,
         "fits": planned.fits,
         "sent_bytes": [

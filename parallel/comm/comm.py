@@ -52,6 +52,11 @@ class Pending:
         self._beside: Callable[[], None] | None = None
         self._then: Callable[[], object] | None = None
 
+    @property
+    def under_way(self) -> bool:
+        """The result has not been waited for."""
+        return self._wait is not None
+
     def beside(self, work: Callable[[], None]) -> "Pending":
         """Call ``work`` once, just before the wait: what it computes does not need this result."""
         self._beside = work

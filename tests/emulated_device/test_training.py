@@ -14,6 +14,8 @@ from engine.parallel.comm.backend import Wait
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Axis
 from engine.program.program import Program
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.offload.host_copies import HostCopies
 from tests.emulated_device.device import POLICIES, Policy, policy
 from tests.emulated_device.streamed_backend import StreamedBackend, streamed
 from tests.emulated_device.training import Trained, Trial, on_cpu, on_devices
@@ -21,6 +23,14 @@ from tests.engine.precision.test_fp16 import POWER
 from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
+
+
+def offloaded(stage: int, reduce: str = "step", ratio: float = 1.0, **changes: Any) -> Trial:
+    """Optimizer state in the memory of the host, which is another one than the device's."""
+    offload = {"device": "cpu", "ratio": ratio}
+    zero = {"stage": stage, "reduce": reduce, "reduce_bucket_size": 6000, "offload_optimizer": offload}
+    return Trial({"data": 2}, stage, {"zero_optimization": zero, **changes})
+
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 
@@ -61,6 +71,12 @@ TRIALS = {
     "Lion": Trial({"data": 2}, 2, {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}),
     "checked for flips": Trial({"data": 2}, 1, {"integrity": {"every": 1}}),
     "bf16": Trial({"data": 2}, 1, {"bf16": {"enabled": True}}),
+    "offloaded": offloaded(1),
+    "offloaded whole": offloaded(0),
+    "offloaded in part": offloaded(3, "microbatch", 0.5),
+    "offloaded bf16": offloaded(2, "microbatch", bf16={"enabled": True}),
+    "offloaded bf16 alone": offloaded(1, bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
+    "offloaded, checked for flips": offloaded(1, integrity={"every": 1}),
     "fp16": Trial({"data": 2}, 1, {"fp16": {"enabled": True, "initial_scale_power": POWER, "hysteresis": 1}}),
 }
 OFTEN: Mapping[str, tuple[Policy, ...]] = MappingProxyType(
@@ -169,3 +185,25 @@ def written_too_early() -> tuple[bool, bool]:
 @pytest.mark.long
 def test_memory_that_is_written_while_it_is_sent_is_found(run_ranks: RunRanks) -> None:
     assert run_ranks(written_too_early, 1) == [(True, False)]
+
+
+def hasty() -> tuple[bool, bool]:
+    """Whether training is as on the CPU if the host updates without a wait for gradients; at once, and late."""
+    trial, wait, found = TRIALS["offloaded"], HostCopies.wait, []
+    expected = on_cpu(trial)
+
+    def without_wait(self: HostCopies, flat: FlatBucket) -> None:
+        self._brought = dict.fromkeys(self._brought)
+        wait(self, flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCopies, "wait", without_wait)
+        for name in POLICIES[:2]:
+            with policy(name):
+                found.append(not expected.differs_from(on_devices(trial)))
+    return found[0], found[1]
+
+
+@pytest.mark.long
+def test_a_host_that_does_not_wait_for_gradients_is_found(run_ranks: RunRanks) -> None:
+    assert run_ranks(hasty, 1) == [(True, False)], "in order of issue nobody would notice"

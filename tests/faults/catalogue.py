@@ -7,6 +7,7 @@ from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
+from tests.faults.offload import OFFLOAD
 from tests.faults.pipeline import PIPELINE
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.reliability import RELIABILITY
@@ -19,6 +20,7 @@ AREAS = {
     "tensor": TENSOR,
     "pipeline": PIPELINE,
     "zero": ZERO,
+    "offload": OFFLOAD,
     "products into buckets": PRODUCTS_INTO_BUCKETS,
     "fewer bits": FEWER_BITS,
     "step and precision": STEP_AND_PRECISION,

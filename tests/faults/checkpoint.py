@@ -135,8 +135,8 @@ CHECKPOINT = (
         name="masters-shared-in-part",
         about="At ZeRO 0 every data rank loads its own part of the masters and keeps the rest as built.",
         file="engine/checkpoint/load.py",
-        old="            if flat.owned != flat.shard:\n                comm.all_gather(flat.master",
-        new="            if flat.owned == flat.shard:\n                comm.all_gather(flat.master",
+        old="            if flat.owned != flat.shard:\n                _gather_whole",
+        new="            if flat.owned == flat.shard:\n                _gather_whole",
         tests=("tests/engine/checkpoint/test_load.py::test_what_data_ranks_hold_in_full_is_gathered",),
     ),
     Fault(

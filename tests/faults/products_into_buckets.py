@@ -74,8 +74,8 @@ PRODUCTS_INTO_BUCKETS = (
         name="gathered-after-all-updates",
         about="The first gather waits for the update of the last bucket, so nothing hides it.",
         file="zero/optim/sharded_optimizer.py",
-        old="            self._bucket_tensors, lambda",
-        new="            [sum(self._bucket_tensors, ()), *[()] * (len(self._buckets) - 1)], lambda",
+        old="UpdateOrder(self._bucket_tensors, ",
+        new="UpdateOrder([sum(self._bucket_tensors, ()), *[()] * (len(self._buckets) - 1)], ",
         tests=(f"{_ADAM}::test_a_bucket_is_gathered_before_the_next_one_is_updated",),
     ),
     Fault(

@@ -107,7 +107,7 @@ ZERO = (
         name="written-weights-overwritten",
         about="Weights that a user has loaded after initialize are overwritten by the next update.",
         file="zero/optim/sharded_optimizer.py",
-        old="            sync_masters(flat)\n",
+        old="        sync_masters(flat)\n",
         new="",
         tests=("tests/engine/precision/test_bf16.py::test_weights_loaded_after_initialize_survive_the_next_update",),
     ),

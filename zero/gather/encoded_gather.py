@@ -49,7 +49,7 @@ def encoded_gather(flat: FlatBucket, weights: Tensor, ranks: int) -> EncodedGath
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
     """Start the gather of a bucket that ``rounds_in_gathers``, from its masters; one all-gather over dp."""
     assert flat.master is not None
-    gather = encoded_gather(flat, flat.master, comm.grid.dp)
+    gather = encoded_gather(flat, flat.master.to(flat.params.device), comm.grid.dp)
     assert gather is not None
     return comm.all_gather(gather.full, gather.own, "dp", label).then(gather.decode)
 

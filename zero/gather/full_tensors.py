@@ -43,6 +43,7 @@ class HeldPart:
 
     def take(self, written: Tensor) -> bool:
         """Take the elements that differ from what was given out; True if there are any. Waits for the device."""
+        written = written.to(self.values.device)
         changed = written != self.given()
         if not changed.any():
             return False

@@ -39,6 +39,8 @@ class UpdateOrder:
     """The tensors of an optimizer in the sets in which they are updated, one set after another."""
 
     sets: Sequence[Sequence[Tensor]]
+    begins: Callable[[int], None] | None
+    """Called with the number of a set before its update."""
     updated: Callable[[int], None]
     """Called with the number of a set as soon as its update is made, or launched."""
 
@@ -76,6 +78,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             return loss
         group_of = {weight: group for group in self.param_groups for weight in group["params"]}
         for number, chosen in enumerate(self.order.sets):
+            if self.order.begins is not None:
+                self.order.begins(number)
             for group in self.param_groups:
                 weights = [weight for weight in chosen if weight.grad is not None and group_of[weight] is group]
                 if weights:

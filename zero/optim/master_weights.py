@@ -16,6 +16,9 @@ from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket, slot_view
 
+_AT_ONCE = 1 << 15
+"""Elements that the host compares at a time, so that they stay in its cache."""
+
 
 def clip_factor(norm: float, max_norm: float) -> float:
     """Return the factor for gradients of L2 norm ``norm`` (Pascanu et al. 2013); a ``max_norm`` of 0 switches clipping
@@ -48,13 +51,32 @@ def factor_on_device(sum_of_squares: Tensor, weight: Tensor, max_norm: float) ->
 
 @torch.no_grad()
 def sync_masters(flat: FlatBucket) -> None:
-    """Copy written elements into the local part of the master. No host synchronization."""
+    """Copy written elements into the local part of the master. Waits for the device only if that lies on the host."""
     if flat.master is None:
         return
-    written = flat.kept != flat.master.to(flat.kept.dtype)
+    kept = flat.kept.to(flat.master.device)
+    if flat.wide is None:
+        flat.master.copy_(kept)
+        return
     if flat.codec is not None and flat.rounds_in_gathers:  # a gather has left what the codes stand for
-        written &= flat.kept != flat.codec.rounded(flat.master, flat.kept.dtype)
-    torch.where(written, flat.kept.to(flat.master.dtype), flat.master, out=flat.master)
+        gathered = flat.codec.rounded(flat.master.to(flat.kept.device), kept.dtype).to(flat.master.device)
+        _take_written(kept, flat.master, kept != gathered)
+        return
+    if flat.host_sums is None:
+        _take_written(kept, flat.master)
+        return
+    for here, master in zip(torch.split(kept, _AT_ONCE), torch.split(flat.master, _AT_ONCE), strict=True):
+        # most often nothing is written, which the bits tell without a copy in the dtype of the master
+        if not torch.equal(master.to(here.dtype).view(torch.int64), here.view(torch.int64)):
+            _take_written(here, master)
+
+
+def _take_written(kept: Tensor, master: Tensor, among: Tensor | None = None) -> None:
+    """Copy the elements of ``kept`` that are not their rounded masters; of those that ``among`` allows."""
+    written = kept != master.to(kept.dtype)
+    if among is not None:
+        written &= among
+    torch.where(written, kept.to(master.dtype), master, out=master)
 
 
 @torch.no_grad()
@@ -67,7 +89,7 @@ def full_weights(buckets: Sequence[FlatBucket], comm: Comm) -> Iterator[tuple[st
     for flat in buckets:
         sync_masters(flat)
         whole = flat.params
-        if flat.sharded or flat.master is not None:
+        if flat.sharded or flat.wide is not None:
             whole = torch.zeros(flat.bucket.elements, dtype=flat.weights.dtype, device=flat.params.device)
             whole[flat.owned].copy_(flat.weights)
             if flat.owned == flat.shard:

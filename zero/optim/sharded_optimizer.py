@@ -22,10 +22,13 @@ from engine.kernels.ops.adamw import DeviceDecision, fits_adamw_kernel
 from engine.parallel.comm.comm import Comm, Pending
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import gather_masters
-from engine.zero.layout import Slot
+from engine.zero.offload.disk_moments import DiskMoments, MomentBuffers
+from engine.zero.offload.host_copies import HostCopies
+from engine.zero.offload.scratch_folder import ScratchFolder
 from engine.zero.optim.bf16_updates import RoundedUpdates
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatOptimizer, FusedAdam, UpdateOrder, UpdatePiece
 from engine.zero.optim.master_weights import sync_masters
+from engine.zero.optim.optimizer_tensors import OptimizerTensor, group_segments, update_gradient, whole_parameters
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -50,34 +53,6 @@ class GroupOptions:
         """Return the overrides as keys of a torch parameter group."""
         values = {"lr": self.lr, "weight_decay": self.weight_decay}
         return {name: value for name, value in values.items() if value is not None} | dict(self.others)
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerTensor:
-    """Tensor that the inner optimizer updates: the elements ``part`` of a bucket."""
-
-    parameter: nn.Parameter
-    grads: Tensor
-    flat: FlatBucket
-    part: slice
-
-    def narrow(self) -> Tensor | None:
-        """Return the narrow weights that receive its values; None if there are none, or a gather fills them."""
-        if self.flat.master is None or self.flat.rounds_in_gathers:
-            return None
-        start = self.flat.owned.start
-        return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
-
-    def slots(self) -> Iterator[tuple[Slot, slice]]:
-        """Yield the parameters whose elements it contains, and which of its own elements those are."""
-        for slot in self.flat.bucket.slots:
-            start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
-            if start < stop:
-                yield slot, slice(start - self.part.start, stop - self.part.start)
-
-    def names(self) -> list[str]:
-        """Return the names of the parameters whose elements it contains."""
-        return [slot.name for slot, _ in self.slots()]
 
 
 class ShardedOptimizer:
@@ -108,7 +83,7 @@ class ShardedOptimizer:
         self._buckets = buckets
         self._comm = comm
         self._sharded = sharded
-        collect = _whole_parameters if shaped and not sharded else _segments
+        collect = whole_parameters if shaped and not sharded else group_segments
         members: dict[int, list[nn.Parameter]] = {index: [] for index in range(len(groups))}
         self.places: list[OptimizerTensor] = []
         """Optimizer tensors in the order of the buckets."""
@@ -117,11 +92,15 @@ class ShardedOptimizer:
                 weights = flat.weights[part.start - flat.owned.start : part.stop - flat.owned.start].view(shape)
                 parameter = nn.Parameter(weights)
                 members[group].append(parameter)
-                self.places.append(OptimizerTensor(parameter, flat.gradient(part).view(shape), flat, part))
+                self.places.append(OptimizerTensor(parameter, update_gradient(flat, part).view(shape), flat, part))
         self._bucket_tensors = [tuple(p.parameter for p in self.places if p.flat is flat) for flat in buckets]
         """The optimizer tensors of each bucket."""
         self._rounding: RoundedUpdates | None = None
         self._kernels = REFERENCE
+        self.copies = HostCopies(buckets)
+        """Copies to and from the buckets that the host updates."""
+        self.disk: DiskMoments | None = None
+        """Moments on disk, if there are any."""
         self._make = partial(_make, factory, groups, members)
         self.inner = self._make()
         self.configured = tuple(_options(group) for group in self.inner.param_groups)
@@ -152,18 +131,38 @@ class ShardedOptimizer:
                 rounding.add(place.parameter, place.flat, place.part)
         self._rounding = self.inner.rounding = rounding
 
+    def keep_on_disk(self, folder: ScratchFolder, buffers: MomentBuffers) -> None:
+        """Keep the moments of the buckets that the host updates on disk from now on.
+
+        Raises:
+            ConfigError: the inner optimizer is not a built-in one, and updates all buckets at once.
+        """
+        if not isinstance(self.inner, FlatOptimizer):
+            folder.close()
+            raise ConfigError(
+                f'zero_optimization.offload_optimizer.device "nvme" was given optimizer {type(self.inner).__name__}, '
+                'but only the built-in optimizers update bucket by bucket; choose AdamW, Adam, SGD or Lion, or "cpu".'
+            )
+        sets = [
+            tensors if flat.host_sums is not None else ()
+            for flat, tensors in zip(self._buckets, self._bucket_tensors, strict=True)
+        ]
+        self.disk = DiskMoments(folder, sets, self.inner.state, buffers)
+
     def use(self, kernels: Kernels) -> None:
         """Update with these kernels from now on, where they support the optimizer."""
         self._kernels = kernels
 
     @property
     def decides_on_device(self) -> bool:
-        """True if ``launch`` can be called: the optimizer is Adam or AdamW and a kernel fits some bucket.
+        """True if ``launch`` can be called: Adam or AdamW, a kernel fits some bucket, and the host updates none.
 
         The answer is the same on all ranks of axis dp, whose shards have equal sizes.
         """
-        return type(self.inner) is FlatAdam and any(
-            fits_adamw_kernel(flat.weights, self._kernels) for flat in self._buckets
+        return (
+            type(self.inner) is FlatAdam
+            and not self.copies.any
+            and any(fits_adamw_kernel(flat.weights, self._kernels) for flat in self._buckets)
         )
 
     @torch.no_grad()
@@ -197,15 +196,19 @@ class ShardedOptimizer:
     @torch.no_grad()
     def step(self, scale: float) -> None:
         """Multiply the reduced gradients by ``scale``, update, and gather every bucket over dp (not at ZeRO 3)."""
-        for flat in self._buckets:
-            sync_masters(flat)
-            if self.scales_in_place(flat):
-                flat.gradient(flat.owned).mul_(scale)
         if self._rounding is not None:
             self._rounding.scale = scale
         self._give_gradients()
-        self._step_inner(rounded=False)
+        self._step_inner(rounded=False, scale=scale)
         self.settle()
+
+    def _prepare(self, flat: FlatBucket, scale: float) -> None:
+        """Make a bucket ready for its update: what was written is in the master, gradients are there and scaled."""
+        sync_masters(flat)
+        self.copies.wait(flat)
+        if self._scales(flat):
+            update_gradient(flat, flat.owned).mul_(scale)
+            self.copies.changed(flat)
 
     def settle(self) -> None:
         """Count the update for each parameter, and tell autograd that the parameters have changed."""
@@ -220,7 +223,11 @@ class ShardedOptimizer:
         _tell_autograd(buckets)
 
     def scales_in_place(self, flat: FlatBucket) -> bool:
-        """True if ``step`` multiplies the gradients of this bucket by its factor before the inner optimizer runs."""
+        """True if ``step`` multiplies the gradients in the bucket by its factor; on the host it multiplies the copy."""
+        return flat.host_sums is None and self._scales(flat)
+
+    def _scales(self, flat: FlatBucket) -> bool:
+        """True if gradients are multiplied by the factor before the inner optimizer runs."""
         return self._rounding is None or flat.grads.dtype != torch.bfloat16
 
     @property
@@ -240,34 +247,47 @@ class ShardedOptimizer:
         """Count the parameters of this rank, ``among``, of which this step makes another use than the last one."""
         return len(unused ^ (self.unused & among))
 
-    def _step_inner(self, rounded: bool) -> None:
+    def _step_inner(self, rounded: bool, scale: float = 1.0) -> None:
         """Step and gather; parameters without a gradient keep values and moments, and built-in optimizers their count.
 
-        ``rounded``: the step itself writes the values of masters into the narrow weights.
+        ``rounded``: the step itself writes values of masters into the narrow weights, and reads gradients as they are.
         """
         if not isinstance(self.inner, FlatOptimizer):
-            self._step_other()
-            _wait([self._start_gather(flat, rounded) for flat in self._buckets])
+            self._step_other(scale)
             return
         apart = self.unused.union(self.missed)
         several = [place for place in self.places if not apart.isdisjoint(place.names())] if apart else []
         self.inner.pieces = {place.parameter: tuple(self._pieces(place)) for place in several}
         gathers: list[Pending | None] = []
-        self.inner.order = UpdateOrder(
-            self._bucket_tensors, lambda number: gathers.append(self._start_gather(self._buckets[number], rounded))
-        )
+
+        def begin(number: int) -> None:
+            self._prepare(self._buckets[number], scale)
+            if self.disk is not None:
+                self.disk.begin(number)
+
+        def end(number: int) -> None:
+            gathers.append(self._start_gather(self._buckets[number], rounded))
+            if self.disk is not None:
+                self.disk.end(number)
+
+        self.inner.order = UpdateOrder(self._bucket_tensors, None if rounded else begin, end)
         try:
             self._call_step()
         finally:
             self.inner.order = None
         _wait(gathers)
+        if self.disk is not None:
+            self.disk.finish()
 
-    def _step_other(self) -> None:
+    def _step_other(self, scale: float) -> None:
         """Step of an optimizer of the user's, which updates everything at once."""
+        for flat in self._buckets:
+            self._prepare(flat, scale)
         kept = [(part, part.clone()) for place in self.places for part in self._unused_parts(place)]
         self._call_step()
         for part, before in kept:
             part.copy_(before)
+        _wait([self._start_gather(flat, rounded=False) for flat in self._buckets])
 
     def _call_step(self) -> None:
         self._stepping = True
@@ -314,7 +334,7 @@ class ShardedOptimizer:
         if flat.rounds_in_gathers:
             return gather_masters(flat, self._comm, "parameters")
         if flat.master is not None and not rounded:
-            flat.kept.copy_(flat.master)
+            self.copies.give(flat)
         if self._sharded and not flat.sharded:
             return self._comm.all_gather(flat.params, flat.kept, "dp", "parameters")
         return None
@@ -358,18 +378,6 @@ def _make(
     factory: OptimizerFactory, groups: Sequence[GroupOptions], members: Mapping[int, list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
     return factory([{"params": members[index], **group.as_kwargs()} for index, group in enumerate(groups)])
-
-
-def _segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yield (group, elements, shape) of each run of one group, flat, so that an update is a few long kernels."""
-    for segment in flat.bucket.segments(flat.owned):
-        yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
-
-
-def _whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
-    """Yield (group, elements, shape) of each parameter."""
-    for slot in flat.bucket.slots:
-        yield slot.group, slice(slot.start, slot.stop), slot.shape
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:

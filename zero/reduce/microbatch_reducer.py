@@ -57,6 +57,8 @@ class _Flight:
     result: Tensor
     """The shard of this rank."""
     pending: Pending
+    last: bool
+    """Of the last backward of the step, as far as that is known."""
     buffer: Tensor | None = None
     """The full bucket that it lies in, to be used again."""
 
@@ -130,6 +132,7 @@ class MicrobatchReducer(SharedReduction):
         for filling in self._fillings:
             if not filling.touched:
                 filling.flat.grads.zero_()
+                self._copies.changed(filling.flat)
             self._add_ties(filling.flat, filling.flat.shard)
         self._free.clear()
         self.reset()
@@ -220,9 +223,10 @@ class MicrobatchReducer(SharedReduction):
         filling.buffer, filling.reduced = None, True
         _blank(full, filling)
         encoded = self._encoded.get(filling.flat.bucket.index)
+        last = sum(self._rounds.values()) == self._microbatches * len(self._rounds) - 1
         if encoded is not None:
             result = torch.empty_like(filling.flat.grads)
-            self._flights.append(_Flight(filling, result, encoded.start(full, result)))
+            self._flights.append(_Flight(filling, result, encoded.start(full, result), last))
             self._free.append(full)
             return
         wire = self._on_wire(full)
@@ -230,7 +234,7 @@ class MicrobatchReducer(SharedReduction):
         pending = self._comm.reduce_scatter(wire[shard], wire, "dp", "gradients")
         if wire is not full:
             self._free.append(full)
-        self._flights.append(_Flight(filling, wire[shard], pending, wire if wire.dtype == full.dtype else None))
+        self._flights.append(_Flight(filling, wire[shard], pending, last, wire if wire.dtype == full.dtype else None))
 
     def _land(self) -> None:
         """Add the result of the oldest reduction to its shard."""
@@ -242,6 +246,9 @@ class MicrobatchReducer(SharedReduction):
         else:
             flat.grads.copy_(flight.result)
         flight.filling.touched = True
+        self._copies.changed(flat)
+        if flight.last:
+            self._copies.follow(flat, Pending())
         if flight.buffer is not None:
             self._free.append(flight.buffer)
 
@@ -274,9 +281,11 @@ class MicrobatchReducer(SharedReduction):
             encoded = self._encoded.get(flat.bucket.index)
             if encoded is not None:
                 encoded.start(flat.grads, flat.grads[flat.shard]).wait()
+                self._copies.changed(flat)
                 continue
             wire = self._on_wire(flat.grads)
             self._comm.reduce_scatter(wire[flat.shard], wire, "dp", "gradients").wait()
+            self._copies.changed(flat)
             if wire is not flat.grads:
                 flat.grads[flat.shard].copy_(wire[flat.shard])
 

@@ -16,6 +16,7 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.model.placeholders import plan_as_trainable
 from engine.parallel.trace.guarded_parameter import GuardedParameter
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.offload.host_copies import HostCopies
 from engine.zero.reduce.bucket_gradient import BucketGradient
 from engine.zero.reduce.encoded_reduction import EncodedReduction
 from engine.zero.reduce.gradient_guard import check_own_hooks, plain_grad, set_plain_grad
@@ -229,6 +230,8 @@ class ReducerSetup:
     """Where products of a backward find the sums that they add to; None: every gradient is made."""
     encoded: Mapping[int, EncodedReduction] = field(default_factory=dict)
     """Reductions of the buckets whose gradients are sent in fewer bits, by index of the bucket."""
+    copies: HostCopies = field(default_factory=lambda: HostCopies(()))
+    """Copies of reduced sums to the host, for the buckets that it updates."""
 
 
 class SharedReduction:
@@ -236,6 +239,7 @@ class SharedReduction:
 
     def __init__(self, setup: ReducerSetup) -> None:
         self._comm = setup.comm
+        self._copies = setup.copies
         self._dtype = setup.wire if setup.comm.grid.dp > 1 else None
         self._encoded = setup.encoded
         self._sum_partial = setup.sum_partial
@@ -357,3 +361,4 @@ class SharedReduction:
         """Sum the reduced gradients of tied parameters over the stages that own them; all of them update alike."""
         if flat.bucket.ties:
             self._comm.sum_over_stages(flat.gradient(kept), flat.bucket.ties, "ties").wait()
+            self._copies.changed(flat)

@@ -149,7 +149,10 @@ class GradientReducer(SharedReduction):
                 progress.received()
             if progress.sums is not None:
                 progress.flat.gradient(self._kept(progress.flat)).add_(progress.sums)
+            if progress.received is not None or progress.sums is not None:
+                self._copies.changed(progress.flat)
             progress.reduction = progress.received = progress.sums = None
+        self._copies.join()
 
     def _reopen(self) -> None:
         """Keep what is reduced aside, so that a further backward starts anew and all buckets are reduced once more.
@@ -215,6 +218,7 @@ class GradientReducer(SharedReduction):
         encoded = self._encoded.get(progress.flat.bucket.index)
         if encoded is not None:
             progress.reduction = encoded.start(grads, grads[shard])
+            self._copies.changed(progress.flat)
             return
         wire = self._on_wire(grads)
         if self._scatter:
@@ -224,6 +228,9 @@ class GradientReducer(SharedReduction):
         if wire is not grads:
             kept = self._kept(progress.flat)
             progress.received = partial(grads[kept].copy_, wire[kept])
+        self._copies.changed(progress.flat)
+        if progress.received is None and progress.sums is None:
+            self._copies.follow(progress.flat, progress.reduction)
 
 
 def _place(progress: _Progress, slot: Slot) -> _Place:

@@ -14,7 +14,7 @@ from engine.parallel.grid import Coord
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Slot
-from engine.zero.optim.sharded_optimizer import OptimizerTensor
+from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class LocalTensors:
     def masters(self) -> Iterator[Held]:
         """fp32 master weights of parameters in a narrower dtype."""
         for row, flat, slot in self._slots():
-            if flat.master is not None:
-                values = flat.master[slot_slice(flat.owned, slot, self.ownership.own(row, self.coord))]
+            if flat.wide is not None:
+                values = flat.wide[slot_slice(flat.owned, slot, self.ownership.own(row, self.coord))]
                 yield self._held(f"master/{row.name}", row, values)
 
     def state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[Held]:

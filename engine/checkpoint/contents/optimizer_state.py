@@ -22,7 +22,8 @@ from engine.checkpoint.format.strict_json import natural
 from engine.errors import CheckpointError
 from engine.parallel.shard_table import ShardTable
 from engine.zero.optim.flat_optimizers import FlatOptimizer
-from engine.zero.optim.sharded_optimizer import OptimizerTensor, ShardedOptimizer
+from engine.zero.optim.optimizer_tensors import OptimizerTensor
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 Moments = dict[nn.Parameter, dict[str, Tensor]]
 Numbers = dict[str, dict[str, list[Any]]]

@@ -97,7 +97,7 @@ _NOTED = MappingProxyType({
                    " stage3_allgather_sequential allgather_sequential",
         _NO_EFFECT: "load_from_fp32_weights elastic_checkpoint legacy_stage1 memory_efficient_linear"
                     " pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings leaf_module"
-                    " fast_sharding_for_leaf_module cpu_offload_use_pin_memory"
+                    " fast_sharding_for_leaf_module"
                     " save_muon_momentum_buffer_in_memory enable_sanity_checks",
         _ALWAYS: "ignore_unused_parameters compute_grad_norm",
         "save_pretrained writes whole weights when asked": "stage3_gather_16bit_weights_on_model_save"
@@ -105,7 +105,7 @@ _NOTED = MappingProxyType({
     },
     "torch_autocast": {"torch's own list of operators says what is cast": "lower_precision_safe_modules"},
     "zero_optimization.offload_optimizer": {
-        _NO_EFFECT: "buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload"
+        _NO_EFFECT: "pipeline_read pipeline_write fast_init super_offload"
                     " cpuadam_cores_perc",
     },
     "fp16": {_NO_EFFECT: "auto_cast"},
@@ -197,11 +197,16 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     "zero_optimization": {
         "offload_param": Feature(ON_DEVICE, "device", ("none", None), noted=True),
         "cpu_offload_params": Noted(ON_DEVICE, _OFF, Flag()),
-        "cpu_offload": Noted(ON_DEVICE, _OFF, Flag()),
         "zero_quantized_nontrainable_weights": Noted(
             "zero_optimization.zero_quantized_weights gathers frozen parameters in fewer bits too", _OFF
         ),
         "zeropp_loco_param": Noted("zero_optimization.zero_gradient_error_feedback keeps residuals", (None,)),
+        "cpu_offload_use_pin_memory": Moved(
+            "zero_optimization.offload_optimizer.pin_memory", Flag(), (None,)
+        ),
+        "cpu_offload": Moved(
+            "zero_optimization.offload_optimizer.device", Flag(), _OFF, MappingProxyType({True: "cpu"})
+        ),
         "zero_hpz_partition_size": Noted(_ONE_SHARDING, (1, None)),
         "mics_shard_size": Noted(_ONE_SHARDING, (-1, None)),
         "mics_hierarchical_params_gather": Noted(_ONE_SHARDING, _OFF),

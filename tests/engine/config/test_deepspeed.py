@@ -99,6 +99,10 @@ def test_adam_is_adamw_unless_told(given: str, mode: bool | None, kind: str, dec
         ({"elasticity": {"enabled": False, "max_train_batch_size": 10}}, {}),
         ({"amp": {"enabled": False, "opt_level": "O1"}}, {}),
         ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, {}),
+        (
+            {"zero_optimization": {"cpu_offload": True, "cpu_offload_use_pin_memory": False}},
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}},
+        ),
         ({"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}}, {}),
         ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}}, {}),
         ({"steps_per_print": float("inf")}, {}),
@@ -117,6 +121,14 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
         ({"progressive_layer_drop": {"enabled": True}}, ("progressive_layer_drop.enabled: true",)),
         ({"quantize_training": {"enabled": True}}, ("quantize_training.enabled: true",)),
         ({"zero_optimization": {"cpu_offload": "yes"}}, ("zero_optimization.cpu_offload", "is text")),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            ('offload_optimizer.nvme_path: missing, and device is "nvme": give a folder',),
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
+            ("offload_optimizer.ratio: 1.5 is above 1",),
+        ),
         ({"amp": {"enabled": True}, "torch_autocast": {"enabled": True}}, ("amp: given beside torch_autocast",)),
         ({"amp": {"enabled": True}, "bf16": {"enabled": True}}, ("torch_autocast.enabled: true while bf16.enabled",)),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "fp16.enabled instead")),
@@ -203,8 +215,11 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
         ({"hybrid_engine": {"enabled": True}}, "eng.generate uses the weights that are trained"),
         ({"managed_gradient_accumulation": False}, "eng.set_gradient_accumulation_boundary decides which step updates"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "this version keeps it on the device"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "this version keeps it on the device"),
-        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: accepted, changes nothing here"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "none", "pipeline_read": True}}},
+            "zero_optimization.offload_optimizer.pipeline_read: accepted, changes nothing here; only DeepSpeed",
+        ),
+        ({"zero_optimization": {"cpu_offload_params": True}}, "this version keeps it on the device"),
         (
             {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
             "zero_optimization.zero_quantized_weights gathers frozen parameters in fewer bits too",

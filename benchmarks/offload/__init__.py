@@ -1,0 +1,1 @@
+"""What updates on the host cost, beside the memory of the machine and beside other CPU optimizers."""

@@ -1,0 +1,22 @@
+"""AdamW of DeepSpeed on the CPU, which its ZeRO-Offload updates with; its first use compiles an extension."""
+
+import io
+import os
+from collections.abc import Callable
+from contextlib import redirect_stdout
+
+from torch import nn
+
+
+def make_cpu_adam(parameter: nn.Parameter) -> Callable[[], object]:
+    """One update of ``parameter``, whose gradient is there, as a call.
+
+    Raises:
+        ImportError, RuntimeError: DeepSpeed is not installed, or its extension does not compile.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with redirect_stdout(io.StringIO()):  # what it tells of its extension
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.1, adamw_mode=True)
+    return lambda: optimizer.step()

@@ -1,0 +1,34 @@
+"""Optimizer state on the host, or on disk, on every kind of grid: the promise of the project holds."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.models.decoder import loss_sum
+from engine.verify import Parity, verify
+from tests import models
+from tests.engine.parity.test_axes import GRIDS, ranks
+from tests.engine.parity.test_parity import config_for
+
+RunRanks = Callable[..., list[Any]]
+
+
+def train(config: dict[str, Any]) -> Parity | None:
+    """Body of a rank."""
+    return verify(lambda: models.decoder(layers=4, tied=True), config, models.batches_for("decoder", 16), loss_sum)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("grid", ["dp2", "tp2 x pp2", "dp2 x tp2", "dp2 x pp2", "dp2 x tp2 x pp2"])
+def test_every_grid_equals_one_process(run_ranks: RunRanks, tmp_path: Path, grid: str, stage: int, device: str) -> None:
+    offload = {"device": device, "ratio": 0.7, "nvme_path": str(tmp_path)}
+    reduce = "microbatch" if stage >= 2 else "step"
+    zero = {"stage": stage, "reduce": reduce, "reduce_bucket_size": 6000, "offload_optimizer": offload}
+    config = config_for(1, stage, parallel={"data": 1} | GRIDS[grid], zero_optimization=zero)
+    result = run_ranks(train, ranks(grid), config)[0]
+    assert result.holds(), str(result)
+    assert all(norm > 0.25 for norm in result.reference.norms), "clipping must be active"

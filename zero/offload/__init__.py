@@ -1,0 +1,1 @@
+"""Optimizer state outside the device: buckets whose update the host makes, and the copies between the two memories."""

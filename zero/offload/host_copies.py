@@ -1,0 +1,112 @@
+"""Buckets whose optimizer state lies in host memory, and what is copied between host and device in a step.
+
+    device   backward            | reduced 0 | reduced 1 | norm |        kept 0  gather 0 ------>
+                                     |           |                         ^          kept 1  gather 1 ------>
+    link                             sums 0      sums 1                    |            ^
+                                         v           v                     |            |
+    host                                 host_sums                 update 0 | update 1  |  update 2 ...
+                                                                   master, moments
+
+Sums of gradients follow their reduction, on a stream of their own, so they travel while backward goes on. The norm is
+computed where the sums are. Each bucket is copied back and gathered while the host updates the next one.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.kernels.device import SideStream, is_host, record_event
+from engine.parallel.comm.comm import Pending
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.layout import FlatLayout
+
+
+def offloaded_buckets(layout: FlatLayout, ratio: float) -> frozenset[int]:
+    """Return the indices of the first buckets that have at least ``ratio`` of all trained elements; whole buckets only.
+
+    The first ones are reduced first, so their gradients have the most of the backward to travel in.
+    """
+    chosen: list[int] = []
+    elements = 0
+    for bucket in layout.buckets:
+        if elements >= ratio * layout.elements:
+            break
+        chosen.append(bucket.index)
+        elements += bucket.elements
+    return frozenset(chosen)
+
+
+class HostCopies:
+    """Copies of one rank between the device and the host shards of its buckets; other buckets are passed over.
+
+    Whoever writes reduced sums on the device says so with ``changed``. ``wait`` copies what has changed since the last
+    copy, so a copy that began too early costs time and is never used.
+    """
+
+    def __init__(self, buckets: Sequence[FlatBucket]) -> None:
+        self.buckets = buckets
+        """All trained buckets of this rank."""
+        hosted = [flat for flat in buckets if flat.host_sums is not None]
+        self.any = bool(hosted)
+        """The host updates some of the buckets."""
+        self._device = hosted[0].grads.device if hosted else torch.device("cpu")
+        self._side = SideStream(self._device)
+        self._reduced: torch.Event | None = None
+        """After the last reduction that the side stream waits for."""
+        self._brought: dict[int, torch.Event | None] = {}
+        """Buckets whose sums are copied, or under way until the event."""
+
+    def changed(self, flat: FlatBucket) -> None:
+        """The sums on the device, or the memory of their copy, were written: a copy from before is void."""
+        self._brought.pop(flat.bucket.index, None)
+
+    def forget(self) -> None:
+        """``changed`` for all buckets."""
+        self._brought.clear()
+
+    def follow(self, flat: FlatBucket, reduction: Pending) -> None:
+        """Copy the sums as soon as ``reduction`` is complete, if that can be done without holding up the backward.
+
+        A side stream of the device waits for it. A host that computes itself would have to stop here, so there the copy
+        is left to ``wait``.
+        """
+        if flat.host_sums is None or (is_host(self._device) and reduction.under_way):
+            return
+        with self._side.behind():
+            reduction.wait()
+            self._reduced = record_event(self._device)
+            self._copy(flat)
+
+    @torch.no_grad()
+    def wait(self, flat: FlatBucket) -> None:
+        """Return when the host has the present sums of the bucket."""
+        if flat.host_sums is None:
+            return
+        if flat.bucket.index not in self._brought:
+            with self._side.behind():
+                self._copy(flat)
+        event = self._brought[flat.bucket.index]
+        if event is not None:
+            event.synchronize()
+
+    def join(self) -> None:
+        """The current stream goes on when all reductions are complete, which were waited for beside it."""
+        if self._reduced is not None:
+            self._reduced.wait()
+            self._reduced = None
+
+    @torch.no_grad()
+    def give(self, flat: FlatBucket) -> None:
+        """Copy the master into ``kept``; the host rounds it into the memory of the gradients, which are used by now."""
+        assert flat.master is not None
+        source = flat.master
+        if flat.host_sums is not None and flat.master.dtype != flat.kept.dtype:
+            source = flat.host_sums.view(flat.kept.dtype)[: len(flat.kept)]
+            source.copy_(flat.master)
+            self.changed(flat)
+        flat.kept.copy_(source, non_blocking=True)
+
+    def _copy(self, flat: FlatBucket) -> None:
+        assert flat.host_sums is not None
+        flat.host_sums.copy_(flat.gradient(flat.owned), non_blocking=True)
+        self._brought[flat.bucket.index] = record_event(self._device)

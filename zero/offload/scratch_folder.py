@@ -1,0 +1,73 @@
+"""The folder of one engine's files on a disk: locked while the engine lives, and removed by the next one if it was
+killed.
+
+    nvme_path/trine-moments-rank3-x8k2/lock          held by flock, which the kernel frees when the process ends
+                                       bucket-0 ...
+
+The files are of no use to another process, since weights and counters that belong to them are gone; runs go on from
+checkpoints. So what a killed run has left is removed, and never read.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+from engine.errors import EngineError
+
+logger = logging.getLogger("trine")
+
+PREFIX = "trine-moments-"
+
+
+class ScratchFolder:
+    """A fresh folder in ``parent``, which is made if it does not exist.
+
+    Raises:
+        EngineError: the folder cannot be made.
+    """
+
+    def __init__(self, parent: str, rank: int) -> None:
+        try:
+            Path(parent).mkdir(parents=True, exist_ok=True)
+            delete_left_behind(Path(parent))
+            fresh = Path(tempfile.mkdtemp(prefix=f".{PREFIX}rank{rank}-", dir=parent))
+            lock = os.open(fresh / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path = fresh.rename(fresh.with_name(fresh.name[1:]))  # seen by others once it is locked
+        except OSError as error:
+            raise EngineError(
+                f"zero_optimization.offload_optimizer.nvme_path: no folder can be made in {parent} "
+                f"({error.strerror or error}); give a folder on a local disk that this process may write."
+            ) from error
+        self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())  # at the end of the process too
+
+    def close(self) -> None:
+        """Delete the folder with all that is in it."""
+        self._end()
+
+
+def _remove(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # and not a fork of it
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def delete_left_behind(parent: Path) -> None:
+    """Delete the folders whose engine has ended without doing so; those of engines that live are left."""
+    for folder in sorted(parent.glob(f"{PREFIX}*")):
+        try:
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue  # being made at this moment, or deleted by another engine
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            logger.warning("optimizer state that a run left in %s, when it was killed, is deleted", folder)
+        except OSError:
+            continue
+        finally:
+            os.close(lock)

@@ -1,0 +1,56 @@
+"""The tensors that an inner optimizer is given: runs of a bucket, or whole parameters, with the gradients they read."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.layout import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTensor:
+    """Tensor that the inner optimizer updates: the elements ``part`` of a bucket."""
+
+    parameter: nn.Parameter
+    grads: Tensor
+    flat: FlatBucket
+    part: slice
+
+    def narrow(self) -> Tensor | None:
+        """Return the narrow weights that receive its values; None if there are none, or a gather fills them."""
+        if self.flat.master is None or self.flat.rounds_in_gathers:
+            return None
+        start = self.flat.owned.start
+        return self.flat.kept[self.part.start - start : self.part.stop - start].view(self.parameter.shape)
+
+    def slots(self) -> Iterator[tuple[Slot, slice]]:
+        """Yield the parameters whose elements it contains, and which of its own elements those are."""
+        for slot in self.flat.bucket.slots:
+            start, stop = max(slot.start, self.part.start), min(slot.stop, self.part.stop)
+            if start < stop:
+                yield slot, slice(start - self.part.start, stop - self.part.start)
+
+    def names(self) -> list[str]:
+        """Return the names of the parameters whose elements it contains."""
+        return [slot.name for slot, _ in self.slots()]
+
+
+def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
+    """Return the gradients of elements ``part`` of a bucket that its update reads: on the device, or their copy."""
+    if flat.host_sums is None:
+        return flat.gradient(part)
+    return flat.host_sums[part.start - flat.owned.start : part.stop - flat.owned.start]
+
+
+def group_segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
+    """Yield (group, elements, shape) of each run of one group, flat, so that an update is a few long kernels."""
+    for segment in flat.bucket.segments(flat.owned):
+        yield segment.group, slice(segment.start, segment.stop), (segment.stop - segment.start,)
+
+
+def whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
+    """Yield (group, elements, shape) of each parameter."""
+    for slot in flat.bucket.slots:
+        yield slot.group, slice(slot.start, slot.stop), slot.shape
