@@ -312,6 +312,7 @@ class _Search:
         with exactly():
             block.eval()
             groups = self._groups(unit, patterns)
+            patterns.forget()
             block.train()
         search = Search(block, truth, self.sequence)
         found = search.decide(groups, self.tp)
@@ -353,7 +354,10 @@ class _Search:
         """Refuse a replicated group that another size of the tensor axis could shard; keep it if none could."""
         fits = []
         with exactly():
+            search.block.eval()
             patterns.try_sizes(_SIZES)
+            patterns.forget()
+            search.block.train()
         for size in _SIZES:
             with exactly():
                 same = [other for other in patterns.groups(size) if other.row == group.row and size != self.tp]

@@ -46,8 +46,8 @@ def compare(shape: tuple[int, ...], body: Callable[[Any], Tensor]) -> None:
     (gradient,) = torch.autograd.grad(whole, dense, cotangent)
     assert weight.parts is not None
     (u, v) = weight.parts.vectors
-    torch.testing.assert_close(of_left, (gradient.unsqueeze(-1) * v).sum(-2, keepdim=True))
-    torch.testing.assert_close(of_right, (gradient.unsqueeze(-1) * u).sum(-3, keepdim=True))
+    torch.testing.assert_close(of_left, (gradient.unsqueeze(-1) * v).sum_to_size(of_left.shape))
+    torch.testing.assert_close(of_right, (gradient.unsqueeze(-1) * u).sum_to_size(of_right.shape))
 
 
 PRODUCTS: dict[str, Callable[[Any], Tensor]] = {
