@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters, Given, float_leaves
 from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
@@ -27,14 +28,17 @@ from engine.parallel.tensor.auto.strategies import Strategy
 
 
 def enclosing_module(group: CoupledParameters) -> str:
-    """Path of the innermost module around all modules of the group's parameters; empty for the block itself."""
-    around = [name.split(".")[:-2] for name in (*group.cuts, *group.partial)]
+    """Path of the innermost module around all modules of the group's shards; empty for the block itself."""
+    around = [name.split(".")[:-2] for name in group.cuts]
     shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*around, strict=False))
     return ".".join(parts[0] for parts in shared)
 
 
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
-    """The same group by the names that its parameters have in the module at ``path``."""
+    """The same group by the names that its parameters have in the module at ``path``.
+
+    Partial gradients outside the module would be due to a partial gradient of its input, which is wrong there.
+    """
 
     def local(name: str) -> str:
         return name[len(path) + 1 :]
@@ -44,7 +48,7 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
         row=local(group.row),
         columns=tuple(map(local, group.columns)),
         cuts={local(name): cut for name, cut in group.cuts.items()},
-        partial=tuple(map(local, group.partial)),
+        partial=tuple(local(name) for name in group.partial if is_inside(name, path)),
     )
 
 
@@ -58,11 +62,9 @@ def reference_inside(truth: BlockReference, path: str) -> BlockReference | None:
     """The reference of the module at ``path`` of the block of ``truth``; None if the block does not call it once, or
     if it cannot run on copies of its arguments."""
     try:
-        calls = [_observed(truth, path, given) for given in truth.givens]
-        if any(not call.used or call.used != calls[0].used for call in calls):
-            return None
+        call = _observed(truth, path, truth.givens[-1])  # the shortest: the proof of the block has all of them
         module = truth.block.get_submodule(path)
-        return BlockReference(module, [call.given for call in calls], calls[0].used)
+        return BlockReference(module, [call.given], call.used) if call.used else None
     except WholeWeightError:
         raise
     except Exception as error:  # what code gives its modules may be anything

@@ -12,6 +12,7 @@ themselves, and a proof in float64 would then see their rounding.
 """
 
 import copy
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -93,7 +94,8 @@ class BlockReference:
         ``watch``: called with the block of every rank before it runs.
         """
         verdict = Verdict()
-        for given, truth in zip(self.givens, self._outcomes, strict=True):
+        # the example is the longest: what is wrong shows sooner in what comes after it
+        for given, truth in reversed([*zip(self.givens, self._outcomes, strict=True)]):
             verdict = self._prove(plan, tp, (given, truth), watch)
             if not verdict.holds:
                 return verdict
@@ -120,7 +122,7 @@ class BlockReference:
             return rehearsed._replace(outcome=replace(outcome, evaluated=evaluated))
 
         try:
-            with exactly():
+            with exactly(), _freeing_cycles():
                 ranks = run_tensor_ranks(tp, body)
         except (SequenceError, WholeWeightError):
             raise
@@ -145,6 +147,21 @@ def exactly() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _freeing_cycles() -> Iterator[None]:
+    """At the end, frees what was made inside: copies of blocks and their patches refer to each other, and hold all
+    activations where a rank has raised."""
+    collecting = gc.isenabled()
+    gc.collect(0)
+    gc.disable()  # so all of it is of the youngest generation, whose collection is cheap
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if collecting:
+            gc.enable()
 
 
 class _Rehearsed(NamedTuple):
@@ -353,6 +370,11 @@ def _grouped_mm(x_SI: Tensor, weight_EIO: Tensor, *, offs: Tensor, **_: Any) -> 
     """The products of rows ``offs[e-1]:offs[e]`` of x with matrix e."""
     ends = [0, *offs.tolist()]
     left = x_SI.shape[0] - ends[-1]
+    if isinstance(weight_EIO, LowRankWeight) and not isinstance(x_SI, GlobalTensor) and not left:
+        places = torch.arange(len(offs)).repeat_interleave(
+            torch.tensor([stop - start for start, stop in pairwise(ends)])
+        )
+        return weight_EIO.factors.grouped(x_SI, places)
     # one function for all groups: the gradient of a slice is as large as x
     groups = x_SI.split([*(stop - start for start, stop in pairwise(ends)), left])[:-1]
     parts = [own @ weight_EIO[e] for e, own in enumerate(groups) if own.shape[0] or not e]

@@ -190,6 +190,16 @@ class Factors:
         y = _total(outer_OZ @ (inner_IZ.mT @ columns) for inner_IZ, outer_OZ in self.between(-1, -2))
         return y.squeeze(-1) if x.ndim == 1 else y
 
+    def grouped(self, x_SI: Tensor, groups: Tensor) -> Tensor:
+        """x W of the matrix at ``groups`` [S] of a stack [E, I, O], row by row."""
+
+        def times(rows_SA: Tensor, matrix: Tensor, dim: int) -> Tensor:
+            if self.kinds[0] not in (self.kinds[dim], BOTH):
+                return rows_SA @ matrix.squeeze(0)
+            return (rows_SA.unsqueeze(1) @ matrix.index_select(0, groups)).squeeze(1)
+
+        return _total(times(times(x_SI, inner, 1), outer.mT, 2) for inner, outer in self.between(1, 2))
+
     def embedding(self, ids: Tensor) -> Tensor:
         """The rows of W [V, H] at ``ids``."""
         return _total(functional.embedding(ids, outer_VZ) @ inner_HZ.mT for inner_HZ, outer_VZ in self.between(1, 0))

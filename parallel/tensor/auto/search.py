@@ -8,7 +8,7 @@ The first of them whose proof of the whole block holds decides.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -55,6 +55,8 @@ class Search:
     truth: BlockReference
     sequence: bool = False
     """Whether activations between regions are sharded along the sequence."""
+    known: tuple[Decided, ...] = ()
+    """What was decided about groups of other blocks, which is tried first for equal ones."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
         """A strategy for each group, all of them proven together in the block."""
@@ -62,12 +64,18 @@ class Search:
         return found or self._one_by_one(groups, tp)
 
     def _at_once(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """Plain tensors for all groups; empty if that is wrong."""
-        found = [(group, way) for group in groups if (way := local(self.block, group, tp)) is not None]
+        """What is known of the groups of other blocks, and plain tensors for the others; empty if that is wrong."""
+        found = [one for group in groups if (one := self._likely(group, tp)) is not None]
         if len(found) < len(groups):
             return []
-        verdict = self._try({}, _together(way for _, way in found), tp)
-        return [Decided(group, way, _note(way, "", verdict)) for group, way in found] if verdict.holds else []
+        verdict = self._try({}, _together(one.way for one in found), tp)
+        return [replace(one, note=one.note or _note(one.way, "", verdict)) for one in found] if verdict.holds else []
+
+    def _likely(self, group: CoupledParameters, tp: int) -> Decided | None:
+        """What is known of an equal group, or else plain tensors, if they can be."""
+        before = (one for one in self.known if one.group == group and one.way.how != "replicate")
+        way = local(self.block, group, tp)
+        return next(before, None if way is None else Decided(group, way, ""))
 
     def _by_module(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
         """The strategies that are right in the modules around the groups; empty if they are wrong in the block."""
