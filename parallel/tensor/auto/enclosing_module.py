@@ -103,8 +103,10 @@ def _watching(module: nn.Module) -> Iterator[_Observed]:
         call.times += 1
         call.given = pytree.tree_map(_copied, (args, dict(kwargs)))
 
-    def after(_: nn.Module, args: Any, out: Any) -> None:
-        call.outputs = pytree.tree_leaves(out)
+    def after(_: nn.Module, args: Any, out: Any) -> Any:
+        seen = pytree.tree_map(_named, out)  # what the module itself does with an output is no use of it
+        call.outputs = pytree.tree_leaves(seen)
+        return seen
 
     hooks = (module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after))
     try:
@@ -126,6 +128,10 @@ def _copied(leaf: Any) -> Any:
         raise ValueError("a parameter is an argument")
     twin = leaf.detach().clone()
     return twin.requires_grad_().clone() if leaf.requires_grad else twin
+
+
+def _named(leaf: Any) -> Any:
+    return leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def _reaching(leaves: list[Any], outputs: list[Any]) -> frozenset[int]:

@@ -97,6 +97,28 @@ def test_experts(body: Callable[[Any], Tensor]) -> None:
     compare((E, O, I), body)
 
 
+@pytest.mark.parametrize("shape", [(E, O, I), (E, I, O)])
+def test_rows_of_groups(shape: tuple[int, ...]) -> None:
+    rows = torch.tensor([0, 0, 2, 2, 2])
+
+    def body(w: Any) -> Tensor:
+        x = noise(5, shape[1])
+        if isinstance(w, LowRankWeight):
+            return w.factors.grouped(x, rows)
+        return torch.stack([one @ w[row] for one, row in zip(x, rows, strict=True)])
+
+    compare(shape, body)
+    compare(shape, lambda w: torch.stack([noise(5, shape[2]) @ one.t() for one in w.unbind()]))
+
+
+def test_a_stack_has_its_experts_in_the_factor_of_the_shorter_edge() -> None:
+    for shape, of_experts in (((E, O, I), 1), ((E, I, O), 0)):
+        parts = weight_of(*shape).parts
+        assert parts is not None
+        for pair in (parts.random, parts.vectors, parts.zeros):
+            assert [factor.shape[0] for factor in pair] == ([1, E] if of_experts else [E, 1])
+
+
 def test_products_make_no_dense_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_rank_factors.Factors, "full", None)
     weight, experts = weight_of(O, I), weight_of(E, O, I)
