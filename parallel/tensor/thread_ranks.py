@@ -71,7 +71,7 @@ _LARGE = 2**20
 
 
 def _give_back_memory() -> None:
-    """Return free memory to the system: each thread has a heap of its own, and no other rank can use what is free in it."""
+    """Return free memory to the system: a thread has a heap of its own, whose free memory no other rank can use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
     if trim is not None:
         trim(0)
