@@ -37,7 +37,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             frozenset({"write_figures"}),
         ),
         "plan_search": Benchmark(
-            "training.plan_search", "the search for tensor plans of models of up to 671 B parameters",
+            "planning.plan_search", "the search for tensor plans of models of up to 671 B parameters",
             frozenset({"write_figures"}),
         ),
         "integrity": Benchmark(

@@ -119,6 +119,7 @@ BROAD_HANDLERS = {
     ("engine/planning/step_time/traced_workload.py", "_counted"): "the engine's own trace, which raises it again",
     ("engine/planning/drawn_block.py", "run"): "the block runs again, with the weights whole that its code has read",
     ("engine/planning/tensor_plan_search.py", "_try_length"): "a note of the plan",
+    ("parallel/tensor/auto/enclosing_module.py", "reference_inside"): "the group is tried in the whole block",
     ("parallel/comm/agreement.py", "raise_together"): "every rank raises the sentence that it makes of it",
     ("parallel/kernel_injection/equivalence.py", "agrees"): "nobody: a trial asks whether a module can be replaced",
     ("parallel/tensor/auto/equivalence.py", "_prove"): "the verdict, which is a reason in the table, or a PlanError",

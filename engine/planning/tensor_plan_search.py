@@ -9,10 +9,9 @@ Nothing is communicated. Every rank would find the same plan, since all random c
 of a job searches, and the others receive what it has found.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from engine.parallel.trace.model_trace import Arguments, FromValue, Material, Mo
 from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
 from engine.planning.example_trace import trace_example
 from engine.planning.isolated_block import signatures
-from engine.planning.tensor_search.found_styles import FoundStyles
+from engine.planning.tensor_search.found_styles import FoundStyles, as_patterns
 from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
 
@@ -275,6 +274,8 @@ class _Search:
     low_rank: bool
     styles: dict[str, str] = field(default_factory=dict)
     reasons: list[Reason] = field(default_factory=list)
+    known: list[Decided] = field(default_factory=list)
+    """What was decided about the groups of other units."""
 
     def take(self, unit: Unit) -> None:
         """Find the styles of a group of equal units."""
@@ -285,6 +286,7 @@ class _Search:
             size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
             self.reasons.append(Reason(_pattern_of(unit.alike), "", "replicate", f"does not run alone: {error}", size))
             return
+        self.known += found
         for one in found:
             for name in unit.alike:
                 self.styles |= {f"{name}.{local}".strip("."): s for local, s in one.way.styles.items()}
@@ -312,8 +314,9 @@ class _Search:
         with exactly():
             block.eval()
             groups = self._groups(unit, patterns)
+            patterns.forget()
             block.train()
-        search = Search(block, truth, self.sequence)
+        search = Search(block, truth, self.sequence, tuple(self.known))
         found = search.decide(groups, self.tp)
         for one in found:
             if one.way.how == "replicate":
@@ -353,7 +356,10 @@ class _Search:
         """Refuse a replicated group that another size of the tensor axis could shard; keep it if none could."""
         fits = []
         with exactly():
+            search.block.eval()
             patterns.try_sizes(_SIZES)
+            patterns.forget()
+            search.block.train()
         for size in _SIZES:
             with exactly():
                 same = [other for other in patterns.groups(size) if other.row == group.row and size != self.tp]
@@ -383,16 +389,3 @@ def _layer(name: str) -> str:
 
 def _pattern_of(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else starred(names[0])
-
-
-def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """``styles`` with one pattern for names that differ in numbers only, if the pattern matches no other name."""
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: dict[str, str] = {}
-    for name, style in styles.items():
-        pattern = starred(name)
-        hits = [other for other in modules if fnmatchcase(other, pattern)]
-        hits = hits or [other for other in parameters if fnmatchcase(other, pattern)]
-        found[pattern if all(styles.get(other) == style for other in hits) else name] = style
-    return found

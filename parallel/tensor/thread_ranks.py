@@ -8,6 +8,7 @@ collective, all of them raise. So a plan can be tried before any process of the 
     rank 2 ──┘ the last  └── sum ── ...
 """
 
+import ctypes
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -60,7 +61,20 @@ class SimulatedAxis(TensorAxis):
     def _exchange(self, op: str, label: str, part: Tensor) -> list[Tensor]:
         call = CollectiveCall(op, label, tuple(part.shape), part.dtype)
         self.called.append(call)
+        if part.nbytes >= _LARGE:
+            _give_back_memory()
         return self._rounds.bring(self.index, call, part)()
+
+
+_LARGE = 2**20
+"""Bytes of a part from which on the memory of ranks counts."""
+
+
+def _give_back_memory() -> None:
+    """Return free memory to the system: a thread has a heap of its own, whose free memory no other rank can use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+    if trim is not None:
+        trim(0)
 
 
 def run_tensor_ranks(size: int, body: Callable[[TensorAxis], Result]) -> list[Result]:

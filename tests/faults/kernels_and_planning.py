@@ -150,6 +150,17 @@ KERNELS_AND_PLANNING = (
         tests=("tests/parallel/tensor/auto/test_equivalence.py::test_sums_that_are_forgotten",),
     ),
     Fault(
+        name="proof-of-a-module-for-that-of-its-block",
+        about="Strategies that are right in the modules of a block are taken without a proof of the block.",
+        file="parallel/tensor/auto/search.py",
+        old="        right = not together.styles or self._try({}, together, tp).holds\n",
+        new="        right = True\n",
+        tests=(
+            "tests/parallel/tensor/auto/test_enclosing_module.py::"
+            "test_what_is_right_in_a_module_is_refused_where_the_block_is_wrong",
+        ),
+    ),
+    Fault(
         name="gradients-of-large-weights-unproven",
         about="The proof of a tensor plan does not look at the gradients of low-rank weights.",
         file="parallel/tensor/auto/low_rank_weight.py",

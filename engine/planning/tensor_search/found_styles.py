@@ -3,9 +3,11 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 
 from torch import nn
 
+from engine.parallel.model.name_patterns import starred
 from engine.parallel.tensor.plan.resolve import match_styles
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
@@ -36,3 +38,16 @@ class FoundStyles:
         read = json.loads(data)
         reasons = tuple(Reason(**reason) for reason in read["reasons"])
         return cls(patterns=read["patterns"], reasons=reasons, notes=tuple(read["notes"]))
+
+
+def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """``styles`` with one pattern for names that differ in numbers only, if the pattern matches no other name."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found: dict[str, str] = {}
+    for name, style in styles.items():
+        pattern = starred(name)
+        hits = [other for other in modules if fnmatchcase(other, pattern)]
+        hits = hits or [other for other in parameters if fnmatchcase(other, pattern)]
+        found[pattern if all(styles.get(other) == style for other in hits) else name] = style
+    return found

@@ -88,10 +88,22 @@ class GradientSparsity:
         self._generator = torch.Generator().manual_seed(0)
         self._seen: dict[tuple[str, int], Needed] = {}
         self._found: dict[int, tuple[CoupledParameters, ...]] = {}
-        self.products = self._run(())
+        self._products: list[MatmulRecord] | None = None
+        self._widths = {product.weight: product.x.shape[product.x_dim] for product in reversed(self.products)}
         self._multiplied = {product.weight for product in self.products}
         # the bias of a key has a zero gradient (softmax ignores it), so a bias takes the sharding of its weight
         self._bias_of = {product.weight: product.bias for product in self.products if product.bias}
+
+    @property
+    def products(self) -> list[MatmulRecord]:
+        """The products of the observed run, which is made anew after :meth:`forget`."""
+        if self._products is None:
+            self._products = self._run(())
+        return self._products
+
+    def forget(self) -> None:
+        """Free the activations of the observed run."""
+        self._products = None
 
     def groups(self, tp: int) -> tuple[CoupledParameters, ...]:
         """The groups for ``tp`` ranks, in the order in which their row layers run.
@@ -130,7 +142,7 @@ class GradientSparsity:
 
     def width(self, row: str) -> int:
         """The number of inputs of a product."""
-        return next(p.x.shape[p.x_dim] for p in self.products if p.weight == row)
+        return self._widths[row]
 
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:
         args, kwargs = self._given

@@ -12,6 +12,7 @@ themselves, and a proof in float64 would then see their rounding.
 """
 
 import copy
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -83,7 +84,7 @@ class BlockReference:
     """
 
     def __init__(self, block: nn.Module, givens: Sequence[Given], used: Collection[int] | None = None) -> None:
-        self._block, self._givens, self._used = block, givens, used
+        self.block, self.givens, self.used = block, givens, used
         with exactly():
             self._outcomes = [_both_modes(copy.deepcopy(block), given, used) for given in givens]
 
@@ -93,7 +94,8 @@ class BlockReference:
         ``watch``: called with the block of every rank before it runs.
         """
         verdict = Verdict()
-        for given, truth in zip(self._givens, self._outcomes, strict=True):
+        # the example is the longest: what is wrong shows sooner in what comes after it
+        for given, truth in reversed([*zip(self.givens, self._outcomes, strict=True)]):
             verdict = self._prove(plan, tp, (given, truth), watch)
             if not verdict.holds:
                 return verdict
@@ -105,7 +107,7 @@ class BlockReference:
         given, truth = expected
 
         def body(axis: TensorAxis) -> _Rehearsed:
-            mine = copy.deepcopy(self._block)
+            mine = copy.deepcopy(self.block)
             thin = _shard_low_rank(mine, plan, axis.index)
             context = apply_plan(mine, plan, axis, ForwardPatches(), already_cut=thin)
             assert isinstance(axis, SimulatedAxis)
@@ -113,14 +115,14 @@ class BlockReference:
                 watch(mine)
             check = None if axis.index else partial(_refuse_outputs, truth.outputs)
             with Exact(axis.index + 1):  # inside a region every rank draws its own random numbers
-                outcome = _rehearse(mine, given, self._used, context, check)
+                outcome = _rehearse(mine, given, self.used, context, check)
                 summed = {name for name, p in mine.named_parameters() if p in context.partial}
                 rehearsed = _Rehearsed(outcome, list(axis.called), list(context.gathers), summed)
-                evaluated = _evaluate(mine, given, self._used, context)
+                evaluated = _evaluate(mine, given, self.used, context)
             return rehearsed._replace(outcome=replace(outcome, evaluated=evaluated))
 
         try:
-            with exactly():
+            with exactly(), _freeing_cycles():
                 ranks = run_tensor_ranks(tp, body)
         except (SequenceError, WholeWeightError):
             raise
@@ -145,6 +147,21 @@ def exactly() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _freeing_cycles() -> Iterator[None]:
+    """At the end, frees what was made inside: copies of blocks and their patches refer to each other, and hold all
+    activations where a rank has raised."""
+    collecting = gc.isenabled()
+    gc.collect(0)
+    gc.disable()  # so all of it is of the youngest generation, whose collection is cheap
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if collecting:
+            gc.enable()
 
 
 class _Rehearsed(NamedTuple):
@@ -352,9 +369,16 @@ class Exact(TorchFunctionMode):
 def _grouped_mm(x_SI: Tensor, weight_EIO: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
     """The products of rows ``offs[e-1]:offs[e]`` of x with matrix e."""
     ends = [0, *offs.tolist()]
-    groups = [(e, start, stop) for e, (start, stop) in enumerate(pairwise(ends)) if stop > start or not e]
-    parts = [x_SI[start:stop] @ weight_EIO[e] for e, start, stop in groups]
-    rest = x_SI.new_zeros(x_SI.shape[0] - ends[-1], weight_EIO.shape[-1])
+    left = x_SI.shape[0] - ends[-1]
+    if isinstance(weight_EIO, LowRankWeight) and not isinstance(x_SI, GlobalTensor) and not left:
+        places = torch.arange(len(offs)).repeat_interleave(
+            torch.tensor([stop - start for start, stop in pairwise(ends)])
+        )
+        return weight_EIO.factors.grouped(x_SI, places)
+    # one function for all groups: the gradient of a slice is as large as x
+    groups = x_SI.split([*(stop - start for start, stop in pairwise(ends)), left])[:-1]
+    parts = [own @ weight_EIO[e] for e, own in enumerate(groups) if own.shape[0] or not e]
+    rest = x_SI.new_zeros(left, weight_EIO.shape[-1])
     return torch.cat([*parts, rest])
 
 

@@ -1,6 +1,7 @@
 """Views and products of a weight that is kept as sums of thin products, in time and memory that grow with its edges.
 
-    W[e, o, i] = sum over terms and z of left[e, o, 1, z] right[e, 1, i, z]
+    W[o, i]    = sum over terms and z of left[o, 1, z] right[1, i, z]
+    W[e, o, i] = sum over terms and z of left[e, o, 1, z] right[1, 1, i, z], or left[1, o, 1, z] right[e, 1, i, z]
 
     view        a view of the factors, if every dim of the result lies in the same factors as before
     product     x @ right, then @ left: no tensor of the weight's size exists
@@ -34,7 +35,7 @@ class Factors:
 
     terms: tuple[Term, ...]
     kinds: str
-    """For each dim, which factors have it: LEFT, RIGHT, BOTH (experts) or NEITHER (size one, or expanded)."""
+    """For each dim, which factors have it: LEFT, RIGHT, BOTH or NEITHER (size one, or expanded)."""
     twin: Tensor
     """A meta tensor with the weight's shape, strides and place in the full parameter."""
     rows: dict[int, tuple[Term, ...]] = field(default_factory=dict)
@@ -140,16 +141,24 @@ class Factors:
                 absent = entry is not None and kind not in (side, BOTH)
                 made.append((0 if isinstance(entry, int) else slice(None)) if absent else entry)
         twin = self.twin[tuple(entry.to("meta") if isinstance(entry, Tensor) else entry for entry in entries)]
-        if isinstance(entries[0], int) and self.kinds[0] == BOTH and not any(e != slice(None) for e in entries[1:]):
+        if self._is_stack and isinstance(entries[0], int) and not any(e != slice(None) for e in entries[1:]):
             return Factors(self._row(entries[0]), kinds, twin)
         left, right = tuple(mine[LEFT]), tuple(mine[RIGHT])
         return Factors(self._changed(lambda a: a[left], lambda b: b[right]), kinds, twin)
 
+    @property
+    def _is_stack(self) -> bool:
+        return len(self.kinds) > 2 and self.kinds[0] != NEITHER
+
     def _row(self, place: int) -> tuple[Term, ...]:
         if not self.rows:
-            apart = [zip(left.unbind(0), right.unbind(0), strict=True) for left, right in self.terms]
+            apart = [zip(self._apart(left, LEFT), self._apart(right, RIGHT), strict=True) for left, right in self.terms]
             self.rows.update(enumerate(zip(*apart, strict=True)))
         return self.rows[place % len(self.rows)]
+
+    def _apart(self, factor: Tensor, side: str) -> Sequence[Tensor]:
+        """A factor for each matrix of a stack."""
+        return factor.unbind(0) if self.kinds[0] in (side, BOTH) else (factor.squeeze(0),) * self.twin.shape[0]
 
     # ---- products
 
@@ -180,6 +189,16 @@ class Factors:
         columns = x.unsqueeze(-1) if x.ndim == 1 else x
         y = _total(outer_OZ @ (inner_IZ.mT @ columns) for inner_IZ, outer_OZ in self.between(-1, -2))
         return y.squeeze(-1) if x.ndim == 1 else y
+
+    def grouped(self, x_SI: Tensor, groups: Tensor) -> Tensor:
+        """x W of the matrix at ``groups`` [S] of a stack [E, I, O], row by row."""
+
+        def times(rows_SA: Tensor, matrix: Tensor, dim: int) -> Tensor:
+            if self.kinds[0] not in (self.kinds[dim], BOTH):
+                return rows_SA @ matrix.squeeze(0)
+            return (rows_SA.unsqueeze(1) @ matrix.index_select(0, groups)).squeeze(1)
+
+        return _total(times(times(x_SI, inner, 1), outer.mT, 2) for inner, outer in self.between(1, 2))
 
     def embedding(self, ids: Tensor) -> Tensor:
         """The rows of W [V, H] at ``ids``."""

@@ -10,7 +10,9 @@ the graph, and their gradients are what a product with the weight's gradient G w
 
 Two gradients whose products with a random vector agree are equal (Freivalds 1977): vectors for which that fails have
 measure zero. Two programs that agree on such weights agree on all: their difference is a sum of products of entries of
-weights, and none with at most RANK factors from one weight vanishes on all matrices of that rank.
+weights, and none with at most RANK factors from one weight vanishes on all matrices of that rank. The experts of a
+stack [E, O, I] are one weight: a matrix of E O rows and I columns, or of O rows and E I columns, whichever has the
+shorter edges.
 
 Functions without a rule get all numbers of the weight, so the result is always that of the dense weight. Code that
 reads a weight below torch functions, or without a graph, is told so: the caller draws that weight whole.
@@ -26,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from engine.parallel.tensor.auto.low_rank_factors import BOTH, LEFT, RIGHT, Factors, Term
+from engine.parallel.tensor.auto.low_rank_factors import LEFT, RIGHT, Factors, Term
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError
 from engine.parallel.trace.torch_function import METADATA, function_name, getter, writes_in_place
@@ -48,21 +50,21 @@ class Parts:
     """The tensors that a low-rank parameter is made of; each has the parameter's dims and a last one of columns."""
 
     random: tuple[Tensor, Tensor]
-    """A [E, O, 1, RANK] and B [E, 1, I, RANK]."""
+    """A [O, 1, RANK] and B [1, I, RANK]; of experts A [E, O, 1, RANK] and B [1, 1, I, RANK], or E in B alone."""
     vectors: tuple[Tensor, Tensor]
-    """u [1, O, 1, 1] and v [1, 1, I, 1]."""
+    """u and v, with the dims of A and B and one column."""
     zeros: tuple[Tensor, Tensor]
-    """P [E, O, 1, 1] and Q [E, 1, I, 1], leaves of the graph."""
+    """P and Q, with the dims of A and B and one column: leaves of the graph."""
     shape: tuple[int, ...]
 
     def factors(self) -> Factors:
         """The parameter: one term for a matrix; for experts three, so that gradients pass through thin factors only."""
         (a, b), (u, v), (p, q) = self.random, self.vectors, self.zeros
-        u, v = u.expand(p.shape), v.expand(q.shape)
         terms: tuple[Term, ...] = ((a, b), (p, v), (u, q))
         if len(self.shape) == 2:
             terms = ((torch.cat([a, p, u], -1), torch.cat([b, v, q], -1)),)
-        kinds = BOTH * (len(self.shape) - 2) + LEFT + RIGHT
+        of_stack = LEFT if a.shape[0] == self.shape[0] else RIGHT
+        kinds = of_stack * (len(self.shape) - 2) + LEFT + RIGHT
         return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
 
     def fresh(self) -> "Parts":
@@ -160,14 +162,16 @@ def low_rank_parameter(
 ) -> LowRankWeight:
     """A random parameter of ``shape`` [.., O, I], whose entries are as large as those of a dense one."""
     *experts, outputs, inputs = shape
-    left, right = (*experts, outputs, 1), (*experts, 1, inputs)
+    ones = (1,) * len(experts)
+    # a stack is one matrix, of which the longer edge is that of all experts
+    left = (*(experts if inputs > outputs else ones), outputs, 1)
+    right = (*(ones if inputs > outputs else experts), 1, inputs)
 
     def random(sizes: tuple[int, ...], columns: int, scale: float) -> Tensor:
         return torch.randn(*sizes, columns, generator=generator, dtype=torch.float64) * scale
 
-    ones = (1,) * len(experts)
     entries = random(left, RANK, RANK**-0.5), random(right, RANK, inputs**-0.5)
-    vectors = random((*ones, outputs, 1), 1, outputs**-0.5), random((*ones, 1, inputs), 1, inputs**-0.5)
+    vectors = random(left, 1, outputs**-0.5), random(right, 1, inputs**-0.5)
     return _parameter(Parts(entries, vectors, _leaves(entries), tuple(shape)), weight, refused)
 
 

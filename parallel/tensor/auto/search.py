@@ -1,13 +1,26 @@
-"""From a block to its styles: for each group of parameters the cheapest strategy that passes the proof."""
+"""From a block to its styles: for each group of parameters the cheapest strategy that passes the proof.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+    at once      all groups with plain tensors
+    by module    each group in the module around it, and then the block with what was found
+    one by one   each group in the block, beside those that are decided
+
+The first of them whose proof of the whole block holds decides.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from engine.errors import PlanError, first_line
 from engine.parallel.tensor.auto.attribute_reads import AttributeReads
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
+from engine.parallel.tensor.auto.enclosing_module import (
+    enclosing_module,
+    group_inside,
+    reference_inside,
+    strategy_outside,
+)
 from engine.parallel.tensor.auto.equivalence import PROOF, BlockReference, Verdict
 from engine.parallel.tensor.auto.strategies import Number, Strategy, divisible_attributes, local, view, with_numbers
 from engine.parallel.tensor.plan.sharding_rules import cut_model
@@ -26,7 +39,12 @@ class Decided:
     group: CoupledParameters
     way: Strategy
     """The chosen strategy; "replicate" has no styles."""
-    why: str
+    note: str
+
+    @property
+    def why(self) -> str:
+        """Why it was chosen, in words."""
+        return f"divided {', '.join(self.way.changes)}{self.note}" if self.way.changes else self.note
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +55,48 @@ class Search:
     truth: BlockReference
     sequence: bool = False
     """Whether activations between regions are sharded along the sequence."""
+    known: tuple[Decided, ...] = ()
+    """What was decided about groups of other blocks, which is tried first for equal ones."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
+        """A strategy for each group, all of them proven together in the block."""
+        found = (self._at_once(groups, tp) or self._by_module(groups, tp)) if len(groups) > 1 else []
+        return found or self._one_by_one(groups, tp)
+
+    def _at_once(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
+        """What is known of the groups of other blocks, and plain tensors for the others; empty if that is wrong."""
+        found = [one for group in groups if (one := self._likely(group, tp)) is not None]
+        if len(found) < len(groups):
+            return []
+        verdict = self._try({}, _together(one.way for one in found), tp)
+        return [replace(one, note=one.note or _note(one.way, "", verdict)) for one in found] if verdict.holds else []
+
+    def _likely(self, group: CoupledParameters, tp: int) -> Decided | None:
+        """What is known of an equal group, or else plain tensors, if they can be."""
+        before = (one for one in self.known if one.group == group and one.way.how != "replicate")
+        way = local(self.block, group, tp)
+        return next(before, None if way is None else Decided(group, way, ""))
+
+    def _by_module(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
+        """The strategies that are right in the modules around the groups; empty if they are wrong in the block."""
+        paths = [enclosing_module(group) for group in groups]
+        if "" in paths:
+            return []
+        decided: dict[str, Decided] = {}
+        for path in dict.fromkeys(paths):
+            truth = reference_inside(self.truth, path)
+            if truth is None:
+                return []
+            mine = [group for group, other in zip(groups, paths, strict=True) if other == path]
+            inner = Search(truth.block, truth, self.sequence)
+            found = inner._one_by_one([group_inside(group, path) for group in mine], tp)
+            for group, one in zip(mine, found, strict=True):
+                decided[group.row] = Decided(group, strategy_outside(one.way, path), one.note)
+        together = _together(one.way for one in decided.values())
+        right = not together.styles or self._try({}, together, tp).holds
+        return [decided[group.row] for group in groups] if right else []
+
+    def _one_by_one(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
         """A strategy for each group, proven together with those chosen before it.
 
         Groups without a right strategy are tried once more together with all others: code between groups may reject a
@@ -60,7 +118,7 @@ class Search:
         if (plain := local(self.block, group, tp)) is not None:
             verdict = self._try(before, plain, tp)
             if verdict.holds:
-                return Decided(group, plain, _why(plain, "", verdict))
+                return Decided(group, plain, _note(plain, "", verdict))
             first = verdict.problem
             if (found := self._with_numbers(group, before, plain, first, tp)) is not None:
                 return found
@@ -68,7 +126,7 @@ class Search:
             way = view(self.block, group, tp, partial)
             verdict = self._try(before, way, tp)
             if verdict.holds:
-                return Decided(group, way, _why(way, first, verdict))
+                return Decided(group, way, _note(way, first, verdict))
         return Decided(group, Strategy("replicate", {}), f"no strategy is right: {_problems(first, verdict.problem)}")
 
     def _with_numbers(
@@ -91,7 +149,7 @@ class Search:
                 way = with_numbers(plain, wider)
                 verdict, reads[wider] = self._watched(before, way, all_numbers, tp)
                 if verdict.holds and (verdict := self._try(before, way, tp)).holds:  # as it is, and not watched
-                    return Decided(group, way, _why(way, "", verdict))
+                    return Decided(group, way, _note(way, "", verdict))
                 problems[wider] = verdict.problem
                 if verdict.problem != problems[chosen] and len(wider) < MOST:
                     frontier.append(wider)
@@ -119,11 +177,16 @@ def _problems(plain: str, views: str) -> str:
     return f"plain tensors: {plain}; global tensors: {views}" if plain else views
 
 
-def _why(way: Strategy, first: str, verdict: Verdict) -> str:
+def _together(ways: Iterable[Strategy]) -> Strategy:
+    return Strategy("", {name: style for way in ways for name, style in way.styles.items()})
+
+
+def _note(way: Strategy, first: str, verdict: Verdict) -> str:
+    """What :attr:`Decided.why` says besides the numbers that are divided."""
     gathering = ", ".join(name for name in verdict.gathers if name != PROOF)
     gathers = f"; gathers for {gathering}" if gathering else ""
     if way.how == "local":
         return f"plain tensors{gathers}"
     if way.how == "local+":
-        return f"divided {', '.join(way.changes)}{gathers}"
+        return gathers
     return f"plain tensors: {first or 'the weight is not that of a linear layer'}{gathers}"

@@ -46,8 +46,8 @@ def compare(shape: tuple[int, ...], body: Callable[[Any], Tensor]) -> None:
     (gradient,) = torch.autograd.grad(whole, dense, cotangent)
     assert weight.parts is not None
     (u, v) = weight.parts.vectors
-    torch.testing.assert_close(of_left, (gradient.unsqueeze(-1) * v).sum(-2, keepdim=True))
-    torch.testing.assert_close(of_right, (gradient.unsqueeze(-1) * u).sum(-3, keepdim=True))
+    torch.testing.assert_close(of_left, (gradient.unsqueeze(-1) * v).sum_to_size(of_left.shape))
+    torch.testing.assert_close(of_right, (gradient.unsqueeze(-1) * u).sum_to_size(of_right.shape))
 
 
 PRODUCTS: dict[str, Callable[[Any], Tensor]] = {
@@ -95,6 +95,28 @@ def test_a_matrix(body: Callable[[Any], Tensor]) -> None:
 @pytest.mark.parametrize("body", EXPERTS.values(), ids=EXPERTS)
 def test_experts(body: Callable[[Any], Tensor]) -> None:
     compare((E, O, I), body)
+
+
+@pytest.mark.parametrize("shape", [(E, O, I), (E, I, O)])
+def test_rows_of_groups(shape: tuple[int, ...]) -> None:
+    rows = torch.tensor([0, 0, 2, 2, 2])
+
+    def body(w: Any) -> Tensor:
+        x = noise(5, shape[1])
+        if isinstance(w, LowRankWeight):
+            return w.factors.grouped(x, rows)
+        return torch.stack([one @ w[row] for one, row in zip(x, rows, strict=True)])
+
+    compare(shape, body)
+    compare(shape, lambda w: torch.stack([noise(5, shape[2]) @ one.t() for one in w.unbind()]))
+
+
+def test_a_stack_has_its_experts_in_the_factor_of_the_shorter_edge() -> None:
+    for shape, of_experts in (((E, O, I), 1), ((E, I, O), 0)):
+        parts = weight_of(*shape).parts
+        assert parts is not None
+        for pair in (parts.random, parts.vectors, parts.zeros):
+            assert [factor.shape[0] for factor in pair] == ([1, E] if of_experts else [E, 1])
 
 
 def test_products_make_no_dense_weight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,184 @@
+"""The search for tensor plans of published models, and what a run of them would take: one row for each configuration.
+
+    python -m benchmarks plan_search [--models llama-70b,gpt-oss-120b] [--write-figures]
+
+``configurations.json`` has the published sizes; nothing is downloaded, and models have no content (device meta). Every
+search runs on one thread of a process of its own, whose imports alone take about 0.5 GiB, and is compared with the
+search that draws all numbers where that takes less than two minutes and 12 GiB. Then ``trine plan`` plans the fastest
+layout that fits the stated number of GPUs.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.harness.figures import record_cells, render
+from engine.config import load_config
+from engine.launch.cli import main as run_command
+from engine.planning.tensor_plan_search import find_styles
+from engine.precision.dtypes import make_precision
+from engine.program.program import Program
+
+CORNER = "model"
+GPU = "h100"
+GIB = 2**30
+MOST_SECONDS = 120
+MOST_BYTES = 12 * GIB
+BYTES_OF_ALL = 80
+"""Bytes that a search with all numbers takes for each parameter of the largest block: ten copies in float64."""
+CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("configurations.json").read_text(encoding="utf-8")
+)
+Cells = dict[tuple[str, str], str]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Search and plan each model, each in a process of its own, and show the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks plan_search", description=__doc__)
+    parser.add_argument("--models", default=",".join(CONFIGURATIONS), help="some of " + ", ".join(CONFIGURATIONS))
+    parser.add_argument("--one", choices=TASKS, help="do this for the one model here, and print the result as JSON")
+    parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
+    asked = parser.parse_args(arguments)
+    if asked.one:
+        print(json.dumps(TASKS[asked.one](asked.models)))
+        return 0
+    cells: Cells = {}
+    for name in asked.models.split(","):
+        found = cells_of(name)
+        print(name, *(f"{column} {text};" for (_, column), text in found.items()), flush=True)
+        if asked.write_figures:
+            record_cells("plan-search", CORNER, found)
+        cells |= found
+    columns = list(dict.fromkeys(column for _, column in cells))
+    rows = {name: {column: cells[name, column] for column in columns} for name in asked.models.split(",")}
+    print(render({"corner": CORNER, "columns": columns, "rows": rows}))
+    return 0
+
+
+def cells_of(name: str) -> Cells:
+    """The row of a model."""
+    found, plan = _apart(name, "search"), _apart(name, "plan")
+    small = found is not None and found["largest"] * BYTES_OF_ALL < MOST_BYTES
+    texts = _search_texts(found, _apart(name, "all-numbers") if small else None, small) | _plan_texts(plan)
+    gpus = CONFIGURATIONS[name]["gpus"]
+    return {(name, column.format(gpus=gpus)): text for column, text in texts.items()} | {
+        (name, f"{GPU}s"): f"{gpus:,}"
+    }  # fmt: skip
+
+
+def _search_texts(found: Mapping[str, Any] | None, full: Mapping[str, Any] | None, small: bool) -> dict[str, str]:
+    if found is None:
+        return {"search and proof": f"more than {MOST_SECONDS} s"}
+    same = "" if full is None else ", same plan" if full["patterns"] == found["patterns"] else ", OTHER PLAN"
+    told = "" if full is None else f"{full['seconds']:.1f} s, {full['bytes'] / GIB:.1f} GiB{same}"
+    return {
+        "parameters": f"{found['parameters'] / 1e9:.1f} B",
+        "largest block": f"{found['largest'] / 1e9:.2f} B",
+        "tensor": str(found["tensor"]),
+        "search and proof": f"{found['seconds']:.1f} s",
+        "peak memory": f"{found['bytes'] / GIB:.1f} GiB",
+        "all numbers drawn": told or (f"more than {MOST_SECONDS} s" if small else ""),
+        "how its groups of layers run": found["plan"],
+    }
+
+
+def _plan_texts(plan: Mapping[str, Any] | None) -> dict[str, str]:
+    if plan is None:
+        return {"fastest layout that fits": f"not planned in {MOST_SECONDS} s"}
+    if "refused" in plan:
+        return {"fastest layout that fits": plan["refused"]}
+    memory = max(rank["total"] for rank in plan["memory_bytes"])
+    return {
+        "fits": "yes" if plan["fits"] else "no",
+        "memory, predicted": f"{memory / GIB:.1f} GiB",
+        "step, predicted": f"{plan['step_seconds']:.2f} s",
+        "fastest layout that fits": plan["layout"],
+    }
+
+
+def _apart(name: str, task: str) -> dict[str, Any] | None:
+    """The result of a task in a process of its own; None if it takes longer than MOST_SECONDS of processor time."""
+    command = [sys.executable, "-m", "benchmarks", "plan_search", "--models", name, "--one", task]
+    ended = subprocess.run(command, capture_output=True, text=True, preexec_fn=_limit_seconds, check=False)
+    if ended.returncode < 0:
+        return None
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command)} has failed:\n{ended.stderr}")
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def _limit_seconds() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS + 15, MOST_SECONDS + 15))  # imports take ten of them
+
+
+def _search(name: str, low_rank: bool = True) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    ranks = CONFIGURATIONS[name].get("tensor", 8)
+    model = _build(name)
+    parallel = {"data": 1, "tensor": ranks}
+    config = load_config({"train_batch_size": 8, "parallel": parallel, "optimizer": {"type": "AdamW"}}, ranks)
+    program = Program(model, None, make_precision(config, model), torch.device("cpu"))
+    ids = torch.randint(0, 1000, (2, 128), generator=torch.Generator().manual_seed(0))
+    begun = time.process_time()
+    found = find_styles(program, {"input_ids": ids, "labels": ids}, ranks, low_rank=low_rank)
+    seconds = time.process_time() - begun
+    hows = Counter(f"{reason.style} {reason.how}" for reason in found.reasons)
+    blocks = (block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module)
+    return {
+        "seconds": seconds,
+        "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "largest": max(sum(p.numel() for p in block.parameters()) for block in blocks),
+        "tensor": ranks,
+        "patterns": dict(found.patterns),
+        "plan": "; ".join(hows),
+    }
+
+
+def _plan(name: str) -> dict[str, Any]:
+    """What ``trine plan`` says, or the sentence by which it refuses."""
+    one, told, refused = CONFIGURATIONS[name], io.StringIO(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(one["config"]), encoding="utf-8")
+        sizes = ("--world", str(one["gpus"]), "--gpu", GPU, "--context", str(one["context"]))
+        begun = time.process_time()
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(refused):
+            status = run_command(["plan", folder, *sizes, "--json"])
+    if status:
+        return {"refused": refused.getvalue().strip()}
+    found: dict[str, Any] = json.loads(told.getvalue())
+    return found | {"seconds of the plan": time.process_time() - begun}
+
+
+def _build(name: str) -> nn.Module:
+    import transformers
+
+    given = dict(CONFIGURATIONS[name]["config"])
+    (architecture,) = given.pop("architectures")
+    configuration = transformers.AutoConfig.for_model(**given, use_cache=False)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = getattr(transformers, architecture)(configuration)
+            return model
+    finally:
+        torch.set_default_dtype(before)
+
+
+TASKS = {"search": _search, "all-numbers": lambda name: _search(name, low_rank=False), "plan": _plan}
+"""What a process of its own does for a model."""
