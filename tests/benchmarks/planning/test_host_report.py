@@ -19,6 +19,7 @@ RATES = HostRates(
 )
 
 
+@pytest.mark.long
 def test_a_row_for_each_measured_case() -> None:
     steps = {case.name: [3.0, 2.0, 1.0] for case in CASES if case.world == 1}
     cells = host_cells({"1": {"rates": RATES.as_json(), "steps": steps}})
