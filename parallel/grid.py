@@ -62,6 +62,11 @@ class Grid:
             )
 
     @property
+    def _between(self) -> tuple[Literal["pp", "dp"], Literal["pp", "dp"]]:
+        """The nearer and the farther of the axes around tp."""
+        return ("pp", "dp") if self.order == "tp-pp-dp" else ("dp", "pp")
+
+    @property
     def world_size(self) -> int:
         """Number of ranks in the box."""
         return self.pp * self.dp * self.tp
@@ -97,18 +102,20 @@ class Grid:
         here = self.coord(rank)
         if axis == "replica":
             return tuple(self.rank_at(pp, here.dp, tp) for pp in range(self.pp) for tp in range(self.tp))
-        steps = {"pp": self.dp * self.tp, "dp": self.tp, "tp": 1}
+        inner, outer = self._between
+        steps = {inner: self.tp, outer: self.size(inner) * self.tp, "tp": 1}
         first = self.rank_at(*here) - getattr(here, axis) * steps[axis]
         return tuple(range(first, first + self.size(axis) * steps[axis], steps[axis]))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
         """Every group of peers along ``axis``, in order of their first ranks; each rank is in exactly one of them."""
-        plane = self.dp * self.tp
+        inner, outer = self._between
+        plane = self.size(inner) * self.tp
         firsts: Mapping[Axis, Iterable[int]] = {
-            "pp": range(plane),
-            "dp": (stage * plane + tp for stage in range(self.pp) for tp in range(self.tp)),
+            outer: range(plane),
+            inner: (first + tp for first in range(0, self.world_size, plane) for tp in range(self.tp)),
             "tp": range(0, self.world_size, self.tp),
-            "replica": range(0, plane, self.tp),
+            "replica": range(0, plane, self.tp) if inner == "dp" else range(0, self.world_size, plane),
             "world": range(1),
         }
         return (self.peers(axis, rank) for rank in firsts[axis])
