@@ -376,7 +376,7 @@ def _grouped_mm(x_SI: Tensor, weight_EIO: Tensor, *, offs: Tensor, **_: Any) -> 
         )
         return weight_EIO.factors.grouped(x_SI, places)
     # one function for all groups: the gradient of a slice is as large as x
-    groups = x_SI.split([*(stop - start for start, stop in pairwise(ends)), left])[:-1]
+    groups = torch.split(x_SI, [*(stop - start for start, stop in pairwise(ends)), left])[:-1]
     parts = [own @ weight_EIO[e] for e, own in enumerate(groups) if own.shape[0] or not e]
     rest = x_SI.new_zeros(left, weight_EIO.shape[-1])
     return torch.cat([*parts, rest])
