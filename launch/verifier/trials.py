@@ -66,6 +66,8 @@ def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
         yield "parallel.pipeline", _resized(config, replace(line, split="auto"), (dp, tp, 1))
     if pp > 1 and parallel.schedule != "1f1b":
         yield "parallel.schedule", replace(config, parallel=line)
+    if parallel.order != ParallelConfig().order:
+        yield "parallel.order", replace(config, parallel=replace(parallel, order=ParallelConfig().order))
     if dp > 1:
         yield "parallel.data", _resized(config, parallel, (1, tp, pp))
     if config.zero_optimization.stage:

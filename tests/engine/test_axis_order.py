@@ -8,10 +8,10 @@ import pytest
 
 import engine
 from engine.models.decoder import loss_sum
+from engine.verify import verify
 from tests import models
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows
-from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 ORDERS = ("tp-dp-pp", "tp-pp-dp")
@@ -64,7 +64,14 @@ def both(sizes: dict[str, int], folder: Path) -> None:
         assert begun + ended == [pytest.approx(step, rel=1e-6) for step in expected]
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2, "pipeline": 2}, wide({"data": 2, "tensor": 2, "pipeline": 2})], ids=str)
+def test_the_stages_of_a_replica_side_by_side_train_as_one_process() -> None:
+    config = engine.load_config(config_for(2, 2, parallel={"data": 2, "pipeline": 2, "order": "tp-pp-dp"}), 4)
+    found = verify(lambda: models.decoder(layers=2), config, models.batches_for("decoder", 16, 2), loss_sum, threads=4)
+    assert found is not None and found.holds(), str(found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [{"data": 2, "pipeline": 2}, {"data": 2, "tensor": 2, "pipeline": 2}], ids=str)
 def test_both_orders_train_alike_and_load_each_other(
     run_ranks: RunRanks, sizes: dict[str, int], tmp_path: Path
 ) -> None:

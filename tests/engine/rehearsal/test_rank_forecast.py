@@ -27,6 +27,7 @@ from tests.engine.rehearsal.measured_peak import (
     compare_peaks,
     decoder,
 )
+from tests.selection import wide
 from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
@@ -60,7 +61,7 @@ def check(run_ranks: RunRanks, family: str, way: Way) -> PeakPair:
     return max(found, key=lambda pair: abs(pair.error))
 
 
-@pytest.mark.parametrize("way", ["one rank, full recomputation, bf16", "pp2, zb-h1"])
+@pytest.mark.parametrize("way", ["one rank, full recomputation, bf16", wide("pp2, zb-h1")])
 def test_a_decoder_holds_what_is_predicted(run_ranks: RunRanks, way: str) -> None:
     assert check(run_ranks, "decoder", WAYS[way]).measured > 100_000
 
