@@ -70,6 +70,12 @@ TESTED = {
     "python -m benchmarks planning --cpu --write-figures":
         "tests/benchmarks/planning/test_host_report.py::test_the_documents_show_twelve_steps_within_the_goal",
     "trine plan --calibrate FILE": f"{PLANNER}test_calibrate.py::test_this_machine",
+    "pytest -m long tests/engine/rehearsal --write-figures":
+        "tests/engine/rehearsal/test_rank_forecast.py::test_a_decoder_holds_what_is_predicted",
+    "pytest -m long tests/engine/parity/test_fewer_bits_training.py --write-figures":
+        "tests/zero/test_fewer_bits.py::test_all_data_ranks_compute_with_the_same_rounded_values",
+    "python -m tests.cluster.fewer_bits --write-figures":
+        "tests/zero/test_fewer_bits.py::test_bytes_and_calls_are_those_of_the_plan",
     "python -m benchmarks offload":
         "tests/benchmarks/offload/test_command.py::test_every_contender_is_measured",
     "python -m benchmarks planning --fit":

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.step_time.axis_links import HostLinks
-from engine.planning.step_time.prediction import Computation, StepTime
+from engine.planning.step_time.prediction import Computation, StageSeconds, StepTime
 from engine.planning.step_time.ranking import GridChoice
 
 VERSION = 1
@@ -214,7 +214,9 @@ def _machine(given: Mapping[str, Any]) -> Machine:
     links = given["links"]
     speeds = {name: LinkSpeed(**links[name]) if links[name] else None for name in ("within", "between", "memory")}
     built: Any = {**links, **speeds}
-    return Machine(**{**given, "computation": Computation(**given["computation"]), "links": HostLinks(**built)})
+    stages = tuple(StageSeconds(**stage) for stage in given["computation"].get("stages", ()))
+    computation = Computation(**{**given["computation"], "stages": stages})
+    return Machine(**{**given, "computation": computation, "links": HostLinks(**built)})
 
 
 def _row(given: Mapping[str, Any]) -> ScalingRow:

@@ -7,8 +7,8 @@ GRID_AND_COMMUNICATION = (
         name="grid-axes-in-another-order",
         about="Data ranks lie next to each other where tensor ranks should, so groups are formed of the wrong ranks.",
         file="parallel/grid.py",
-        old="rank // self.tp % self.dp, rank % self.tp)",
-        new="rank % self.dp, rank // self.dp % self.tp)",
+        old="block, tp = divmod(rank, self.tp)",
+        new="tp, block = divmod(rank, self.dp * self.pp)",
         tests=("tests/parallel/test_grid.py::test_coord_and_rank_at_are_inverse_and_run_in_order",),
     ),
     Fault(

@@ -84,8 +84,8 @@ PIPELINE = (
         name="receive-buffer-reused-too-early",
         about="The memory of a received activation is reused while the model still holds it.",
         file="parallel/pipeline/runtime/transport.py",
-        old="if own is not None and _names(own) <= _OURS:",
-        new="if own is not None:",
+        old="own is not None and _names(own) <= _OURS",
+        new="own is not None",
         tests=(
             "tests/parallel/pipeline/runtime/test_receive_buffers.py::test_what_a_model_autograd_or_a_message_keeps_is_left_to_them",
         ),
