@@ -36,6 +36,7 @@ from engine.planning.budgets import (
     gather_traffic,
     gradient_traffic,
     held_elements,
+    ranks_with_secondary_shards,
     scale_tally,
     shards_parameters,
     stage_traffic,
@@ -49,6 +50,7 @@ from engine.precision.dtypes import Precision, half_note, make_precision
 from engine.program.program import Program
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather.gather_schedule import gather_order
+from engine.zero.gather.secondary_shards import SecondaryLayout
 from engine.zero.layout import FlatLayout
 from engine.zero.optim.sharded_optimizer import GroupOptions
 
@@ -150,6 +152,8 @@ class Plan:
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
         frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
         state = state_bytes(self.layout(coord), frozen, self.precision, self.config, self.moments or 0)
+        if (gathers := self.gathers(coord)) is not None and gathers.within.buckets:
+            state["secondary shards"] = gathers.secondary_bytes
         return RankPlan(coord, held, state, self._traffic(coord))
 
     @property
@@ -167,7 +171,9 @@ class Plan:
         limit = None if zero.gather == "step" else zero.keep_gathered_bytes
         formats = wire_formats(self.config, self.precision)
         wire = tuple(formats.gathered_bytes(b, getattr(torch, b.dtype).itemsize) for b in order.buckets)
-        return GatherPlan(order, self.schedule.passes(coord.pp), order.pinned(limit, sizes), sizes, wire)
+        pinned, node = order.pinned(limit, sizes), ranks_with_secondary_shards(self.config)
+        within = SecondaryLayout(node, frozenset(range(len(sizes))) - pinned) if node > 1 else SecondaryLayout()
+        return GatherPlan(order, self.schedule.passes(coord.pp), pinned, sizes, wire, within)
 
     def _is_fed(self, stage: int) -> bool:
         """An earlier stage has trained parameters, so this stage computes gradients of its inputs."""

@@ -145,6 +145,11 @@ class RankRuntime:
         if self.gatherer is not None:
             self.gatherer.retire()
 
+    def weights_written(self) -> None:
+        """Forget what was gathered of parameters before a load or a user has written them. All ranks call it."""
+        if self.gatherer is not None:
+            self.gatherer.forget()
+
     def changing(self) -> AbstractContextManager[None]:
         """Context of a call that reads or writes weights or optimizer state between steps."""
         return self.integrity.changing() if self.integrity else nullcontext()

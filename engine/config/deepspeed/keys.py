@@ -202,7 +202,6 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
             "zero_optimization.zero_quantized_weights gathers frozen parameters in fewer bits too", _OFF
         ),
         "zeropp_loco_param": Noted("zero_optimization.zero_gradient_error_feedback keeps residuals", (None,)),
-        "zero_hpz_partition_size": Noted(_ONE_SHARDING, (1, None)),
         "mics_shard_size": Noted(_ONE_SHARDING, (-1, None)),
         "mics_hierarchical_params_gather": Noted(_ONE_SHARDING, _OFF),
         "zenflow": Noted("every step updates every parameter, at once", (None,)),
