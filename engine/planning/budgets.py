@@ -17,7 +17,7 @@ from engine.parallel.tensor.layers.partial_grads import LABEL
 from engine.parallel.trace.model_trace import Value
 from engine.precision.dtypes import Precision
 from engine.zero.gather.gather_schedule import GatherOrder, Gathers, count_gathers
-from engine.zero.gather.secondary_shards import WITHIN, SecondaryLayout
+from engine.zero.gather.secondary_shards import NO_SHARDS, WITHIN, SecondaryLayout
 from engine.zero.layout import Bucket, FlatLayout
 from engine.zero.wire_formats import WireFormats
 
@@ -49,7 +49,7 @@ class GatherPlan:
     """Bytes of each full bucket."""
     wire: tuple[int, ...]
     """Bytes of each full bucket as it is sent."""
-    within: SecondaryLayout = SecondaryLayout()
+    within: SecondaryLayout = NO_SHARDS
     """What nodes keep of gathered buckets."""
 
     @property

@@ -50,7 +50,7 @@ from engine.precision.dtypes import Precision, half_note, make_precision
 from engine.program.program import Program
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather.gather_schedule import gather_order
-from engine.zero.gather.secondary_shards import SecondaryLayout
+from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
 from engine.zero.layout import FlatLayout
 from engine.zero.optim.sharded_optimizer import GroupOptions
 
@@ -172,7 +172,7 @@ class Plan:
         formats = wire_formats(self.config, self.precision)
         wire = tuple(formats.gathered_bytes(b, getattr(torch, b.dtype).itemsize) for b in order.buckets)
         pinned, node = order.pinned(limit, sizes), ranks_with_secondary_shards(self.config)
-        within = SecondaryLayout(node, frozenset(range(len(sizes))) - pinned) if node > 1 else SecondaryLayout()
+        within = SecondaryLayout(node, frozenset(range(len(sizes))) - pinned) if node > 1 else NO_SHARDS
         return GatherPlan(order, self.schedule.passes(coord.pp), pinned, sizes, wire, within)
 
     def _is_fed(self, stage: int) -> bool:
@@ -310,6 +310,11 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
     if not any(parameter.requires_grad for parameter in model.parameters()):
         notes.append(
             "the model has no trainable parameter: it predicts, generates and evaluates, and cannot be trained"
+        )
+    if 1 < config.dp == config.zero_optimization.zero_hpz_partition_size:
+        notes.append(
+            f"zero: zero_hpz_partition_size {config.dp} puts all data ranks into one node, whose "
+            "secondary shards would be the shards once more, so none are kept"
         )
     notes += _exact_weights(model, config, precision)
     if (half := half_note(model, precision)) is not None:

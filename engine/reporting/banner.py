@@ -161,8 +161,8 @@ def _gathers_line(plan: Plan, gathers: GatherPlan) -> str:
     over = f" and {megabytes(kept)} over the step" * bool(kept)
     reduced = "microbatch" if reduces_each_microbatch(plan.config) else "step"
     return (
-        f"stage 3: parameters gathered in {len(order.turns)} groups, {calls} times a step{inside}, at most {megabytes(peak)} "
-        f"whole at a time{over}; gradients reduce-scattered every {reduced}"
+        f"stage 3: parameters gathered in {len(order.turns)} groups, {calls} times a step{inside}, at most "
+        f"{megabytes(peak)} whole at a time{over}; gradients reduce-scattered every {reduced}"
     )
 
 

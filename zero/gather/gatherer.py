@@ -27,7 +27,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gather_schedule import GatherOrder
-from engine.zero.gather.secondary_shards import SecondaryLayout
+from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
 from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 _FORWARD, _BACKWARD = Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0)
@@ -70,7 +70,7 @@ class ParameterGatherer:
 
     def __init__(
         self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int], comm: Comm,
-        start: Callable[[], None], within: SecondaryLayout = SecondaryLayout(),
+        start: Callable[[], None], within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
         self._start_backward = start
         self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.dp
@@ -90,8 +90,12 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ the passes of a step
 
     def start(self, passes: Sequence[Action]) -> None:
-        """Announce the passes of a step, so that buckets which the next pass needs first are not freed before it."""
+        """Announce the passes of a step, so that buckets which the next pass needs first are not freed before it.
+
+        What nodes have kept from forwards before it is forgotten, so that the step sends what the plan says.
+        """
         self._refuse_opened()
+        self._whole.secondary.drop()
         self._to_come = deque(passes)
 
     @contextmanager

@@ -36,6 +36,9 @@ class SecondaryLayout:
         return bucket_elements // self.ranks
 
 
+NO_SHARDS = SecondaryLayout()
+
+
 class SecondaryShards:
     """The secondary shards of a rank; indices count ``buckets``.
 

@@ -16,7 +16,7 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.trace.guarded_parameter import conceal, reveal
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import EncodedGather, encoded_gather
-from engine.zero.gather.secondary_shards import SecondaryLayout, SecondaryShards
+from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, SecondaryShards
 
 
 class UnshardedBuckets:
@@ -28,7 +28,7 @@ class UnshardedBuckets:
 
     def __init__(
         self, buckets: Sequence[FlatBucket], comm: Comm, read: Callable[[int, str], None],
-        within: SecondaryLayout = SecondaryLayout(),
+        within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
         self._buckets, self._comm, self._read = buckets, comm, read
         self.secondary = SecondaryShards(buckets, within, comm)
