@@ -2,12 +2,10 @@
 
 from tests.faults.fault import Fault
 
-_SAME_BITS = "tests/zero/test_secondary_shards.py::test_two_nodes_train_to_the_bits_of_none_and_use_nothing_stale[zero0-changes0]"
-_CODES = (
-    "tests/zero/test_secondary_shards.py::test_two_nodes_train_to_the_bits_of_none_and_use_nothing_stale"
-    "[zero1-changes1]"
-)
-_LOADED = "tests/zero/test_secondary_shards.py::test_a_load_ends_what_nodes_have_kept[4-grid0-zero0-changes0]"
+_TESTS = "tests/zero/test_secondary_shards.py"
+_SAME_BITS = f"{_TESTS}::test_two_nodes_train_to_the_bits_of_none_and_use_nothing_stale[zero0-changes0]"
+_CODES = f"{_TESTS}::test_two_nodes_train_to_the_bits_of_none_and_use_nothing_stale[zero1-changes1]"
+_LOADED = f"{_TESTS}::test_a_load_ends_what_nodes_have_kept"
 
 SECONDARY_SHARDS = (
     Fault(
