@@ -101,8 +101,8 @@ def history(eng: Engine, folder: str = "") -> tuple[list[Any], dict[str, Tensor]
             value.mul_(1.5)
     seen += [forward(eng), eng.eval_batch(rows(eng, 50)).loss, forward(eng)]
     with eng.masters("last.weight") as masters:
-        for value in masters.values():
-            value.add_(0.25)
+        for master in masters.values():
+            master.add_(0.25)
     seen.append(forward(eng))
     loss, more = sent_beside_plan(eng, 1)
     seen += [loss, forward(eng)]
@@ -243,12 +243,12 @@ def test_processes_train_and_resume_to_the_bits_of_none(
 def skipping(eng: Engine) -> list[Any]:
     """(skipped, loss) of steps, of which the second has a gradient that is not finite on the last rank."""
     found: list[Any] = []
-    weight = dict(eng.module.named_parameters())["last.weight"]
+    weight: Any = dict(eng.module.named_parameters())["last.weight"]
     for step in range(3):
         poisoned = step == 1 and eng.grid.rank == eng.grid.world_size - 1
         handle = weight.register_hook(lambda grad, spoil=poisoned: grad.clone().fill_(math.nan) if spoil else grad)
         report = eng.train_batch(rows(eng, step))
-        handle.remove()  # type: ignore[no-untyped-call]
+        handle.remove()
         found += [report.skipped, report.loss if step != 1 else 0.0]
     return found
 
