@@ -108,8 +108,11 @@ class NamedState(ABC):
             runtime.gatherer.refuse_opened("masters")
         with runtime.changing():
             pieces = _master_pieces(runtime.buckets)
-            with self._opened("masters", pieces, pattern, local, runtime.optimizer.refresh) as found:
-                yield found
+            try:
+                with self._opened("masters", pieces, pattern, local, runtime.optimizer.refresh) as found:
+                    yield found
+            finally:
+                runtime.weights_written()
 
     @contextmanager
     def optimizer_state(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:

@@ -42,7 +42,7 @@ from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.parallel.tensor.layers.partial_grads import PartialSums
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.analysis import PlanRequest, search_styles
-from engine.planning.budgets import reduces_each_microbatch, wire_formats
+from engine.planning.budgets import ranks_with_secondary_shards, reduces_each_microbatch, wire_formats
 from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import Costs, profile_run
 from engine.planning.tensor_search.found_styles import FoundStyles
@@ -224,6 +224,8 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
     set_overlap(axis, comm, plan.config, device)
     if plan.gather_groups is not None:
         comm.open_gathers()
+        if (node := ranks_with_secondary_shards(plan.config)) > 1:
+            comm.open_gathers(node)
     connect_hops(wire_formats(plan.config, plan.precision), comm)
     return axis
 
@@ -283,7 +285,7 @@ def _gatherer(
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
         return None
-    gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm, own_backward.start)
+    gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm, own_backward.start, gathers.within)
     GatheredModules(model, plan.gather_groups, gathers.order, gatherer, patches)
     return gatherer
 

@@ -182,6 +182,7 @@ class CheckpointCoordinator:
         assert self._run is not None and source._run is not None, "the caller has checked that the models are built"
         source.refuse_spoiled()
         copy_weights(source._run, self._run)
+        self._run.runtime.weights_written()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """See :meth:`engine.Engine.save_pretrained`."""

@@ -157,6 +157,7 @@ class Resume:
         with loading(self._host, self._step, self._advice):
             made = self._read(reader, loader)
         share_weights(run.runtime.buckets, run.comm)
+        run.runtime.weights_written()
         if self._states:
             share_moments(run.local_tensors, made, run.comm)
         with loading(self._host, self._step, self._advice):
@@ -310,6 +311,7 @@ def start_weights(run: RunState, host: HostGroup, folder: Path) -> None:
         loader.check()
         loader.read_weights()
     share_weights(run.runtime.buckets, run.comm)
+    run.runtime.weights_written()
 
 
 def _weights_of(run: RunState, folder: Path) -> TensorSource:

@@ -113,7 +113,27 @@ def check_zero(zero: ZeroConfig, problems: Problems) -> None:
                 f"{shown_value(getattr(zero, key))} with stage {zero.stage}: only stage 3 gathers parameters; set "
                 "stage to 3, or leave it out.",
             )
+    check_secondary_shards(zero, problems)
     check_fewer_bits(zero, problems)
+
+
+def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
+    """Note secondary shards where nothing would be gathered from them."""
+    asked = zero.zero_hpz_partition_size
+    if asked in (0, 1):
+        return
+    if zero.stage < 3:
+        problems.add(
+            "zero_optimization.zero_hpz_partition_size",
+            f"{shown_value(asked)} with stage {zero.stage}: only stage 3 gathers parameters; set stage to 3, or leave "
+            "it out.",
+        )
+    elif zero.gather == "step":
+        problems.add(
+            "zero_optimization.zero_hpz_partition_size",
+            f'{shown_value(asked)} with gather "step", which gathers parameters once a step, so that a node would '
+            'keep shards that it never reads; set gather to "microbatch", or leave it out.',
+        )
 
 
 def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
@@ -175,6 +195,17 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
 
 def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
     """Note data ranks that nodes do not share alike, of a configuration whose sizes are known."""
+    asked, ranks = zero.zero_hpz_partition_size, parallel.data
+    if isinstance(asked, int) and isinstance(ranks, int) and asked > 1 and ranks > 1 and ranks % asked:
+        problems.add(
+            "zero_optimization.zero_hpz_partition_size",
+            f"{asked} does not divide the {ranks} data ranks, of which each node has as many; give a divisor of "
+            f"{ranks}, or leave it out.",
+        )
+    _check_node_sums(parallel, zero, problems)
+
+
+def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
     node, tensor, data, pipeline = parallel.gpus_per_node, parallel.tensor, parallel.data, parallel.pipeline
     if not zero.zero_quantized_gradients or node is None:
         return

@@ -125,6 +125,9 @@ class ZeroConfig:
     zero_quantized_block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, Choice(
         options=(64, 128, 256, 512, 1024, 2048), noun="a block size"))  # fmt: skip
     """Elements that share a scale (fp32) on the wire."""
+    zero_hpz_partition_size: int | Literal["auto"] = setting(1, AnyOf(
+        rules=(AUTO, COUNT), remedy='give a number of data ranks, or "auto"'))  # fmt: skip
+    """At stage 3, data ranks of a node, which keep gathered parameters as shards among them; 1 or 0: none do."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
     """Placement of the optimizer state."""
 

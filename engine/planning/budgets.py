@@ -16,7 +16,8 @@ from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.parallel.tensor.layers.partial_grads import LABEL
 from engine.parallel.trace.model_trace import Value
 from engine.precision.dtypes import Precision
-from engine.zero.gather.gather_schedule import GatherOrder, count_gathers
+from engine.zero.gather.gather_schedule import GatherOrder, Gathers, count_gathers
+from engine.zero.gather.secondary_shards import NO_SHARDS, WITHIN, SecondaryLayout
 from engine.zero.layout import Bucket, FlatLayout
 from engine.zero.offload.host_copies import offloaded_buckets
 from engine.zero.wire_formats import WireFormats
@@ -54,6 +55,18 @@ class GatherPlan:
     """Bytes of each full bucket."""
     wire: tuple[int, ...]
     """Bytes of each full bucket as it is sent."""
+    within: SecondaryLayout = NO_SHARDS
+    """What nodes keep of gathered buckets."""
+
+    @property
+    def gathers(self) -> Gathers:
+        """What is gathered in a step."""
+        return count_gathers(self.order, self.passes, self.pinned, self.within.buckets)
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Bytes of the secondary shards of a rank."""
+        return sum(self.sizes[index] // self.within.ranks for index in self.within.buckets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +182,13 @@ def data_ranks_of_a_node(config: Config) -> int:
     return config.dp if node is None else min(config.dp, max(1, node // between))
 
 
+def ranks_with_secondary_shards(config: Config) -> int:
+    """Data ranks that share the secondary shards of a node; 1: there are none, or they would be the shards again."""
+    asked = config.zero_optimization.zero_hpz_partition_size
+    found = data_ranks_of_a_node(config) if asked == "auto" else max(1, asked)
+    return found if shards_parameters(config) and found < config.dp and config.dp % found == 0 else 1
+
+
 def reduction_traffic(bucket: Bucket, config: Config, formats: WireFormats, itemsize: int) -> tuple[Traffic, ...]:
     """Traffic of one reduction of a bucket; ``itemsize``: of an element that is not encoded."""
     if config.zero_optimization.stage > 0:
@@ -177,12 +197,20 @@ def reduction_traffic(bucket: Bucket, config: Config, formats: WireFormats, item
 
 
 def gather_traffic(plan: GatherPlan, ranks: int) -> Tally:
-    """Gathers of sharded parameters over dp: one batch per gather group and pass, of the buckets not yet gathered."""
-    gathers = count_gathers(plan.order, plan.passes, plan.pinned)
+    """Gathers of sharded parameters: one batch per gather group and pass, of the buckets not yet gathered.
+
+    Those of which nodes keep a secondary shard go over dp once, and then within the nodes, as they are.
+    """
+    gathers = plan.gathers
     moved = [
         times * sent_bytes("all_gather", size, ranks) for size, times in zip(plan.wire, gathers.times, strict=True)
     ]
-    return Tally([Traffic("dp", "parameters", gathers.calls, sum(moved))])
+    rows = [Traffic("dp", "parameters", gathers.calls, sum(moved))]
+    if gathers.calls_within:
+        near = zip(plan.sizes, gathers.times_within, strict=True)
+        sent = sum(times * sent_bytes("all_gather", size, plan.within.ranks) for size, times in near)
+        rows.append(Traffic("dp", WITHIN, gathers.calls_within, sent))
+    return Tally(rows)
 
 
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:

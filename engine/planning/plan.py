@@ -37,6 +37,7 @@ from engine.planning.budgets import (
     gradient_traffic,
     held_elements,
     hosted_buckets,
+    ranks_with_secondary_shards,
     scale_tally,
     shards_parameters,
     stage_traffic,
@@ -50,6 +51,7 @@ from engine.precision.dtypes import Precision, half_note, make_precision
 from engine.program.program import Program
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather.gather_schedule import gather_order
+from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
 from engine.zero.layout import FlatLayout
 from engine.zero.optim.sharded_optimizer import GroupOptions
 
@@ -155,7 +157,10 @@ class Plan:
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
         frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
         state = state_bytes(self.layout(coord), frozen, self.precision, self.config, self.moments or 0)
-        return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
+        device = dict(state.device)
+        if (gathers := self.gathers(coord)) is not None and gathers.within.buckets:
+            device["secondary shards"] = gathers.secondary_bytes
+        return RankPlan(coord, held, device, state.host, state.disk, self._traffic(coord))
 
     @property
     def stored_bytes(self) -> int:
@@ -172,7 +177,9 @@ class Plan:
         limit = None if zero.gather == "step" else zero.keep_gathered_bytes
         formats = wire_formats(self.config, self.precision)
         wire = tuple(formats.gathered_bytes(b, getattr(torch, b.dtype).itemsize) for b in order.buckets)
-        return GatherPlan(order, self.schedule.passes(coord.pp), order.pinned(limit, sizes), sizes, wire)
+        pinned, node = order.pinned(limit, sizes), ranks_with_secondary_shards(self.config)
+        within = SecondaryLayout(node, frozenset(range(len(sizes))) - pinned) if node > 1 else NO_SHARDS
+        return GatherPlan(order, self.schedule.passes(coord.pp), pinned, sizes, wire, within)
 
     def _is_fed(self, stage: int) -> bool:
         """An earlier stage has trained parameters, so this stage computes gradients of its inputs."""
@@ -309,6 +316,11 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
     if not any(parameter.requires_grad for parameter in model.parameters()):
         notes.append(
             "the model has no trainable parameter: it predicts, generates and evaluates, and cannot be trained"
+        )
+    if 1 < config.dp == config.zero_optimization.zero_hpz_partition_size:
+        notes.append(
+            f"zero: zero_hpz_partition_size {config.dp} puts all data ranks into one node, whose "
+            "secondary shards would be the shards once more, so none are kept"
         )
     notes += _exact_weights(model, config, precision)
     if (half := half_note(model, precision)) is not None:

@@ -15,7 +15,6 @@ from engine.planning.budgets import GatherPlan, RankPlan, reduces_each_microbatc
 from engine.planning.fused_layers import fused_layers
 from engine.planning.plan import Plan
 from engine.precision.loss_scaler import make_loss_scale
-from engine.zero.gather.gather_schedule import count_gathers
 
 
 def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None) -> str:
@@ -158,12 +157,13 @@ def _gathers_line(plan: Plan, gathers: GatherPlan) -> str:
     whole = [sum(sizes[index] for index in members) for members in order.members]
     peak = max(map(sum, zip(whole, [*whole[1:], 0], strict=True)))
     kept = sum(sizes[index] for index in gathers.pinned)
-    calls = count_gathers(order, gathers.passes, gathers.pinned).calls
+    calls, near = gathers.gathers.calls, gathers.gathers.calls_within
+    inside = f", and {near} times from the other {gathers.within.ranks - 1} of a node" * bool(near)
     over = f" and {megabytes(kept)} over the step" * bool(kept)
     reduced = "microbatch" if reduces_each_microbatch(plan.config) else "step"
     return (
-        f"stage 3: parameters gathered in {len(order.turns)} groups, {calls} times a step, at most {megabytes(peak)} "
-        f"whole at a time{over}; gradients reduce-scattered every {reduced}"
+        f"stage 3: parameters gathered in {len(order.turns)} groups, {calls} times a step{inside}, at most "
+        f"{megabytes(peak)} whole at a time{over}; gradients reduce-scattered every {reduced}"
     )
 
 

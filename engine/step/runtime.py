@@ -152,6 +152,11 @@ class RankRuntime:
         if self.optimizer.disk is not None:
             self.optimizer.disk.close()
 
+    def weights_written(self) -> None:
+        """Forget what was gathered of parameters before a load or a user has written them. All ranks call it."""
+        if self.gatherer is not None:
+            self.gatherer.forget()
+
     def changing(self) -> AbstractContextManager[None]:
         """Context of a call that reads or writes weights or optimizer state between steps."""
         return self.integrity.changing() if self.integrity else nullcontext()

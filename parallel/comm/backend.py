@@ -84,11 +84,14 @@ class Backend(Protocol):
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
         """Send slice i of ``given`` to the i-th of these indices of axis dp; slice i of ``received`` comes from it."""
 
-    def open_gathers(self) -> None:
-        """Prepare ``gather_parameters``; every rank calls it."""
+    def open_gathers(self, within: int | None = None) -> None:
+        """Prepare ``gather_parameters``; every rank calls it.
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
-        """All-gather each (full, shard) over dp, in a group apart from dp's other traffic."""
+        ``within``: over so many data ranks, side by side, instead of all.
+        """
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+        """All-gather each (full, shard) over dp or ``within`` ranks of it, in a group apart from its other traffic."""
 
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
         """Send ``tensor`` to index ``to`` of axis pp; it must not change before the wait."""
@@ -143,13 +146,14 @@ class RecordingBackend:
         slices[own].copy_(given.view(len(members), -1)[own])
         return lambda: None
 
-    def open_gathers(self) -> None:
+    def open_gathers(self, within: int | None = None) -> None:
         """Do nothing."""
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
         """Copy each shard to this rank's slice of its full tensor."""
+        ranks = within or self._grid.dp
         for full, shard in pairs:
-            self.all_gather(full, shard, "dp")
+            full.view(ranks, -1)[self._grid.index("dp") % ranks].copy_(shard)
         return lambda: None
 
     def connect(self, stages: tuple[int, ...]) -> None:

@@ -268,17 +268,26 @@ class Comm:
         call = partial(self._backend.all_to_all, received, given, members)
         return self._issue("all_to_all", given, "dp", label, call, route)
 
-    def open_gathers(self) -> None:
+    def open_gathers(self, within: int | None = None) -> None:
         """Prepare ``gather_parameters``. Every rank of the world calls it."""
-        self._backend.open_gathers()
+        self._backend.open_gathers(within)
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str) -> Pending:
-        """``all_gather`` of several (full, shard) pairs over dp at once, in a group apart from dp's other traffic."""
+    def gather_parameters(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, within: int | None = None
+    ) -> Pending:
+        """``all_gather`` of several (full, shard) pairs over dp at once, in a group apart from dp's other traffic.
+
+        ``within``: the group has so many data ranks, which lie side by side, instead of all.
+        """
         elements = sum(full.numel() for full, _ in pairs)
         size = sum(full.numel() * full.element_size() for full, _ in pairs)
         work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))
-        route = _Route(self.grid.dp, Stream(EventKind.COLLECTIVE, "dp", "dp gathers"))
-        return self._launch(work, "dp", label, lambda: self._backend.gather_parameters(pairs), route)
+        name, ranks = "dp gathers", within or self.grid.dp
+        if within is not None:
+            first = self.grid.index("dp") // ranks * ranks
+            name += f" indices {','.join(map(str, range(first, first + ranks)))}"
+        route = _Route(ranks, Stream(EventKind.COLLECTIVE, "dp", name))
+        return self._launch(work, "dp", label, lambda: self._backend.gather_parameters(pairs, within), route)
 
     def close(self) -> None:
         """End the communication of this engine; the process group itself belongs to the :class:`World`."""

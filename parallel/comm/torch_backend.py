@@ -28,8 +28,15 @@ class _DataMembers(NamedTuple):
     members: tuple[int, ...]
 
 
-_Key = Axis | Literal["gathers"] | tuple[int, ...] | _DataMembers | Channel
-"""An axis, the data axis's second group for parameters, indices of axis pp that sum or of axis dp that exchange, or a
+class _DataGathers(NamedTuple):
+    """Gathers of parameters over so many data ranks side by side."""
+
+    purpose: Literal["gathers"]
+    within: int
+
+
+_Key = Axis | tuple[int, ...] | _DataMembers | _DataGathers | Channel
+"""An axis, the data axis's other groups for parameters, indices of axis pp that sum or of axis dp that exchange, or a
 channel of messages."""
 
 
@@ -116,13 +123,17 @@ class TorchBackend:
         group = self._groups["dp" if len(members) == self._grid.dp else _DataMembers(members)]
         return _finisher(dist.all_to_all_single(received, given, group=group, async_op=True))
 
-    def open_gathers(self) -> None:
-        """Create a second group of the data axis."""
-        self._groups["gathers"] = self._along("dp")
+    def open_gathers(self, within: int | None = None) -> None:
+        """Create a second group of the data axis, or of each run of ``within`` ranks of it."""
+        size, line = within or self._grid.dp, self._grid.peers("dp")
+        starts = range(0, self._grid.dp, size)
+        groups = (peers[start : start + size] for peers in self._grid.groups("dp") for start in starts)
+        first = self._grid.index("dp") // size * size
+        self._groups[_DataGathers("gathers", size)] = self._open(groups, line[first : first + size])
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
-        """All-gather each pair in the second group of the data axis."""
-        group = self._groups["gathers"]
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+        """All-gather each pair in the group that ``open_gathers`` has created for it."""
+        group = self._groups[_DataGathers("gathers", within or self._grid.dp)]
         waits = [_all_gather(full, shard, group) for full, shard in pairs]
 
         def finish() -> None:

@@ -44,10 +44,11 @@ class StreamedBackend:
         """Gather into ``full``."""
         return self._run(axis, "all_gather", lambda: self.inner.all_gather(full, shard, axis), *others(full, shard))
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
         """Gather all pairs on a stream of their own."""
         late = [part for pair in pairs for part in others(*pair)]
-        return self._run("gathers", "gather_parameters", lambda: self.inner.gather_parameters(pairs), *late)
+        key = ("gathers", within)
+        return self._run(key, "gather_parameters", lambda: self.inner.gather_parameters(pairs, within), *late)
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
         """Sum in place."""
@@ -87,9 +88,9 @@ class StreamedBackend:
             ("data", members), "all_to_all", lambda: self.inner.all_to_all(received, given, members), received
         )
 
-    def open_gathers(self) -> None:
+    def open_gathers(self, within: int | None = None) -> None:
         """As inside."""
-        self.inner.open_gathers()
+        self.inner.open_gathers(within)
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
         """As inside."""

@@ -79,7 +79,10 @@ class Gathers:
 
     calls: int
     times: tuple[int, ...]
-    """Number of times that each bucket is gathered."""
+    """Number of times that each bucket is gathered over dp."""
+    calls_within: int = 0
+    times_within: tuple[int, ...] = ()
+    """Number of times that each bucket is gathered from secondary shards, within nodes."""
 
 
 def gather_order(layout: FlatLayout, fed: Collection[int], stages: Collection[int] = (0,)) -> GatherOrder:
@@ -109,9 +112,14 @@ def _is_whole(bucket: Bucket, turn: Turn) -> bool:
     return EVERYWHERE in bucket.gathers or (bool(own) and min(own) <= turn <= max(own))
 
 
-def count_gathers(order: GatherOrder, passes: Sequence[Action], pinned: Collection[int]) -> Gathers:
-    """Count what the passes of a step gather when every module runs in the order of the groups."""
-    calls, times = 0, [0] * len(order.buckets)
+def count_gathers(
+    order: GatherOrder, passes: Sequence[Action], pinned: Collection[int], secondary: Collection[int] = ()
+) -> Gathers:
+    """Count what the passes of a step gather when every module runs in the order of the groups.
+
+    ``secondary``: buckets of which nodes keep a shard, so that only their first gather goes over dp.
+    """
+    calls, times, calls_within, times_within = 0, [0] * len(order.buckets), 0, [0] * len(order.buckets)
     live: frozenset[int] = frozenset()
     # Mirrors the gatherer: a bucket is freed when the position after it is reached, unless it is pinned or needed first
     # by the next pass.
@@ -119,8 +127,10 @@ def count_gathers(order: GatherOrder, passes: Sequence[Action], pinned: Collecti
         for position in order.positions(walk):
             wanted = order.members[position] - live
             live = (live & frozenset(pinned)) | order.members[position]
-            calls += bool(wanted)
+            near = {bucket for bucket in wanted if bucket in secondary and times[bucket]}
+            calls += bool(wanted - near)
+            calls_within += bool(near)
             for bucket in wanted:
-                times[bucket] += 1
+                (times_within if bucket in near else times)[bucket] += 1
         live &= order.at_start(following) | frozenset(pinned)
-    return Gathers(calls, tuple(times))
+    return Gathers(calls, tuple(times), calls_within, tuple(times_within))

@@ -27,6 +27,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gather_schedule import GatherOrder
+from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
 from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
 _FORWARD, _BACKWARD = Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0)
@@ -64,15 +65,16 @@ class ParameterGatherer:
         pinned: buckets that stay gathered over all passes of a step.
         comm: communication; label "parameters" on axis dp, one batch for each group and pass.
         start: called when a gradient arrives while no pass runs, to begin the backward that it belongs to.
+        within: what nodes keep of gathered buckets; these are gathered once over dp, then within the nodes.
     """
 
     def __init__(
         self, buckets: Sequence[FlatBucket], order: GatherOrder, pinned: Collection[int], comm: Comm,
-        start: Callable[[], None],
+        start: Callable[[], None], within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
         self._start_backward = start
         self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.dp
-        self._whole = UnshardedBuckets(buckets, comm, self._read)
+        self._whole = UnshardedBuckets(buckets, comm, self._read, within)
         self._pass: _Walk | None = None
         self._to_come: deque[Action] = deque()
         self._calls = 0
@@ -88,8 +90,12 @@ class ParameterGatherer:
     # ------------------------------------------------------------------ the passes of a step
 
     def start(self, passes: Sequence[Action]) -> None:
-        """Announce the passes of a step, so that buckets which the next pass needs first are not freed before it."""
+        """Announce the passes of a step, so that buckets which the next pass needs first are not freed before it.
+
+        What nodes have kept from forwards before it is forgotten, so that the step sends what the plan says.
+        """
         self._refuse_opened()
+        self._whole.secondary.drop()
         self._to_come = deque(passes)
 
     @contextmanager
@@ -105,10 +111,11 @@ class ParameterGatherer:
             yield
 
     def end(self) -> None:
-        """Free everything, because the step is over or has failed."""
+        """Free everything, because the step is over or has failed; what nodes have kept ends with it."""
         self._to_come.clear()
         self._pass = None
         self._whole.free(self._whole.live - self._opened)
+        self._whole.secondary.drop()
 
     @contextmanager
     def _passing(self, walk: Action, following: Action | None) -> Iterator[None]:
@@ -297,6 +304,11 @@ class ParameterGatherer:
         self._openings -= 1
         self._opened -= set(indices)
         self._whole.free(frozenset(indices), leave=True)
+        self._whole.secondary.drop(indices)
+
+    def forget(self) -> None:
+        """Gather over all data ranks next, because the shards of the parameters have changed. All ranks call it."""
+        self._whole.secondary.drop()
 
     def without_content(self) -> AbstractContextManager[None]:
         """Context for code that reads the shapes of parameters only."""

@@ -16,16 +16,23 @@ from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.trace.guarded_parameter import conceal, reveal
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import EncodedGather, encoded_gather
+from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, SecondaryShards
 
 
 class UnshardedBuckets:
     """State of the buckets of a stage; indices count ``buckets``.
 
-    ``read(index, name)`` is called when code reads a parameter that is not gathered.
+    ``read(index, name)`` is called when code reads a parameter that is not gathered. ``within``: what nodes keep of
+    gathered buckets, by default nothing.
     """
 
-    def __init__(self, buckets: Sequence[FlatBucket], comm: Comm, read: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, buckets: Sequence[FlatBucket], comm: Comm, read: Callable[[int, str], None],
+        within: SecondaryLayout = NO_SHARDS,
+    ) -> None:  # fmt: skip
         self._buckets, self._comm, self._read = buckets, comm, read
+        self.secondary = SecondaryShards(buckets, within, comm)
+        """What this node keeps of buckets that were gathered before."""
         self._live: dict[int, Pending] = {}
         self._shown: set[int] = set()
         """Live buckets that have arrived."""
@@ -46,8 +53,17 @@ class UnshardedBuckets:
         return frozenset(index for index, flat in enumerate(self._buckets) if flat.codec is not None)
 
     def ask(self, indices: frozenset[int], exact: bool = False) -> None:
-        """Allocate memory for the buckets and start their gather, in one batch; ``exact``: no weight is encoded."""
+        """Allocate memory for the buckets and start their gather, in one batch; ``exact``: no weight is encoded.
+
+        What the node has a secondary shard of is gathered in a batch of its own, within the node.
+        """
         missing = sorted(indices - self._live.keys())
+        near = [] if exact else [index for index in missing if index in self.secondary.valid]
+        if near:
+            for index in near:
+                self._buckets[index].reserve()
+            self._live.update(dict.fromkeys(near, self.secondary.gather(near)))
+        missing = [index for index in missing if index not in near]
         if not missing:
             return
         pairs, encoded = [], []
@@ -102,6 +118,8 @@ class UnshardedBuckets:
         """
         for index in indices & self._live.keys():
             self._live.pop(index).wait()
+            if not leave:
+                self.secondary.take(index)
             self._hide(index)
             flat, before = self._buckets[index], _memory(self._buckets[index].params)
             if leave and flat.escaped:

@@ -207,7 +207,6 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "cpu_offload": Moved(
             "zero_optimization.offload_optimizer.device", Flag(), _OFF, MappingProxyType({True: "cpu"})
         ),
-        "zero_hpz_partition_size": Noted(_ONE_SHARDING, (1, None)),
         "mics_shard_size": Noted(_ONE_SHARDING, (-1, None)),
         "mics_hierarchical_params_gather": Noted(_ONE_SHARDING, _OFF),
         "zenflow": Noted("every step updates every parameter, at once", (None,)),

@@ -128,7 +128,7 @@ def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int) -> Rank
     buffers = max(last, wide * again) + _gathered(plan, coord)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
     return RankMemory(
-        parameters=state["parameters"] + state["frozen parameters"],
+        parameters=state["parameters"] + state["frozen parameters"] + state.get("secondary shards", 0),
         gradients=state["gradients"] + state.get("error feedback", 0),
         optimizer=state["master"] + state["optimizer"],
         activations=activations,

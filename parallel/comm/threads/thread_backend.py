@@ -138,12 +138,15 @@ class ThreadBackend:
 
         return self._meet("all_to_all", ("data", tuple(line[index] for index in members)), given, place)
 
-    def open_gathers(self) -> None:
+    def open_gathers(self, within: int | None = None) -> None:
         """Do nothing: a group is opened by its first use."""
 
-    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Wait:
-        """All-gather each pair over dp, apart from dp's other traffic."""
-        waits = [self._gather(full, shard, ("gathers", self._grid.peers("dp"))) for full, shard in pairs]
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+        """All-gather each pair over dp or ``within`` ranks of it, apart from dp's other traffic."""
+        size = within or self._grid.dp
+        first = self._grid.index("dp") // size * size
+        group = ("gathers", tuple(self._grid.peers("dp")[first : first + size]))
+        waits = [self._gather(full, shard, group) for full, shard in pairs]
 
         def finish() -> None:
             for wait in waits:

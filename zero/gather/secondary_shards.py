@@ -1,0 +1,81 @@
+"""Secondary shards: what the data ranks of a node keep of parameters that they have gathered, for the next gathers.
+
+    node 0: ranks 0 1   node 1: ranks 2 3
+    kept       [ 0 | 1 | 2 | 3 ]         each rank a quarter; the first gather of a step goes over all of dp
+    secondary  [   0   |   1   ]  [   2   |   3   ]
+                 first   second     first   second half, in both nodes; all other gathers of the step stay in the node
+
+A secondary shard is taken when a full bucket is freed for the first time, and lasts to the end of the step or the
+evaluation, or until a user's write or a load. It holds the values that were computed with: those that codes decode to,
+if weights are gathered in fewer bits. (Wang et al. 2023, ZeRO++, hierarchical partitioning.)
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.parallel.comm.comm import Comm, Pending
+from engine.zero.flat_buckets import FlatBucket
+
+WITHIN = "parameters within nodes"
+"""Label of gathers from secondary shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class SecondaryLayout:
+    """Which buckets have a secondary shard."""
+
+    ranks: int = 1
+    """Data ranks of a node, side by side on the axis; 1: there are no secondary shards."""
+    buckets: frozenset[int] = frozenset()
+
+    def elements(self, bucket_elements: int) -> int:
+        """Elements of the shard of one bucket."""
+        return bucket_elements // self.ranks
+
+
+NO_SHARDS = SecondaryLayout()
+
+
+class SecondaryShards:
+    """The secondary shards of a rank; indices count ``buckets``.
+
+    Args:
+        comm: communication; label "parameters within nodes" on axis dp, between the ranks of a node.
+    """
+
+    def __init__(self, buckets: Sequence[FlatBucket], layout: SecondaryLayout, comm: Comm) -> None:
+        self._buckets, self._ranks, self._comm = buckets, layout.ranks, comm
+        self._place = comm.grid.index("dp") % layout.ranks
+        self._shards: dict[int, Tensor] = {}
+        for index in sorted(layout.buckets):
+            params = buckets[index].params
+            size = layout.elements(params.numel())
+            self._shards[index] = torch.zeros(size, dtype=params.dtype, device=params.device)
+        self._valid: set[int] = set()
+
+    @property
+    def valid(self) -> frozenset[int]:
+        """Buckets that can be gathered within the node."""
+        return frozenset(self._valid)
+
+    def take(self, index: int) -> None:
+        """Keep this rank's part of a full bucket, which is about to be freed."""
+        shard = self._shards.get(index)
+        if shard is not None and index not in self._valid:
+            shard.copy_(self._own(self._buckets[index]))
+            self._valid.add(index)
+
+    def gather(self, indices: Sequence[int]) -> Pending:
+        """Start the gather of valid buckets from the ranks of the node, in one batch; their memory is reserved."""
+        pairs = [(self._buckets[index].params, self._shards[index]) for index in indices]
+        return self._comm.gather_parameters(pairs, WITHIN, self._ranks)
+
+    def drop(self, indices: Collection[int] | None = None) -> None:
+        """Forget the values of these buckets, or of all, because their parameters have changed or may change."""
+        self._valid.difference_update(self._shards if indices is None else indices)
+
+    def _own(self, flat: FlatBucket) -> Tensor:
+        return flat.params.view(self._ranks, -1)[self._place]
