@@ -12,13 +12,13 @@ import argparse
 import contextlib
 import io
 import json
+import multiprocessing
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -119,19 +119,32 @@ def _plan_texts(plan: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _apart(name: str, task: str, seconds: int = MOST_SECONDS) -> dict[str, Any] | None:
-    """The result of a task in a process of its own; None if it takes longer than ``seconds`` of processor time."""
-    command = [sys.executable, "-m", "benchmarks", "plan_search", "--models", name, "--one", task]
-    ended = subprocess.run(command, capture_output=True, text=True, preexec_fn=lambda: _limit(seconds), check=False)
-    if ended.returncode < 0:
-        return None
-    if ended.returncode:
-        raise RuntimeError(f"{' '.join(command)} has failed:\n{ended.stderr}")
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    """The result of a task in a process of its own; None if it takes longer than ``seconds`` of processor time.
+
+    A forked process, so that all of them share the imports of this one.
+    """
+    import transformers.modeling_utils
+
+    import engine.launch.planner.plan_command  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(there, name, task, seconds))
+    process.start()
+    there.close()
+    try:
+        found: dict[str, Any] | None = here.recv()
+    except EOFError:
+        found = None
+    process.join()
+    if process.exitcode == 1:
+        raise RuntimeError(f"{task} of {name} has failed; see above")
     return found
 
 
-def _limit(seconds: int) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds + 15, seconds + 15))  # imports take ten of them
+def _work(there: Connection, name: str, task: str, seconds: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds + 5, seconds + 5))  # building the model takes some of them
+    there.send(TASKS[task](name))
 
 
 def _search(name: str, low_rank: bool = True) -> dict[str, Any]:
