@@ -51,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", default=",".join(CONFIGURATIONS), help="some of " + ", ".join(CONFIGURATIONS))
     parser.add_argument("--one", choices=TASKS, help="do this for the one model here, and print the result as JSON")
     parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
+    parser.add_argument("--parts", default=",".join(TASKS), help="do only these of " + ", ".join(TASKS))
     parser.add_argument("--seconds", type=int, default=MOST_SECONDS, help="limit of the search with all numbers")
     asked = parser.parse_args(arguments)
     if asked.one:
@@ -58,25 +59,26 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     cells: Cells = {}
     for name in asked.models.split(","):
-        found = cells_of(name, asked.seconds)
+        found = cells_of(name, asked.seconds, asked.parts.split(","))
         print(name, *(f"{column} {text};" for (_, column), text in found.items()), flush=True)
         if asked.write_figures:
             record_cells("plan-search", CORNER, found)
         cells |= found
     columns = list(dict.fromkeys(column for _, column in cells))
-    rows = {name: {column: cells[name, column] for column in columns} for name in asked.models.split(",")}
+    rows = {row: {column: cells.get((row, column), "") for column in columns} for row, _ in cells}
     print(render({"corner": CORNER, "columns": columns, "rows": rows}))
     return 0
 
 
-def cells_of(name: str, seconds: int) -> Cells:
-    """The row of a model; ``seconds`` of processor time limit the search with all numbers."""
-    found, plan = _apart(name, "search"), _apart(name, "plan")
-    texts = _search_texts(found) | (_all_texts(found, name, seconds) if found else {}) | _plan_texts(plan)
-    gpus = CONFIGURATIONS[name]["gpus"]
-    return {(name, column.format(gpus=gpus)): text for column, text in texts.items()} | {
-        (name, f"{GPU}s"): f"{gpus:,}"
-    }  # fmt: skip
+def cells_of(name: str, seconds: int, parts: Sequence[str]) -> Cells:
+    """The columns of ``parts`` of a model's row; ``seconds`` of processor time limit the search with all numbers."""
+    gpus, texts = CONFIGURATIONS[name]["gpus"], dict[str, str]()
+    if "search" in parts:
+        found = _apart(name, "search")
+        texts |= _search_texts(found) | (_all_texts(found, name, seconds) if found and "all-numbers" in parts else {})
+    if "plan" in parts:
+        texts |= _plan_texts(_apart(name, "plan")) | {f"{GPU}s": f"{gpus:,}"}
+    return {(name, column): text for column, text in texts.items()}
 
 
 def _search_texts(found: Mapping[str, Any] | None) -> dict[str, str]:
@@ -123,7 +125,7 @@ def _apart(name: str, task: str, seconds: int = MOST_SECONDS) -> dict[str, Any] 
 
     A forked process, so that all of them share the imports of this one.
     """
-    import transformers.modeling_utils
+    import transformers.modeling_utils  # noqa: F401
 
     import engine.launch.planner.plan_command  # noqa: F401
 
