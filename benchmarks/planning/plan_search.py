@@ -52,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--one", choices=TASKS, help="do this for the one model here, and print the result as JSON")
     parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
     parser.add_argument("--parts", default=",".join(TASKS), help="do only these of " + ", ".join(TASKS))
-    parser.add_argument("--seconds", type=int, default=MOST_SECONDS, help="limit of the search with all numbers")
+    parser.add_argument(
+        "--seconds", type=int, default=MOST_SECONDS, help="limit of a plan, and of a search with all numbers"
+    )
     asked = parser.parse_args(arguments)
     if asked.one:
         print(json.dumps(TASKS[asked.one](asked.models)))
@@ -71,13 +73,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def cells_of(name: str, seconds: int, parts: Sequence[str]) -> Cells:
-    """The columns of ``parts`` of a model's row; ``seconds`` of processor time limit the search with all numbers."""
+    """The columns of ``parts`` of a model's row; ``seconds`` of processor time limit the slow ones."""
     gpus, texts = CONFIGURATIONS[name]["gpus"], dict[str, str]()
     if "search" in parts:
         found = _apart(name, "search")
         texts |= _search_texts(found) | (_all_texts(found, name, seconds) if found and "all-numbers" in parts else {})
     if "plan" in parts:
-        texts |= _plan_texts(_apart(name, "plan")) | {f"{GPU}s": f"{gpus:,}"}
+        texts |= _plan_texts(_apart(name, "plan", seconds), seconds) | {f"{GPU}s": f"{gpus:,}"}
     return {(name, column): text for column, text in texts.items()}
 
 
@@ -106,9 +108,9 @@ def _all_texts(found: Mapping[str, Any], name: str, seconds: int) -> dict[str, s
     return {"all numbers drawn": f"{full['seconds']:.1f} s, {full['bytes'] / GIB:.1f} GiB, {same}"}
 
 
-def _plan_texts(plan: Mapping[str, Any] | None) -> dict[str, str]:
+def _plan_texts(plan: Mapping[str, Any] | None, seconds: int) -> dict[str, str]:
     if plan is None:
-        return {"fastest layout that fits": f"not planned in {MOST_SECONDS} s"}
+        return {"fastest layout that fits": f"not planned in {seconds} s"}
     if "refused" in plan:
         return {"fastest layout that fits": plan["refused"]}
     memory = max(rank["total"] for rank in plan["memory_bytes"])
