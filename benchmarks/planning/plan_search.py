@@ -4,7 +4,7 @@
 
 ``configurations.json`` has the published sizes; nothing is downloaded, and models have no content (device meta). Every
 search runs on one thread of a process of its own, whose imports alone take about 0.5 GiB, and is compared with the
-search that draws all numbers where that takes less than two minutes and 12 GiB. Then ``trine plan`` plans the fastest
+search that draws all numbers where that takes less than ``--seconds`` and 12 GiB. Then ``trine plan`` plans the fastest
 layout that fits the stated number of GPUs.
 """
 
@@ -12,13 +12,13 @@ import argparse
 import contextlib
 import io
 import json
+import multiprocessing
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -51,53 +51,66 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", default=",".join(CONFIGURATIONS), help="some of " + ", ".join(CONFIGURATIONS))
     parser.add_argument("--one", choices=TASKS, help="do this for the one model here, and print the result as JSON")
     parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
+    parser.add_argument("--parts", default=",".join(TASKS), help="do only these of " + ", ".join(TASKS))
+    parser.add_argument(
+        "--seconds", type=int, default=MOST_SECONDS, help="limit of a plan, and of a search with all numbers"
+    )
     asked = parser.parse_args(arguments)
     if asked.one:
         print(json.dumps(TASKS[asked.one](asked.models)))
         return 0
     cells: Cells = {}
     for name in asked.models.split(","):
-        found = cells_of(name)
+        found = cells_of(name, asked.seconds, asked.parts.split(","))
         print(name, *(f"{column} {text};" for (_, column), text in found.items()), flush=True)
         if asked.write_figures:
             record_cells("plan-search", CORNER, found)
         cells |= found
     columns = list(dict.fromkeys(column for _, column in cells))
-    rows = {name: {column: cells[name, column] for column in columns} for name in asked.models.split(",")}
+    rows = {row: {column: cells.get((row, column), "") for column in columns} for row, _ in cells}
     print(render({"corner": CORNER, "columns": columns, "rows": rows}))
     return 0
 
 
-def cells_of(name: str) -> Cells:
-    """The row of a model."""
-    found, plan = _apart(name, "search"), _apart(name, "plan")
-    small = found is not None and found["largest"] * BYTES_OF_ALL < MOST_BYTES
-    texts = _search_texts(found, _apart(name, "all-numbers") if small else None, small) | _plan_texts(plan)
-    gpus = CONFIGURATIONS[name]["gpus"]
-    return {(name, column.format(gpus=gpus)): text for column, text in texts.items()} | {
-        (name, f"{GPU}s"): f"{gpus:,}"
-    }  # fmt: skip
+def cells_of(name: str, seconds: int, parts: Sequence[str]) -> Cells:
+    """The columns of ``parts`` of a model's row; ``seconds`` of processor time limit the slow ones."""
+    gpus, texts = CONFIGURATIONS[name]["gpus"], dict[str, str]()
+    if "search" in parts:
+        found = _apart(name, "search")
+        texts |= _search_texts(found) | (_all_texts(found, name, seconds) if found and "all-numbers" in parts else {})
+    if "plan" in parts:
+        texts |= _plan_texts(_apart(name, "plan", seconds), seconds) | {f"{GPU}s": f"{gpus:,}"}
+    return {(name, column): text for column, text in texts.items()}
 
 
-def _search_texts(found: Mapping[str, Any] | None, full: Mapping[str, Any] | None, small: bool) -> dict[str, str]:
+def _search_texts(found: Mapping[str, Any] | None) -> dict[str, str]:
     if found is None:
         return {"search and proof": f"more than {MOST_SECONDS} s"}
-    same = "" if full is None else ", same plan" if full["patterns"] == found["patterns"] else ", OTHER PLAN"
-    told = "" if full is None else f"{full['seconds']:.1f} s, {full['bytes'] / GIB:.1f} GiB{same}"
     return {
         "parameters": f"{found['parameters'] / 1e9:.1f} B",
         "largest block": f"{found['largest'] / 1e9:.2f} B",
         "tensor": str(found["tensor"]),
         "search and proof": f"{found['seconds']:.1f} s",
         "peak memory": f"{found['bytes'] / GIB:.1f} GiB",
-        "all numbers drawn": told or (f"more than {MOST_SECONDS} s" if small else ""),
         "how its groups of layers run": found["plan"],
     }
 
 
-def _plan_texts(plan: Mapping[str, Any] | None) -> dict[str, str]:
+def _all_texts(found: Mapping[str, Any], name: str, seconds: int) -> dict[str, str]:
+    """The search with all numbers beside ``found``, or why it was not run to its end."""
+    needed = found["largest"] * BYTES_OF_ALL
+    if needed >= MOST_BYTES:
+        return {"all numbers drawn": f"not run: about {needed / GIB:.0f} GiB"}
+    full = _apart(name, "all-numbers", seconds)
+    if full is None:
+        return {"all numbers drawn": f"more than {seconds} s"}
+    same = "same plan" if full["patterns"] == found["patterns"] else "OTHER PLAN"
+    return {"all numbers drawn": f"{full['seconds']:.1f} s, {full['bytes'] / GIB:.1f} GiB, {same}"}
+
+
+def _plan_texts(plan: Mapping[str, Any] | None, seconds: int) -> dict[str, str]:
     if plan is None:
-        return {"fastest layout that fits": f"not planned in {MOST_SECONDS} s"}
+        return {"fastest layout that fits": f"not planned in {seconds} s"}
     if "refused" in plan:
         return {"fastest layout that fits": plan["refused"]}
     memory = max(rank["total"] for rank in plan["memory_bytes"])
@@ -109,20 +122,33 @@ def _plan_texts(plan: Mapping[str, Any] | None) -> dict[str, str]:
     }
 
 
-def _apart(name: str, task: str) -> dict[str, Any] | None:
-    """The result of a task in a process of its own; None if it takes longer than MOST_SECONDS of processor time."""
-    command = [sys.executable, "-m", "benchmarks", "plan_search", "--models", name, "--one", task]
-    ended = subprocess.run(command, capture_output=True, text=True, preexec_fn=_limit_seconds, check=False)
-    if ended.returncode < 0:
-        return None
-    if ended.returncode:
-        raise RuntimeError(f"{' '.join(command)} has failed:\n{ended.stderr}")
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+def _apart(name: str, task: str, seconds: int = MOST_SECONDS) -> dict[str, Any] | None:
+    """The result of a task in a process of its own; None if it takes longer than ``seconds`` of processor time.
+
+    A forked process, so that all of them share the imports of this one.
+    """
+    import transformers.modeling_utils  # noqa: F401
+
+    import engine.launch.planner.plan_command  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(there, name, task, seconds))
+    process.start()
+    there.close()
+    try:
+        found: dict[str, Any] | None = here.recv()
+    except EOFError:
+        found = None
+    process.join()
+    if process.exitcode == 1:
+        raise RuntimeError(f"{task} of {name} has failed; see above")
     return found
 
 
-def _limit_seconds() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS + 15, MOST_SECONDS + 15))  # imports take ten of them
+def _work(there: Connection, name: str, task: str, seconds: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds + 5, seconds + 5))  # building the model takes some of them
+    there.send(TASKS[task](name))
 
 
 def _search(name: str, low_rank: bool = True) -> dict[str, Any]:
