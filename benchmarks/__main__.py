@@ -61,7 +61,8 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             frozenset({"write_figures"}),
         ),
         "planning": Benchmark(
-            "planning.command", "the cost model of trine plan beside published figures", frozenset({"write_figures"})
+            "planning.command", "the cost model of trine plan beside published figures",
+            frozenset({"rounds", "write_figures"}),
         ),
         "kernels": Benchmark("kernels.command", "every kernel on one GPU beside its peers", frozenset({"out"})),
         "overlap": Benchmark(
