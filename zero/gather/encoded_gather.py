@@ -11,7 +11,6 @@ rounded to, and are gathered as they are at ZeRO 1 and 2.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from engine.kernels.dispatch import Kernels
@@ -43,7 +42,7 @@ def encoded_gather(flat: FlatBucket, weights: Tensor, ranks: int) -> EncodedGath
     if flat.codec is None:
         return None
     own = flat.codec.message(weights)
-    return EncodedGather(flat, flat.codec, own, torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device))
+    return EncodedGather(flat, flat.codec, own, own.new_empty(ranks * own.numel()))
 
 
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:

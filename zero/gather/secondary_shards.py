@@ -13,7 +13,6 @@ if weights are gathered in fewer bits. (Wang et al. 2023, ZeRO++, hierarchical p
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from engine.parallel.comm.comm import Comm, Pending
@@ -53,7 +52,7 @@ class SecondaryShards:
         for index in sorted(layout.buckets):
             params = buckets[index].params
             size = layout.elements(params.numel())
-            self._shards[index] = torch.zeros(size, dtype=params.dtype, device=params.device)
+            self._shards[index] = params.new_zeros(size)
         self._valid: set[int] = set()
 
     @property

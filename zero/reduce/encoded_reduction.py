@@ -59,7 +59,7 @@ class EncodedReduction:
 
     def _cross(self, received_WAm: Tensor, out: Tensor) -> None:
         """Add what came from the node, and send it on to the owners on all nodes."""
-        sums_As = torch.empty(self._hops[0].shards, self._size, device=out.device)
+        sums_As = out.new_empty((self._hops[0].shards, self._size), dtype=torch.float32)
         for sums_s, received_Wm in zip(sums_As, received_WAm.transpose(0, 1).contiguous(), strict=True):
             sum_blocks(received_Wm, sums_s, self._wire, self._kernels)
         self._send(self._encode(sums_As, 1), 1, out).wait()

@@ -261,7 +261,7 @@ class MicrobatchReducer(SharedReduction):
             if buffer.numel() == elements and buffer.dtype == dtype:
                 return self._free.pop(index)
         self._free.clear()
-        return torch.empty(elements, dtype=dtype, device=flat.grads.device)
+        return flat.grads.new_empty(elements)  # of shapes alone where these are
 
     def _add_parts(self) -> None:
         """Sum the gradients that are partial over tensor ranks and reduce them, once a step."""
