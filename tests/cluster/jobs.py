@@ -97,6 +97,13 @@ class Job:
             assert time.monotonic() < deadline, f"not said: {words!r}\n{told[-3000:]}"
             time.sleep(0.05)
 
+    def wait_for_more(self, words: str, seen: int, node: int) -> None:
+        """Return once a node has printed ``words`` more than ``seen`` times."""
+        deadline = time.monotonic() + 60.0
+        while self._outputs[node].read_text(errors="replace").count(words) <= seen:
+            assert time.monotonic() < deadline, f"not said again: {words!r}\n{self.said()[-3000:]}"
+            time.sleep(0.05)
+
     def end(self, seconds: float = 60.0) -> list[NodeEnd]:
         """Wait for all launchers; those that hang are killed after ``seconds``."""
         deadline, found = time.monotonic() + seconds, list[NodeEnd]()

@@ -40,9 +40,11 @@ def test_a_job_loses_a_node_and_takes_it_in_again(
     script = copied("elastic.py", tmp_path)
     with Job(cluster, warm_python, 2, script, str(run), str(STEPS), str(PAUSE), kept, elastic=True) as job:
         job.wait_for("step 10 on 4 ranks", node=0)
+        # on a busy machine the first node may have begun alone, and was then ended with a checkpoint
+        written, begun = {*run.glob("step-*")}, job.text(0).count("on 2 ranks")
         cluster.nodes[1].end()
-        job.wait_for("on 2 ranks", node=0)
-        assert [*run.glob("step-*")] == [] or kept == "disk"
+        job.wait_for_more("on 2 ranks", begun, node=0)
+        assert {*run.glob("step-*")} <= written or kept == "disk"
         cluster.boot(cluster.nodes[1])
         job.start_again(cluster.nodes[1])
         ended = job.end(60)
@@ -50,7 +52,7 @@ def test_a_job_loses_a_node_and_takes_it_in_again(
     updates = [updates_of(run)[step] for step in range(1, STEPS + 1)]
     grids = [update["grid"].partition(" ")[0] for update in updates]
     changes = grids[:1] + [now for before, now in pairwise(grids) if now != before]
-    assert changes == ["4", "2", "4"]
+    assert changes[-3:] == ["4", "2", "4"] and len(changes) <= 4
     assert "the grid was 4 ranks = 1 pipeline x 4 data x 1 tensor up to step" in ended[0].text
     assert "a batch stays 8 rows, 4 microbatches a data rank" in ended[0].text
     assert ("checkpoint loaded from the memory of the hosts" in ended[0].text) == (kept == "memory")
