@@ -6,17 +6,13 @@ One rank a node trains a perceptron in fp32; steps of all ways are timed in turn
 sends less, and the rate of the link how many seconds that is. Exit status 1: a way is further off than 15%.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 from benchmarks.harness.figures import record_cells
-from tests.cluster.jobs import Job
-from tests.cluster.network import Cluster, missing
+from tests.cluster.network import missing
+from tests.cluster.slow_link import read_options, run_job
 
 ALLOWED = 0.15
 JOB = """
@@ -65,17 +61,11 @@ for eng in engines.values():
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and judge."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.cluster.fewer_bits", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--rate", type=float, default=80.0, help="of a link, in megabits a second each way")
-    parser.add_argument("--rounds", type=int, default=1, help="jobs, of which the medians are taken")
-    parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
-    options = parser.parse_args(arguments)
+    options = read_options("fewer_bits", __doc__, arguments)
     if problem := missing():
         print(problem)
         return 1
-    rounds = [measured(options.rate) for _ in range(options.rounds)]
+    rounds = [run_job(JOB, 2, 1, options.rate) for _ in range(options.rounds)]
     cells, worst = dict[tuple[str, str], str](), 0.0
     for name, first in rounds[0].items():
         seconds = median(found[name]["seconds"] for found in rounds)
@@ -92,20 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write_figures:
         record_cells("fewer-bits-link", f"two nodes, links of {options.rate:g} Mbit/s", cells)
     return int(worst > ALLOWED)
-
-
-def measured(rate: float) -> dict[str, dict[str, float]]:
-    """Seconds and bytes of a step of each way, of one job."""
-    with TemporaryDirectory() as folder, Cluster(2, rate=f"{int(rate * 1000)}kbit") as cluster:
-        script = Path(folder) / "job.py"
-        script.write_text(JOB)
-        with Job(cluster, sys.executable, 1, script) as job:
-            ends = job.end(400)
-    said = "\n".join(end.text for end in ends)
-    line = next((line for line in said.splitlines() if line.startswith("found ")), None)
-    assert line is not None, said[-3000:]
-    found: dict[str, dict[str, float]] = json.loads(line.removeprefix("found "))
-    return found
 
 
 if __name__ == "__main__":

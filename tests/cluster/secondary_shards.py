@@ -7,17 +7,13 @@ bytes a rank sends less over all data ranks; two thirds of them, those to the ra
 Exit status 1: what a step wins is further off than 15%.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 from benchmarks.harness.figures import record_cells
-from tests.cluster.jobs import Job
-from tests.cluster.network import Cluster, missing
+from tests.cluster.network import missing
+from tests.cluster.slow_link import Found, read_options, run_job
 
 ALLOWED = 0.15
 RANKS, NODES = 2, 2
@@ -66,17 +62,11 @@ for eng in engines.values():
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and judge."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.cluster.secondary_shards", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--rate", type=float, default=80.0, help="of a link, in megabits a second each way")
-    parser.add_argument("--rounds", type=int, default=1, help="jobs, of which the medians are taken")
-    parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
-    options = parser.parse_args(arguments)
+    options = read_options("secondary_shards", __doc__, arguments)
     if problem := missing():
         print(problem)
         return 1
-    rounds = [measured(options.rate) for _ in range(options.rounds)]
+    rounds = [run_job(JOB, NODES, RANKS, options.rate) for _ in range(options.rounds)]
     cells, worst = table(rounds, options.rate)
     print("\n".join(f"{row:42} {column:32} {text}" for (row, column), text in cells.items()), flush=True)
     if options.write_figures:
@@ -84,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(worst > ALLOWED)
 
 
-def table(rounds: Sequence[dict[str, dict[str, float]]], rate: float) -> tuple[dict[tuple[str, str], str], float]:
+def table(rounds: Sequence[Found], rate: float) -> tuple[dict[tuple[str, str], str], float]:
     """(cells, the largest deviation of a win from the plan)."""
     cells, worst = dict[tuple[str, str], str](), 0.0
     across = RANKS * (NODES - 1) * RANKS / (NODES * RANKS - 1)  # of a rank's bytes, summed over the ranks of a node
@@ -101,20 +91,6 @@ def table(rounds: Sequence[dict[str, dict[str, float]]], rate: float) -> tuple[d
             cells[name, "won"], cells[name, "by the plan"] = f"{won:.2f} s", f"{planned:.2f} s"
             cells[name, "off"] = f"{won / planned - 1:+.0%}"
     return cells, worst
-
-
-def measured(rate: float) -> dict[str, dict[str, float]]:
-    """Seconds and bytes of a step of each way, of one job."""
-    with TemporaryDirectory() as folder, Cluster(NODES, rate=f"{int(rate * 1000)}kbit") as cluster:
-        script = Path(folder) / "job.py"
-        script.write_text(JOB)
-        with Job(cluster, sys.executable, RANKS, script) as job:
-            ends = job.end(400)
-    said = "\n".join(end.text for end in ends)
-    line = next((line for line in said.splitlines() if line.startswith("found ")), None)
-    assert line is not None, said[-3000:]
-    found: dict[str, dict[str, float]] = json.loads(line.removeprefix("found "))
-    return found
 
 
 if __name__ == "__main__":
