@@ -58,6 +58,8 @@ class FlatBucket:
     """True at ZeRO 3: ``params`` has memory only while it is gathered."""
     codec: BlockCodec | None = None
     """How its weights are encoded when they are gathered; None: they are sent as they are."""
+    counts: bool = True
+    """This rank counts its shard in the norm; False: the same shard of another group does."""
     host_sums: Tensor | None = None
     """Gradients [owned] in host memory, where the master then lies too and the update is made; else None."""
 
@@ -129,7 +131,7 @@ def slot_view(flat: Tensor, slot: Slot) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Data rank of this process, and what it keeps sharded."""
+    """Place of this process among the data ranks that share buckets, and what it keeps sharded."""
 
     index: int
     ranks: int
@@ -145,6 +147,8 @@ class Ownership:
     """False leaves out the master: narrow parameters are updated themselves, gradients summed in their dtype."""
     hosted: frozenset[int] = frozenset()
     """Indices of the trained buckets that the host updates: their masters, gradients and moments lie in its memory."""
+    first: bool = True
+    """This rank is in the first of the shard groups, which counts shards in the norm; the others hold copies of them."""
     pinned: bool = True
     """Page-lock the memory of the host that an accelerator copies from or to."""
 
@@ -217,6 +221,7 @@ def _reserve(
         parameters=members,
         views=views,
         sharded=who.sharded_parameters,
+        counts=who.first,
         host_sums=host_sums,
     )
 
@@ -227,7 +232,7 @@ def gradient_squared_norm(buckets: Sequence[FlatBucket], kernels: Kernels) -> Te
     Copies that other ranks count add 0; if such a copy has a non-finite value, the sum is NaN.
     """
     parts = [
-        (flat.gradient(part), counts)
+        (flat.gradient(part), counts and flat.counts)
         for flat in buckets
         for counts, parts in ((True, flat.bucket.counted(flat.shard)), (False, flat.bucket.uncounted(flat.shard)))
         for part in parts

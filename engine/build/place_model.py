@@ -138,13 +138,14 @@ def place_on_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: t
 def _ownership(plan: Plan, coord: Coord) -> Ownership:
     config = plan.config
     return Ownership(
-        coord.dp,
-        config.dp,
+        coord.dp % config.shards,
+        config.shards,
         sharded=config.zero_optimization.stage > 0,
         sharded_gradients=reduces_each_microbatch(config),
         sharded_parameters=shards_parameters(config),
         master=plan.precision.master,
         hosted=plan.hosted(coord),
+        first=coord.dp < config.shards,
         pinned=config.zero_optimization.offload_optimizer.pin_memory,
     )
 

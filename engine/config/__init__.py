@@ -159,6 +159,11 @@ class Config:
         return self._settled("data")
 
     @property
+    def shards(self) -> int:
+        """Data ranks that share one copy of what ZeRO shards."""
+        return self.zero_optimization.shard_size or self.dp
+
+    @property
     def tp(self) -> int:
         """Size of the tensor axis."""
         return self._settled("tensor")
@@ -180,7 +185,8 @@ class Config:
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
-        return Grid(self.pp, self.dp, self.tp, rank, self.parallel.order)
+        shards = self.shards if self.shards < self.dp else None
+        return Grid(self.pp, self.dp, self.tp, rank, self.parallel.order, shards)
 
     def resolve(self, world_size: int) -> "Config":
         """Return the config with every size filled in for ``world_size`` processes.

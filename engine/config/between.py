@@ -113,6 +113,11 @@ def check_zero(zero: ZeroConfig, problems: Problems) -> None:
                 f"{shown_value(getattr(zero, key))} with stage {zero.stage}: only stage 3 gathers parameters; set "
                 "stage to 3, or leave it out.",
             )
+    if zero.shard_size is not None and zero.stage == 0:
+        problems.add(
+            "zero_optimization.shard_size",
+            f"{zero.shard_size} with stage 0, which shards nothing; set stage to 1, 2 or 3, or leave it out.",
+        )
     check_secondary_shards(zero, problems)
     check_fewer_bits(zero, problems)
 
@@ -196,7 +201,20 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
 def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
     """Note data ranks that nodes do not share alike, of a configuration whose sizes are known."""
     asked, ranks = zero.zero_hpz_partition_size, parallel.data
-    if isinstance(asked, int) and isinstance(ranks, int) and asked > 1 and ranks > 1 and ranks % asked:
+    shared = zero.shard_size
+    if shared is not None and isinstance(ranks, int) and ranks % shared:
+        problems.add(
+            "zero_optimization.shard_size",
+            f"{shared} does not divide the {ranks} data ranks, which form shard groups of that size; give a divisor of "
+            f"{ranks}, or leave it out.",
+        )
+    elif shared is not None and isinstance(asked, int) and asked > 1 and shared % asked:
+        problems.add(
+            "zero_optimization.zero_hpz_partition_size",
+            f"{asked} does not divide the {shared} data ranks of a shard group, which keep shards among so many; give "
+            f"a divisor of {shared}, or leave it out.",
+        )
+    elif isinstance(asked, int) and isinstance(ranks, int) and asked > 1 and ranks > 1 and ranks % asked:
         problems.add(
             "zero_optimization.zero_hpz_partition_size",
             f"{asked} does not divide the {ranks} data ranks, of which each node has as many; give a divisor of "
@@ -211,7 +229,7 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
         return
     if not isinstance(data, int) or not isinstance(tensor, int) or not isinstance(pipeline, int):
         return
-    near = parallel.order == "tp-pp-dp"
+    data, near = min(data, zero.shard_size or data), parallel.order == "tp-pp-dp"
     between = tensor * pipeline if near else tensor
     copies, inside = data * between, max(1, node // between)
     fits = copies <= node and (node % copies == 0 or near or pipeline == 1)

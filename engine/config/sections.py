@@ -128,6 +128,8 @@ class ZeroConfig:
     zero_hpz_partition_size: int | Literal["auto"] = setting(1, AnyOf(
         rules=(AUTO, COUNT), remedy='give a number of data ranks, or "auto"'))  # fmt: skip
     """At stage 3, data ranks of a node, which keep gathered parameters as shards among them; 1 or 0: none do."""
+    shard_size: int | None = setting(None, Int(low=2, null=True))
+    """Data ranks that share one copy of what the stage shards, side by side (MiCS, HSDP); null: all of them."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
     """Placement of the optimizer state."""
 

@@ -90,12 +90,12 @@ def state_bytes(
     if formats.feedback:
         state["error feedback"] = sum(4 * formats.residual_elements(bucket) for bucket in layout.buckets)
     host = {"master": 0, "gradients": 0, "optimizer": 0}
-    share = config.dp if config.zero_optimization.stage else 1
-    parts = config.dp if shards_parameters(config) else 1
+    share = config.shards if config.zero_optimization.stage else 1
+    parts = config.shards if shards_parameters(config) else 1
     hosted = hosted_buckets(layout, config)
     for bucket in layout.buckets:
         widths, owned = precision.widths(bucket.dtype), bucket.elements // share
-        kept = config.dp if reduces_each_microbatch(config) and not bucket.partial else 1
+        kept = config.shards if reduces_each_microbatch(config) and not bucket.partial else 1
         state["gradients"] += bucket.elements // kept * widths.sums.itemsize
         state["parameters"] += bucket.elements // parts * widths.compute.itemsize
         place = host if bucket.index in hosted else state
@@ -154,15 +154,16 @@ def reduces_each_microbatch(config: Config) -> bool:
 
 def shards_parameters(config: Config) -> bool:
     """A rank keeps only its shard of the parameters between their uses."""
-    return config.zero_optimization.stage == 3 and config.dp > 1
+    return config.zero_optimization.stage == 3 and config.shards > 1
 
 
 def wire_formats(config: Config, precision: Precision) -> WireFormats:
     """What data ranks send in fewer bits."""
-    zero, ranks = config.zero_optimization, config.dp
+    zero, ranks = config.zero_optimization, config.shards
     if ranks == 1:
         return WireFormats()
-    block, found = zero.zero_quantized_block_size, WireFormats(ranks=ranks, within=data_ranks_of_a_node(config))
+    node, axis = min(ranks, data_ranks_of_a_node(config)), config.grid(0).sharding
+    block, found = zero.zero_quantized_block_size, WireFormats(ranks=ranks, within=node, axis=axis)
     if zero.zero_quantized_gradients:
         wire = BlockFormat(zero.zero_quantized_gradients_bits, block)
         found = replace(found, gradients=wire, feedback=zero.zero_gradient_error_feedback)
@@ -186,36 +187,43 @@ def ranks_with_secondary_shards(config: Config) -> int:
     """Data ranks that share the secondary shards of a node; 1: there are none, or they would be the shards again."""
     asked = config.zero_optimization.zero_hpz_partition_size
     found = data_ranks_of_a_node(config) if asked == "auto" else max(1, asked)
-    return found if shards_parameters(config) and found < config.dp and config.dp % found == 0 else 1
+    return found if shards_parameters(config) and found < config.shards and config.shards % found == 0 else 1
 
 
 def reduction_traffic(bucket: Bucket, config: Config, formats: WireFormats, itemsize: int) -> tuple[Traffic, ...]:
-    """Traffic of one reduction of a bucket; ``itemsize``: of an element that is not encoded."""
+    """Traffic of one reduction of a bucket over a shard group; ``itemsize``: of an element that is not encoded."""
     if config.zero_optimization.stage > 0:
         return tuple(formats.reduction(bucket, itemsize))
     return (Traffic("dp", "gradients", 1, sent_bytes("all_reduce", bucket.elements * itemsize, config.dp)),)
 
 
-def gather_traffic(plan: GatherPlan, ranks: int) -> Tally:
+def replica_traffic(bucket: Bucket, config: Config, itemsize: int) -> Traffic:
+    """Traffic of the sum of a reduced shard over the shard groups, once a step."""
+    shard = bucket.elements // config.shards * itemsize
+    return Traffic("dp_replicate", "gradients", 1, sent_bytes("all_reduce", shard, config.dp // config.shards))
+
+
+def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
     """Gathers of sharded parameters: one batch per gather group and pass, of the buckets not yet gathered.
 
     Those of which nodes keep a secondary shard go over dp once, and then within the nodes, as they are.
     """
-    gathers = plan.gathers
+    gathers, ranks, axis = plan.gathers, config.shards, config.grid(0).sharding
     moved = [
         times * sent_bytes("all_gather", size, ranks) for size, times in zip(plan.wire, gathers.times, strict=True)
     ]
-    rows = [Traffic("dp", "parameters", gathers.calls, sum(moved))]
+    rows = [Traffic(axis, "parameters", gathers.calls, sum(moved))]
     if gathers.calls_within:
         near = zip(plan.sizes, gathers.times_within, strict=True)
         sent = sum(times * sent_bytes("all_gather", size, plan.within.ranks) for size, times in near)
-        rows.append(Traffic("dp", WITHIN, gathers.calls_within, sent))
+        rows.append(Traffic(axis, WITHIN, gathers.calls_within, sent))
     return Tally(rows)
 
 
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
-    """Traffic of gradients and parameters over dp, partial gradients over tp, and tied gradients over pp."""
-    ranks, sharded, tally = config.dp, config.zero_optimization.stage > 0, Tally()
+    """Traffic of gradients and parameters over dp or its parts, partial gradients over tp, and tied ones over pp."""
+    ranks, sharded, tally = config.shards, config.zero_optimization.stage > 0, Tally()
+    axis = config.grid(0).sharding
     formats = wire_formats(config, precision)
     for bucket in layout.buckets:
         widths = precision.widths(bucket.dtype)
@@ -224,9 +232,11 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
         rounds = backwards if reduces_each_microbatch(config) and not bucket.partial else 1
         for hop in reduction_traffic(bucket, config, formats, wire) if ranks > 1 else ():
             tally.add(replace(hop, calls=rounds, bytes=rounds * hop.bytes))
+        if axis == "dp_shard":
+            tally.add(replica_traffic(bucket, config, wire))
         if ranks > 1 and sharded and not shards_parameters(config):
             gathered = sent_bytes("all_gather", formats.gathered_bytes(bucket, widths.compute.itemsize), ranks)
-            tally.add(Traffic("dp", "parameters", 1, gathered))
+            tally.add(Traffic(axis, "parameters", 1, gathered))
         if bucket.ties:
             summed = bucket.elements // (ranks if sharded else 1) * widths.sums.itemsize
             tally.add(Traffic("pp", "ties", 1, sent_bytes("all_reduce", summed, len(bucket.ties))))

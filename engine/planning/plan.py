@@ -193,7 +193,7 @@ class Plan:
         rows = self.table.held_by(coord.pp)
         parts = [gradient_traffic(self.layout(coord), rows, self.config, self.precision)]
         if (gathers := self.gathers(coord)) is not None:
-            parts.append(gather_traffic(gathers, self.config.dp))
+            parts.append(gather_traffic(gathers, self.config))
         parts.append(control_traffic(self.config, self.grid(0).world_size))
         for stage in self.stages(coord.pp):
             parts.append(scale_tally(self.tensor_traffic.get(stage, Tally()), microbatches))
@@ -317,9 +317,9 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
         notes.append(
             "the model has no trainable parameter: it predicts, generates and evaluates, and cannot be trained"
         )
-    if 1 < config.dp == config.zero_optimization.zero_hpz_partition_size:
+    if 1 < config.shards == config.zero_optimization.zero_hpz_partition_size:
         notes.append(
-            f"zero: zero_hpz_partition_size {config.dp} puts all data ranks into one node, whose "
+            f"zero: zero_hpz_partition_size {config.shards} puts all ranks that share a shard into one node, whose "
             "secondary shards would be the shards once more, so none are kept"
         )
     notes += _exact_weights(model, config, precision)

@@ -264,21 +264,23 @@ class Comm:
         if len(members) == 1:
             received.copy_(given)
         name = "dp" if len(members) == self.grid.dp else f"dp indices {','.join(map(str, members))}"
-        route = _Route(len(members), Stream(EventKind.COLLECTIVE, "dp", name))
+        axis = self.grid.sharding
+        route = _Route(len(members), Stream(EventKind.COLLECTIVE, axis, name))
         call = partial(self._backend.all_to_all, received, given, members)
-        return self._issue("all_to_all", given, "dp", label, call, route)
+        return self._issue("all_to_all", given, axis, label, call, route)
 
     def open_gathers(self, within: int | None = None) -> None:
         """Prepare ``gather_parameters``. Every rank of the world calls it."""
-        self._backend.open_gathers(within)
+        self._backend.open_gathers(within or self.grid.shard_size)
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, within: int | None = None
     ) -> Pending:
         """``all_gather`` of several (full, shard) pairs over dp at once, in a group apart from dp's other traffic.
 
-        ``within``: the group has so many data ranks, which lie side by side, instead of all.
+        ``within``: the group has so many data ranks, which lie side by side, instead of all those of a shard group.
         """
+        within = within or self.grid.shard_size
         elements = sum(full.numel() for full, _ in pairs)
         size = sum(full.numel() * full.element_size() for full, _ in pairs)
         work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))
@@ -286,8 +288,9 @@ class Comm:
         if within is not None:
             first = self.grid.index("dp") // ranks * ranks
             name += f" indices {','.join(map(str, range(first, first + ranks)))}"
-        route = _Route(ranks, Stream(EventKind.COLLECTIVE, "dp", name))
-        return self._launch(work, "dp", label, lambda: self._backend.gather_parameters(pairs, within), route)
+        axis = self.grid.sharding
+        route = _Route(ranks, Stream(EventKind.COLLECTIVE, axis, name))
+        return self._launch(work, axis, label, lambda: self._backend.gather_parameters(pairs, within), route)
 
     def close(self) -> None:
         """End the communication of this engine; the process group itself belongs to the :class:`World`."""

@@ -336,7 +336,7 @@ class ShardedOptimizer:
         if flat.master is not None and not rounded:
             self.copies.give(flat)
         if self._sharded and not flat.sharded:
-            return self._comm.all_gather(flat.params, flat.kept, "dp", "parameters")
+            return self._comm.all_gather(flat.params, flat.kept, self._comm.grid.sharding, "parameters")
         return None
 
 

@@ -87,9 +87,9 @@ def _sums(plan: Plan, stage: int, rates: HostRates) -> float:
 
 
 def _update(plan: Plan, pp: int, rates: HostRates) -> float:
-    parts = plan.config.dp if plan.config.zero_optimization.stage else 1
+    parts = plan.config.shards if plan.config.zero_optimization.stage else 1
     buckets = [bucket.elements / parts for bucket in plan.layout(Coord(pp, 0, 0)).buckets]
-    shards = [bucket.elements / plan.config.dp for bucket in plan.layout(Coord(pp, 0, 0)).buckets]
+    shards = [bucket.elements / plan.config.shards for bucket in plan.layout(Coord(pp, 0, 0)).buckets]
     norms = sum(rates.seconds("squared norm", size) for size in shards)
     return norms + sum(rates.seconds("update", size) for size in buckets)
 
@@ -97,7 +97,7 @@ def _update(plan: Plan, pp: int, rates: HostRates) -> float:
 def host_axes(grid: Grid, rates: HostRates) -> AxisLinks:
     """The links of a grid whose ranks all run on this host; those of one axis have the speed of that axis alone."""
     found: dict[tuple[Axis, Pattern], LinkSpeed] = {}
-    axes: tuple[Axis, ...] = ("tp", "dp", "replica", "world")
+    axes: tuple[Axis, ...] = ("tp", "dp", "dp_shard", "dp_replicate", "replica", "world")
     for axis in axes:
         ranks = grid.size(axis)
         if ranks == 1:

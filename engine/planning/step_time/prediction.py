@@ -136,7 +136,8 @@ class _Prediction:
         computed = self._busiest(bare)
         communication: dict[Axis, float] = {
             "tp": spans[1] - spans[0] + partial,
-            "dp": spans[2] - spans[1] + self._reductions(reduced, spans[3]) + self._gathered(),
+            self._grid.sharding: spans[2] - spans[1] + self._reductions(reduced, spans[3]) + self._gathered(),
+            "dp_replicate": max(self._replica_sums(pp) for pp in range(self._grid.pp)),
             "pp": spans[3] - spans[2] + ties,
             "replica": self._latency("replica"),
             "world": self._latency("world"),
@@ -183,7 +184,7 @@ class _Prediction:
         if self._computation.owned_update is not None:
             return self._computation.owned_update
         whole = max(1, sum(row.elements for row in self._plan.table))
-        parts = self._grid.dp if self._config.zero_optimization.stage else 1
+        parts = self._config.shards if self._config.zero_optimization.stage else 1
         held = max(sum(bucket.elements for bucket in self._layout(pp)) for pp in range(self._grid.pp))
         return self._computation.update * min(1.0, held / whole) / parts * self._crowd
 
@@ -229,7 +230,7 @@ class _Prediction:
         for pp in range(self._grid.pp) if shards_parameters(self._config) else ():
             passes = self._plan.schedule.passes(pp)
             groups = max(1, len(self._layout(pp)))
-            whole = sum(self._seconds(row, "gather") for row in self._rows(pp, "dp", "parameters")) / len(passes)
+            whole = sum(self._seconds(row, "gather") for row in self._rows(pp, self._grid.sharding, "parameters")) / len(passes)
             for op, stage, _ in passes:
                 hidden = tasks[op, stage].work * self._crowd * (groups - 1) / groups
                 waited = max(whole / groups, whole - hidden)
@@ -271,10 +272,10 @@ class _Prediction:
         """When the gradients of a pipeline rank are reduced, in seconds from the start of the step."""
         spans = played.spans[pp]
         last = spans[-1]
-        if self._grid.dp == 1:
+        if self._config.shards == 1:
             return last.end
         sharded = self._config.zero_optimization.stage > 0
-        link = self._links.collectives["dp", "direct" if sharded else "ring"]
+        link = self._links.collectives[self._grid.sharding, "direct" if sharded else "ring"]
         buckets = sorted(self._layout(pp), key=lambda bucket: bucket.late)
         sizes = [bucket.sent for bucket in buckets]
         free, made, eager = 0.0, 0, sum(bucket.elements for bucket in buckets if not bucket.late)
@@ -292,10 +293,14 @@ class _Prediction:
         lost = 1 - self._computation.overlap
         if self._grid.dp == 1 or not lost:
             return waited
-        rows = [list(self._rows(pp, "dp", "gradients")) for pp in range(self._grid.pp)]
+        rows = [list(self._rows(pp, self._grid.sharding, "gradients")) for pp in range(self._grid.pp)]
         pattern: Pattern = "direct" if self._config.zero_optimization.stage else "ring"
         longest = max(sum(self._seconds(row, pattern) for row in found) for found in rows)
         return waited + lost * max(0.0, longest - waited)
+
+    def _replica_sums(self, pp: int) -> float:
+        """Sums of the shards over shard groups; that those before the last one may run beside backward is left out."""
+        return sum(self._seconds(row, "ring") for row in self._rows(pp, "dp_replicate", "gradients"))
 
     def _earlier(self, pp: int, played: StepTimeline, seconds: float) -> float:
         """When what was reduced before the last backward is over; all stages of a rank together send ``seconds``."""
@@ -321,7 +326,7 @@ class _Prediction:
         if shards_parameters(self._config):
             return 0.0
         found = [
-            sum(self._seconds(row, "gather") for row in self._rows(pp, "dp", "parameters"))
+            sum(self._seconds(row, "gather") for row in self._rows(pp, self._grid.sharding, "parameters"))
             for pp in range(self._grid.pp)
         ]
         return max(found)
