@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from engine.config import Config
 from engine.config.sections import CheckpointConfig, IntegrityConfig
 from engine.kernels.overlap_choices import OverlapChoices
 from engine.parallel.comm.traffic import Tally, megabytes
@@ -133,9 +134,16 @@ def _zero_line(plan: Plan) -> str:
     if plan.config.dp == 1:
         return f"stage {stage}: one data rank, so nothing is shared or sent"
     if (gathers := plan.gathers(plan.grid(0).coord())) is not None:
-        return _gathers_line(plan, gathers)
+        return _gathers_line(plan, gathers) + _groups_words(plan.config)
     what = "gradients reduce-scattered, parameters gathered" if stage else "gradients all-reduced"
-    return f"stage {stage}: {what} in {len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)} during backward"
+    return f"stage {stage}: {what} in {len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)} during backward{_groups_words(plan.config)}"
+
+
+def _groups_words(config: Config) -> str:
+    """Shard groups, if there are several."""
+    groups = config.dp // config.shards
+    words = f"; {groups} groups of {config.shards} data ranks shard alike, and sum their shards once a step"
+    return words if groups > 1 else ""
 
 
 def _fewer_bits_line(plan: Plan) -> dict[str, str]:

@@ -38,7 +38,8 @@ def measure_axes(comm: Comm, device: torch.device) -> Iterator[AxisTimes]:
         EngineError: a rank does not come.
     """
     meter, grid = _Meter(comm, device), comm.grid
-    axes: tuple[Axis, ...] = ("tp", "dp")
+    parts: tuple[Axis, ...] = ("dp_shard", "dp_replicate") if grid.sharding == "dp_shard" else ()
+    axes: tuple[Axis, ...] = ("tp", "dp", *parts)
     for axis in axes:
         if grid.size(axis) > 1:
             yield meter.measure(axis, grid.peers(axis), "all_reduce", _reducing(comm, axis))

@@ -12,6 +12,7 @@ from tests.faults.pipeline import PIPELINE
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.reliability import RELIABILITY
 from tests.faults.secondary_shards import SECONDARY_SHARDS
+from tests.faults.shard_groups import SHARD_GROUPS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
 from tests.faults.zero import ZERO
@@ -25,6 +26,7 @@ AREAS = {
     "products into buckets": PRODUCTS_INTO_BUCKETS,
     "fewer bits": FEWER_BITS,
     "secondary shards": SECONDARY_SHARDS,
+    "shard groups": SHARD_GROUPS,
     "step and precision": STEP_AND_PRECISION,
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,

@@ -32,7 +32,6 @@ from engine.config import load_config
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import Wait
-from engine.parallel.grid import Grid
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.plan import Plan
@@ -160,7 +159,7 @@ def _world(settings: Mapping[str, Any]) -> int:
 
 
 def _rank(model: nn.Module, plan: Plan, ownership: SaveOwnership, rank: int) -> FakeRank:
-    grid = Grid(plan.config.pp, plan.config.dp, plan.config.tp, rank)
+    grid = plan.grid(rank)
     comm = Comm(grid, RecordingBackend(grid))
     buckets = place_model(model, plan, comm, CPU, TensorAxis(comm), ForwardPatches())
     trained = buckets[: len(plan.layout(grid.coord()).buckets)]

@@ -224,7 +224,10 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
             {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
             "zero_optimization.zero_quantized_weights gathers frozen parameters in fewer bits too",
         ),
-        ({"zero_optimization": {"mics_shard_size": 2}}, "Trine shards over the whole data axis, once"),
+        (
+            {"zero_optimization": {"mics_hierarchical_params_gather": True}},
+            "zero_optimization.zero_hpz_partition_size gathers within nodes where a shard group lies on several",
+        ),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention: accepted, changes nothing here"),
         ({"expert_parallel": {"enabled": True}}, "there is no expert axis"),
         ({"compile": {"deepcompile": True}}, 'compiles blocks with "compile": true'),

@@ -22,7 +22,7 @@ FULL: Tree = json.loads("""{
                         "reduce_bucket_size": 5e6, "zero_quantized_weights": true, "zero_quantized_weights_bits": 4,
                         "zero_quantized_gradients": true, "zero_quantized_gradients_bits": 4,
                         "zero_gradient_error_feedback": false, "zero_quantized_block_size": 512,
-                        "zero_hpz_partition_size": 1,
+                        "zero_hpz_partition_size": 1, "shard_size": 2,
                         "offload_optimizer": {"device": "nvme",
                          "ratio": 0.5, "pin_memory": false, "nvme_path": "/disk", "buffer_count": 3}},
   "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true,
