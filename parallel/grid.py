@@ -22,8 +22,8 @@ from engine.errors import GridError
 Axis = Literal["pp", "dp", "tp", "replica", "world", "dp_shard", "dp_replicate"]
 """The coordinates in which ranks of a group differ. A replica is one full model: all ranks of one data coordinate.
 
-The data axis is made of two: ``dp_shard``, neighbours that share one copy of what ZeRO shards, and ``dp_replicate``, the
-ranks of one place in all such groups, which hold the same shard. Without ``Grid.shard_size`` the first one is dp itself.
+The data axis is made of two: ``dp_shard``, neighbours that share one copy of what ZeRO shards, and ``dp_replicate``,
+the ranks of one place in all such groups, which hold the same shard. Without ``Grid.shard_size`` the first is dp.
 """
 
 
@@ -75,7 +75,12 @@ class Grid:
     @property
     def sharding(self) -> Axis:
         """The axis over which ZeRO shards: dp, or its inner part."""
-        return "dp" if self.size("dp_replicate") == 1 else "dp_shard"
+        return "dp_shard" if self.data_axes else "dp"
+
+    @property
+    def data_axes(self) -> tuple[Axis, ...]:
+        """The axes that dp is made of, if there are several shard groups."""
+        return ("dp_shard", "dp_replicate") if self.shard_size not in (None, self.dp) else ()
 
     @property
     def _between(self) -> tuple[Literal["pp", "dp"], Literal["pp", "dp"]]:
@@ -160,8 +165,7 @@ _ALIKE: tuple[Axis, ...] = ("world", "pp", "tp")
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
     """For each axis of several ranks, in the order of opening, the axis whose group it uses."""
-    parts: tuple[Axis, ...] = ("dp_shard", "dp_replicate") if grid.sharding == "dp_shard" else ()
-    axes: tuple[Axis, ...] = ("pp", "dp", "tp", "replica", *parts)
+    axes: tuple[Axis, ...] = ("pp", "dp", "tp", "replica", *grid.data_axes)
     used: dict[Axis, Axis] = {"world": "world"}
     for axis in axes:
         if grid.size(axis) > 1:

@@ -74,6 +74,8 @@ TESTED = {
         "tests/engine/rehearsal/test_rank_forecast.py::test_a_decoder_holds_what_is_predicted",
     "pytest -m long tests/engine/parity/test_fewer_bits_training.py --write-figures":
         "tests/zero/test_fewer_bits.py::test_all_data_ranks_compute_with_the_same_rounded_values",
+    "python -m tests.cluster.shard_groups --write-figures":
+        "tests/zero/test_shard_groups.py::test_gradients_cross_groups_once_a_step_as_shards",
     "python -m tests.cluster.secondary_shards --write-figures":
         "tests/zero/test_secondary_shards.py::test_each_parameter_crosses_nodes_once_a_step",
     "python -m tests.cluster.fewer_bits --write-figures":

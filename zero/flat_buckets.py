@@ -148,7 +148,7 @@ class Ownership:
     hosted: frozenset[int] = frozenset()
     """Indices of the trained buckets that the host updates: their masters, gradients and moments lie in its memory."""
     first: bool = True
-    """This rank is in the first of the shard groups, which counts shards in the norm; the others hold copies of them."""
+    """This rank is in the first of the shard groups, which counts shards in the norm; others hold copies of them."""
     pinned: bool = True
     """Page-lock the memory of the host that an accelerator copies from or to."""
 

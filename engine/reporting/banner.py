@@ -136,7 +136,8 @@ def _zero_line(plan: Plan) -> str:
     if (gathers := plan.gathers(plan.grid(0).coord())) is not None:
         return _gathers_line(plan, gathers) + _groups_words(plan.config)
     what = "gradients reduce-scattered, parameters gathered" if stage else "gradients all-reduced"
-    return f"stage {stage}: {what} in {len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)} during backward{_groups_words(plan.config)}"
+    sent = f"stage {stage}: {what} in {len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)} during backward"
+    return sent + _groups_words(plan.config)
 
 
 def _groups_words(config: Config) -> str:

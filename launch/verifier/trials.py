@@ -52,7 +52,9 @@ def small_config(config: Config) -> Config:
         integrity=IntegrityConfig(), gradient_clipping=min(config.gradient_clipping, CLIP), notes=(),
     )  # fmt: skip
     grouped = config.shards < config.dp
-    plain = replace(plain, zero_optimization=replace(plain.zero_optimization, shard_size=MOST_DATA if grouped else None))
+    plain = replace(
+        plain, zero_optimization=replace(plain.zero_optimization, shard_size=MOST_DATA if grouped else None)
+    )
     data = 2 * MOST_DATA if grouped else min(config.dp, MOST_DATA)
     return _resized(plain, plain.parallel, (data, config.tp, config.pp))
 

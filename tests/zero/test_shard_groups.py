@@ -1,4 +1,4 @@
-"""Engines that shard over a part of the data axis (MiCS, HSDP): parity, bytes inside and across, copies in equal bits."""
+"""Engines that shard over a part of the data axis (MiCS, HSDP): parity, bytes inside and across, equal copies."""
 
 import math
 from collections.abc import Callable

@@ -46,7 +46,7 @@ def encoded_gather(flat: FlatBucket, weights: Tensor, ranks: int) -> EncodedGath
 
 
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
-    """Start the gather of a bucket that ``rounds_in_gathers``, from its masters; one all-gather over dp or a shard group."""
+    """Start the gather of a bucket that ``rounds_in_gathers``, from its masters; one all-gather of the shards."""
     assert flat.master is not None
     axis = comm.grid.sharding
     gather = encoded_gather(flat, flat.master.to(flat.params.device), comm.grid.size(axis))

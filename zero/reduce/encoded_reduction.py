@@ -88,7 +88,7 @@ def encoded_reductions(
 
 def connect_hops(formats: WireFormats, comm: Comm) -> None:
     """Open the groups of all hops. Every rank of the world calls it."""
-    if formats.gradients is None or len(formats.hops) == 1 and formats.ranks == comm.grid.dp:
+    if formats.gradients is None or (len(formats.hops) == 1 and formats.ranks == comm.grid.dp):
         return
     for hop in range(len(formats.hops)):
         for members in sorted({formats.members(hop, index) for index in range(comm.grid.dp)}):

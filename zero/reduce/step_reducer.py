@@ -237,7 +237,6 @@ class GradientReducer(SharedReduction):
         if progress.received is None and progress.sums is None and self._launched is None:
             self._copies.follow(progress.flat, progress.reduction)
 
-
     def _follow(self, progress: _Progress, inside: Pending, shard: Tensor) -> None:
         """Let the sum over shard groups follow that within one; buckets cross in their order, on all ranks alike."""
         progress.reduction, self._launched = inside, None

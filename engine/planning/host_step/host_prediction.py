@@ -97,7 +97,7 @@ def _update(plan: Plan, pp: int, rates: HostRates) -> float:
 def host_axes(grid: Grid, rates: HostRates) -> AxisLinks:
     """The links of a grid whose ranks all run on this host; those of one axis have the speed of that axis alone."""
     found: dict[tuple[Axis, Pattern], LinkSpeed] = {}
-    axes: tuple[Axis, ...] = ("tp", "dp", "dp_shard", "dp_replicate", "replica", "world")
+    axes: tuple[Axis, ...] = ("tp", "dp", *grid.data_axes, "replica", "world")
     for axis in axes:
         ranks = grid.size(axis)
         if ranks == 1:

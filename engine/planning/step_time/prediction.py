@@ -230,7 +230,9 @@ class _Prediction:
         for pp in range(self._grid.pp) if shards_parameters(self._config) else ():
             passes = self._plan.schedule.passes(pp)
             groups = max(1, len(self._layout(pp)))
-            whole = sum(self._seconds(row, "gather") for row in self._rows(pp, self._grid.sharding, "parameters")) / len(passes)
+            whole = sum(
+                self._seconds(row, "gather") for row in self._rows(pp, self._grid.sharding, "parameters")
+            ) / len(passes)
             for op, stage, _ in passes:
                 hidden = tasks[op, stage].work * self._crowd * (groups - 1) / groups
                 waited = max(whole / groups, whole - hidden)

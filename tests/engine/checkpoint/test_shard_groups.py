@@ -1,4 +1,4 @@
-"""Checkpoints do not know of shard groups: one group stores, and any other division of the data axis loads, to the bit."""
+"""Checkpoints do not know of shard groups: one group stores, any other division of the data axis loads, to the bit."""
 
 from collections.abc import Callable
 from functools import cache

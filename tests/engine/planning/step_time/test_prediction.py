@@ -160,6 +160,17 @@ def test_one_bucket_is_reduced_after_the_last_backward(stage: int) -> None:
     assert time.computation == pytest.approx(3.0 + 0.5 / (4 if stage else 1))
 
 
+def test_shard_groups_inside_hosts_wait_for_what_crosses_only() -> None:
+    choice = GridChoice(dp=4, tp=1, pp=1, stage=1)
+    plan, slow = planned(choice, 1, shard_size=2), HostLinks(within=FREE.within, between=LinkSpeed(0.0, 1e4))
+    time = predict_step(plan, ONE, place_axes(plan.grid(0), tuple("aabb"), slow))
+    across = sent(plan, "dp_replicate", "gradients").bytes
+    assert across == sent(plan, "dp_shard", "gradients").bytes, "a half of the half, twice"
+    # both ranks of a host send what crosses, over its one link
+    assert time.communication == pytest.approx({"dp_shard": 0.0, "dp_replicate": 2 * across / 1e4, "world": 0.0})
+    assert time.computation == pytest.approx(3.0 + 0.5 / 2)
+
+
 def test_buckets_are_reduced_beside_the_last_backward() -> None:
     choice = GridChoice(dp=2, tp=1, pp=1)
     plan = planned(choice, 1, reduce_bucket_size=2 * WIDTH * WIDTH)
