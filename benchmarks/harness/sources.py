@@ -39,9 +39,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ),
             ("engine/planning/cost_model", "benchmarks/planning"),
         ),
-        **dict.fromkeys(
-            ("planning-cpu", "planning-cpu-runs"), ("engine/planning", "benchmarks/planning", "launch/planner")
-        ),
+        "planning-cpu": ("engine/planning", "benchmarks/planning", "launch/planner"),
         "planning-search": ("engine/planning", "benchmarks/planning"),
         "scale": (
             "engine/build",

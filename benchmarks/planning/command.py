@@ -96,7 +96,6 @@ def _on_this_host(asked: argparse.Namespace) -> int:
     print(*(f"{row:70} {column:20} {text}" for (row, column), text in (*cells.items(), *run.items())), sep="\n")
     if asked.write_figures:
         record_cells("planning-cpu", "blocks x width, grid, batch", cells)
-        record_cells("planning-cpu-runs", "run", run)
     return int(max(abs(one.off) for one in cases) > host_report.GOAL)
 
 

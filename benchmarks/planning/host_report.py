@@ -98,7 +98,7 @@ class ComparedCase:
 
 def compared(measured: Mapping[str, Any]) -> list[ComparedCase]:
     """The cases that were measured, each predicted."""
-    worlds = {name: WorldRounds(measured[name]["rounds"]) for name in map(str, SHARES) if name in measured}
+    worlds = {name: WorldRounds(measured[name]["rounds"]) for name in map(str, SHARES) if measured[name]["rounds"]}
     return [
         ComparedCase(case=case, traced=case.traced(), world=worlds[str(case.world)])
         for case in CASES

@@ -1,5 +1,7 @@
 """Which measurements of a shared machine count, and what others took of it."""
 
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,15 +48,15 @@ def test_busy_seconds_are_what_is_neither_idle_nor_waits_for_a_disk(tmp_path: Pa
     assert busy_seconds(stat) is None
     stat.write_text("cpu  100 20 30 9999 8888 4 5 6 7777 0\ncpu0 1 2 3 4\n")
     ticks = 100 + 20 + 30 + 4 + 5 + 6
-    assert busy_seconds(stat) == pytest.approx(ticks / quiet_rounds.os.sysconf("SC_CLK_TCK"))
+    assert busy_seconds(stat) == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def test_what_others_took_is_what_was_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, own, clock = iter([100.0, 103.0]), iter([10.0, 11.0]), iter([50.0, 52.0, 52.0])
     monkeypatch.setattr(quiet_rounds, "busy_seconds", lambda: next(busy))
-    monkeypatch.setattr(quiet_rounds.time, "process_time", lambda: next(own))
-    monkeypatch.setattr(quiet_rounds.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(quiet_rounds.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(time, "process_time", lambda: next(own))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     ranks = LoneRank()
     with measured_span(ranks) as span:
         pass

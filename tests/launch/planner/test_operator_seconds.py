@@ -1,6 +1,7 @@
 """What calibration measures: a table for every class of operators, on inputs that a cache does not hold."""
 
 import json
+import time
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_large_inputs_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_seconds_are_those_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count(0.0, 0.5)
-    monkeypatch.setattr(sampling.time, "thread_time", lambda: next(clock))
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
     operator = counted(((2,),), [], share=0.25)
     (table,) = OperatorSamples([("slow", operator)], LoneRank([])).sample().values()
     assert table.seconds == (0.25 * 0.5 / 2,)  # a tick passes over the two calls of a sample
