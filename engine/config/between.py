@@ -17,6 +17,7 @@ from engine.config.sections import (
 )
 from engine.config.wording import shown_value
 from engine.errors import ConfigError
+from engine.parallel.grid import Grid
 from engine.parallel.pipeline.schedule.kinds import training_schedule
 from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
@@ -211,10 +212,10 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
         return
     if not isinstance(data, int) or not isinstance(tensor, int) or not isinstance(pipeline, int):
         return
-    near = parallel.order == "tp-pp-dp"
-    between = tensor * pipeline if near else tensor
+    grid = Grid(pipeline, data, tensor, order=parallel.order)
+    between, outermost = grid.stride("dp"), grid.stride("dp") * data == grid.world_size
     copies, inside = data * between, max(1, node // between)
-    fits = copies <= node and (node % copies == 0 or near or pipeline == 1)
+    fits = copies <= node and (node % copies == 0 or outermost)
     if not (fits or (data % inside == 0 and (node % between == 0 or between % node == 0))):
         problems.add(
             "parallel.gpus_per_node",

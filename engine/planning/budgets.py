@@ -178,8 +178,7 @@ def wire_formats(config: Config, precision: Precision) -> WireFormats:
 def data_ranks_of_a_node(config: Config) -> int:
     """Ranks of a data group that share a node, as far as ``parallel.gpus_per_node`` says."""
     node = config.parallel.gpus_per_node
-    between = config.tp * (config.pp if config.parallel.order == "tp-pp-dp" else 1)
-    return config.dp if node is None else min(config.dp, max(1, node // between))
+    return config.dp if node is None else min(config.dp, max(1, node // config.grid(0).stride("dp")))
 
 
 def ranks_with_secondary_shards(config: Config) -> int:
