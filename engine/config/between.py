@@ -35,8 +35,8 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         problems.add(
             "bf16.bf16_optimizer_states",
-            "true with an fp32 master, which is the larger part of the state; set bf16.bf16_master_weights_and_grads "
-            "too, or leave it out.",
+            "true with bf16.bf16_master_weights_and_grads false keeps an fp32 master, the larger part of the state; "
+            "set it too, or leave it out.",
         )
 
 
@@ -250,8 +250,13 @@ def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
 
 def check_installed(monitor: MonitorConfig) -> None:
     """Refuse a log whose package is not installed, on every rank, before anything is started."""
-    if monitor.tensorboard and find_spec("tensorboard") is None:
-        raise ConfigError(
-            f"monitor.tensorboard: {shown_value(monitor.tensorboard)} needs the package tensorboard, which is not "
-            "installed; pip install 'trine[ui]', or leave it out."
-        )
+    for key, package, install in (
+        ("tensorboard", "tensorboard", "'trine[ui]'"),
+        ("wandb", "wandb", "wandb"),
+        ("mlflow", "mlflow", "mlflow"),
+    ):
+        if (value := getattr(monitor, key)) and find_spec(package) is None:
+            raise ConfigError(
+                f"monitor.{key}: {shown_value(value)} needs the package {package}, which is not installed; "
+                f"pip install {install}, or leave it out."
+            )

@@ -261,7 +261,8 @@ def control_traffic(config: Config, world: int) -> Tally:
     """Traffic of the control sum over the world and of the batch check over each replica."""
     tally, replica = Tally(), config.pp * config.tp
     if world > 1:
-        tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", CONTROL_SCALARS * 8, world)))
+        scalars = CONTROL_SCALARS + 2 * len(config.monitor.metrics)
+        tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", scalars * 8, world)))
     if replica > 1:
         tally.add(Traffic("replica", "batch check", 1, sent_bytes("all_gather", 8 * replica, replica)))
     return tally
