@@ -17,9 +17,10 @@ from engine.config.wording import join_path, show_path
 from engine.errors import ConfigError
 
 _DEPTH = 8
-_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|(?://|#)[^\n]*|/\*.*?\*/', flags=re.DOTALL)
+_TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+_COMMENT = re.compile(_TEXT + r"|(?://|#)[^\n]*|/\*.*?\*/", flags=re.DOTALL)
 """A comment, or a text, in which no comment begins."""
-_LAST_COMMA = re.compile(r'"(?:\\.|[^"\\])*"|,(?=\s*[}\]])')
+_LAST_COMMA = re.compile(_TEXT + r"|,(?=\s*[}\]])", flags=re.DOTALL)
 
 
 class FileObject(dict[str, Any]):
@@ -79,16 +80,27 @@ def _too_deep(name: str) -> ConfigError:
 
 def _parsed_json(text: str, name: str) -> Any:
     """The value of JSON text, in which comments and a comma after a last entry are allowed."""
-    plain = _COMMENT.sub(_blanked, text)
-    problems = []
-    for candidate in (plain, _LAST_COMMA.sub(_blanked, plain)):
-        try:
-            return json.loads(candidate, object_pairs_hook=FileObject)
-        except json.JSONDecodeError as why:
-            problems.append(why)
-        except (RecursionError, ValueError):
-            raise _too_deep(name) from None
-    return _parsed_hjson(text, name, problems[0])
+    try:
+        return _strict_json(text, name)
+    except json.JSONDecodeError:  # most files are plain JSON, and looking for comments takes longer than reading
+        plain = _COMMENT.sub(_blanked, text)
+    try:
+        return _strict_json(plain, name)
+    except json.JSONDecodeError as why:
+        first = why
+    try:
+        return _strict_json(_LAST_COMMA.sub(_blanked, plain), name)
+    except json.JSONDecodeError:
+        return _parsed_hjson(text, name, first)
+
+
+def _strict_json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=FileObject)
+    except json.JSONDecodeError:
+        raise
+    except (RecursionError, ValueError):
+        raise _too_deep(name) from None
 
 
 def _blanked(found: re.Match[str]) -> str:
@@ -123,7 +135,8 @@ def _note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> Non
         for key in raw.twice:
             problems.add(join_path(at, key), "given twice in one object; keep one of them.")
         for key, entry in raw.items():
-            _note_twice(entry, join_path(at, key), problems, depth + 1)
+            if isinstance(entry, (list, FileObject)):
+                _note_twice(entry, join_path(at, key), problems, depth + 1)
 
 
 # ------------------------------------------------------------------------------------------------ TOML, YAML
