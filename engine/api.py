@@ -77,7 +77,7 @@ def initialize(
     Args:
         model: a module, or a callable that builds one; every rank passes the same weights. The wrappers of DDP,
             DataParallel and torch.compile are left out.
-        config: a dict, the path of a JSON file, or a :class:`Config`.
+        config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
         loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics; None: the output contains the loss.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.

@@ -1,6 +1,7 @@
 """``trine init MODEL``: a script and a configuration to begin with, for a Hugging Face folder or a module of yours."""
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from string import Template
@@ -29,7 +30,7 @@ _CONFIG = Template("""{
 
 _HEAD = Template('''"""Train $name.
 
-    torchrun --nproc_per_node 2 $script$files [KEY=VALUE ...]
+    torchrun --nproc_per_node 2 train.py$files [KEY=VALUE ...]
 
 The same command goes on from the last checkpoint, on any number of processes. engine.json says grid, batch and
 optimizer; a word such as optimizer.params.lr=1e-4 changes one key of it.
@@ -43,7 +44,7 @@ from pathlib import Path
 _FOLDER = Template("""import engine
 import torch
 from engine.data import Sampler
-from transformers import $loader, $kind
+from transformers import $imported
 
 FOLDER, CONTEXT, STEPS = $folder, $context, 1000
 
@@ -68,7 +69,7 @@ def batch(indices):
 _FUNCTION = Template("""import engine
 import torch
 from engine.data import Sampler
-from $module import $function
+${found}from $module import $function as make_model
 
 STEPS = 1000
 
@@ -87,16 +88,16 @@ def all_rows():
     raise SystemExit("train.py: write all_rows(), which returns your training rows")
 
 
-build, rows, loss_fn = {function}, all_rows(), None  # loss_fn(output, batch), if forward gives no loss
+build, rows, loss_fn = make_model, all_rows(), None  # loss_fn(output, batch), if forward gives no loss
 '''
 
 _WITH_ROWS = """
 
 def build():
-    return {function}()[0]
+    return make_model()[0]
 
 
-_, rows, *rest = {function}()
+_, rows, *rest = make_model()
 loss_fn = rest[0] if rest else None
 """
 
@@ -134,7 +135,7 @@ def write_starter(options: Namespace) -> None:
             raise ConfigError(f"{options.out / name} exists and is kept; remove it, or give --out another folder.")
     folder = Path(options.model)
     if ":" in options.model and not folder.exists():
-        name, script = _for_function(options.model)
+        name, script = _for_function(options.model, options.out)
         given = ""
     else:
         name, script = _for_folder(folder)
@@ -162,13 +163,12 @@ def _for_folder(folder: Path) -> tuple[str, str]:
         )
     name = folder.resolve().name
     words = _folder_words(folder, config, kind.__name__)
-    head = _HEAD.substitute(name=f"{name} on text files", script=SCRIPT, files=" FILE.txt ...")
-    loop = _LOOP.substitute(loss="", counted="rows", saved=f'eng.save_pretrained("trained"){words.pop("beside")}')
-    return name, head + _FOLDER.substitute(words) + loop
+    head = _HEAD.substitute(name=f"{name} on text files", files=" FILE.txt ...")
+    return name, head + _FOLDER.substitute(words) + _LOOP.substitute(words, loss="", counted="rows")
 
 
 def _folder_words(folder: Path, config: Any, kind: str) -> dict[str, Any]:
-    """What depends on the folder: whether it has a tokenizer, and weights."""
+    """What depends on the folder in the script: whether it has a tokenizer, and weights."""
     tokenizer = any(folder.glob("tokenizer*")) or any(folder.glob("*.model")) or (folder / "vocab.json").is_file()
     weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
     if not tokenizer and config.vocab_size < 256:
@@ -178,33 +178,35 @@ def _folder_words(folder: Path, config: Any, kind: str) -> dict[str, Any]:
         )
     read = "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n" + 'tokens = torch.tensor(tokenizer(text)["input_ids"])'
     as_bytes = "tokens = torch.tensor(list(text.encode()))  # the folder has no tokenizer: tokens are bytes"
-    loader = ", ".join(["AutoConfig"] * (not weights) + ["AutoTokenizer"] * tokenizer) or "AutoConfig"
+    imported = [*["AutoConfig"] * (not weights), *["AutoTokenizer"] * tokenizer, kind]
     saved = '\n    if eng.grid.rank == 0:\n        tokenizer.save_pretrained("trained")' if tokenizer else ""
     return {
         "folder": json.dumps(str(folder.resolve())),
-        "kind": kind,
-        "loader": loader,
+        "imported": ", ".join(imported),
         "context": min(256, getattr(config, "max_position_embeddings", None) or 256),
         "tokens": read if tokenizer else as_bytes,
         "made": f"{kind}.from_pretrained(FOLDER)" if weights else f"{kind}(AutoConfig.from_pretrained(FOLDER))",
-        "beside": saved,
+        "saved": f'eng.save_pretrained("trained"){saved}',
     }
 
 
-def _for_function(name: str) -> tuple[str, str]:
+def _for_function(name: str, out: Path) -> tuple[str, str]:
     """Name of the run and script for a function that builds the model."""
-    from torch import nn
-
-    from engine.program.module_function import find_function
+    from engine.program.module_function import build_named, find_function, model_and_rows
 
     module, _, function = name.partition(":")
-    made = find_function(name)()
-    parts = made if isinstance(made, tuple) else (made,)
-    if not isinstance(parts[0], nn.Module):
-        raise ConfigError(f"{name} gives a {type(parts[0]).__name__}; return an nn.Module, or (module, rows, loss_fn).")
-    text = (_WITH_ROWS if len(parts) > 1 else _MODEL_ALONE).format(function=function)
-    head = _HEAD.substitute(name=name, script=SCRIPT, files="")
-    script = _FUNCTION.substitute(module=module, function=function, parts=text)
+    _, rows, _ = model_and_rows(name, build_named(name, find_function(name)))
+    parts = _MODEL_ALONE if rows is None else _WITH_ROWS
+    found = _found_from(module, out)
+    script = _FUNCTION.substitute(module=module, function=function, parts=parts, found=found)
     counted = "torch.utils._pytree.tree_leaves(rows)[0]"
     loop = _LOOP.substitute(loss=", loss_fn=loss_fn", counted=counted, saved="eng.save_checkpoint()")
-    return function, head + script + loop
+    return function, _HEAD.substitute(name=name, files="") + script + loop
+
+
+def _found_from(module: str, out: Path) -> str:
+    """The line by which a script in another folder finds a module of this one."""
+    here, file = Path.cwd(), sys.modules[module].__file__
+    if out.resolve() == here or file is None or not Path(file).resolve().is_relative_to(here):
+        return ""
+    return f"\nsys.path.insert(0, {json.dumps(str(here))})  # where {module} lies\n"

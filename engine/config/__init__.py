@@ -227,8 +227,7 @@ def load_raw(source: "ConfigSource", overrides: Sequence[str] = ()) -> Mapping[s
         ConfigError: the file cannot be read, or there is no JSON object.
     """
     problems = _problems_of(source)
-    raw = _object(source, problems) or {}
-    raw = overridden(raw, overrides, problems) if overrides else raw
+    raw = overridden(_object(source, problems) or {}, overrides, problems)
     problems.raise_if_any()
     return raw
 

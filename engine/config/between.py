@@ -250,13 +250,9 @@ def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
 
 def check_installed(monitor: MonitorConfig) -> None:
     """Refuse a log whose package is not installed, on every rank, before anything is started."""
-    for key, package, install in (
-        ("tensorboard", "tensorboard", "'trine[ui]'"),
-        ("wandb", "wandb", "wandb"),
-        ("mlflow", "mlflow", "mlflow"),
-    ):
-        if (value := getattr(monitor, key)) and find_spec(package) is None:
+    for key, install in (("tensorboard", "'trine[ui]'"), ("wandb", "wandb"), ("mlflow", "mlflow")):
+        if (value := getattr(monitor, key)) and find_spec(key) is None:
             raise ConfigError(
-                f"monitor.{key}: {shown_value(value)} needs the package {package}, which is not installed; "
+                f"monitor.{key}: {shown_value(value)} needs the package {key}, which is not installed; "
                 f"pip install {install}, or leave it out."
             )

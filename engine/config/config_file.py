@@ -48,7 +48,7 @@ def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mappin
         raw = _parsed_yaml(text, name)
     else:
         raw = _parsed_json(text, name)
-    _note_twice(raw, "", problems)
+    note_twice(raw, "", problems)
     return raw  # type: ignore[no-any-return]
 
 
@@ -125,18 +125,19 @@ def _parsed_hjson(text: str, name: str, why: json.JSONDecodeError) -> Any:
     return found
 
 
-def _note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
+def note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
+    """Note the keys of ``raw``, which stands at the key ``at``, that were given twice in one object."""
     if depth > _DEPTH:
         return  # no section is nested so deeply; the reader reports the key that holds this as unknown
     if isinstance(raw, list):
         for i, entry in enumerate(raw):
-            _note_twice(entry, f"{at}[{i}]", problems, depth + 1)
+            note_twice(entry, f"{at}[{i}]", problems, depth + 1)
     if isinstance(raw, FileObject):
         for key in raw.twice:
             problems.add(join_path(at, key), "given twice in one object; keep one of them.")
         for key, entry in raw.items():
             if isinstance(entry, (list, FileObject)):
-                _note_twice(entry, join_path(at, key), problems, depth + 1)
+                note_twice(entry, join_path(at, key), problems, depth + 1)
 
 
 # ------------------------------------------------------------------------------------------------ TOML, YAML

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from engine.config.config_file import FileObject, note_twice
 from engine.config.rules import Problems
 from engine.config.wording import kind, shown_value
 
@@ -19,20 +20,24 @@ def is_override(word: str) -> bool:
     return bool(_OVERRIDE.match(word))
 
 
-def overridden(raw: Mapping[str, Any], overrides: Sequence[str], problems: Problems) -> dict[str, Any]:
+def overridden(raw: Mapping[str, Any], overrides: Sequence[str], problems: Problems) -> Mapping[str, Any]:
     """The configuration with every KEY=VALUE put in, the last one of a key wins; ``raw`` itself is not changed.
 
     A value is JSON, or text where it is not: ``true``, ``3e-4``, ``["*.bias"]``, ``1f1b``. A key that names a place in
     a list is its number: ``optimizer.groups.0.lr=1e-5``. Objects on the way are made. What is wrong is noted by the
     key, as if the file had said it.
     """
+    if not overrides:
+        return raw
     changed: dict[str, Any] = dict(raw)
     for word in overrides:
         if not isinstance(word, str) or not is_override(word):
             problems.add("", f"{shown_value(word)} is no override; give KEY=VALUE, such as optimizer.params.lr=3e-4.")
             continue
         path, _, text = word.partition("=")
-        _put(changed, path.split("."), _value(text), path, problems)
+        value = _value(text)
+        note_twice(value, path, problems)
+        _put(changed, path.split("."), value, path, problems)
     return changed
 
 
@@ -73,6 +78,6 @@ def _store(place: Any, key: str, value: Any, path: str, problems: Problems) -> b
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=FileObject)
     except (ValueError, RecursionError):
         return text

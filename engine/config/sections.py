@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config.optim_sections import COUNT, METRICS, NOT_NEGATIVE, SIZE, one_of
+from engine.config.optim_sections import COUNT, NOT_NEGATIVE, SIZE, one_of
 from engine.config.reader import Section, setting
 from engine.config.rules import AnyOf, Choice, Flag, FrozenMap, Int, ListOf, OperatorName, Real, Text, TextMap
 from engine.parallel.grid import Order
@@ -17,6 +17,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dua
 AUTO = Choice(options=("auto",), noun="auto")
 AXIS = AnyOf(rules=(AUTO, SIZE), remedy='give a whole number of at least 1, or "auto" for one axis')
 FOLDER = Text(noun="a path", null=True, remedy="give a path in quotes, or null for none")
+METRICS = ListOf(each=Text(), noun='a list of names such as ["accuracy"]')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

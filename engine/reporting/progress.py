@@ -8,12 +8,12 @@ from engine.reporting.step_report import StepReport
 
 
 def line_parts(report: StepReport) -> list[str]:
-    """What a line says of a step behind its number and loss: rate, norm, metrics, speed, memory, trouble."""
+    """What a line says of a step behind its number and loss: rate, norm, metrics, speed, memory, loss scale."""
     parts = [
         f"lr {report.lr:.1e}",
         f"norm {report.grad_norm:.2f}",
         *(f"{name} {value:.4g}" for name, value in report.metrics.items()),
-        f"{thousands(report.tokens_per_second)} tok/s",
+        f"{_thousands(report.tokens_per_second)} tok/s",
         *([f"mfu {report.mfu:.1%}"] if report.mfu is not None else []),
         f"mem {megabytes(report.peak_bytes)}",
     ]
@@ -26,7 +26,7 @@ def trouble(report: StepReport) -> str:
     return f"SKIPPED: {report.nonfinite} not finite{where}" if report.skipped else ""
 
 
-def thousands(number: float) -> str:
+def _thousands(number: float) -> str:
     """A number of tokens, short."""
     return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
 

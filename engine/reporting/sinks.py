@@ -15,7 +15,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.planning.plan import Plan
 from engine.reporting.progress import ProgressSink
-from engine.reporting.step_report import StepReport, peak_memory, utilisation
+from engine.reporting.step_report import StepReport, metric_key, peak_memory, utilisation
 from engine.reporting.trackers import MLflow, WeightsAndBiases
 from engine.step.state import StepState, metric_averages
 from engine.step.update import UpdateOutcome
@@ -55,22 +55,23 @@ class CommaSeparated:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         skipped = ("metrics", "nonfinite_ranks")
         self._columns = [name for name in StepReport.__dataclass_fields__ if name not in skipped]
-        self._columns += ["tokens_per_second", *(f"metrics/{name}" for name in metrics)]
-        known = Path(path).read_text(encoding="utf-8").partition("\n")[0] if Path(path).exists() else ""
-        if known and known != ",".join(self._columns):
+        self._columns += ["tokens_per_second", *map(metric_key, metrics)]
+        self._file = open(path, "a+", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
+        self._file.seek(0)
+        known = next(csv.reader(self._file), None)
+        if known and known != self._columns:
+            self._file.close()
             raise ConfigError(
-                f"monitor.csv: {path} has other columns than this run would write ({known[:60]}...); give another file."
+                f"monitor.csv: {path} has other columns than this run would write ({','.join(known)[:60]}...); give "
+                "another file."
             )
-        self._file = open(path, "a", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
         self._writer = csv.DictWriter(self._file, self._columns, extrasaction="ignore", lineterminator="\n")
         if not known:
             self._writer.writeheader()
 
     def write(self, report: StepReport) -> None:
         """Append one line."""
-        values = report.as_dict()
-        metrics = {f"metrics/{name}": value for name, value in values.pop("metrics", {}).items()}
-        self._writer.writerow(values | metrics)
+        self._writer.writerow(report.flat())
         self._file.flush()
 
     def close(self) -> None:

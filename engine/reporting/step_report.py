@@ -72,10 +72,20 @@ class StepReport:
 
     def numbers(self) -> dict[str, float]:
         """All numbers that are finite by a name for a chart, such as ``train/loss``; metrics as ``metrics/NAME``."""
+        found = {
+            name: value for name, value in self.flat().items() if isinstance(value, int | float) and name != "step"
+        }
+        return {name if "/" in name else f"train/{name}": value for name, value in found.items()}
+
+    def flat(self) -> dict[str, Any]:
+        """:meth:`as_dict` without a dict in it: a metric is ``metrics/NAME``."""
         values = self.as_dict()
-        found = {f"metrics/{name}": value for name, value in values.pop("metrics", {}).items()}
-        found |= {f"train/{name}": value for name, value in values.items() if name != "step"}
-        return {name: value for name, value in found.items() if isinstance(value, int | float)}
+        return values | {metric_key(name): value for name, value in values.pop("metrics", {}).items()}
+
+
+def metric_key(name: str) -> str:
+    """Of a metric of ``loss_fn``, among the values of a report."""
+    return f"metrics/{name}"
 
 
 def _finite(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """``trine init``: what it writes trains as it stands, on several ranks, and goes on from its checkpoint."""
 
+import json
 import re
 from pathlib import Path
 
@@ -91,6 +92,22 @@ def test_a_function_with_rows_trains(tmp_path: Path, name: str) -> None:
     shortened(tmp_path, 6)
     found = losses(tmp_path, 6, "scheduler=null", "optimizer.params.lr=1e-2")
     assert len(found) == 6 and found[-1] < found[0]
+
+
+@pytest.mark.parametrize("run", [False, wide(True)])
+def test_a_script_elsewhere_finds_a_module_of_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: bool
+) -> None:
+    name = f"model_of_this_folder_{run}"
+    (tmp_path / f"{name}.py").write_text(f"from {HERE} import with_rows as build\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", f"{name}:build", "--out", "beside"]) == 0 and main(["init", f"{name}:build"]) == 0
+    line = f"sys.path.insert(0, {json.dumps(str(tmp_path))})  # where {name} lies"
+    assert line in (tmp_path / "beside" / SCRIPT).read_text().splitlines()
+    assert "sys.path" not in (tmp_path / SCRIPT).read_text(), "Python looks beside the script"
+    if run:
+        shortened(tmp_path / "beside", 2)
+        assert len(losses(tmp_path / "beside", 2, "scheduler=null")) == 2
 
 
 def test_a_model_alone_asks_for_its_rows(tmp_path: Path) -> None:
