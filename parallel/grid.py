@@ -66,7 +66,6 @@ class Grid:
                 f"rank {self.rank} is outside a grid of {self.world_size} ranks ({shape}); "
                 f"start exactly {self.world_size} processes."
             )
-
         if self.shard_size is not None and (self.shard_size < 1 or self.dp % self.shard_size):
             raise GridError(
                 f"shard size {self.shard_size} does not divide the {self.dp} data ranks; give a divisor of {self.dp}."
@@ -114,6 +113,11 @@ class Grid:
             return shards if axis == "dp_shard" else self.dp // shards
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "replica": replica, "world": self.world_size}[axis]
 
+    def stride(self, axis: Literal["pp", "dp", "tp"]) -> int:
+        """How far, in ranks, a rank is from its next peer along ``axis``."""
+        inner, outer = self._between
+        return {inner: self.tp, outer: self.size(inner) * self.tp, "tp": 1}[axis]
+
     def index(self, axis: Axis) -> int:
         """This rank's index among its :meth:`peers` along ``axis``."""
         return getattr(self.coord(), axis) if axis in ("pp", "dp", "tp") else self.peers(axis).index(self.rank)
@@ -129,10 +133,9 @@ class Grid:
             line, size = self.peers("dp", rank), self.size("dp_shard")
             first = here.dp - here.dp % size
             return line[first : first + size] if axis == "dp_shard" else line[here.dp % size :: size]
-        inner, outer = self._between
-        steps = {inner: self.tp, outer: self.size(inner) * self.tp, "tp": 1}
-        first = self.rank_at(*here) - getattr(here, axis) * steps[axis]
-        return tuple(range(first, first + self.size(axis) * steps[axis], steps[axis]))
+        stride = self.stride(axis)
+        first = self.rank_at(*here) - getattr(here, axis) * stride
+        return tuple(range(first, first + self.size(axis) * stride, stride))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
         """Every group of peers along ``axis``, in order of their first ranks; each rank is in exactly one of them."""

@@ -150,7 +150,7 @@ _OFF = (False, None)
 _CURRICULUM = "Trine does not change the data; order or cut it in your data loader"
 _SPARSE = "Trine does not compress or drop parts of the model; do it in the model"
 _SCRIPT = "in DeepSpeed too, only a call in the script makes use of it, which has to stand before engine.initialize"
-_LOGGERS = "Trine writes monitor.jsonl and monitor.tensorboard; use those"
+_LOGGERS = "Trine writes monitor.jsonl, csv, tensorboard, wandb and mlflow; use those"
 _GRID = "parallel.tensor says how many ranks share a layer; remove it"
 _EXPERTS = "there is no expert axis: the ranks of parallel.tensor and ZeRO share experts, which trains the same"
 _OTHER_ADAM = "AdamW and Adam here are torch's; pass optimizer=... to engine.initialize"
