@@ -129,10 +129,12 @@ class Grid:
         here = self.coord(rank)
         if axis == "replica":
             return tuple(self.rank_at(pp, here.dp, tp) for pp in range(self.pp) for tp in range(self.tp))
-        if axis in ("dp_shard", "dp_replicate"):
-            line, size = self.peers("dp", rank), self.size("dp_shard")
-            first = here.dp - here.dp % size
-            return line[first : first + size] if axis == "dp_shard" else line[here.dp % size :: size]
+        shards = self.size("dp_shard")
+        group, place = divmod(here.dp, shards)
+        if axis == "dp_shard":
+            return self.peers("dp", rank)[group * shards : (group + 1) * shards]
+        if axis == "dp_replicate":
+            return self.peers("dp", rank)[place::shards]
         stride = self.stride(axis)
         first = self.rank_at(*here) - getattr(here, axis) * stride
         return tuple(range(first, first + self.size(axis) * stride, stride))

@@ -231,14 +231,14 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
     if not isinstance(data, int) or not isinstance(tensor, int) or not isinstance(pipeline, int):
         return
     grid = Grid(pipeline, data, tensor, order=parallel.order)
-    data = min(data, zero.shard_size or data)
-    between, outermost = grid.stride("dp"), grid.stride("dp") * data == grid.world_size
-    copies, inside = data * between, max(1, node // between)
+    shards = min(data, zero.shard_size or data)
+    between, outermost = grid.stride("dp"), grid.stride("dp") * shards == grid.world_size
+    copies, inside = shards * between, max(1, node // between)
     fits = copies <= node and (node % copies == 0 or outermost)
-    if not (fits or (data % inside == 0 and (node % between == 0 or between % node == 0))):
+    if not (fits or (shards % inside == 0 and (node % between == 0 or between % node == 0))):
         problems.add(
             "parallel.gpus_per_node",
-            f"{node} does not divide {data} data x {tensor} tensor ranks, and quantized gradients are summed within "
+            f"{node} does not divide {shards} data x {tensor} tensor ranks, and quantized gradients are summed within "
             "nodes first; give a number that does, or leave it out, and they are summed in one step.",
         )
 

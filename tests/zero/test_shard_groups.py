@@ -130,7 +130,7 @@ def by_axis(eng: Engine) -> tuple[dict[tuple[str, str], int], list[int]]:
     """(bytes of a step by axis and label, bytes of the trained buckets)."""
     before = eng.sent
     eng.train_batch(rows(eng, 0))
-    sent = {(row.axis, row.label): row.bytes for row in eng.sent.since(before).rows()}
+    sent: dict[tuple[str, str], int] = {(row.axis, row.label): row.bytes for row in eng.sent.since(before).rows()}
     return sent, [4 * bucket.elements for bucket in eng.plan.layout(eng.grid.coord()).buckets]
 
 

@@ -234,7 +234,8 @@ class GradientReducer(SharedReduction):
             kept = self._kept(progress.flat)
             progress.received = partial(grads[kept].copy_, wire[kept])
         self._copies.changed(progress.flat)
-        if progress.received is None and progress.sums is None and self._launched is None:
+        alone = progress.received is None and progress.sums is None and self._launched is None
+        if alone and progress.reduction is not None:
             self._copies.follow(progress.flat, progress.reduction)
 
     def _follow(self, progress: _Progress, inside: Pending, shard: Tensor) -> None:
