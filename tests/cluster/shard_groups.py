@@ -30,7 +30,7 @@ def model():
 engines = {}
 for name, zero in (("ZeRO 1", {"stage": 1}), ("ZeRO 3", {"stage": 3})):
     for words, size in (("all data ranks", None), ("groups of two", 2)):
-        zero |= {"shard_size": size, "reduce_bucket_size": 300_000}  # a layer each: one crosses while the next is summed
+        zero |= {"shard_size": size, "reduce_bucket_size": 300_000}  # a layer each
         config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": dict(zero)}
         engines[f"{name}, {words}"] = engine.initialize(model(), config, lambda out, rows: out.square().mean())
 times = {name: [] for name in engines}
