@@ -1,8 +1,8 @@
 """Seconds of collectives between the ranks of this host by axis and size, over the backend of training: one sample a
 round.
 
-call       after a product, as a step meets it: others come earlier or later, and sleep meanwhile. What the product takes
-           of its processor is taken off
+call       after a product, as a step meets it: others come earlier or later, and sleep meanwhile. What the product
+           takes of its processor is taken off
 overlap    products beside an all-reduce: what of the collective costs nothing
 """
 

@@ -233,8 +233,7 @@ class ModelTrace:
 
     @cached_property
     def graded(self) -> frozenset[int]:
-        """Values through which a gradient of the result flows back; what a metric is computed from is not among them.
-        """
+        """Values through which a gradient of the result flows back: of the loss, and not of metrics."""
         found, pending = set[int](), [number for number in self.targets if self.values[number].grad]
         while pending:
             number = pending.pop()
