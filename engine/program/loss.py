@@ -59,36 +59,50 @@ def _without_metrics(found: Any) -> tuple[Any, Mapping[str, Any]]:
     return found, {}
 
 
-def _summands(metrics: Mapping[str, Any], names: Sequence[str]) -> tuple[Tensor | float, ...]:
+def with_metrics(loss: WeightedLoss, metrics: Mapping[str, Any], names: Sequence[str]) -> WeightedLoss:
+    """``loss`` with the metrics that a loop of the user's own gives beside it; one that is left out counts nothing.
+
+    Raises:
+        EngineError: a metric is not named in ``monitor.metrics``, or is no number.
+    """
+    _check_named(metrics, names, "backward was given")
+    nothing = dict.fromkeys(names, (0.0, 0.0))
+    return loss._replace(metrics=_pairs(nothing | dict(metrics), names, "backward was given"))
+
+
+def _check_named(metrics: Mapping[str, Any], names: Sequence[str], by: str) -> None:
     if unnamed := sorted(set(metrics) - set(names)):
         raise EngineError(
-            f'loss_fn returned the metric "{unnamed[0]}", which monitor.metrics does not name; add it there, so that '
-            "all ranks know of it, or leave it out."
+            f'{by} the metric "{unnamed[0]}", which monitor.metrics does not name; add it there, so that all ranks '
+            "know of it, or leave it out."
         )
+
+
+def _summands(metrics: Mapping[str, Any], names: Sequence[str]) -> tuple[Tensor | float, ...]:
+    _check_named(metrics, names, "loss_fn returned")
     if missing := [name for name in names if name not in metrics]:
         raise EngineError(
             f'loss_fn returned no metric "{missing[0]}", which monitor.metrics names; return (loss, '
             f'{{"{missing[0]}": value}}) for every microbatch, or leave it out there.'
         )
-    return tuple(part for name in names for part in _pair(metrics[name], name))
+    return _pairs(metrics, names, "loss_fn returned")
 
 
-def _pair(value: Any, name: str) -> tuple[Tensor | float, Tensor | float]:
-    """Sum and weight of a metric; a plain value weighs 1."""
-    pair = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
-    first, second = (_number(part, name) for part in pair)
-    return first, second
+def _pairs(metrics: Mapping[str, Any], names: Sequence[str], by: str) -> tuple[Tensor | float, ...]:
+    """Sum and weight of each metric; a plain value weighs 1."""
+    pairs = [
+        value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0) for value in map(metrics.get, names)
+    ]
+    return tuple(_number(part, name, by) for name, pair in zip(names, pairs, strict=True) for part in pair)
 
 
-def _number(value: Any, name: str) -> Tensor | float:
+def _number(value: Any, name: str, by: str) -> Tensor | float:
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
         return value.detach()
     if isinstance(value, int | float):
         return float(value)
     given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise EngineError(
-        f'the metric "{name}" that loss_fn returned is {given}; return a number, a 0-dim tensor, or (sum, weight).'
-    )
+    raise EngineError(f'the metric "{name}" that {by} is {given}; give a number, a 0-dim tensor, or (sum, weight).')
 
 
 def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:

@@ -1,6 +1,8 @@
 """Seconds of collectives between the ranks of this host by axis and size, over the backend of training: one sample a
 round.
 
+call       after a product, as a step meets it: others come earlier or later, and sleep meanwhile. What the product
+           takes of its processor is taken off
 overlap    products beside an all-reduce: what of the collective costs nothing
 """
 
@@ -22,7 +24,7 @@ SENT = (1 << 8, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24)
 """Bytes of a tensor that is summed, scattered or gathered."""
 SAMPLE_BYTES = 1 << 23
 """About, of the calls of a sample."""
-MOST_CALLS = 20
+MOST_CALLS = 8
 OVERLAPS = 3
 """Measurements of products beside a collective in a sample."""
 LABEL = "calibrate"
@@ -66,11 +68,20 @@ class CollectiveSamples:
             count = max(1, min(MOST_CALLS, SAMPLE_BYTES // size))
             call(data)
             self._ranks.ready()
-            began = time.perf_counter()
+            spent, began = 0.0, time.perf_counter()
             for _ in range(count):
+                spent += self._product()
                 call(data)
-            seconds.append(share * (time.perf_counter() - began) / count)
+            waited = time.perf_counter() - began - spent
+            seconds.append(share * max(1e-7, waited / count))
         return SecondsTable(sizes=(tuple(map(float, SENT)),), seconds=self._ranks.mean(seconds))
+
+    def _product(self) -> float:
+        """Seconds of this processor."""
+        left, right = self._factors
+        began = time.thread_time()
+        left @ right
+        return time.thread_time() - began
 
     def overlap(self) -> float:
         """What of a collective beside products costs nothing."""

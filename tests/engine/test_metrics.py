@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -90,6 +91,41 @@ def test_a_sum_and_weight_is_averaged_by_weight() -> None:
     assert report.metrics == {"plain": 2.0, "by weight": 15 / 4}
 
 
+def looped(settings: Mapping[str, Any], world: World) -> list[dict[str, float]]:
+    """Metrics of two steps of a loop of the user's own."""
+    config = engine.load_config(settings, world.size)
+    found = []
+    with engine.initialize(models.decoder, config, world=world) as eng:
+        start = eng.grid.coord().dp * config.micro * config.accumulation
+        for batch in BATCHES[:2]:
+            for row in range(start, start + config.micro * config.accumulation):
+                mine = {key: value[row : row + 1] for key, value in batch.items()}
+                total, weight, metrics = with_metrics(eng(mine["input_ids"]), mine)
+                eng.backward((total, weight), metrics=metrics)
+            report = eng.step()
+            assert report is not None
+            found.append(dict(report.metrics))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, wide(2)])
+def test_a_loop_of_your_own_gives_them_to_backward(ranks: int) -> None:
+    ((alone, _, _),) = on(data=1)
+    for found in run_thread_ranks(ranks, partial(looped, CONFIG | {"parallel": {"data": ranks}})):
+        for metrics, report in zip(found, alone, strict=True):
+            assert metrics == pytest.approx(report.metrics, rel=1e-5)
+
+
+def test_what_backward_is_not_given_counts_nothing() -> None:
+    with engine.initialize(torch.nn.Linear(2, 1), CONFIG | {"train_batch_size": 2}) as eng:
+        with pytest.raises(EngineError, match=r'backward was given the metric "a", which monitor\.metrics does not'):
+            eng.backward(eng(torch.ones(1, 2)).mean(), metrics={"a": 1.0})
+        for value in ({"accuracy": (3, 4)}, {}):
+            eng.backward(eng(torch.ones(1, 2)).mean(), metrics=value)
+        report = eng.step()
+    assert report is not None and report.metrics["accuracy"] == 0.75 and math.isnan(report.metrics["entropy"])
+
+
 def failure(loss_fn: Callable[..., Any], **monitor: Any) -> str:
     settings = CONFIG | {"monitor": monitor}
     with engine.initialize(torch.nn.Linear(2, 1), settings, loss_fn) as eng, pytest.raises(EngineError) as caught:
@@ -105,9 +141,9 @@ def failure(loss_fn: Callable[..., Any], **monitor: Any) -> str:
         (
             {"a": torch.ones(2)},
             ["a"],
-            'the metric "a" that loss_fn returned is a tensor of shape (2,); return a',
+            'the metric "a" that loss_fn returned is a tensor of shape (2,); give a',
         ),
-        ({"a": "high"}, ["a"], 'the metric "a" that loss_fn returned is a str; return a number, a 0-dim tensor, or'),
+        ({"a": "high"}, ["a"], 'the metric "a" that loss_fn returned is a str; give a number, a 0-dim tensor, or'),
     ],
 )
 def test_what_is_no_metric_is_one_sentence(metrics: dict[str, Any], names: list[str], sentence: str) -> None:
