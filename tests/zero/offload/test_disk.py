@@ -13,7 +13,7 @@ import torch
 import engine
 from engine.errors import EngineError
 from engine.zero.offload.block_file import BLOCK, BlockFile
-from engine.zero.offload.disk_moments import MomentBuffers
+from engine.zero.offload.moment_buffers import MomentBuffers
 from engine.zero.offload.scratch_folder import PREFIX, ScratchFolder
 from tests.zero.offload.test_offloaded_training import bits, settings, trained, unequal
 from tests.zero.small import batch, start
@@ -52,10 +52,12 @@ def test_bits_are_those_of_training_without_an_offload(tmp_path: Path) -> None:
 def test_bytes_on_disk_are_those_of_the_plan(tmp_path: Path) -> None:
     with start(on_disk(tmp_path)) as eng:
         eng.train_batch(batch(eng, 0))
-        files = [path.stat().st_size for path in tmp_path.glob(f"{PREFIX}*/bucket-*")]
+        files = {path.name: path.stat().st_size for path in tmp_path.glob(f"{PREFIX}*/*-*")}
+        slots = {name.split("-")[1]: size for name, size in files.items() if name.endswith("-a")}
         plan = eng.plan.rank(0)
-        assert sum(files) == plan.disk_bytes > 0
-        assert plan.host_bytes["buffers"] == 2 * max(files)
+        assert len(files) == 3 * len(slots) and sum(files.values()) == plan.disk_bytes > 0
+        pages = [size + files[f"before-{number}"] for number, size in slots.items()]
+        assert plan.host_bytes["buffers"] == 2 * max(pages)
 
 
 def test_what_the_program_writes_into_moments_is_used(tmp_path: Path) -> None:
