@@ -14,13 +14,14 @@ ZeRO 3 ``params`` has memory only while it is gathered; views of it, also those 
 again with every gather.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.device import host_zeros
+from engine.kernels.device import host_zeros, is_host
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.squared_norm import squared_norm as sum_of_squares
 from engine.kernels.wire.block_codec import BlockCodec
@@ -147,6 +148,8 @@ class Ownership:
     """Indices of the trained buckets that the host updates: their masters, gradients and moments lie in its memory."""
     pinned: bool = True
     """Page-lock the memory of the host that an accelerator copies from or to."""
+    mapped: Callable[[int, torch.dtype], Tensor] | None = None
+    """Makes zeros on the host: elements that the system can write out. None: ordinary memory."""
 
 
 def reserve(
@@ -189,6 +192,8 @@ def _reserve(
     held = shard if who.sharded_gradients and not bucket.partial else whole
 
     def zeros(part: slice, dtype: torch.dtype) -> Tensor:
+        if who.mapped is not None and is_host(device):
+            return who.mapped(part.stop - part.start, dtype)
         return torch.zeros(part.stop - part.start, dtype=dtype, device=device)
 
     params = torch.empty(bucket.elements, dtype=dtype, device=device) if who.sharded_parameters else zeros(whole, dtype)
@@ -201,7 +206,8 @@ def _reserve(
     master = host_sums = None
     if trainable and bucket.index in who.hosted:
         count, pinned_for = owned.stop - owned.start, device if who.pinned else torch.device("cpu")
-        master, host_sums = (host_zeros(count, wide, pinned_for) for _ in range(2))
+        make = who.mapped or partial(host_zeros, device=pinned_for)
+        master, host_sums = (make(count, wide) for _ in range(2))
     elif wide != dtype:
         master = zeros(owned, wide)
     members = tuple(parameters[slot.name] for slot in bucket.slots)

@@ -1,6 +1,7 @@
 """Updates on the host: bytes of memory moved in a second beside a plain copy, and what a step costs with an offload.
 
     python -m benchmarks offload [--elements 16777216] [--rounds 7] [--threads 2] [--peers deepspeed] [--write-figures]
+    python -m benchmarks offload --disk FOLDER           only updates whose moments are on that disk, beside its rate
 
 Every contender updates the same number of fp32 elements with AdamW, in turns, a new order each round; the median
 counts. Bytes are those that the rule has to move: weights, gradient and two moments read, all but the gradient written.
@@ -10,7 +11,7 @@ The last rows are whole steps of the engine with its state on the "device", whic
 import argparse
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 
 import engine
 from benchmarks.harness.figures import record_cells, render
+from benchmarks.offload.disk import disk_cells, disk_works
 from benchmarks.peers.cpu_adam import make_cpu_adam
 from engine.kernels.optim.update_rules import AdamRule, adam_
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
@@ -48,17 +50,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="turns of every contender")
     parser.add_argument("--threads", type=int, default=1, help="of an update and of a step")
     parser.add_argument("--peers", default="deepspeed", help="deepspeed, or none; left out if it is not installed")
+    parser.add_argument("--disk", metavar="FOLDER", help="measure updates from this disk instead")
     parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
-    updates = _update_cells(contenders(asked.elements, asked.peers), asked.elements, asked.rounds)
-    steps = _step_cells(asked.rounds)
-    for name, corner, cells in (("offload-update", CORNER, updates), ("offload-step", "optimizer state", steps)):
+    for name, corner, cells in _tables(asked):
         rows = {row: {column: text for (at, column), text in cells.items() if at == row} for row, _ in cells}
         print(render({"corner": corner, "columns": list(dict.fromkeys(column for _, column in cells)), "rows": rows}))
         if asked.write_figures:
             record_cells(name, corner, cells)
     return 0
+
+
+def _tables(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[tuple[str, str], str]]]:
+    """(name of the figure, corner, cells) of what was asked for."""
+    if asked.disk is not None:
+        with disk_works(asked.disk, asked.elements) as works:
+            yield "offload-disk", "AdamW from disk", disk_cells(medians(works, asked.rounds), asked.elements)
+        return
+    updates = _update_cells(contenders(asked.elements, asked.peers), asked.elements, asked.rounds)
+    yield "offload-update", CORNER, updates
+    yield "offload-step", "optimizer state", _step_cells(asked.rounds)
 
 
 def contenders(elements: int, peers: str) -> dict[str, tuple[Work, int]]:
@@ -115,7 +127,7 @@ def _bucket(elements: int) -> Work:
 
 
 def _update_cells(found: Mapping[str, tuple[Work, int]], elements: int, rounds: int) -> dict[tuple[str, str], str]:
-    seconds = _medians({name: work for name, (work, _) in found.items()}, rounds)
+    seconds = medians({name: work for name, (work, _) in found.items()}, rounds)
     rates = {name: size * elements / seconds[name] for name, (_, size) in found.items()}
     copy = rates["a plain copy"]
     columns: dict[str, Callable[[str], str]] = {
@@ -136,7 +148,7 @@ def _step_cells(rounds: int) -> dict[tuple[str, str], str]:
     engines = {name: _engine(offload) for name, offload in placements.items()}
     ids = torch.randint(0, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
-    seconds = _medians({name: partial(eng.train_batch, batch) for name, eng in engines.items()}, rounds)
+    seconds = medians({name: partial(eng.train_batch, batch) for name, eng in engines.items()}, rounds)
     base = seconds["on the device"]
     cells = {}
     for name, eng in engines.items():
@@ -160,7 +172,7 @@ def _engine(offload: dict[str, Any]) -> engine.Engine:
     return engine.initialize(model, config, loss_sum)
 
 
-def _medians(works: Mapping[str, Work], rounds: int) -> dict[str, float]:
+def medians(works: Mapping[str, Work], rounds: int) -> dict[str, float]:
     """Median seconds of each, in turns of a new order; the first turn is not counted."""
     spent: dict[str, list[float]] = {name: [] for name in works}
     order = list(works)
