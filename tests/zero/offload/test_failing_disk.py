@@ -1,0 +1,214 @@
+"""A disk that fails in an update: the step is repeated, or none on any rank, and the state from before it is whole."""
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.errors import EngineError
+from engine.zero.offload.block_file import BLOCK, BlockFile
+from engine.zero.offload.direct_io import DiskCalls, sector_memory
+from engine.zero.offload.scratch_folder import PREFIX
+from tests.zero.offload.failing_disk import EIO, ENOSPC, failing, garbled, short, torn
+from tests.zero.offload.test_disk import on_disk
+from tests.zero.offload.test_offloaded_training import Case, bits, settings, trained, unequal
+from tests.zero.small import batch, start
+
+RunRanks = Callable[..., list[Any]]
+BF16: Case = ("AdamW", "bf16", (1, "step"), 1.0)
+HALF: Case = ("AdamW", "bf16", (1, "step"), 0.4)
+FP32: Case = ("Lion", "fp32", (3, "step"), 1.0)
+FAULTS = {"EIO": EIO, "ENOSPC": ENOSPC, "torn": torn, "garbled": garbled, "short": short}
+Fault = tuple[str, str, str, int]
+"""Call, what goes wrong with it, beginning of the file's name, how many times."""
+
+
+def calls(eng: Engine) -> int:
+    """Collectives of the agreement so far."""
+    return sum(row.calls for row in eng._runtime.comm.tally.rows() if row.label == "disk")
+
+
+def gathers(eng: Engine) -> int:
+    return sum(row.calls for row in eng._runtime.comm.tally.rows() if row.label == "parameters")
+
+
+def step_with(eng: Engine, step: int, fault: Fault, rank: int) -> tuple[str, int, list[str]]:
+    """A step in which the disk of ``rank`` has the fault: what is raised, and the calls it took."""
+    call, kind, file, times = fault
+    before = calls(eng)
+    where = failing(call, FAULTS[kind], file, times) if eng.grid.rank == rank else nullcontext([])
+    with where as met:
+        try:
+            eng.train_batch(batch(eng, step))
+            said = ""
+        except EngineError as error:
+            said = str(error)
+    return said, calls(eng) - before, met
+
+
+def broken_off(folder: Path, case: Case, fault: Fault) -> list[Any]:
+    """Body of a rank: what is said of a step that the last rank's disk breaks off, and what is wrong afterwards."""
+    with start(on_disk(folder / "disk", case)) as eng:
+        rank = eng.grid.world_size - 1
+        for step in range(2):
+            eng.train_batch(batch(eng, step))
+        before = bits(eng)
+        said, count, _ = step_with(eng, 2, fault, rank)
+        wrong = [f"after: {name}" for name in unequal(before, bits(eng))]
+        eng.save_checkpoint(str(folder / "saved")).wait()
+        eng.train_batch(batch(eng, 2))
+        end = bits(eng)
+    wrong += [f"gone on: {name}" for name in unequal(trained(settings(case, "none"), 3)[1], end)]
+    with start(settings(case, "none")) as eng:
+        eng.load_checkpoint(str(folder / "saved"))
+        wrong += [f"loaded: {name}" for name in unequal(before, bits(eng))]
+    return [said, count, wrong]
+
+
+def check_broken_off(answers: list[list[Any]], file: str, error: int) -> None:
+    says = answers[0][0]
+    last = len(answers) - 1
+    assert says.startswith(f"rank {last} could not update from disk, also when all ranks repeated it")
+    assert f"{PREFIX}rank{last}-" in says and f"/{file}" in says and os.strerror(error) in says
+    assert says.count(". ") == 0 and says.endswith(".")
+    # two attempts, after each whether state is lost; on several ranks the length and the bytes of the sentence
+    expected = 6 if last else 0
+    assert answers == [[says, expected, []] for _ in answers]
+
+
+def test_a_disk_that_takes_no_more_leaves_the_step_before(tmp_path: Path) -> None:
+    check_broken_off([broken_off(tmp_path, BF16, ("write", "EIO", "bucket-1-", 10**9))], "bucket-1-", errno.EIO)
+
+
+def test_all_ranks_stop_with_the_sentence_of_the_one_that_failed(run_ranks: RunRanks, tmp_path: Path) -> None:
+    answers = run_ranks(broken_off, 2, tmp_path, BF16, ("write", "EIO", "bucket-1-", 10**9))
+    check_broken_off(answers, "bucket-1-", errno.EIO)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [BF16, HALF, FP32], ids=["bf16", "half of it", "fp32, stage 3"])
+@pytest.mark.parametrize("file", ["bucket-0-", "before-1", ""])
+@pytest.mark.parametrize("kind", ["EIO", "ENOSPC"])
+def test_any_write_that_fails(run_ranks: RunRanks, tmp_path: Path, case: Case, file: str, kind: str) -> None:
+    if case == HALF and file == "before-1":
+        file = "before-0"
+    answers = run_ranks(broken_off, 2, tmp_path, case, ("write", kind, file, 10**9))
+    check_broken_off(answers, file, getattr(errno, kind))
+
+
+def repeated(folder: Path, case: Case, fault: Fault) -> list[Any]:
+    """Body of a rank: a step whose disk fails for some time: what is said, calls, gathers, bits that differ."""
+    with start(on_disk(folder, case)) as eng:
+        for step in range(2):
+            eng.train_batch(batch(eng, step))
+        before = gathers(eng)
+        said, count, met = step_with(eng, 2, fault, eng.grid.world_size - 1)
+        rounds = (gathers(eng) - before) // len(eng.plan.layout(eng.grid.coord()).buckets)
+        eng.train_batch(batch(eng, 3))
+        end = bits(eng)
+    return [said, count, rounds, len(met), unequal(trained(settings(case, "none"))[1], end)]
+
+
+MOVED_AGAIN: list[Fault] = [
+    ("write", "EIO", "bucket-1-", 1),
+    ("read", "EIO", "bucket-1-", 1),
+    ("read", "garbled", "bucket-1-", 1),
+    ("write", "short", "", 10**9),
+    ("read", "short", "", 10**9),
+]
+"""Faults of a block that is moved once more, of which no rank hears."""
+
+
+@pytest.mark.parametrize("fault", MOVED_AGAIN, ids=lambda fault: " ".join(map(str, fault[:2])))
+def test_a_block_that_fails_is_moved_again(tmp_path: Path, fault: Fault) -> None:
+    said, _, _, met, wrong = repeated(tmp_path, BF16, fault)
+    assert met and (said, wrong) == ("", [])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [("write", "EIO", "bucket-1-", 2), ("read", "EIO", "bucket-1-", 2)])
+def test_an_update_that_fails_once_is_repeated_on_all_ranks(run_ranks: RunRanks, tmp_path: Path, fault: Fault) -> None:
+    answers = run_ranks(repeated, 2, tmp_path, BF16, fault)
+    # did the first one fail, was anything lost, did the second one fail; gathered by both and between them
+    assert answers == [["", 3, 3, 0, []], ["", 3, 3, 2, []]]
+
+
+def lose(folder: Path) -> list[str]:
+    """Body of a rank: what is said when a block was torn in the last rank's step, and by what comes then."""
+    with start(on_disk(folder / "disk")) as eng:
+        eng.train_batch(batch(eng, 0))
+        said = [step_with(eng, 1, ("write", "torn", "bucket-1-", 1), eng.grid.world_size - 1)[0]]
+        later = (lambda: eng.train_batch(batch(eng, 2)), lambda: eng.save_checkpoint(str(folder / "saved")))
+        for call in (later[0], *later):
+            try:
+                call()
+                said.append("")
+            except EngineError as error:
+                said.append(str(error))
+    return said
+
+
+def check_lost(answers: list[list[str]]) -> None:
+    last = len(answers) - 1
+    for step, lost, *others in answers:
+        assert step == "" and lost.startswith(f"rank {last} has lost optimizer state, so no rank makes this step: ")
+        assert "are not what was written there last" in lost and f"{PREFIX}rank{last}-" in lost
+        assert all(said.startswith("an update was broken off halfway: optimizer state on disk:") for said in others)
+
+
+def test_a_torn_block_stops_the_run(tmp_path: Path) -> None:
+    check_lost([lose(tmp_path)])
+
+
+@pytest.mark.long
+def test_a_torn_block_stops_all_ranks(run_ranks: RunRanks, tmp_path: Path) -> None:
+    check_lost(run_ranks(lose, 2, tmp_path))
+
+
+class _OnceRefusing(DiskCalls):
+    """A file system that takes the flag for direct transfers, and refuses the first of them."""
+
+    def __init__(self) -> None:
+        self.left: list[int] = []
+
+    def write(self, file: int, data: memoryview, start: int) -> int:
+        if not self.left:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().write(file, data, start)
+
+    def leave_direct(self, file: int) -> None:
+        self.left.append(file)
+        super().leave_direct(file)
+
+
+def test_direct_transfers_that_are_refused_go_through_the_page_cache(tmp_path: Path) -> None:
+    refusing = _OnceRefusing()
+    file, page = BlockFile(tmp_path / "file", 3 * BLOCK, refusing), sector_memory(3 * BLOCK)
+    if not file.direct:
+        return  # this file system has said so when the file was made
+    file.write(page.random_().numpy().data)
+    into = torch.zeros_like(page)
+    file.read(into.numpy().data)
+    assert torch.equal(into, page) and not file.direct and len(refusing.left) == 1
+    file.close()
+
+
+def _buffered(self: DiskCalls, path: Path) -> tuple[int, bool]:
+    """``DiskCalls.open`` of a file system without direct transfers."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), False
+
+
+def test_a_file_system_without_direct_transfers_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskCalls, "open", _buffered)
+    found: dict[str, Tensor] = trained(on_disk(tmp_path, BF16))[1]
+    assert not unequal(found, trained(settings(BF16, "none"))[1])
+    assert caplog.text.count("refuses direct transfers, so moments go through its page cache") == 1
