@@ -16,11 +16,11 @@ again with every gather.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from engine.errors import EngineError
 from engine.kernels.device import host_zeros, is_host
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.squared_norm import squared_norm as sum_of_squares
@@ -205,9 +205,7 @@ def _reserve(
     grads = zeros(held if trainable else slice(0, 0), wide)
     master = host_sums = None
     if trainable and bucket.index in who.hosted:
-        count, pinned_for = owned.stop - owned.start, device if who.pinned else torch.device("cpu")
-        make = who.mapped or partial(host_zeros, device=pinned_for)
-        master, host_sums = (make(count, wide) for _ in range(2))
+        master, host_sums = (_on_host(owned.stop - owned.start, wide, who, device) for _ in range(2))
     elif wide != dtype:
         master = zeros(owned, wide)
     members = tuple(parameters[slot.name] for slot in bucket.slots)
@@ -225,6 +223,21 @@ def _reserve(
         sharded=who.sharded_parameters,
         host_sums=host_sums,
     )
+
+
+def _on_host(count: int, dtype: torch.dtype, who: Ownership, device: torch.device) -> Tensor:
+    """Zeros in host memory, for a copy of what ``device`` holds."""
+    if who.mapped is not None:
+        return who.mapped(count, dtype)
+    try:
+        return host_zeros(count, dtype, device if who.pinned else torch.device("cpu"))
+    except RuntimeError as error:
+        kind = "page-locked " * who.pinned
+        raise EngineError(
+            f"zero_optimization.offload_optimizer: the system gives no {count * dtype.itemsize} bytes of {kind}memory "
+            f"({str(error).splitlines()[0]}); raise its limit (ulimit -l), set pin_memory to false, lower ratio, or "
+            "use more data ranks."
+        ) from error
 
 
 def gradient_squared_norm(buckets: Sequence[FlatBucket], kernels: Kernels) -> Tensor:

@@ -21,7 +21,7 @@ from engine.parallel.grid import Grid
 from engine.zero.flat_buckets import Ownership, allocate
 from engine.zero.layout import Item, build_layout
 from engine.zero.offload.block_file import BLOCK
-from engine.zero.offload.direct_io import DEPTH, DiskCalls, sector_memory
+from engine.zero.offload.direct_io import DEPTH, DiskCalls, sector_memory, whole_sectors
 from engine.zero.offload.moment_buffers import MomentBuffers
 from engine.zero.offload.scratch_folder import ScratchFolder
 from engine.zero.optim.flat_optimizers import FlatAdam
@@ -109,7 +109,7 @@ def _optimizer(elements: int, folder: str) -> ShardedOptimizer:
     grid = Grid(dp=1, rank=0)
     factory = partial(FlatAdam, weight_decay=0.1, decoupled=True)
     optimizer = ShardedOptimizer(flats, [GroupOptions()], factory, Comm(grid, RecordingBackend(grid)), True)
-    size = READ * each + (WRITTEN - READ) * each
+    size = whole_sectors(READ * each) + whole_sectors((WRITTEN - READ) * each)
     optimizer.keep_on_disk(ScratchFolder(folder, 0), MomentBuffers(4, size), torch.device("cpu"))
     for flat in flats:
         flat.grads.normal_()

@@ -262,8 +262,9 @@ class DiskMoments:
             except EngineError:  # a page whose write has failed is not used again, so it has them still
                 self._copy_back(number, page)
         self._buffers.free_all()
-        page = self._buffers.take()
+        page = self._buffers.take() if written else None
         for number in written:
+            assert page is not None
             try:
                 self._before[number].read(page.numpy().data[len(page) - self._before[number].size :])
                 self._copy_back(number, page)

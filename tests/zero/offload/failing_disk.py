@@ -33,7 +33,12 @@ def refusing(code: int) -> Callable[[Transfer], Transfer]:
 
 def short(transfer: Transfer) -> Transfer:
     """The call moves a sector and a half at most."""
-    return lambda file, memory, start: transfer(file, memory[: SECTOR + SECTOR // 2], start) if len(memory) else 0
+
+    def call(file: int, memory: memoryview, start: int) -> int:
+        count = transfer(file, memory[: 2 * SECTOR], start)
+        return min(count, SECTOR + SECTOR // 2) if len(memory) > SECTOR else count
+
+    return call
 
 
 def torn(transfer: Transfer) -> Transfer:

@@ -157,3 +157,21 @@ def test_a_buffer_is_free_when_its_write_has_ended() -> None:
         assert not wait([taken], timeout=0.05).done
         write.set_result(None)
         assert taken.result() is page
+
+
+def test_a_folder_without_permission_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tempfile.mkdtemp", refused)
+    with pytest.raises(EngineError, match=r"nvme_path: no folder can be made in .* \(Permission denied\); give a "):
+        ScratchFolder(str(tmp_path), 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("elements", [1, 10**9])
+def test_sizes_that_no_sector_divides(tmp_path: Path, elements: int) -> None:
+    plain, disk = settings(CASE, "none"), on_disk(tmp_path)
+    for changes in (plain, disk):
+        changes["zero_optimization"]["reduce_bucket_size"] = elements
+    assert not unequal(trained(plain)[1], trained(disk)[1])
