@@ -5,26 +5,24 @@
 
 Every contender updates the same number of fp32 elements with AdamW, in turns, a new order each round; the median
 counts. Bytes are those that the rule has to move: weights, gradient and two moments read, all but the gradient written.
-The last rows are whole steps of the engine with its state on the "device", which is the CPU too, and on the host.
+The last rows are whole steps of the engine with its state on the "device", which is the CPU too, and on the host,
+beside the bound of such a step (``steps``) and DeepSpeed's ZeRO-Offload.
 """
 
 import argparse
-import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
-import engine
 from benchmarks.harness.figures import record_cells, render
 from benchmarks.offload.disk import disk_cells, disk_works
+from benchmarks.offload.steps import ENGINE_BYTES, RULE_BYTES, step_cells
+from benchmarks.offload.turns import Work, medians
 from benchmarks.peers.cpu_adam import make_cpu_adam
 from engine.kernels.optim.update_rules import AdamRule, adam_
-from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
@@ -34,13 +32,6 @@ from engine.zero.optim.flat_optimizers import FlatAdam
 from engine.zero.optim.sharded_optimizer import GroupOptions, ShardedOptimizer
 
 CORNER = "AdamW on the host"
-RULE_BYTES = 28
-"""Of an fp32 element: weight, gradient and two moments read; weight and moments written."""
-ENGINE_BYTES = RULE_BYTES + 8 + 8 + 6 + 6 + 4
-"""And: gradient copied and scaled, written weights looked for (bf16 and master), master rounded and copied back."""
-VOCABULARY, LENGTH = 4096, 64
-
-Work = Callable[[], object]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +61,7 @@ def _tables(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[tuple[st
         return
     updates = _update_cells(contenders(asked.elements, asked.peers), asked.elements, asked.rounds)
     yield "offload-update", CORNER, updates
-    yield "offload-step", "optimizer state", _step_cells(asked.rounds)
+    yield "offload-step", "optimizer state", step_cells(asked.rounds, asked.peers)
 
 
 def contenders(elements: int, peers: str) -> dict[str, tuple[Work, int]]:
@@ -137,50 +128,3 @@ def _update_cells(found: Mapping[str, tuple[Work, int]], elements: int, rounds: 
         "of a copy": lambda name: f"{rates[name] / copy:.2f}",
     }
     return {(name, column): text(name) for name in found for column, text in columns.items()}
-
-
-def _step_cells(rounds: int) -> dict[tuple[str, str], str]:
-    placements: dict[str, dict[str, Any]] = {
-        "on the device": {},
-        "half of it on the host": {"device": "cpu", "ratio": 0.5},
-        "on the host": {"device": "cpu"},
-    }
-    engines = {name: _engine(offload) for name, offload in placements.items()}
-    ids = torch.randint(0, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
-    seconds = medians({name: partial(eng.train_batch, batch) for name, eng in engines.items()}, rounds)
-    base = seconds["on the device"]
-    cells = {}
-    for name, eng in engines.items():
-        plan = eng.plan.rank(0)
-        cells[name, "step"] = f"{1e3 * seconds[name]:.0f} ms"
-        cells[name, "ratio"] = f"{seconds[name] / base:.2f}"
-        cells[name, "device"] = f"{sum(plan.state_bytes.values()) / 2**20:.0f} MiB"
-        cells[name, "host"] = f"{sum(plan.host_bytes.values()) / 2**20:.0f} MiB"
-        eng.close()
-    return cells
-
-
-def _engine(offload: dict[str, Any]) -> engine.Engine:
-    torch.manual_seed(0)
-    model = Decoder(DecoderConfig(vocabulary=VOCABULARY, layers=4, width=256, heads=4, context=LENGTH))
-    config = {
-        "train_batch_size": 4,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1 << 20, "offload_optimizer": offload},
-    }
-    return engine.initialize(model, config, loss_sum)
-
-
-def medians(works: Mapping[str, Work], rounds: int) -> dict[str, float]:
-    """Median seconds of each, in turns of a new order; the first turn is not counted."""
-    spent: dict[str, list[float]] = {name: [] for name in works}
-    order = list(works)
-    for turn in range(rounds + 1):
-        random.Random(turn).shuffle(order)
-        for name in order:
-            began = time.perf_counter()
-            works[name]()
-            if turn:
-                spent[name].append(time.perf_counter() - began)
-    return {name: median(values) for name, values in spent.items()}

@@ -116,6 +116,23 @@ def repeated(folder: Path, case: Case, fault: Fault) -> list[Any]:
     return [said, count, rounds, len(met), unequal(trained(settings(case, "none"))[1], end)]
 
 
+def sent(folder: Path, case: Case) -> tuple[dict[tuple[str, str], tuple[int, int]], ...]:
+    """Body of a rank: calls and bytes of a step with a sound disk, and those of the plan."""
+    with start(on_disk(folder, case)) as eng:
+        eng.train_batch(batch(eng, 0))
+        before = eng.sent
+        eng.train_batch(batch(eng, 1))
+        found = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.sent.since(before).rows()}
+        return found, {(row.axis, row.label): (row.calls, row.bytes) for row in eng.plan.rank(eng.grid.rank).traffic}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [BF16, HALF, FP32], ids=["bf16", "half of it", "fp32, stage 3"])
+def test_the_ranks_ask_each_other_once_an_update(run_ranks: RunRanks, tmp_path: Path, case: Case) -> None:
+    for found, planned in run_ranks(sent, 2, tmp_path, case):
+        assert found == planned and found["world", "disk"] == (1, 8)
+
+
 MOVED_AGAIN: list[Fault] = [
     ("write", "EIO", "bucket-1-", 1),
     ("read", "EIO", "bucket-1-", 1),
