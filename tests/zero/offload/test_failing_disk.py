@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ def step_with(eng: Engine, step: int, fault: Fault, rank: int) -> tuple[str, int
     """A step in which the disk of ``rank`` has the fault: what is raised, and the calls it took."""
     call, kind, file, times = fault
     before = calls(eng)
-    where = failing(call, FAULTS[kind], file, times) if eng.grid.rank == rank else nullcontext([])
+    sound: AbstractContextManager[list[str]] = nullcontext([])
+    where = failing(call, FAULTS[kind], file, times) if eng.grid.rank == rank else sound
     with where as met:
         try:
             eng.train_batch(batch(eng, step))

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import engine
 from engine.errors import EngineError
-from engine.zero.offload.mapped_memory import MappedMemory
-from engine.zero.offload.scratch_folder import PREFIX
+from engine.zero.offload.scratch_folder import PREFIX, MappedMemory
 from tests.zero.offload.test_disk import on_disk
 from tests.zero.offload.test_offloaded_training import Case, settings, trained, unequal
 from tests.zero.small import batch, start
