@@ -1,6 +1,6 @@
 """Training under a limit on memory that the state of the model exceeds several times, from disk.
 
-    python -m benchmarks memory_limit [--limit-mib 384] [--ranks 2] [--layers 6] [--steps 3] [--folder FOLDER]
+    python -m benchmarks memory_limit [--limit-mib 320] [--ranks 1] [--layers 24] [--steps 3] [--folder FOLDER]
 
 The same steps are made twice, in processes of their own: with all state in memory and no limit, and with
 ``offload_optimizer.device: nvme`` and ``map_memory`` under the limit. Losses have to be equal to the last bit. The
@@ -32,6 +32,7 @@ from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 CGROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20
 CORNER = "state"
+VOCABULARY, LENGTH = 2048, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks memory_limit", description=__doc__)
-    parser.add_argument("--limit-mib", type=int, default=384, help="of each rank")
+    parser.add_argument("--limit-mib", type=int, default=320, help="of each rank")
     parser.add_argument("--ranks", type=int, default=1, help="data ranks, with ZeRO 1")
-    parser.add_argument("--layers", type=int, default=6, help="of 12.6 million parameters each")
-    parser.add_argument("--width", type=int, default=1024, help="of the layers")
+    parser.add_argument("--layers", type=int, default=24, help="of 3.1 million parameters each")
+    parser.add_argument("--width", type=int, default=512, help="of the layers")
     parser.add_argument("--steps", type=int, default=3, help="of training")
     parser.add_argument("--folder", help="on the disk to train from; a temporary one by default")
     parser.add_argument("--smaller", action="store_true", help="the state may be less than 4 times the limit")
@@ -159,7 +160,7 @@ def _train(asked: argparse.Namespace) -> int:
 
     def make() -> nn.Module:
         with torch.device("meta"):
-            return Decoder(DecoderConfig(vocabulary=4096, layers=asked.layers, width=asked.width, heads=8, context=16))
+            return Decoder(DecoderConfig(VOCABULARY, layers=asked.layers, width=asked.width, heads=8, context=LENGTH))
 
     offload: dict[str, Any] = {}
     if asked.child == "nvme":
@@ -173,7 +174,7 @@ def _train(asked: argparse.Namespace) -> int:
         losses, began = [], time.perf_counter()
         for step in range(asked.steps):
             generator = torch.Generator().manual_seed(1000 * step + eng.grid.rank)
-            ids = torch.randint(0, 4096, (1, 16), generator=generator)
+            ids = torch.randint(0, VOCABULARY, (1, LENGTH), generator=generator)
             losses.append(eng.train_batch({"input_ids": ids, "labels": ids}).loss)
         seconds = (time.perf_counter() - began) / asked.steps
         state = sum(eng.plan.rank(eng.grid.rank).state_bytes.values())

@@ -167,7 +167,9 @@ class DiskMoments:
     def close(self) -> None:
         """End the threads and delete the files."""
         self._threads.shutdown(wait=True)
-        for file in (*self._files.values(), *self._before.values()):
+        for files in self._files.values():
+            files.close()
+        for file in self._before.values():
             file.close()
         self._files.clear()
         self._before.clear()
@@ -262,9 +264,9 @@ class DiskMoments:
             except EngineError:  # a page whose write has failed is not used again, so it has them still
                 self._copy_back(number, page)
         self._buffers.free_all()
-        page = self._buffers.take() if written else None
         for number in written:
-            assert page is not None
+            page = self._buffers.take()
+            self._buffers.free_all()
             try:
                 self._before[number].read(page.numpy().data[len(page) - self._before[number].size :])
                 self._copy_back(number, page)
