@@ -1,6 +1,6 @@
 """Training under a limit on memory that the state of the model exceeds several times, from disk.
 
-    python -m benchmarks memory_limit [--limit-mib 320] [--ranks 1] [--layers 24] [--steps 3] [--folder FOLDER]
+    python -m benchmarks memory_limit [--limit-mib 384] [--ranks 1] [--layers 28] [--steps 3] [--folder FOLDER]
 
 The same steps are made twice, in processes of their own: with all state in memory and no limit, and with
 ``offload_optimizer.device: nvme`` and ``map_memory`` under the limit. Losses have to be equal to the last bit. The
@@ -33,6 +33,8 @@ CGROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20
 CORNER = "state"
 VOCABULARY, LENGTH = 2048, 16
+RETURNED = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072"}
+"""For the C library: what a tensor leaves goes back to the system, instead of waiting for another one of its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks memory_limit", description=__doc__)
-    parser.add_argument("--limit-mib", type=int, default=320, help="of each rank")
+    parser.add_argument("--limit-mib", type=int, default=384, help="of each rank")
     parser.add_argument("--ranks", type=int, default=1, help="data ranks, with ZeRO 1")
-    parser.add_argument("--layers", type=int, default=24, help="of 3.1 million parameters each")
+    parser.add_argument("--layers", type=int, default=28, help="of 3.1 million parameters each")
     parser.add_argument("--width", type=int, default=512, help="of the layers")
     parser.add_argument("--steps", type=int, default=3, help="of training")
     parser.add_argument("--folder", help="on the disk to train from; a temporary one by default")
@@ -146,7 +148,7 @@ def _run(asked: argparse.Namespace, device: str, folder: str, limits: Sequence[L
         enter: Callable[[], None] | None = limits[rank].enter if limits else None
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": asked.ranks, "MASTER_PORT": port}
         env = os.environ | {key: str(value) for key, value in place.items()}
-        env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "TRINE_CACHE": "0"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TRINE_CACHE": "0"} | RETURNED
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=enter))
     told = [process.communicate()[0] for process in processes]
     if failed := [rank for rank, process in enumerate(processes) if process.returncode]:
