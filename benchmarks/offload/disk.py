@@ -64,8 +64,9 @@ class _Transfers:
 
     def __init__(self, folder: Path, elements: int) -> None:
         self._calls = DiskCalls()
-        self._sizes = {"read": READ * elements, "written": WRITTEN * elements}
+        self._sizes = {"a": READ * elements, "b": READ * elements, "before": (WRITTEN - READ) * elements}
         self._files = {}
+        self._valid = "a"
         for name, size in self._sizes.items():
             self._files[name], _ = self._calls.open(folder / name)
             self._calls.allocate(self._files[name], size)
@@ -73,19 +74,21 @@ class _Transfers:
         for _ in range(DEPTH):
             self._free.put(sector_memory(BLOCK).random_())
         self._threads = ThreadPoolExecutor(DEPTH)
-        for start in range(0, self._sizes["read"], BLOCK):  # what was never written is not read from the disk
-            self._move(self._calls.write, "read", start)
+        for start in range(0, self._sizes["a"], BLOCK):  # what was never written is not read from the disk
+            self._move(self._calls.write, "a", start)
 
     def run(self) -> None:
+        """Read the moments that the last turn has written, and write as many and the weights."""
         jobs: list[tuple[float, str, int]] = []
         for name, size in self._sizes.items():
             jobs += [(start / size, name, start) for start in range(0, size, BLOCK)]
         under_way: list[Future[None]] = []
         for _, name, start in sorted(jobs):
-            call = self._calls.read if name == "read" else self._calls.write
+            call = self._calls.read if name == self._valid else self._calls.write
             under_way.append(self._threads.submit(self._move, call, name, start))
         for each in under_way:
             each.result()
+        self._valid = "b" if self._valid == "a" else "a"
 
     def close(self) -> None:
         self._threads.shutdown()

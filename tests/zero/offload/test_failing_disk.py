@@ -151,6 +151,10 @@ def test_a_block_that_fails_is_moved_again(tmp_path: Path, fault: Fault) -> None
     assert met and (said, wrong) == ("", [])
 
 
+def test_an_update_that_fails_once_is_repeated(tmp_path: Path) -> None:
+    assert repeated(tmp_path, BF16, ("write", "EIO", "bucket-1-", 2)) == ["", 0, 0, 2, []]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("fault", [("write", "EIO", "bucket-1-", 2), ("read", "EIO", "bucket-1-", 2)])
 def test_an_update_that_fails_once_is_repeated_on_all_ranks(run_ranks: RunRanks, tmp_path: Path, fault: Fault) -> None:
