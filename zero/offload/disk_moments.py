@@ -224,13 +224,24 @@ class DiskMoments:
             return page
         page, found = self._buffers.take(), self._found(number)
         if found:
-            if (before := self._files.pop(number, None)) is not None:
-                before.close()
-            files = self._files[number] = self._make(number, found)
-            files.start_write(page, self._state, self._threads).result()
-            files.commit()
-            files.lend(page, self._state)
+            self._write_loaded(number, page, found)
         return page
+
+    def _write_loaded(self, number: int, page: Tensor, found: Sequence[FoundMoment]) -> None:
+        """Bring moments that are no view of a slot, because they were loaded, to disk; if it fails they stay."""
+        if (before := self._files.pop(number, None)) is not None:
+            before.close()
+        files = self._make(number, found)
+        try:
+            files.start_write(page, self._state, self._threads).result()
+        except EngineError:
+            for weights, name, moment in found:
+                self._state[weights][name] = moment
+            files.close()
+            raise
+        files.commit()
+        files.lend(page, self._state)
+        self._files[number] = files
 
     def _start_read(self, number: int) -> None:
         if number not in self._reads:
