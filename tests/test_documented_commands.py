@@ -92,7 +92,7 @@ TESTED = {
         "tests/benchmarks/offload/test_command.py::test_every_contender_is_measured",
     "python -m benchmarks offload --disk FOLDER":
         "tests/benchmarks/offload/test_command.py::test_updates_from_disk_are_measured_beside_the_disk",
-    "python -m benchmarks memory_limit --ranks 2 --layers 42":
+    "python -m benchmarks memory_limit --ranks 2 --layers 51":
         "tests/benchmarks/offload/test_command.py::test_a_state_of_four_times_the_limit_trains",
     "python -m benchmarks planning --fit":
         "tests/benchmarks/planning/test_command.py::test_a_fit_goes_down_and_stays_within_bounds",

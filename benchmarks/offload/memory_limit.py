@@ -1,6 +1,7 @@
 """Training under a limit on memory that the state of the model exceeds several times, from disk.
 
     python -m benchmarks memory_limit [--limit-mib 384] [--ranks 1] [--layers 28] [--steps 3] [--folder FOLDER]
+    python -m benchmarks memory_limit --data-segment      limits the data segment, where cgroups could be made too
 
 The same steps are made twice, in processes of their own: with all state in memory and no limit, and with
 ``offload_optimizer.device: nvme`` and ``map_memory`` under the limit. Losses have to be equal to the last bit. The
@@ -31,6 +32,8 @@ from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20
+STACK = MIB
+SECONDS = 20
 CORNER = "state"
 VOCABULARY, LENGTH = 2048, 16
 RETURNED = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072"}
@@ -59,6 +62,7 @@ class Limit:
     def enter(self) -> None:
         """Put this process under the limit."""
         if self.group is None:
+            resource.setrlimit(resource.RLIMIT_STACK, (STACK, STACK))  # of a thread, whose stack counts as data
             resource.setrlimit(resource.RLIMIT_DATA, (self.size, self.size))
         else:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
@@ -70,9 +74,13 @@ class Limit:
         return int((self.group / "memory.max_usage_in_bytes").read_text())
 
     def close(self) -> None:
-        """Remove the cgroup, whose processes have ended."""
-        if self.group is not None:
-            self.group.rmdir()
+        """Remove the cgroup, as soon as what looks after its processes has ended like them."""
+        if self.group is None:
+            return
+        until = time.monotonic() + SECONDS
+        while (self.group / "cgroup.procs").read_text() and time.monotonic() < until:
+            time.sleep(0.1)
+        self.group.rmdir()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _train(asked)
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         plain = _run(asked, "none", folder, [])
-        limits = [Limit.of(f"trine-{os.getpid()}-{rank}", asked.limit_mib * MIB) for rank in range(asked.ranks)]
+        limits = _limits(asked)
         try:
             disk = _run(asked, "nvme", folder, limits)
             peaks = [limit.peak() for limit in limits]
@@ -94,21 +102,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = {row: {column: text for (at, column), text in cells.items() if at == row} for row, _ in cells}
     print(render({"corner": CORNER, "columns": columns, "rows": rows}))
     if asked.write_figures:
-        record_cells(f"offload-limit-{asked.ranks}", CORNER, cells)
+        record_cells("offload-limit", CORNER, cells)
     equal = [found["losses"] for found in plain] == [found["losses"] for found in disk]
     enough = all(found["state"] >= 4 * asked.limit_mib * MIB for found in plain)
     print(f"losses {'equal' if equal else 'DIFFER'}; the state is {'' if enough else 'NOT '}4 times the limit")
     return 0 if equal and (enough or asked.smaller) else 1
 
 
+def _limits(asked: argparse.Namespace) -> list[Limit]:
+    """One for each rank."""
+    size = asked.limit_mib * MIB
+    if asked.data_segment:
+        return [Limit(None, size)] * asked.ranks
+    return [Limit.of(f"trine-{os.getpid()}-{rank}", size) for rank in range(asked.ranks)]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks memory_limit", description=__doc__)
     parser.add_argument("--limit-mib", type=int, default=384, help="of each rank")
-    parser.add_argument("--ranks", type=int, default=1, help="data ranks, with ZeRO 1")
+    parser.add_argument("--ranks", type=int, default=1, help="data ranks, with ZeRO 2")
     parser.add_argument("--layers", type=int, default=28, help="of 3.1 million parameters each")
     parser.add_argument("--width", type=int, default=512, help="of the layers")
     parser.add_argument("--steps", type=int, default=3, help="of training")
     parser.add_argument("--folder", help="on the disk to train from; a temporary one by default")
+    parser.add_argument("--data-segment", action="store_true", help="limit that (RLIMIT_DATA), not a memory cgroup")
     parser.add_argument("--smaller", action="store_true", help="the state may be less than 4 times the limit")
     parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -124,11 +141,13 @@ def _cells(
         "in memory": (plain, "none", "not counted"),
         "on disk": (disk, f"{asked.limit_mib} MiB", f"{peak:.0f} MiB" if peak else "not counted"),
     }
+    ranks = f"{asked.ranks} rank" + "s" * (asked.ranks > 1) + " with a limited data segment" * asked.data_segment
     cells = {}
-    for row, (found, limit, most) in rows.items():
+    for where, (found, limit, most) in rows.items():
+        row = f"{ranks}, {where}"
         cells[row, "a rank's state"] = f"{state:.0f} MiB"
         cells[row, "limit"] = limit
-        cells[row, "state / limit"] = f"{state / asked.limit_mib:.2f}" if row == "on disk" else ""
+        cells[row, "state / limit"] = f"{state / asked.limit_mib:.2f}" if where == "on disk" else ""
         cells[row, "most memory"] = most
         cells[row, "loss of the last step"] = repr(found[0]["losses"][-1])
         cells[row, "seconds a step"] = f"{found[0]['seconds']:.1f}"
@@ -170,7 +189,12 @@ def _train(asked: argparse.Namespace) -> int:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1 << 20, "offload_optimizer": offload},
+        "zero_optimization": {
+            "stage": 2,
+            "reduce": "microbatch",  # two buckets are reduced at a time; else as many as backward is ahead, in memory
+            "reduce_bucket_size": 1 << 20,
+            "offload_optimizer": offload,
+        },
     }
     with engine.initialize(make, config, loss_sum) as eng:
         losses, began = [], time.perf_counter()

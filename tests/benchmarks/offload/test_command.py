@@ -44,6 +44,6 @@ def test_updates_from_disk_are_measured_beside_the_disk(tmp_path: Path, capsys: 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_state_of_four_times_the_limit_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int) -> None:
-    layers = {1: "28", 2: "42"}[ranks]
+    layers = {1: "28", 2: "51"}[ranks]
     assert limited(["--ranks", str(ranks), "--layers", layers, "--steps", "2", "--folder", str(tmp_path)]) == 0
     assert "losses equal; the state is 4 times the limit" in capsys.readouterr().out
