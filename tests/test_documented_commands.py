@@ -92,6 +92,10 @@ TESTED = {
         "tests/zero/test_fewer_bits.py::test_bytes_and_calls_are_those_of_the_plan",
     "python -m benchmarks offload":
         "tests/benchmarks/offload/test_command.py::test_every_contender_is_measured",
+    "python -m benchmarks offload --disk FOLDER":
+        "tests/benchmarks/offload/test_command.py::test_updates_from_disk_are_measured_beside_the_disk",
+    "python -m benchmarks memory_limit --ranks 2 --layers 51":
+        "tests/benchmarks/offload/test_command.py::test_a_state_of_four_times_the_limit_trains",
     "python -m benchmarks planning --fit":
         "tests/benchmarks/planning/test_command.py::test_a_fit_goes_down_and_stays_within_bounds",
     "python -m benchmarks planning --write-figures":

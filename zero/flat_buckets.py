@@ -14,13 +14,14 @@ ZeRO 3 ``params`` has memory only while it is gathered; views of it, also those 
 again with every gather.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.device import host_zeros
+from engine.errors import EngineError
+from engine.kernels.device import host_zeros, is_host
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.squared_norm import squared_norm as sum_of_squares
 from engine.kernels.wire.block_codec import BlockCodec
@@ -151,6 +152,8 @@ class Ownership:
     """This rank is in the first of the shard groups, which counts shards in the norm; others hold copies of them."""
     pinned: bool = True
     """Page-lock the memory of the host that an accelerator copies from or to."""
+    mapped: Callable[[int, torch.dtype], Tensor] | None = None
+    """Makes zeros on the host: elements that the system can write out. None: ordinary memory."""
 
 
 def reserve(
@@ -193,6 +196,8 @@ def _reserve(
     held = shard if who.sharded_gradients and not bucket.partial else whole
 
     def zeros(part: slice, dtype: torch.dtype) -> Tensor:
+        if who.mapped is not None and is_host(device):
+            return who.mapped(part.stop - part.start, dtype)
         return torch.zeros(part.stop - part.start, dtype=dtype, device=device)
 
     params = torch.empty(bucket.elements, dtype=dtype, device=device) if who.sharded_parameters else zeros(whole, dtype)
@@ -204,8 +209,7 @@ def _reserve(
     grads = zeros(held if trainable else slice(0, 0), wide)
     master = host_sums = None
     if trainable and bucket.index in who.hosted:
-        count, pinned_for = owned.stop - owned.start, device if who.pinned else torch.device("cpu")
-        master, host_sums = (host_zeros(count, wide, pinned_for) for _ in range(2))
+        master, host_sums = (_on_host(owned.stop - owned.start, wide, who, device) for _ in range(2))
     elif wide != dtype:
         master = zeros(owned, wide)
     members = tuple(parameters[slot.name] for slot in bucket.slots)
@@ -224,6 +228,21 @@ def _reserve(
         counts=who.first,
         host_sums=host_sums,
     )
+
+
+def _on_host(count: int, dtype: torch.dtype, who: Ownership, device: torch.device) -> Tensor:
+    """Zeros in host memory, for a copy of what ``device`` holds."""
+    if who.mapped is not None:
+        return who.mapped(count, dtype)
+    try:
+        return host_zeros(count, dtype, device if who.pinned else torch.device("cpu"))
+    except RuntimeError as error:
+        kind = "page-locked " * who.pinned
+        raise EngineError(
+            f"zero_optimization.offload_optimizer: the system gives no {count * dtype.itemsize} bytes of {kind}memory "
+            f"({str(error).splitlines()[0]}); raise its limit (ulimit -l), set pin_memory to false, lower ratio, or "
+            "use more data ranks."
+        ) from error
 
 
 def gradient_squared_norm(buckets: Sequence[FlatBucket], kernels: Kernels) -> Tensor:

@@ -58,8 +58,9 @@ from engine.zero.gather.gather_groups import GatheredModules
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.host_copies import HostCopies
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
+from engine.zero.optim.elementwise import check_elementwise
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
-from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
+from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer
 from engine.zero.own_backward import OwnBackward
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard

@@ -101,6 +101,11 @@ def check_zero(zero: ZeroConfig, problems: Problems) -> None:
             "zero_optimization.offload_optimizer.nvme_path",
             'missing, and device is "nvme": give a folder on a disk of every host, or set device to "cpu".',
         )
+    if offload.map_memory and offload.device != "nvme":
+        problems.add(
+            "zero_optimization.offload_optimizer.map_memory",
+            f'true, and device is "{offload.device}": set device to "nvme" and give nvme_path, or leave it out.',
+        )
     if zero.reduce == "microbatch" and zero.stage < 2:
         problems.add(
             "zero_optimization.reduce",

@@ -97,6 +97,8 @@ class OffloadConfig:
     """Folder on the disk, for device nvme."""
     buffer_count: int = setting(4, Int(low=2))
     """Buckets whose moments may be in host memory at a time, for device nvme."""
+    map_memory: bool = setting(False, Flag())
+    """For device nvme: all other state in host memory lies in files there too, written out when memory is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,11 @@ from engine.parallel.pipeline.schedule.actions import Action
 from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.parallel.tensor.layers.partial_grads import LABEL
 from engine.parallel.trace.model_trace import Value
-from engine.precision.dtypes import Precision
+from engine.precision.dtypes import Precision, Widths
 from engine.zero.gather.gather_schedule import GatherOrder, Gathers, count_gathers
 from engine.zero.gather.secondary_shards import NO_SHARDS, WITHIN, SecondaryLayout
 from engine.zero.layout import Bucket, FlatLayout
+from engine.zero.offload.direct_io import whole_sectors
 from engine.zero.offload.host_copies import offloaded_buckets
 from engine.zero.wire_formats import WireFormats
 
@@ -39,7 +40,7 @@ class RankPlan:
     host_bytes: Mapping[str, int]
     """Bytes in host memory for each kind of state: master, gradients, optimizer; empty without an offload."""
     disk_bytes: int
-    """Bytes on disk."""
+    """Bytes on disk: two slots of moments, and the weights from before the last update."""
     traffic: tuple[Traffic, ...]
 
 
@@ -111,16 +112,19 @@ def state_bytes(
         state["frozen parameters"] += elements * precision.frozen(row.name, row.dtype).itemsize
     if config.zero_optimization.offload_optimizer.device != "nvme":
         return StateBytes(state, _held(host), 0)
-    moved = host.pop("optimizer")
-    sizes = [
-        layout.buckets[index].elements
-        // share
-        * precision.widths(layout.buckets[index].dtype).moments.itemsize
-        * moments
-        for index in hosted
-    ]
-    host["buffers"] = max(sizes, default=0) * min(config.zero_optimization.offload_optimizer.buffer_count, len(sizes))
-    return StateBytes(state, _held(host), moved)
+    del host["optimizer"]
+    buckets = [layout.buckets[index] for index in hosted] if moments else []
+    host["buffers"], disk = _disk_bytes([(b.elements // share, precision.widths(b.dtype)) for b in buckets], moments)
+    host["buffers"] *= min(config.zero_optimization.offload_optimizer.buffer_count, len(buckets))
+    return StateBytes(state, _held(host), disk)
+
+
+def _disk_bytes(owned: Sequence[tuple[int, Widths]], moments: int) -> tuple[int, int]:
+    """(bytes of a page that any of the buckets fits into, bytes of their files): elements and widths of each."""
+    slots = [whole_sectors(elements * widths.moments.itemsize * moments) for elements, widths in owned]
+    before = [whole_sectors(elements * (widths.master or widths.compute).itemsize) for elements, widths in owned]
+    pages = [sum(page) for page in zip(slots, before, strict=True)]
+    return max(pages, default=0), 2 * sum(slots) + sum(before)
 
 
 def _held(kinds: Mapping[str, int]) -> dict[str, int]:
@@ -273,6 +277,8 @@ def control_traffic(config: Config, world: int) -> Tally:
     if world > 1:
         scalars = CONTROL_SCALARS + 2 * len(config.monitor.metrics)
         tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", scalars * 8, world)))
+        if config.zero_optimization.offload_optimizer.device == "nvme":
+            tally.add(Traffic("world", "disk", 1, sent_bytes("all_reduce", 8, world)))
     if replica > 1:
         tally.add(Traffic("replica", "batch check", 1, sent_bytes("all_gather", 8 * replica, replica)))
     return tally

@@ -283,7 +283,7 @@ def _offload_line(plan: Plan, rank: RankPlan) -> dict[str, str]:
     elements = sum(bucket.elements for bucket in layout.buckets if bucket.index in hosted)
     share = elements / layout.elements if layout.elements else 0.0
     parts = ", ".join(f"{kind} {megabytes(count)}" for kind, count in rank.host_bytes.items())
-    disk = f", {megabytes(rank.disk_bytes)} of moments on disk in {offload.nvme_path}" * (offload.device == "nvme")
+    disk = f", {megabytes(rank.disk_bytes)} on disk in {offload.nvme_path}" * (offload.device == "nvme")
     return {
         "offload": f"{len(hosted)} of {len(layout.buckets)} buckets, {share:.1%} of the elements, updated by the host: "
         f"{megabytes(sum(rank.host_bytes.values()))} of its memory a rank ({parts}){disk}"

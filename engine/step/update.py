@@ -217,12 +217,16 @@ class Update:
 
     def _make(self, factor: float, launched: bool, runtime: RankRuntime) -> None:
         """Update with gradients times ``factor``, unless the device has already made the update (``launched``)."""
-        runtime.buffers.forget()
         if launched:
             runtime.optimizer.settle()
         else:
             runtime.learning_rate.prepare(self.made)
-            runtime.optimizer.step(factor)
+            try:
+                runtime.optimizer.step(factor)
+            except EngineError:  # a disk has failed on some rank: the step is none on all of them
+                runtime.buffers.put_back()
+                raise
+        runtime.buffers.forget()
         scaled = runtime.optimizer.scales_in_place
         self.used_factor = lambda flat: 1.0 if scaled(flat) and not launched else factor
         runtime.learning_rate.done()

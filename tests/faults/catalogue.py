@@ -2,6 +2,7 @@
 
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
+from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
 from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
@@ -23,6 +24,7 @@ AREAS = {
     "pipeline": PIPELINE,
     "zero": ZERO,
     "offload": OFFLOAD,
+    "failing disk": FAILING_DISK,
     "products into buckets": PRODUCTS_INTO_BUCKETS,
     "fewer bits": FEWER_BITS,
     "secondary shards": SECONDARY_SHARDS,
