@@ -136,6 +136,6 @@ class NormedKeys(nn.Module):
 
 
 def test_a_rounding_error_that_is_exactly_zero_is_no_pattern() -> None:
-    for seed in range(40):
+    for seed in range(10):
         found = groups_of(NormedKeys(), 2, seed=seed)
         assert found and all("norm.bias" not in group.cuts and "norm.weight" not in group.cuts for group in found)
