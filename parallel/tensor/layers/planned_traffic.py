@@ -238,9 +238,8 @@ def _replay(glue: Glue, timeline: ModelTrace, logits: dict[int, ShardedLogits]) 
     """
     problem = ""
     outputs = [leaf.value if isinstance(leaf, FromValue) else None for leaf in glue.output.leaves]
-    made = [timeline.values[number] for number in glue.makes]
     args, kwargs = tree_map(lambda leaf: _stand_in(leaf, logits), glue.arguments, is_leaf=_is_tensor)
-    with torch.set_grad_enabled(any(value.grad for value in made)):
+    with torch.set_grad_enabled(any(number in timeline.graded for number in glue.makes)):
         assert glue.function is not None
         try:
             found = tree_flatten(call_user_code(glue.function, args, kwargs))[0]
