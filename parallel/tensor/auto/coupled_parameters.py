@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.auto.low_rank_weight import memory_of
-from engine.parallel.tensor.auto.needed_rows import Needed, NeededRows, SharedInput, is_cut
+from engine.parallel.tensor.auto.needed_rows import Needed, NeededRows, SharedInput, is_partition
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.rules.attention import multi_head_in_steps
 from engine.parallel.tensor.plan.ranges import cut_parts, ranges_of
@@ -157,7 +157,7 @@ class GradientSparsity:
         products = [p for p in self.products if p.weight == row and p.x.requires_grad]
         if not products or any(p.x.shape[p.x_dim] % tp for p in products):
             return None
-        needed = self._rows.of_ranks(row, [SharedInput(p.x, p.x_dim) for p in products], tp)
+        needed = self._rows.of_ranks(self._same_input(products), [SharedInput(p.x, p.x_dim) for p in products], tp)
         cuts = dict(self._cuts(row, needed, taken))
         columns = [name for name in cuts if name in self._multiplied]
         if not columns or self._goes_elsewhere(row, columns):
@@ -178,6 +178,15 @@ class GradientSparsity:
         )
         return CoupledParameters(row, tuple(columns), cuts, ())
 
+    def _same_input(self, products: Sequence[MatmulRecord]) -> str:
+        """The first parameter whose products have the very inputs of ``products``: it needs the same rows."""
+        inputs = [(id(product.x), product.x_dim) for product in products]
+        mine: dict[str, list[tuple[int, int]]] = {}
+        for product in self.products:
+            if product.x.requires_grad:
+                mine.setdefault(product.weight, []).append((id(product.x), product.x_dim))
+        return next(weight for weight, found in mine.items() if found == inputs)
+
     def _cuts(self, row: str, needed: Needed, taken: set[str]) -> Iterator[tuple[str, ParameterCut]]:
         biases = set(self._bias_of.values())
         for name, ranks in needed.items():
@@ -185,7 +194,7 @@ class GradientSparsity:
                 continue
             for dim in range(self._parameters[name].dim()):
                 rows = [by_dim[dim] for by_dim in ranks]
-                if is_cut(rows):
+                if is_partition(rows):
                     yield name, ParameterCut(dim, ranges_of([own.tolist() for own in rows]))
                     break
 

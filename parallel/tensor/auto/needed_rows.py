@@ -99,7 +99,7 @@ class NeededRows:
         return self.gradients(out, self._parameters, again=True)
 
 
-def is_cut(rows: Sequence[Tensor]) -> bool:
+def is_partition(rows: Sequence[Tensor]) -> bool:
     """Whether the ranks need different rows of a dim that together are all rows."""
     table = torch.stack(list(rows))
     return bool(table.any(0).all()) and not bool(table.all()) and bool((table != table[0]).any())
