@@ -180,11 +180,11 @@ class GradientSparsity:
 
     def _same_input(self, products: Sequence[MatmulRecord]) -> str:
         """The first parameter whose products have the very inputs of ``products``: it needs the same rows."""
-        inputs = [(id(product.x), product.x_dim) for product in products]
-        mine: dict[str, list[tuple[int, int]]] = {}
+        inputs = [_elements(product) for product in products]
+        mine: dict[str, list[object]] = {}
         for product in self.products:
             if product.x.requires_grad:
-                mine.setdefault(product.weight, []).append((id(product.x), product.x_dim))
+                mine.setdefault(product.weight, []).append(_elements(product))
         return next(weight for weight, found in mine.items() if found == inputs)
 
     def _cuts(self, row: str, needed: Needed, taken: set[str]) -> Iterator[tuple[str, ParameterCut]]:
@@ -228,6 +228,13 @@ class GradientSparsity:
             return ()
         total: Tensor = torch.stack([x.sum() for x in inputs]).sum()
         return tuple(self._rows.gradients(total, names))
+
+
+def _elements(product: MatmulRecord) -> object:
+    """The same for inputs that are views of the same elements, whose rows of a sum are the same ones."""
+    x, dim = product.x, product.x_dim
+    base = x if x._base is None else x._base
+    return id(base), x.storage_offset(), x.numel(), x.shape[dim], x.stride(dim), x.is_contiguous()
 
 
 def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
