@@ -28,7 +28,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "optim",
     ),
     "engine.parallel": (
-        "grid", "shard_table", "comm", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",
+        "grid", "shard_table", "comm", "wire", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",
         "kernel_injection", "pipeline",
     ),
     "engine.parallel.tensor": (

@@ -17,6 +17,7 @@ Shape suffixes: R messages, s elements of a message, m bytes of a message, B ele
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +54,10 @@ class BlockFormat:
         """Bytes of the codes of a message, after which its scales begin."""
         return elements * self.bits // 8
 
+    def padded(self, elements: int) -> int:
+        """``elements``, or the next number that is one of whole blocks."""
+        return -(-elements // self.block) * self.block
+
     def message_bytes(self, elements: int) -> int:
         """Bytes of a message of whole blocks."""
         return self.code_bytes(elements) + elements // self.block * _SCALE_BYTES
@@ -63,11 +68,55 @@ class BlockFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class CastFormat:
+    """Numbers are sent in a narrower dtype, rounded to the nearest: bf16 errs by 2^-9 of a number, fp16 by 2^-12."""
+
+    dtype: torch.dtype
+
+    @property
+    def word(self) -> str:
+        """Name of the dtype, for people."""
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+
+    def padded(self, elements: int) -> int:
+        """``elements``: no numbers belong together."""
+        return elements
+
+    def message_bytes(self, elements: int) -> int:
+        """Bytes of a message."""
+        return elements * self.dtype.itemsize
+
+
+NumberFormat = BlockFormat | CastFormat
+
+
+class Codec(Protocol):
+    """Makes messages [R, m] of values [R, s] and values of messages; ``s`` is a padded number of elements."""
+
+    def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
+        """The messages, uint8 [R, m], of the values and what is left of earlier ones."""
+
+    def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
+        """Decode each message into its row, contiguous, rounded once to its dtype."""
+
+    def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
+        """Decode all messages and add them in fp32, in their order; ``out_s`` gets the sum, rounded once."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCodec:
     """A format, and the kernels that encode and decode it."""
 
     wire: BlockFormat
     kernels: Kernels
+
+    def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
+        """The messages of all rows; see :func:`encode_blocks`."""
+        return encode_blocks(values_Rs, self.wire, self.kernels, residual_Rs)
+
+    def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
+        """The sum of all messages; see :func:`sum_blocks`."""
+        sum_blocks(messages_Rm, out_s, self.wire, self.kernels)
 
     def message(self, values_s: Tensor) -> Tensor:
         """The message [m] of ``values_s``."""
@@ -82,6 +131,41 @@ class BlockCodec:
         out = torch.empty(values_s.shape, dtype=dtype, device=values_s.device)
         self.decode(self.message(values_s).view(1, -1), out.view(1, -1))
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class CastCodec:
+    """Values in a narrower dtype."""
+
+    wire: CastFormat
+
+    @torch.no_grad()
+    def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
+        """The rounded values as bytes; the residual gets what rounding leaves out, 0 where that is not finite."""
+        given = values_Rs if residual_Rs is None else values_Rs.float() + residual_Rs
+        cast = given.to(self.wire.dtype).contiguous()
+        if residual_Rs is not None:
+            residual_Rs.copy_((given - cast.float()).nan_to_num_(0.0, 0.0, 0.0))
+        return cast.view(torch.uint8)
+
+    @torch.no_grad()
+    def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
+        """Cast back."""
+        out_Rs.copy_(messages_Rm.view(self.wire.dtype))
+
+    @torch.no_grad()
+    def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
+        """Add in fp32."""
+        first, *others = messages_Rm.view(self.wire.dtype)
+        total = first.float()
+        for other in others:
+            total += other
+        out_s.copy_(total)
+
+
+def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
+    """What encodes and decodes a format."""
+    return BlockCodec(wire, kernels) if isinstance(wire, BlockFormat) else CastCodec(wire)
 
 
 @torch.no_grad()

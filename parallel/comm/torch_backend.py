@@ -118,9 +118,9 @@ class TorchBackend:
         own = tuple(line[index] for index in members) if here in members else None
         self._groups[_DataMembers(members)] = self._open(groups, own)
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
         """Exchange slices."""
-        group = self._groups["dp" if len(members) == self._grid.dp else _DataMembers(members)]
+        group = self._groups[axis if len(members) == self._grid.size(axis) else _DataMembers(members)]
         return _finisher(dist.all_to_all_single(received, given, group=group, async_op=True))
 
     def open_gathers(self, within: int | None = None) -> None:

@@ -7,6 +7,7 @@ current stream wait for it, not the host. Between the two the result holds NaN: 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,10 +83,13 @@ class StreamedBackend:
         """As inside."""
         self.inner.connect_data(members)
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
         """Exchange into ``received``."""
         return self._run(
-            ("data", members), "all_to_all", lambda: self.inner.all_to_all(received, given, members), received
+            (f"{axis} slices", members),
+            "all_to_all",
+            lambda: self.inner.all_to_all(received, given, members, axis),
+            received,
         )
 
     def open_gathers(self, within: int | None = None) -> None:

@@ -37,6 +37,7 @@ from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.pipeline.schedule.simulate import StepTimeline
 from engine.parallel.tensor.collectives import COLUMN_INPUTS
 from engine.planning.budgets import (
+    pipeline_format,
     reduces_each_microbatch,
     reduction_traffic,
     shards_parameters,
@@ -251,7 +252,8 @@ class _Prediction:
         if plan.cut is None or plan.timeline is None:
             return {}
         ranks, values = plan.schedule.rank_of_stage, plan.timeline.values
-        return {stage.stage: stage_traffic(stage, values, ranks, 1).rows() for stage in plan.cut.stages}
+        form = pipeline_format(plan.config)
+        return {stage.stage: stage_traffic(stage, values, ranks, 1, form).rows() for stage in plan.cut.stages}
 
     # ------------------------------------------------------------------ the end of a step
 
