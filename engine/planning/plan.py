@@ -334,6 +334,9 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
             f"zero: zero_hpz_partition_size {config.dp} puts all data ranks into one node, whose "
             "secondary shards would be the shards once more, so none are kept"
         )
+    for axis, ranks in (("tensor", config.tp), ("pipeline", config.pp)):
+        if ranks == 1 and getattr(config.wire, axis) != "exact":
+            notes.append(f"wire.{axis}: there is one {axis} rank, which sends nothing")
     notes += _exact_weights(model, config, precision)
     if (half := half_note(model, precision)) is not None:
         notes.append(half)

@@ -7,7 +7,6 @@ current stream wait for it, not the host. Between the two the result holds NaN: 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
