@@ -145,6 +145,12 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
                 f"zero_optimization.{key}",
                 f"true with stage 0: only stages 1 to 3 {what}; set stage to 1, 2 or 3, or leave it out.",
             )
+    if zero.zero_quantized_gradients_bits == 1 and not zero.zero_gradient_error_feedback:
+        problems.add(
+            "zero_optimization.zero_quantized_gradients_bits",
+            "1 without zero_gradient_error_feedback, so what signs leave out of gradients would be lost; set "
+            "zero_gradient_error_feedback to true, or give 4 bits.",
+        )
     given = (
         ("zero_quantized_weights_bits", 8, zero.zero_quantized_weights),
         ("zero_quantized_gradients_bits", 8, zero.zero_quantized_gradients),

@@ -120,8 +120,8 @@ class ZeroConfig:
     """Bits of a gathered weight."""
     zero_quantized_gradients: bool = setting(False, Flag())
     """Reduce gradients in fewer bits, and add them in fp32; within nodes first, if parallel.gpus_per_node is given."""
-    zero_quantized_gradients_bits: Literal[8, 4] = setting(8, Choice(options=(8, 4), noun="a number of bits"))
-    """Bits of a gradient on the wire."""
+    zero_quantized_gradients_bits: Literal[8, 4, 1] = setting(8, Choice(options=(8, 4, 1), noun="a number of bits"))
+    """Bits of a gradient on the wire; 1: signs, with error feedback alone."""
     zero_gradient_error_feedback: bool = setting(False, Flag())
     """Add what an encoding leaves out of gradients to the next one; takes 4 bytes an element of each bucket."""
     zero_quantized_block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, BLOCKS)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.dispatch import Kernels
+from engine.kernels.wire.sign_codec import decoded_signs, encode_signs
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal number of fp32 and bf16: a scale that no device flushes to zero."""
@@ -36,7 +37,7 @@ class BlockFormat:
     """How numbers are encoded."""
 
     bits: int
-    """8 or 4."""
+    """8 or 4; 1: signs alone (``sign_codec``)."""
     block: int
     """Elements that share a scale; an even number."""
 
@@ -48,7 +49,7 @@ class BlockFormat:
     @property
     def word(self) -> str:
         """Name of the codes, for people."""
-        return f"int{self.bits}"
+        return f"int{self.bits}" if self.bits > 1 else "signs"
 
     def code_bytes(self, elements: int) -> int:
         """Bytes of the codes of a message, after which its scales begin."""
@@ -142,7 +143,7 @@ class CastCodec:
     @torch.no_grad()
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
         """The rounded values as bytes; the residual gets what rounding leaves out, 0 where that is not finite."""
-        given = values_Rs if residual_Rs is None else values_Rs.float() + residual_Rs
+        given = values_Rs if residual_Rs is None else values_Rs.float().add(residual_Rs)
         cast = given.to(self.wire.dtype).contiguous()
         if residual_Rs is not None:
             residual_Rs.copy_((given - cast.float()).nan_to_num_(0.0, 0.0, 0.0))
@@ -177,6 +178,8 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 
     Codes are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """
+    if wire.bits == 1:
+        return encode_signs(values_Rs, wire.block, residual_Rs)
     if not _fits(values_Rs, kernels):
         return encode_blocks_reference(values_Rs, wire, residual_Rs)
     from engine.kernels.gpu.wire.block_codec import launch_encode
@@ -187,7 +190,7 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 @torch.no_grad()
 def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
     """Decode each message into its row of ``out_Rs`` [R, s], contiguous, rounded once to its dtype."""
-    if not _fits(out_Rs, kernels):
+    if wire.bits == 1 or not _fits(out_Rs, kernels):
         out_Rs.copy_(_decoded(messages_Rm, wire))
         return
     from engine.kernels.gpu.wire.block_codec import launch_decode
@@ -198,7 +201,7 @@ def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernel
 @torch.no_grad()
 def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
     """Decode all messages and add them in fp32, in their order; ``out_s`` [s] gets the sum, rounded once."""
-    if not _fits(out_s, kernels):
+    if wire.bits == 1 or not _fits(out_s, kernels):
         sum_blocks_reference(messages_Rm, out_s, wire)
         return
     from engine.kernels.gpu.wire.block_codec import launch_sum
@@ -239,6 +242,8 @@ def sum_blocks_reference(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat) 
 def _decoded(messages_Rm: Tensor, wire: BlockFormat) -> Tensor:
     """The values of all messages, fp32 [R, s]."""
     rows, size = messages_Rm.shape
+    if wire.bits == 1:
+        return decoded_signs(messages_Rm, wire.block, wire.elements(size))
     end = wire.code_bytes(wire.elements(size))
     codes = messages_Rm[:, :end].view(torch.int8)
     if wire.bits == 4:

@@ -14,6 +14,7 @@ from tests.faults.reliability import RELIABILITY
 from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
+from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
 AREAS = {
@@ -24,6 +25,7 @@ AREAS = {
     "offload": OFFLOAD,
     "products into buckets": PRODUCTS_INTO_BUCKETS,
     "fewer bits": FEWER_BITS,
+    "activations in fewer bits": WIRE,
     "secondary shards": SECONDARY_SHARDS,
     "step and precision": STEP_AND_PRECISION,
     "checkpoint": CHECKPOINT,

@@ -23,8 +23,8 @@ from engine.config.wording import shown_value
 _COMPRESSED_ADAM = ("onebitadam", "zerooneadam")
 _COMPRESSED_LAMB = "onebitlamb"
 _FOUR_BITS = (
-    "zero_optimization.zero_quantized_gradients with zero_quantized_gradients_bits 4 and zero_gradient_error_feedback "
-    "takes the place of its messages"
+    "zero_optimization.zero_quantized_gradients with zero_quantized_gradients_bits 4, or 1 for signs, and "
+    "zero_gradient_error_feedback takes the place of its messages"
 )
 _LAUNCHER = (
     "compute_environment", "num_machines", "num_processes", "machine_rank", "main_process_ip",

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from engine.kernels.dispatch import REFERENCE
 from engine.kernels.wire.block_codec import SMALLEST_SCALE, BlockFormat, CastFormat, NumberFormat
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.world import World
+from engine.parallel.grid import Grid
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
+from engine.parallel.pipeline.runtime.transport import CommTransport, Message
 from engine.parallel.wire.activation_format import ActivationFormat
 from tests.kernels.wire.test_block_codec import DISTRIBUTIONS, ROUNDED
 
@@ -59,6 +64,29 @@ def test_what_is_not_finite_arrives_as_nan_and_leaves_nothing_for_later() -> Non
     values[70] = math.inf
     assert passed(one, values, "backward").isnan().nonzero().flatten().tolist() == [70]
     assert all(bool(residual.isfinite().all()) for residual in one.residuals)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_exact_arrives_as_it_is(exact: bool) -> None:
+    values = torch.randn(300, generator=torch.Generator().manual_seed(2))
+    values[5] = -math.inf
+    message = Message("forward", 0, 0, source=0, target=1)
+
+    def rank(world: World) -> tuple[Tensor | None, int]:
+        grid = Grid(pp=2, rank=world.rank)
+        assert world.connect is not None
+        comm = Comm(grid, world.connect(grid))
+        transport = CommTransport(comm, (0, 1), torch.device("cpu"), encoder(BlockFormat(8, 64)))
+        if world.rank == 0:
+            transport.send(message, values, exact=exact)
+            transport.finish()
+            return None, comm.tally.bytes()
+        return transport.receive(message, values.shape, values.dtype, exact=exact)(), 0
+
+    (_, sent), (found, _) = run_thread_ranks(2, rank)
+    assert found is not None
+    assert torch.equal(found, values) if exact else bool(found[5].isnan()) and not torch.equal(found[6:], values[6:])
+    assert sent == (4 * 300 if exact else 320 + 320 // 64 * 4)
 
 
 def bias(steps: int, feedback: bool) -> float:
