@@ -3,7 +3,8 @@
     python -m tests.cluster.fewer_bits --write-figures
 
 One rank a node trains a perceptron in fp32; steps of all ways are timed in turn. The plan says how many bytes a rank
-sends less, and the rate of the link, with the headers of its packets, how many seconds that is. Exit status 1: a way is further off than 15%.
+sends less, and the rate of the link, with the headers of its packets, how many seconds that is. Exit status 1: a way
+is further off than 15%.
 """
 
 import sys

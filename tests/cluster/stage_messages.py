@@ -3,8 +3,8 @@
     python -m tests.cluster.stage_messages --write-figures
 
 One stage a node trains a perceptron in fp32 with all forwards before all backwards (gpipe), so that the link carries
-values one way, and then gradients the other way, with nothing beside them. The plan says how many bytes both stages send
-less, and the rate of the link, with the headers of its packets, how many seconds that is. Exit status 1: a way is
+values one way, and then gradients the other way, with nothing beside them. The plan says how many bytes both stages
+send less, and the rate of the link, with the headers of its packets, how many seconds that is. Exit status 1: a way is
 further off than 15%.
 """
 

@@ -19,7 +19,7 @@ def test_nothing_is_rounded_unless_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("wire", "others", "sentence"),
     [
-        ({"pipeline": "int2"}, {}, 'wire.pipeline: "int2" is not a format of numbers; give exact, bf16, fp16, int8'),
+        ({"pipeline": "int2"}, {}, 'wire.pipeline: "int2" is not a format of numbers; give "exact", "bf16",'),
         ({"tensor": "int8", "block_size": 100}, {}, "wire.block_size: 100 is not a block size; give 64, 128"),
         ({"tensor": "bf16", "block_size": 128}, {}, "wire.block_size: 128 without int8 or int4, so no block has"),
         ({"tensor": "int8", "error_feedback": True}, {}, 'wire.error_feedback: true with pipeline "exact": only'),

@@ -1,7 +1,7 @@
 """Runs on real text whose stages and tensor ranks send fewer bits, beside exact traffic: int8 within one per cent.
 
-The decoder, the text and the steps are those of ``test_fewer_bits_training``; the figure shows the mean loss of the last
-50 of 300 steps.
+The decoder, the text and the steps are those of ``test_fewer_bits_training``; the figure shows the mean loss of the
+last 50 of 300 steps.
 """
 
 from collections.abc import Callable, Iterator
