@@ -23,7 +23,7 @@ RATE = "1gbit"
 """Of a link, each way, unless it is slowed."""
 QUEUE = "burst 256kb latency 100ms"
 """Before a link: what passes at once after a pause, and how long the rest waits before it is dropped."""
-LOSSLESS = "burst 16kb limit 64mb"
+LOSSLESS = "burst 32kb limit 64mb"
 """A queue that drops nothing and saves up nothing: a transfer takes its bytes by the rate, whatever went before."""
 _HOLD = 'printf "ready\\n"; while true; do read -r -t 3600 || [ $? -gt 128 ] || exit; done'
 """Body of a node's first process: it ends when its input does, and takes leave of processes that nobody waits for."""

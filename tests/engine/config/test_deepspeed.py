@@ -172,7 +172,7 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
         ),
         ({"pipeline": {"stags": 2}}, ("pipeline.stags: unknown key. Did you mean pipeline.stages?",)),
         ({"checkpoint": {"tag_validaton": 1}}, ("Did you mean checkpoint.tag_validation?",)),
-        ({"pipeline": 2}, ("pipeline: 2 is a number;", "Did you mean parallel.pipeline?")),
+        ({"pipeline": 2}, ("pipeline: 2 is a number;", "Did you mean parallel.pipeline or wire.pipeline?")),
         ({"zero_optimization": {"overlap_com": True}}, ("Did you mean zero_optimization.overlap_comm?",)),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 5}}},

@@ -24,7 +24,9 @@ def on_threads(ranks: int, changes: dict[str, Any], body: Callable[[Engine], Res
         torch.manual_seed(3)
         config = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 4} | changes
         sizes = DecoderConfig(layers=layers, width=SIZES.width, heads=SIZES.heads, context=SIZES.context)
-        with engine.initialize(Decoder(sizes), config, loss_sum, world=world) as eng:
+        ids = torch.zeros(ROWS, SIZES.context, dtype=torch.long)
+        example = {"input_ids": ids, "labels": ids}
+        with engine.initialize(Decoder(sizes), config, loss_sum, example, world=world) as eng:
             return body(eng)
 
     return run_thread_ranks(ranks, rank)
