@@ -23,7 +23,7 @@ from engine.config.wording import shown_value
 _COMPRESSED_ADAM = ("onebitadam", "zerooneadam")
 _COMPRESSED_LAMB = "onebitlamb"
 _FOUR_BITS = (
-    "zero_optimization.zero_quantized_gradients with zero_quantized_gradients_bits 4, or 1 for signs, and "
+    "zero_optimization.zero_quantized_gradients with zero_quantized_gradients_bits 4 and "
     "zero_gradient_error_feedback takes the place of its messages"
 )
 _LAUNCHER = (

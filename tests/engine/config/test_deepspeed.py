@@ -290,7 +290,7 @@ def test_the_compressed_lamb_is_refused_in_one_sentence_that_names_the_keys_of_i
         load_config({"optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 10, "max_coeff": 10.0}}})
     assert str(caught.value).endswith(
         'optimizer.type: "OneBitLamb" needs LAMB, which is not built in; give AdamW, and '
-        "zero_optimization.zero_quantized_gradients with zero_quantized_gradients_bits 4, or 1 for signs, and "
+        "zero_optimization.zero_quantized_gradients with zero_quantized_gradients_bits 4 and "
         "zero_gradient_error_feedback takes the place of its messages."
     )
 
