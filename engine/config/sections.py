@@ -19,6 +19,7 @@ AXIS = AnyOf(rules=(AUTO, SIZE), remedy='give a whole number of at least 1, or "
 BLOCKS = Choice(options=(64, 128, 256, 512, 1024, 2048), noun="a block size")
 NUMBERS = Choice(options=("exact", "bf16", "fp16", "int8", "int4"), noun="a format of numbers")
 FOLDER = Text(noun="a path", null=True, remedy="give a path in quotes, or null for none")
+METRICS = ListOf(each=Text(), noun='a list of names such as ["accuracy"]')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,8 +248,18 @@ class MonitorConfig:
     """File that receives a JSON object every ``every`` steps."""
     tensorboard: str | None = setting(None, FOLDER)
     """Folder of the TensorBoard log."""
+    csv: str | None = setting(None, FOLDER)
+    """File that receives the same as lines of comma-separated values."""
+    wandb: str | None = setting(None, FOLDER)
+    """Project of Weights & Biases that receives them."""
+    mlflow: str | None = setting(None, FOLDER)
+    """Experiment of MLflow that receives them."""
     every: int = setting(10, SIZE)
     """Steps between two logged lines."""
+    progress: bool = setting(False, Flag())
+    """Print a line for each of them on rank 0."""
+    metrics: tuple[str, ...] = setting((), METRICS)
+    """Names of further values that ``loss_fn`` returns, averaged over microbatches and data ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,7 +111,7 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
     found = _searched(asked, model.workload(config), config)
     if not found.ranked:
         raise ConfigError(_nothing_fits(found, asked))
-    base = None if asked.config is None else json.loads(asked.config.read_text(encoding="utf-8"))
+    base = None if asked.config is None else dict(asked.config)
     finalists = _finalists(_Finals(asked, model, base), found, options.top)
     planned = sorted(finalists, key=lambda one: (not one.fits, one.costs.time.total))
     if not planned:

@@ -107,8 +107,9 @@ def test_a_function_builds_the_model(
 ) -> None:
     (tmp_path / "mine_to_plan.py").write_text(
         "import torch\nfrom torch import nn\n\n\ndef build():\n"
-        "    row = {'input': torch.zeros(1, 8)}\n"
-        "    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4))), row\n\n\n"
+        "    rows = {'input': torch.zeros(16, 8)}\n"
+        "    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))\n"
+        "    return model, rows, lambda output, batch: output.square().mean()\n\n\n"
         "def broken():\n    return nn.Linear(2, 2).weight.sum().item()\n"
     )
     monkeypatch.chdir(tmp_path)
