@@ -250,11 +250,11 @@ def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityC
             f'{wire.block_size} without int8 or int4, so no block has a scale; set pipeline or tensor to "int8", or '
             "leave it out.",
         )
-    if wire.error_feedback and wire.pipeline not in ("int8", "int4"):
+    if wire.error_feedback and wire.pipeline == "exact":
         problems.add(
             "wire.error_feedback",
-            f"true with pipeline {shown_value(wire.pipeline)}: only gradients that stages send in int8 or int4 leave "
-            'something for the next ones; set pipeline to "int8" or "int4", or leave it out.',
+            f"true with pipeline {shown_value(wire.pipeline)}: only gradients that stages round leave something for the "
+            'next ones; set pipeline to "int8" or another format, or leave it out.',
         )
     if wire.error_feedback and integrity.rerun:
         problems.add(

@@ -334,9 +334,7 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
             f"zero: zero_hpz_partition_size {config.dp} puts all data ranks into one node, whose "
             "secondary shards would be the shards once more, so none are kept"
         )
-    for axis, ranks in (("tensor", config.tp), ("pipeline", config.pp)):
-        if ranks == 1 and getattr(config.wire, axis) != "exact":
-            notes.append(f"wire.{axis}: there is one {axis} rank, which sends nothing")
+    notes += _unused_formats(config, precision)
     notes += _exact_weights(model, config, precision)
     if (half := half_note(model, precision)) is not None:
         notes.append(half)
@@ -355,6 +353,21 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
                 more = f" and {len(names) - 2} more" * (len(names) > 2)
                 notes.append(f"{kind} are rounded to {short}, as Module.to does it: {', '.join(names[:2])}{more}")
     return tuple(notes)
+
+
+def _unused_formats(config: Config, precision: Precision) -> list[str]:
+    """Notes about formats of activations by which nothing becomes shorter."""
+    notes, computed = [], precision.compute or precision.autocast
+    given = (("tensor", config.tp, config.wire.tensor), ("pipeline", config.pp, config.wire.pipeline))
+    for axis, ranks, name in given:
+        if ranks == 1 and name != "exact":
+            notes.append(f"wire.{axis}: there is one {axis} rank, which sends nothing")
+        elif name in ("bf16", "fp16") and computed is not None and computed.itemsize == 2:
+            notes.append(
+                f"wire.{axis}: {name} makes nothing shorter that is computed in 16 bits, so only fp32 is sent in it; "
+                "int8 does"
+            )
+    return notes
 
 
 def _exact_weights(model: nn.Module, config: Config, precision: Precision) -> list[str]:

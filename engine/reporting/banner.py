@@ -228,6 +228,8 @@ def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> d
         return {"overlap": f"fused for {what} of at most {most} between two ranks; collectives for the rest"}
     if wanted == "chunks":
         return {"overlap": f"chunks for {rows}; collectives for the rest" if plan.tensor.sequence else behind}
+    if tensor_format(plan.config) is not None and not device.startswith("cpu"):
+        return {"overlap": f"collectives for {rows}, whose blocks are not cut; from {least} on {behind}"}
     fused = fused_layers(plan, measured)
     words = [f"fused for {', '.join(fused)}"] * bool(fused)
     if device.startswith("cpu"):

@@ -97,6 +97,14 @@ WIRE = (
         tests=(f"{_MESSAGES}::test_with_error_feedback_the_bias_of_gradients_falls_as_one_over_the_messages",),
     ),
     Fault(
+        name="casts-leave-nothing",
+        about="Error feedback is asked for, and what a cast rounds away is forgotten.",
+        file="kernels/wire/block_codec.py",
+        old="            residual_Rs.copy_((given - cast.float()).nan_to_num_(0.0, 0.0, 0.0))\n",
+        new="            residual_Rs.zero_()\n",
+        tests=(f"{_MESSAGES}::test_with_error_feedback_the_bias_of_gradients_falls_as_one_over_the_messages",),
+    ),
+    Fault(
         name="residuals-between-stages-of-a-skipped-step-kept",
         about="What a skipped step has left out of the gradients between stages is added to the next step.",
         file="engine/step/update.py",

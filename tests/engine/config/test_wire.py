@@ -23,7 +23,6 @@ def test_nothing_is_rounded_unless_it_is_asked_for() -> None:
         ({"tensor": "int8", "block_size": 100}, {}, "wire.block_size: 100 is not a block size; give 64, 128"),
         ({"tensor": "bf16", "block_size": 128}, {}, "wire.block_size: 128 without int8 or int4, so no block has"),
         ({"tensor": "int8", "error_feedback": True}, {}, 'wire.error_feedback: true with pipeline "exact": only'),
-        ({"pipeline": "bf16", "error_feedback": True}, {}, 'wire.error_feedback: true with pipeline "bf16": only'),
         (
             {"pipeline": "int8", "error_feedback": True},
             {"integrity": {"every": 1, "rerun": True}},

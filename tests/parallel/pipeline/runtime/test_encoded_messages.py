@@ -59,6 +59,15 @@ def test_a_cast_rounds_to_the_nearest() -> None:
         assert torch.equal(passed(encoder(CastFormat(dtype)), values), values.to(dtype).float())
 
 
+@pytest.mark.parametrize(("dtype", "bits", "least"), [(torch.bfloat16, 8, 0.0), (torch.float16, 11, 2.0**-25)])
+def test_casts_err_by_up_to_their_bound_and_no_less(dtype: torch.dtype, bits: int, least: float) -> None:
+    values = torch.randn(10**5, generator=torch.Generator().manual_seed(0))
+    values[:1000] *= 2.0**-20
+    error = (passed(encoder(CastFormat(dtype)), values).double() - values.double()).abs()
+    allowed = (values.double().abs() * 2.0**-bits).clamp_min(least)
+    assert bool((error <= allowed).all()) and float((error / allowed).max()) > 0.9
+
+
 def test_what_is_not_finite_arrives_as_nan_and_leaves_nothing_for_later() -> None:
     one, values = encoder(BlockFormat(8, 64), feedback=True), torch.ones(128)
     values[70] = math.inf
@@ -89,9 +98,9 @@ def test_what_is_exact_arrives_as_it_is(exact: bool) -> None:
     assert sent == (4 * 300 if exact else 320 + 320 // 64 * 4)
 
 
-def bias(steps: int, feedback: bool) -> float:
+def bias(steps: int, feedback: bool, wire: NumberFormat) -> float:
     """The mean over steps of what has arrived, less that of the true gradients: the largest of all elements."""
-    one, generator = encoder(BlockFormat(4, 64), feedback), torch.Generator().manual_seed(1)
+    one, generator = encoder(wire, feedback), torch.Generator().manual_seed(1)
     error = torch.zeros(640, dtype=torch.float64)
     for _ in range(steps):
         gradient = torch.randn(640, generator=generator) + 0.1
@@ -99,10 +108,11 @@ def bias(steps: int, feedback: bool) -> float:
     return float((error / steps).abs().max())
 
 
-def test_with_error_feedback_the_bias_of_gradients_falls_as_one_over_the_messages() -> None:
-    few, many = bias(10, True), bias(400, True)
+@pytest.mark.parametrize("wire", [BlockFormat(8, 64), BlockFormat(4, 64), CastFormat(torch.bfloat16)], ids=str)
+def test_with_error_feedback_the_bias_of_gradients_falls_as_one_over_the_messages(wire: NumberFormat) -> None:
+    few, many = bias(10, True, wire), bias(400, True, wire)
     assert many < few / 20, f"{few} after 10 messages, {many} after 400"
-    assert many < bias(400, False) / 5, "without feedback it falls as the root of the messages"
+    assert many < bias(400, False, wire) / 5, "without feedback it falls as the root of the messages"
 
 
 def test_activations_and_other_values_have_no_part_in_a_residual() -> None:
