@@ -140,9 +140,7 @@ def assemble_rank(
         fuse_activations(model, request.changes, patches)
         make_heads_lazy(model, [h for h in request.changes.heads if plan.is_last(f"{h}.weight")], axis, patches)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
-    if config.compile and plan.tensor is not None:
-        leave_out_of_compilation(model, plan.tensor.layers, patches)
-    keep_in_fp32(model, plan.precision.kept.modules, plan.precision.compute, patches)
+    _keep_out(model, plan, patches)
     encoder = _encoder(config, kernels)
     on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
     return RankRuntime(
@@ -176,6 +174,13 @@ def assemble_rank(
         on_host=on_host,
         integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
     )
+
+
+def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
+    """Leave layers that communicate out of compilation, and modules that stay in fp32 out of narrow dtypes."""
+    if plan.config.compile and plan.tensor is not None:
+        leave_out_of_compilation(model, plan.tensor.layers, patches)
+    keep_in_fp32(model, plan.precision.kept.modules, plan.precision.compute, patches)
 
 
 def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:

@@ -253,8 +253,8 @@ def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityC
     if wire.error_feedback and wire.pipeline == "exact":
         problems.add(
             "wire.error_feedback",
-            f"true with pipeline {shown_value(wire.pipeline)}: only gradients that stages round leave something for the "
-            'next ones; set pipeline to "int8" or another format, or leave it out.',
+            f"true with pipeline {shown_value(wire.pipeline)}: only gradients that stages round leave something for "
+            'the next ones; set pipeline to "int8" or another format, or leave it out.',
         )
     if wire.error_feedback and integrity.rerun:
         problems.add(
