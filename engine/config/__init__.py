@@ -19,6 +19,7 @@ from engine.config.between import (
     check_precision,
     check_recomputation,
     check_reruns,
+    check_wire,
     check_zero,
 )
 from engine.config.config_file import read_config_file, remarks
@@ -48,6 +49,7 @@ from engine.config.sections import (
     ScheduleCosts,
     TorchAutocastConfig,
     WatchdogConfig,
+    WireConfig,
     ZeroConfig,
 )
 from engine.config.wording import kind, show_path, shown_value
@@ -70,6 +72,7 @@ __all__ = [
     "SchedulerConfig",
     "TorchAutocastConfig",
     "WatchdogConfig",
+    "WireConfig",
     "ZeroConfig",
     "load_config",
 ]
@@ -97,6 +100,8 @@ class Config:
     """The grid of processes."""
     zero_optimization: ZeroConfig = setting(ZeroConfig(), Section(cls=ZeroConfig))
     """Optimizer state, gradients and parameters that the data ranks shard."""
+    wire: WireConfig = setting(WireConfig(), Section(cls=WireConfig))
+    """Activations and their gradients in fewer bits between ranks."""
     bf16: Bf16Config = setting(Bf16Config(), Section(cls=Bf16Config))
     """Training in bfloat16."""
     fp16: Fp16Config = setting(Fp16Config(), Section(cls=Fp16Config))
@@ -272,6 +277,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_parallel(config.parallel, problems)
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
+    check_wire(config.wire, config.parallel, config.integrity, problems)
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:

@@ -13,6 +13,7 @@ from engine.config.sections import (
     MonitorConfig,
     ParallelConfig,
     TorchAutocastConfig,
+    WireConfig,
     ZeroConfig,
 )
 from engine.config.wording import shown_value
@@ -155,6 +156,12 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
                 f"zero_optimization.{key}",
                 f"true with stage 0: only stages 1 to 3 {what}; set stage to 1, 2 or 3, or leave it out.",
             )
+    if zero.zero_quantized_gradients_bits == 1 and not zero.zero_gradient_error_feedback:
+        problems.add(
+            "zero_optimization.zero_quantized_gradients_bits",
+            "1 without zero_gradient_error_feedback, so what signs leave out of gradients would be lost; set "
+            "zero_gradient_error_feedback to true, or give 4 bits.",
+        )
     given = (
         ("zero_quantized_weights_bits", 8, zero.zero_quantized_weights),
         ("zero_quantized_gradients_bits", 8, zero.zero_quantized_gradients),
@@ -255,6 +262,35 @@ def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problem
             "integrity.rerun",
             "true with zero_optimization.zero_gradient_error_feedback, and a second run would encode what the first "
             "has left out; switch one of them off.",
+        )
+
+
+def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
+    """Note settings of formats that are not chosen, and ways to communicate that send numbers as they are."""
+    blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
+    if wire.block_size != 256 and not blocks:
+        problems.add(
+            "wire.block_size",
+            f'{wire.block_size} without int8 or int4, so no block has a scale; set pipeline or tensor to "int8", or '
+            "leave it out.",
+        )
+    if wire.error_feedback and wire.pipeline == "exact":
+        problems.add(
+            "wire.error_feedback",
+            f"true with pipeline {shown_value(wire.pipeline)}: only gradients that stages round leave something for "
+            'the next ones; set pipeline to "int8" or another format, or leave it out.',
+        )
+    if wire.error_feedback and integrity.rerun:
+        problems.add(
+            "wire.error_feedback",
+            "true with integrity.rerun, and a second run of a step would send what the first has left out; switch one "
+            "of them off.",
+        )
+    if wire.tensor != "exact" and parallel.overlap in ("chunks", "fused"):
+        problems.add(
+            "wire.tensor",
+            f"{shown_value(wire.tensor)} with parallel.overlap {shown_value(parallel.overlap)}, whose products send "
+            'rows as they are made, not whole blocks; set parallel.overlap to "auto" or "off", or leave it out.',
         )
 
 

@@ -16,6 +16,8 @@ from engine.parallel.grid import Order
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v", "auto")
 AUTO = Choice(options=("auto",), noun="auto")
 AXIS = AnyOf(rules=(AUTO, SIZE), remedy='give a whole number of at least 1, or "auto" for one axis')
+BLOCKS = Choice(options=(64, 128, 256, 512, 1024, 2048), noun="a block size")
+NUMBERS = Choice(options=("exact", "bf16", "fp16", "int8", "int4"), noun="a format of numbers")
 FOLDER = Text(noun="a path", null=True, remedy="give a path in quotes, or null for none")
 METRICS = ListOf(each=Text(), noun='a list of names such as ["accuracy"]')
 
@@ -121,12 +123,11 @@ class ZeroConfig:
     """Bits of a gathered weight."""
     zero_quantized_gradients: bool = setting(False, Flag())
     """Reduce gradients in fewer bits, and add them in fp32; within nodes first, if parallel.gpus_per_node is given."""
-    zero_quantized_gradients_bits: Literal[8, 4] = setting(8, Choice(options=(8, 4), noun="a number of bits"))
-    """Bits of a gradient on the wire."""
+    zero_quantized_gradients_bits: Literal[8, 4, 1] = setting(8, Choice(options=(8, 4, 1), noun="a number of bits"))
+    """Bits of a gradient on the wire; 1: signs, with error feedback alone."""
     zero_gradient_error_feedback: bool = setting(False, Flag())
     """Add what an encoding leaves out of gradients to the next one; takes 4 bytes an element of each bucket."""
-    zero_quantized_block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, Choice(
-        options=(64, 128, 256, 512, 1024, 2048), noun="a block size"))  # fmt: skip
+    zero_quantized_block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, BLOCKS)
     """Elements that share a scale (fp32) on the wire."""
     zero_hpz_partition_size: int | Literal["auto"] = setting(1, AnyOf(
         rules=(AUTO, COUNT), remedy='give a number of data ranks, or "auto"'))  # fmt: skip
@@ -135,6 +136,20 @@ class ZeroConfig:
     """Data ranks that share one copy of what the stage shards, side by side (MiCS, HSDP); null: all of them."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
     """Placement of the optimizer state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireConfig:
+    """Activations and their gradients in fewer bits between ranks; every element of them is rounded."""
+
+    pipeline: Literal["exact", "bf16", "fp16", "int8", "int4"] = setting("exact", NUMBERS)
+    """What stages send each other: in int8 and int4 an element errs by half a scale, max |block| / 127 or / 7."""
+    tensor: Literal["exact", "bf16", "fp16", "int8", "int4"] = setting("exact", NUMBERS)
+    """What tensor ranks sum and gather: a sum errs by half a scale of each rank and of the sum; logits stay exact."""
+    block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, BLOCKS)
+    """Elements that share a scale (fp32), with int8 and int4."""
+    error_feedback: bool = setting(False, Flag())
+    """Add what messages between stages leave out of gradients to the next ones; takes 4 bytes an element of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,16 @@ from math import prod
 import torch
 
 from engine.config import Config
-from engine.kernels.wire.block_codec import BlockFormat
+from engine.kernels.wire.block_codec import BlockFormat, CastFormat, NumberFormat
 from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.schedule.actions import Action
 from engine.parallel.shard_table import ShardRow, ShardTable
+from engine.parallel.tensor.collectives import ACTIVATIONS
 from engine.parallel.tensor.layers.partial_grads import LABEL
 from engine.parallel.trace.model_trace import Value
+from engine.parallel.wire.activation_format import ActivationFormat
 from engine.precision.dtypes import Precision, Widths
 from engine.zero.gather.gather_schedule import GatherOrder, Gathers, count_gathers
 from engine.zero.gather.secondary_shards import NO_SHARDS, WITHIN, SecondaryLayout
@@ -180,6 +182,28 @@ def wire_formats(config: Config, precision: Precision) -> WireFormats:
     return found
 
 
+def pipeline_format(config: Config) -> ActivationFormat | None:
+    """What stages send each other in fewer bits; None: everything is sent as it is."""
+    wire = _number_format(config.wire.pipeline, config.wire.block_size)
+    return ActivationFormat(wire) if wire is not None and config.pp > 1 else None
+
+
+def tensor_format(config: Config) -> ActivationFormat | None:
+    """What tensor ranks sum and gather in fewer bits; None: everything is sent as it is."""
+    wire = _number_format(config.wire.tensor, config.wire.block_size)
+    return ActivationFormat(wire, ACTIVATIONS) if wire is not None and config.tp > 1 else None
+
+
+def _number_format(name: str, block: int) -> NumberFormat | None:
+    formats: dict[str, NumberFormat] = {
+        "bf16": CastFormat(torch.bfloat16),
+        "fp16": CastFormat(torch.float16),
+        "int8": BlockFormat(8, block),
+        "int4": BlockFormat(4, block),
+    }
+    return formats.get(name)
+
+
 def data_ranks_of_a_node(config: Config) -> int:
     """Ranks of a data group that share a node, as far as ``parallel.gpus_per_node`` says."""
     node = config.parallel.gpus_per_node
@@ -254,16 +278,40 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
     return tally
 
 
-def stage_traffic(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], microbatches: int) -> Tally:
+def message_bytes(value: Value, form: ActivationFormat | None) -> int:
+    """Bytes of a value, or of its gradient, as a message between stages."""
+    elements = prod(value.shape)
+    encoded = form is not None and value.grad and form.shortens(value.dtype, elements)
+    return form.message_bytes(elements) if form is not None and encoded else value.bytes
+
+
+def feedback_bytes(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], config: Config) -> int:
+    """Bytes of what messages leave out of the gradients that a stage sends; 0 without error feedback."""
+    form, here = pipeline_format(config), ranks[stage.stage]
+    if form is None or not config.wire.error_feedback:
+        return 0
+    received = [values[number] for number, other in stage.receives.items() if ranks[other] != here]
+    sizes = [(value, prod(value.shape)) for value in received if value.grad]
+    return sum(4 * form.wire.padded(size) for value, size in sizes if form.shortens(value.dtype, size))
+
+
+def stage_traffic(
+    stage: StagePlan,
+    values: tuple[Value, ...],
+    ranks: Sequence[int],
+    microbatches: int,
+    form: ActivationFormat | None = None,
+) -> Tally:
     """Traffic of a stage in a step: values to later stages, and gradients of the values that it received.
 
-    ``ranks``: the pipeline rank of every stage; a value between two stages of one rank is not sent.
+    ``ranks``: the pipeline rank of every stage; a value between two stages of one rank is not sent. ``form``: how
+    values are sent in fewer bits.
     """
     here = ranks[stage.stage]
-    forward = [values[number].bytes for number, to in stage.sends.items() for other in to if ranks[other] != here]
-    backward = [
-        values[number].bytes for number, other in stage.receives.items() if values[number].grad and ranks[other] != here
-    ]
+    targets = [number for number, to in stage.sends.items() for other in to if ranks[other] != here]
+    forward = [message_bytes(values[number], form) for number in targets]
+    sources = [number for number, other in stage.receives.items() if values[number].grad and ranks[other] != here]
+    backward = [message_bytes(values[number], form) for number in sources]
     tally = Tally()
     for flow, sizes in (("forward", forward), ("backward", backward)):
         if sizes:

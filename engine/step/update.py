@@ -212,7 +212,8 @@ class Update:
 
         After a skipped step, 0: it belongs to gradients that no update has used.
         """
-        for residual in runtime.reducer.residuals.values() if factor != 1.0 else ():
+        sent = runtime.encoder.residuals if runtime.encoder is not None else ()
+        for residual in (*runtime.reducer.residuals.values(), *sent) if factor != 1.0 else ():
             residual.mul_(factor)
 
     def _make(self, factor: float, launched: bool, runtime: RankRuntime) -> None:

@@ -13,9 +13,8 @@ from statistics import median
 
 from benchmarks.harness.figures import record_cells
 from tests.cluster.network import missing
-from tests.cluster.slow_link import Found, read_options, run_job
+from tests.cluster.slow_link import ALLOWED, Found, link_seconds, read_options, run_job
 
-ALLOWED = 0.15
 RANKS, NODES = 2, 2
 JOB = """
 import json, statistics, time
@@ -86,7 +85,7 @@ def table(rounds: Sequence[Found], rate: float) -> tuple[dict[tuple[str, str], s
         if first["within"]:
             plain = f"{name.partition(',')[0]}, gathers over all data ranks"
             won = median(found[plain]["seconds"] - found[name]["seconds"] for found in rounds)
-            planned = (rounds[0][plain]["over"] - first["over"]) * across / (rate * 1e6 / 8)
+            planned = link_seconds((rounds[0][plain]["over"] - first["over"]) * across, rate)
             worst = max(worst, abs(won / planned - 1))
             cells[name, "won"], cells[name, "by the plan"] = f"{won:.2f} s", f"{planned:.2f} s"
             cells[name, "off"] = f"{won / planned - 1:+.0%}"

@@ -8,8 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.cluster.jobs import Job
-from tests.cluster.network import Cluster
+from tests.cluster.network import LOSSLESS, Cluster
 
+ALLOWED = 0.15
+"""How far what a step wins may be off what the plan says."""
+_PACKET, _PAYLOAD = 1514, 1448
+"""Bytes of a full Ethernet frame, and of the data in it, under IP and TCP with time stamps."""
 Found = dict[str, dict[str, float]]
 """By way of training: its figures by name."""
 
@@ -23,12 +27,17 @@ def read_options(name: str, about: str | None, arguments: Sequence[str] | None) 
     return parser.parse_args(arguments)
 
 
+def link_seconds(count: float, rate: float) -> float:
+    """Seconds that so many bytes take on a link of ``rate`` megabits a second, with the headers of their packets."""
+    return count * _PACKET / _PAYLOAD / (rate * 1e6 / 8)
+
+
 def run_job(text: str, nodes: int, ranks: int, rate: float) -> Found:
     """Run the script ``text`` with ``ranks`` on each node, whose links have ``rate`` megabits a second.
 
     Returns what a rank has printed as JSON behind "found ".
     """
-    with TemporaryDirectory() as folder, Cluster(nodes, rate=f"{int(rate * 1000)}kbit") as cluster:
+    with TemporaryDirectory() as folder, Cluster(nodes, f"{int(rate * 1000)}kbit", LOSSLESS) as cluster:
         script = Path(folder) / "job.py"
         script.write_text(text)
         with Job(cluster, sys.executable, ranks, script) as job:

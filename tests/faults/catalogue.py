@@ -16,6 +16,7 @@ from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.shard_groups import SHARD_GROUPS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
+from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
 AREAS = {
@@ -27,6 +28,7 @@ AREAS = {
     "failing disk": FAILING_DISK,
     "products into buckets": PRODUCTS_INTO_BUCKETS,
     "fewer bits": FEWER_BITS,
+    "activations in fewer bits": WIRE,
     "secondary shards": SECONDARY_SHARDS,
     "shard groups": SHARD_GROUPS,
     "step and precision": STEP_AND_PRECISION,

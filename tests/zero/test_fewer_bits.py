@@ -54,6 +54,7 @@ def traffic_differs(eng: Engine) -> list[str]:
 MODES = [
     ({"stage": 1} | GRADIENTS, {}, 2),
     ({"stage": 1} | WEIGHTS | FEEDBACK, BF16, 4),
+    ({"stage": 2} | FEEDBACK | {"zero_quantized_gradients_bits": 1}, {}, 2),
     ({"stage": 2, "reduce": "microbatch"} | FEEDBACK, {"parallel": {"gpus_per_node": 2}}, 4),
     ({"stage": 3, "reduce": "microbatch"} | WEIGHTS | GRADIENTS, BF16 | {"parallel": {"gpus_per_node": 2}}, 4),
     ({"stage": 3} | WEIGHTS | FEEDBACK | {"zero_quantized_weights_bits": 4}, FP16, 2),

@@ -22,7 +22,8 @@ A step as the engine runs it, and what of it counts:
 Ranks that share processors compute as :mod:`~engine.planning.step_time.contention` says: a rank that waits
 leaves its share to others.
 
-What is left out: the processor time of what goes through a network, axes that send at the same moment over one link,
+What is left out: the processor time of what goes through a network, of encoding and decoding, that sums in fewer bits
+do not go through memory, axes that send at the same moment over one link,
 stages that the schedule gives to one rank and that tie parameters, and the first steps, which reduce nothing early.
 """
 
@@ -37,10 +38,12 @@ from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.pipeline.schedule.simulate import StepTimeline
 from engine.parallel.tensor.collectives import COLUMN_INPUTS
 from engine.planning.budgets import (
+    pipeline_format,
     reduces_each_microbatch,
     reduction_traffic,
     shards_parameters,
     stage_traffic,
+    tensor_format,
     wire_formats,
 )
 from engine.planning.cost_model.links import LinkSpeed
@@ -202,6 +205,11 @@ class _Prediction:
         known = self._links.collectives
         return known[axis, "direct"] if (axis, pattern) not in known else known[axis, pattern]
 
+    def _sums(self, row: Traffic) -> Pattern:
+        """How tensor ranks send: what is in fewer bits goes by exchanges and gathers."""
+        form = tensor_format(self._config)
+        return "direct" if form is not None and row.label in form.labels else "ring"
+
     def _latency(self, axis: Axis) -> float:
         link = self._links.collectives.get((axis, "ring"))
         return link.latency if link is not None else 0.0
@@ -209,8 +217,9 @@ class _Prediction:
     def _tensor_waits(self) -> dict[_Key, float]:
         waits: dict[_Key, float] = {}
         for stage, tally in self._plan.tensor_traffic.items():
-            backward = sum(self._seconds(row, "ring") for row in tally.rows() if row.label == COLUMN_INPUTS)
-            forward = sum(self._seconds(row, "ring") for row in tally.rows() if row.label != COLUMN_INPUTS)
+            seconds = [(row.label == COLUMN_INPUTS, self._seconds(row, self._sums(row))) for row in tally.rows()]
+            backward = sum(one for is_input, one in seconds if is_input)
+            forward = sum(one for is_input, one in seconds if not is_input)
             if self._computation.hides_column_inputs:
                 backward = max(0.0, backward - self._tasks()[Op.BACKWARD_WEIGHT, stage].work)
             waits[Op.FORWARD, stage] = forward
@@ -254,7 +263,8 @@ class _Prediction:
         if plan.cut is None or plan.timeline is None:
             return {}
         ranks, values = plan.schedule.rank_of_stage, plan.timeline.values
-        return {stage.stage: stage_traffic(stage, values, ranks, 1).rows() for stage in plan.cut.stages}
+        form = pipeline_format(plan.config)
+        return {stage.stage: stage_traffic(stage, values, ranks, 1, form).rows() for stage in plan.cut.stages}
 
     # ------------------------------------------------------------------ the end of a step
 

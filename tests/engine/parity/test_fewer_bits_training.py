@@ -21,18 +21,20 @@ SIZES = DecoderConfig(layers=2, width=64, heads=2, context=64)
 STEPS, LAST, ROWS = 300, 50, 8
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 INT4 = GRADIENTS | {"zero_quantized_gradients_bits": 4}
+SIGNS = GRADIENTS | {"zero_quantized_gradients_bits": 1}
 WAYS: dict[str, dict[str, Any]] = {
     "int8 weights": {"stage": 3} | WEIGHTS,
     "int8 gradients": {"stage": 2} | GRADIENTS,
     "int4 gradients, error feedback": {"stage": 2, "zero_gradient_error_feedback": True} | INT4,
     "int4 gradients": {"stage": 2} | INT4,
+    "signs, error feedback": {"stage": 2, "zero_gradient_error_feedback": True} | SIGNS,
     "int8 weights, int8 gradients": {"stage": 3} | WEIGHTS | GRADIENTS,
 }
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 
 
 def losses(zero: dict[str, Any], changes: dict[str, Any], steps: int) -> tuple[float, int]:
-    """Body of a rank: (mean loss of the last steps, bytes that this rank sends over dp in a step)."""
+    """Body of a rank: (mean loss of the last steps, bytes that rank 0 sends over the axes of the grid in a step)."""
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -49,7 +51,7 @@ def losses(zero: dict[str, Any], changes: dict[str, Any], steps: int) -> tuple[f
             mine = starts.view(2, ROWS)[eng.grid.coord().dp]
             rows = torch.stack([tokens[start : start + SIZES.context + 1] for start in mine.tolist()])
             found.append(eng.train_batch({"input_ids": rows[:, :-1], "labels": rows[:, 1:]}).loss)
-        sent = sum(row.bytes for row in eng.plan.rank(0).traffic if row.axis == "dp")
+        sent = sum(row.bytes for row in eng.plan.rank(0).traffic if row.axis in ("dp", "tp", "pp"))
     return sum(found[-LAST:]) / LAST, sent
 
 
@@ -75,4 +77,5 @@ def test_the_loss_stays_within_one_per_cent(run_ranks: RunRanks, table: Table, p
     table.cells[row, "fewer bits"] = f"{found:.4f}"
     table.cells[row, "off"] = f"{found / exact - 1:+.2%}"
     table.cells[row, "bytes a step and rank"] = f"{sent:,} instead of {whole:,}"
-    assert abs(found / exact - 1) < 0.01, f"{found} instead of {exact}"
+    bound = 0.25 if "signs" in way else 0.01  # signs have no promise: Adam divides by what they make of the variance
+    assert abs(found / exact - 1) < bound, f"{found} instead of {exact}"
