@@ -17,7 +17,17 @@ from engine.verify import verify
 from tests import models
 from tests.selection import wide
 from tests.zero.small import forget_the_living, live_bytes
-from tests.zero.test_secondary_shards import BF16, WIDTH, Blocks, begin, on_threads, rows, sent_beside_plan, skipping
+from tests.zero.test_secondary_shards import (
+    BF16,
+    WIDTH,
+    Blocks,
+    begin,
+    history,
+    on_threads,
+    rows,
+    sent_beside_plan,
+    skipping,
+)
 
 RunRanks = Callable[..., list[Any]]
 PAIRS: dict[str, Any] = {"shard_size": 2}
@@ -96,6 +106,7 @@ def steps_of(eng: Engine) -> tuple[list[float], list[str], dict[str, Tensor]]:
 
 
 OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+NARROW = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
 CODES: dict[str, Any] = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
 
 
@@ -111,6 +122,7 @@ CODES: dict[str, Any] = {"zero_quantized_gradients": True, "zero_quantized_weigh
         wide({"stage": 3} | CODES, BF16),
         wide({"stage": 2, "reduce": "microbatch", "zero_gradient_error_feedback": True} | CODES, BF16),
         wide({"stage": 3}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
+        wide({"stage": 2}, {"bf16": dict.fromkeys(NARROW, True)}),
         wide({"stage": 2}, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
     ],
 )
@@ -124,6 +136,19 @@ def test_replicas_of_a_shard_keep_equal_bits_and_send_what_is_planned(
         one, other = found[place][2], found[place + 2][2]
         assert one.keys() == other.keys()
         assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", MODES)
+def test_what_is_written_between_steps_is_used_by_all_groups(zero: dict[str, Any]) -> None:
+    plain, found = (on_threads(4, {"zero_optimization": zero | own} | TWICE, history) for own in ({}, PAIRS))
+    for (values, weights, wrong), (others, expected, _) in zip(found, plain, strict=True):
+        assert wrong == []
+        assert [each for each in values if isinstance(each, float)] == pytest.approx(
+            [each for each in others if isinstance(each, float)], rel=1e-5
+        )
+        assert all(torch.equal(value, found[0][1][name]) for name, value in weights.items())
+        assert all(torch.allclose(value, expected[name], rtol=0, atol=1e-5) for name, value in weights.items())
 
 
 def by_axis(eng: Engine) -> tuple[dict[tuple[str, str], int], list[int]]:
