@@ -3,8 +3,8 @@
     python -m benchmarks offload [--elements 16777216] [--rounds 7] [--threads 2] [--peers deepspeed] [--write-figures]
     python -m benchmarks offload --disk FOLDER           only updates whose moments are on that disk, beside its rate
 
-Every contender updates the same number of fp32 elements with AdamW, in turns, a new order each round; the median
-counts. Bytes are those that the rule has to move: weights, gradient and two moments read, all but the gradient written.
+Every contender of the rule updates the same fp32 elements in the same memory with AdamW, since the rate of a machine
+depends on where arrays lie; in turns, a new order each round, of which the median counts. Bytes are those that the rule has to move: weights, gradient and two moments read, all but the gradient written.
 The last rows are whole steps of the engine with its state on the "device", which is the CPU too, and on the host,
 beside the bound of such a step (``steps``) and DeepSpeed's ZeRO-Offload.
 """
@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.harness.figures import record_cells, render
 from benchmarks.offload.disk import disk_cells, disk_works
@@ -66,37 +66,46 @@ def _tables(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[tuple[st
 
 def contenders(elements: int, peers: str) -> dict[str, tuple[Work, int]]:
     """One update of each as a call, and the bytes that it has to move for an element."""
+    arrays = _Arrays(elements)
     source, target = torch.ones(elements), torch.zeros(elements)
     found: dict[str, tuple[Work, int]] = {
         "a plain copy": (partial(target.copy_, source), 8),
-        "Trine, the update": (_rule(elements), RULE_BYTES),
+        "Trine, the update": (_rule(arrays), RULE_BYTES),
         "Trine, all that a bf16 bucket takes": (_bucket(elements), ENGINE_BYTES),
-        "torch AdamW, fused": (_torch(elements, {"fused": True}), RULE_BYTES),
-        "torch AdamW, foreach": (_torch(elements, {"foreach": True}), RULE_BYTES),
+        "torch AdamW, fused": (_torch(arrays, {"fused": True}), RULE_BYTES),
+        "torch AdamW, foreach": (_torch(arrays, {"foreach": True}), RULE_BYTES),
     }
     if "deepspeed" in peers.split(","):
         try:
-            found["DeepSpeed CPUAdam"] = (make_cpu_adam(_parameter(elements)), RULE_BYTES)
+            found["DeepSpeed CPUAdam"] = (make_cpu_adam(arrays.parameter, arrays.moments()), RULE_BYTES)
         except (ImportError, RuntimeError) as error:
             print(f"DeepSpeed CPUAdam is left out: {str(error).splitlines()[0]}")
     return found
 
 
-def _parameter(elements: int) -> nn.Parameter:
-    parameter = nn.Parameter(torch.randn(elements))
-    parameter.grad = torch.randn(elements)
-    return parameter
+class _Arrays:
+    """What an update of fp32 elements reads and writes."""
+
+    def __init__(self, elements: int) -> None:
+        self.parameter = nn.Parameter(torch.randn(elements))
+        self.parameter.grad = self.grads = torch.randn(elements)
+        self.first, self.second = torch.zeros(elements), torch.zeros(elements)
+
+    def moments(self) -> dict[str, Tensor]:
+        """Both by torch's names."""
+        return {"exp_avg": self.first, "exp_avg_sq": self.second}
 
 
-def _rule(elements: int) -> Work:
-    weights, grads = torch.randn(elements), torch.randn(elements)
-    first, second = torch.zeros(elements), torch.zeros(elements)
+def _rule(arrays: _Arrays) -> Work:
+    weights = arrays.parameter.detach()
     rule = AdamRule(1e-3, (0.9, 0.999), 1e-8, 0.1, decoupled=True)
-    return lambda: adam_([weights], [grads], [first], [second], 3, rule)
+    return lambda: adam_([weights], [arrays.grads], [arrays.first], [arrays.second], 3, rule)
 
 
-def _torch(elements: int, how: Mapping[str, Any]) -> Work:
-    return torch.optim.AdamW([_parameter(elements)], weight_decay=0.1, **how).step
+def _torch(arrays: _Arrays, how: Mapping[str, Any]) -> Work:
+    optimizer = torch.optim.AdamW([arrays.parameter], weight_decay=0.1, **how)
+    optimizer.state[arrays.parameter] = {"step": torch.zeros(()), **arrays.moments()}
+    return optimizer.step
 
 
 def _bucket(elements: int) -> Work:
