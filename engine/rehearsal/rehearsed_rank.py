@@ -5,10 +5,10 @@ what the run holds. Per stage, the first, a middle and the last microbatch are p
 microbatch after another; :mod:`engine.planning.activation_memory.schedule_walk` puts them in the order of the schedule.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from engine.planning.activation_memory.live_storages import LiveStorages
 from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, map_tensors
+from engine.rehearsal.gpu_attention import AttentionOfGpu
 from engine.rehearsal.rehearsed_transport import RehearsedTransport
 from engine.rehearsal.shapes_alone import CPU, AlikeRanks, MissingShapes, shape_mode, take_content
 from engine.step.microbatches import StepMicrobatches
@@ -54,6 +55,11 @@ class RehearsedStep:
         """Memory of the action that is the n-th of ``total`` of its stage and operation."""
         place = LAST if number == total - 1 else FIRST if number == 0 else MIDDLE
         return self.actions[action.op, action.stage, place]
+
+    def on_stages(self, stages: Mapping[int, int]) -> "RehearsedStep":
+        """The same of a rank that has other stages; ``stages``: from this rank's to that one's."""
+        actions = {(op, stages[stage], place): memory for (op, stage, place), memory in self.actions.items()}
+        return replace(self, actions=actions)
 
 
 class RehearsedRank:
@@ -85,15 +91,15 @@ class RehearsedRank:
         grid = plan.grid(rank)
         self._comm = Comm(grid, AlikeRanks(grid, exchanges=kernels is None))
         self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, example)
-        self._pp = grid.coord().pp
-        self.live = LiveStorages(partial(_gathered_bytes, self._runtime))
+        self._pp, self._on_gpu = grid.coord().pp, kernels is not None
+        self.live = LiveStorages(_gathered_bytes(self._runtime))
         self._runtime.on_host.observer = self.live.leave_out
 
     def step(self) -> RehearsedStep:
         """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self._plan.schedule.per_rank[self._pp]
-        with self.live, MissingShapes(), torch.enable_grad():
+        with self._attention(), self.live, MissingShapes(), torch.enable_grad():
             self._play(short_row(row, 1, splits=True))
             self._reduce()
             base = self.live.bytes
@@ -121,6 +127,9 @@ class RehearsedRank:
                     found[action.op, action.stage, place] = memory
         transport.finish()
         return found
+
+    def _attention(self) -> AbstractContextManager[object]:
+        return AttentionOfGpu() if self._on_gpu else nullcontext()
 
     def _reduce(self) -> int:
         """Most bytes while gradients are reduced behind the last action, above those afterwards."""
@@ -165,9 +174,10 @@ def _places(microbatch: int, microbatches: int) -> Sequence[int]:
     return (FIRST, MIDDLE) if microbatch == 0 else (MIDDLE,)
 
 
-def _gathered_bytes(runtime: RankRuntime) -> int:
-    buckets = (*runtime.buckets, *runtime.frozen)
-    return sum(flat.params.untyped_storage().nbytes() for flat in buckets if flat.sharded)
+def _gathered_bytes(runtime: RankRuntime) -> Callable[[], int]:
+    """Reads the bytes of parameters that are gathered; it is asked at every operator."""
+    sharded = [flat.params for flat in (*runtime.buckets, *runtime.frozen) if flat.sharded]
+    return lambda: sum(params.untyped_storage().nbytes() for params in sharded)
 
 
 def _real(tensor: Tensor) -> Any:

@@ -1,0 +1,111 @@
+"""A long model is counted by short ones: what each further period of alike blocks adds is the same.
+
+    blocks    | first | A A | last      rehearsed with 2, 3 and 4 periods
+              | first | A A A | last
+              | first | A A A A | last
+    model     | first | A A A A A A .. A | last      continued, if the three lie on a line
+
+Over an action the level of live bytes is what it was before, plus a part for each period. So what an action leaves is
+linear in their number. The highest level is that of the first or of the last period, or of what is around them: the
+maximum of a constant and a line whose slope is that of what is left. Once it grows by that slope (or, where bytes are
+freed, stays), it does so for any number of periods, and what is continued is exact. Anything else is not continued.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+
+from torch import nn
+
+from engine.errors import EngineError
+from engine.parallel.grid import Coord
+from engine.planning.activation_memory.schedule_walk import ActionMemory
+from engine.planning.plan import Plan
+from engine.rehearsal.block_kinds import AlikeRun, longest_run
+from engine.rehearsal.rehearsed_rank import RehearsedStep
+
+PERIODS = (2, 3, 4)
+"""Of the short models."""
+
+PlanOf = Callable[[nn.Module], Plan]
+"""The plan of a model with fewer blocks, under the same configuration."""
+
+
+def shortened_step(
+    model: nn.Module, plan: Plan, rehearse: Callable[[nn.Module, Plan], RehearsedStep], plan_of: PlanOf
+) -> RehearsedStep | None:
+    """The step of a rank without a pipeline, from rehearsals of short models; None if it has to be rehearsed whole."""
+    run = longest_run(model)
+    if run is None or run.periods <= sum(PERIODS) or not _is_even(plan):
+        return None
+    steps = []
+    try:
+        for periods in PERIODS:
+            short = shorten(model, run, periods)
+            made = plan_of(short)
+            if _pinned(made) != _pinned(plan):
+                return None
+            steps.append(rehearse(short, made))
+    except (EngineError, IndexError):  # code that insists on its number of blocks, which the whole model has
+        return None
+    return continued(steps, run.periods)
+
+
+def shorten(model: nn.Module, run: AlikeRun, periods: int) -> nn.Module:
+    """A copy with so many periods of the run; blocks in front of it stay."""
+    short = deepcopy(model)
+    parent, _, name = run.blocks.rpartition(".")
+    blocks = short.get_submodule(run.blocks)
+    kept = list(blocks.children())[: run.start + periods * run.period]
+    setattr(short.get_submodule(parent), name, type(blocks)(*([kept] if isinstance(blocks, nn.ModuleList) else kept)))
+    return short
+
+
+def _is_even(plan: Plan) -> bool:
+    """Every block is treated like the others: nothing counts blocks, or fills a budget with the first of them."""
+    settings = plan.config.activation_checkpointing
+    return plan.config.pp == 1 and settings.every is None and settings.mode != "offload" and not plan.hosted(_FIRST)
+
+
+_FIRST = Coord(0, 0, 0)
+
+
+def _pinned(plan: Plan) -> int:
+    """Buckets that stay gathered, up to a limit in bytes, so not as many more as blocks are more."""
+    gathers = plan.gathers(_FIRST)
+    return 0 if gathers is None else len(gathers.pinned)
+
+
+def continued(steps: Sequence[RehearsedStep], periods: int) -> RehearsedStep | None:
+    """The step of a model with ``periods``, from those with PERIODS; None if they do not lie on a line."""
+    last, times = steps[-1], periods - PERIODS[-1]
+    base = _slope([step.base for step in steps])
+    if base is None or len({step.end_rise for step in steps}) > 1 or len({*map(_keys, steps)}) > 1:
+        return None
+    actions = {}
+    for key, memory in last.actions.items():
+        found = _action([step.actions[key] for step in steps], times)
+        if found is None:
+            return None
+        actions[key] = found
+    return replace(last, actions=actions, base=last.base + times * base)
+
+
+def _keys(step: RehearsedStep) -> frozenset[object]:
+    return frozenset(step.actions)
+
+
+def _action(found: Sequence[ActionMemory], times: int) -> ActionMemory | None:
+    left, rise = (_slope([getattr(memory, name) for memory in found]) for name in ("left", "rise"))
+    if left is None or rise is None or rise != max(0, left):
+        return None
+    if len({(memory.sent, memory.taken, memory.given_back, memory.kept) for memory in found}) > 1:
+        return None
+    last = found[-1]
+    return replace(last, left=last.left + times * left, rise=last.rise + times * rise)
+
+
+def _slope(values: Sequence[int]) -> int | None:
+    """What each value adds to the one before; None if they add different amounts."""
+    steps = {after - before for before, after in zip(values, values[1:], strict=False)}
+    return steps.pop() if len(steps) == 1 else None
