@@ -62,7 +62,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         ),
         "planning": Benchmark(
             "planning.command", "the cost model of trine plan beside published figures, and measured on processors",
-            frozenset({"rounds", "write_figures"}),
+            frozenset({"write_figures"}),
         ),
         "kernels": Benchmark("kernels.command", "every kernel on one GPU beside its peers", frozenset({"out"})),
         "overlap": Benchmark(

@@ -91,6 +91,11 @@ class Grid:
         replica = self.pp * self.tp
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "replica": replica, "world": self.world_size}[axis]
 
+    def stride(self, axis: Literal["pp", "dp", "tp"]) -> int:
+        """How far, in ranks, a rank is from its next peer along ``axis``."""
+        inner, outer = self._between
+        return {inner: self.tp, outer: self.size(inner) * self.tp, "tp": 1}[axis]
+
     def index(self, axis: Axis) -> int:
         """This rank's index among its :meth:`peers` along ``axis``."""
         return self.peers(axis).index(self.rank) if axis in ("replica", "world") else getattr(self.coord(), axis)
@@ -102,10 +107,9 @@ class Grid:
         here = self.coord(rank)
         if axis == "replica":
             return tuple(self.rank_at(pp, here.dp, tp) for pp in range(self.pp) for tp in range(self.tp))
-        inner, outer = self._between
-        steps = {inner: self.tp, outer: self.size(inner) * self.tp, "tp": 1}
-        first = self.rank_at(*here) - getattr(here, axis) * steps[axis]
-        return tuple(range(first, first + self.size(axis) * steps[axis], steps[axis]))
+        stride = self.stride(axis)
+        first = self.rank_at(*here) - getattr(here, axis) * stride
+        return tuple(range(first, first + self.size(axis) * stride, stride))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
         """Every group of peers along ``axis``, in order of their first ranks; each rank is in exactly one of them."""

@@ -47,6 +47,16 @@ RUN = (
 
 TESTED = {
     "torchrun --nproc_per_node 4 train.py": "tests/launch/test_reference_run.py::test_two_nodes",
+    "trine check config.json optimizer.params.lr=1e-4 parallel.tensor=4 'keep_fp32=[\"*norm*\"]'":
+        "tests/launch/test_cli.py::test_check_takes_overrides",
+    "torchrun --nproc_per_node 4 train.py zero_optimization.stage=2":
+        "tests/launch/test_reference_run.py::test_settings_take_overrides",
+    "trine init runs/llama --out mine":
+        "tests/launch/test_init_command.py::test_a_folder_with_tokenizer_trains_and_goes_on",
+    "trine init model:build --out mine": "tests/launch/test_init_command.py::test_a_function_with_rows_trains",
+    "torchrun --nproc_per_node 2 mine/train.py FILE.txt":
+        "tests/launch/test_init_command.py::test_a_folder_with_tokenizer_trains_and_goes_on",
+    "trine init MODEL": "tests/launch/test_init_command.py::test_a_function_with_rows_trains",
     "trine verify": "tests/launch/verifier/test_verify_command.py::test_a_sound_plan_trains_as_one_process",
     "trine verify llama-70b config.json --world 64":
         "tests/launch/verifier/test_verify_command.py::test_families_of_hugging_face_train_as_one_process",

@@ -1,4 +1,4 @@
-"""Configuration: reads JSON into typed frozen dataclasses and reports all mistakes at once. Imports no torch.
+"""Configuration: reads a file into typed frozen dataclasses and reports all mistakes at once. Imports no torch.
 
 ``load_config`` works in four steps: the file, DeepSpeed's own keys (``deepspeed``), the typed sections (``sections``,
 read by ``reader`` with the ``rules`` of their fields), and the rules between keys (``between``, and the sizes here).
@@ -21,6 +21,7 @@ from engine.config.between import (
     check_reruns,
     check_zero,
 )
+from engine.config.config_file import read_config_file, remarks
 from engine.config.deepspeed.keys import KEYS
 from engine.config.deepspeed.translate import translate
 from engine.config.optim_sections import (
@@ -32,7 +33,8 @@ from engine.config.optim_sections import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from engine.config.reader import Section, Typed, dump_section, paths, read_json, read_section, remarks, setting
+from engine.config.overrides import overridden
+from engine.config.reader import Section, Typed, dump_section, paths, read_section, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
     ActivationCheckpointingConfig,
@@ -198,14 +200,18 @@ class Config:
 _PATHS = tuple(paths(Config))
 
 
-def load_config(source: "ConfigSource | Config", world_size: int | None = None) -> Config:
-    """Load the config from a dict, a JSON file or a Config; with ``world_size``, all sizes are filled in.
+def load_config(
+    source: "ConfigSource | Config", world_size: int | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """Load the config from a dict, a JSON, TOML or YAML file or a Config; with ``world_size``, all sizes are filled in.
+
+    ``overrides`` are words such as ``optimizer.params.lr=3e-4``, which replace single keys.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them by their JSON paths.
     """
     problems = _problems_of(source)
-    config = _read(source, problems)
+    config = _read(source, problems, overrides)
     _check_between(config, problems)
     if not problems.touch("", "parallel", *BATCH):
         config = _resolve(config, world_size, problems)
@@ -214,16 +220,17 @@ def load_config(source: "ConfigSource | Config", world_size: int | None = None) 
     return config
 
 
-def load_raw(source: "ConfigSource") -> Mapping[str, Any]:
-    """The JSON object of a file, or a dict, as it is.
+def load_raw(source: "ConfigSource", overrides: Sequence[str] = ()) -> Mapping[str, Any]:
+    """The object of a file, or a dict, as it is but for the ``overrides``.
 
     Raises:
         ConfigError: the file cannot be read, or there is no JSON object.
     """
     problems = _problems_of(source)
-    raw = _object(source, problems)
+    raw = _object(source, problems) or {}
+    raw = overridden(raw, overrides, problems) if overrides else raw
     problems.raise_if_any()
-    return raw or {}
+    return raw
 
 
 def _problems_of(source: "ConfigSource | Config") -> Problems:
@@ -232,21 +239,21 @@ def _problems_of(source: "ConfigSource | Config") -> Problems:
 
 
 def _object(source: "ConfigSource", problems: Problems) -> Mapping[str, Any] | None:
-    raw: object = read_json(source, problems) if isinstance(source, (str, os.PathLike)) else source
+    raw: object = read_config_file(source, problems) if isinstance(source, (str, os.PathLike)) else source
     if isinstance(raw, Mapping):
         return raw
     problems.add("", f"{shown_value(raw)} is {kind(raw)}; give one JSON object, the path of one, or a dict.")
     return None
 
 
-def _read(source: "ConfigSource | Config", problems: Problems) -> Config:
+def _read(source: "ConfigSource | Config", problems: Problems, overrides: Sequence[str]) -> Config:
     if isinstance(source, Config):
         # read again, so that a hand-built config meets the same rules
-        return replace(_read(source.to_json(), problems), notes=source.notes)
+        return replace(_read(source.to_json(), problems, overrides), notes=source.notes)
     raw = _object(source, problems)
     if raw is None:
         return Config()
-    own, notes = translate(raw, frozenset(_PATHS), problems)
+    own, notes = translate(overridden(raw, overrides, problems), frozenset(_PATHS), problems)
     return replace(read_section(Config, own, "", problems), notes=(*remarks(raw), *notes))
 
 

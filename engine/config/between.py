@@ -17,6 +17,7 @@ from engine.config.sections import (
 )
 from engine.config.wording import shown_value
 from engine.errors import ConfigError
+from engine.parallel.grid import Grid
 from engine.parallel.pipeline.schedule.kinds import training_schedule
 from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
@@ -34,8 +35,8 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         problems.add(
             "bf16.bf16_optimizer_states",
-            "true with an fp32 master, which is the larger part of the state; set bf16.bf16_master_weights_and_grads "
-            "too, or leave it out.",
+            "true with bf16.bf16_master_weights_and_grads false keeps an fp32 master, the larger part of the state; "
+            "set it too, or leave it out.",
         )
 
 
@@ -211,10 +212,10 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
         return
     if not isinstance(data, int) or not isinstance(tensor, int) or not isinstance(pipeline, int):
         return
-    near = parallel.order == "tp-pp-dp"
-    between = tensor * pipeline if near else tensor
+    grid = Grid(pipeline, data, tensor, order=parallel.order)
+    between, outermost = grid.stride("dp"), grid.stride("dp") * data == grid.world_size
     copies, inside = data * between, max(1, node // between)
-    fits = copies <= node and (node % copies == 0 or near or pipeline == 1)
+    fits = copies <= node and (node % copies == 0 or outermost)
     if not (fits or (data % inside == 0 and (node % between == 0 or between % node == 0))):
         problems.add(
             "parallel.gpus_per_node",
@@ -249,8 +250,13 @@ def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
 
 def check_installed(monitor: MonitorConfig) -> None:
     """Refuse a log whose package is not installed, on every rank, before anything is started."""
-    if monitor.tensorboard and find_spec("tensorboard") is None:
-        raise ConfigError(
-            f"monitor.tensorboard: {shown_value(monitor.tensorboard)} needs the package tensorboard, which is not "
-            "installed; pip install 'trine[ui]', or leave it out."
-        )
+    for key, package, install in (
+        ("tensorboard", "tensorboard", "'trine[ui]'"),
+        ("wandb", "wandb", "wandb"),
+        ("mlflow", "mlflow", "mlflow"),
+    ):
+        if (value := getattr(monitor, key)) and find_spec(package) is None:
+            raise ConfigError(
+                f"monitor.{key}: {shown_value(value)} needs the package {package}, which is not installed; "
+                f"pip install {install}, or leave it out."
+            )

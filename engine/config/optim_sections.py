@@ -16,6 +16,7 @@ SIZE = Int(low=1)
 COUNT = Int(low=0)
 NOT_NEGATIVE = Real(low=0)
 FACTOR = Real(low=0, below=1)
+METRICS = ListOf(each=Text(), noun='a list of names such as ["accuracy"]')
 GLOBS = ListOf(each=Text(), noun='a list of name patterns such as ["*.bias"]')
 
 

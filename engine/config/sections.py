@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config.optim_sections import COUNT, NOT_NEGATIVE, SIZE, one_of
+from engine.config.optim_sections import COUNT, METRICS, NOT_NEGATIVE, SIZE, one_of
 from engine.config.reader import Section, setting
 from engine.config.rules import AnyOf, Choice, Flag, FrozenMap, Int, ListOf, OperatorName, Real, Text, TextMap
 from engine.parallel.grid import Order
@@ -232,8 +232,18 @@ class MonitorConfig:
     """File that receives a JSON object every ``every`` steps."""
     tensorboard: str | None = setting(None, FOLDER)
     """Folder of the TensorBoard log."""
+    csv: str | None = setting(None, FOLDER)
+    """File that receives the same as lines of comma-separated values."""
+    wandb: str | None = setting(None, FOLDER)
+    """Project of Weights & Biases that receives them."""
+    mlflow: str | None = setting(None, FOLDER)
+    """Experiment of MLflow that receives them."""
     every: int = setting(10, SIZE)
     """Steps between two logged lines."""
+    progress: bool = setting(False, Flag())
+    """Print a line for each of them on rank 0."""
+    metrics: tuple[str, ...] = setting((), METRICS)
+    """Names of further values that ``loss_fn`` returns, averaged over microbatches and data ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

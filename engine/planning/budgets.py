@@ -178,8 +178,7 @@ def wire_formats(config: Config, precision: Precision) -> WireFormats:
 def data_ranks_of_a_node(config: Config) -> int:
     """Ranks of a data group that share a node, as far as ``parallel.gpus_per_node`` says."""
     node = config.parallel.gpus_per_node
-    between = config.tp * (config.pp if config.parallel.order == "tp-pp-dp" else 1)
-    return config.dp if node is None else min(config.dp, max(1, node // between))
+    return config.dp if node is None else min(config.dp, max(1, node // config.grid(0).stride("dp")))
 
 
 def ranks_with_secondary_shards(config: Config) -> int:
@@ -262,7 +261,8 @@ def control_traffic(config: Config, world: int) -> Tally:
     """Traffic of the control sum over the world and of the batch check over each replica."""
     tally, replica = Tally(), config.pp * config.tp
     if world > 1:
-        tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", CONTROL_SCALARS * 8, world)))
+        scalars = CONTROL_SCALARS + 2 * len(config.monitor.metrics)
+        tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", scalars * 8, world)))
     if replica > 1:
         tally.add(Traffic("replica", "batch check", 1, sent_bytes("all_gather", 8 * replica, replica)))
     return tally

@@ -268,7 +268,8 @@ class Update:
     ) -> Tensor:
         """The packed totals, summed over the world; one all-reduce, label "control"."""
         coord = self._comm.grid.coord()
-        packed = StepTotals.pack(step, squared_norm, coord.tp == 0 and coord.pp == last_rank, stop, unused)
+        speaks, metrics = coord.tp == 0 and coord.pp == last_rank, len(self._config.monitor.metrics)
+        packed = StepTotals.pack(step, squared_norm, speaks, stop, unused, metrics)
         self._comm.all_reduce(packed, "world", "control").wait()
         return packed
 

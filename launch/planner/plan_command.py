@@ -141,7 +141,7 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
     found = _searched(asked, model.workload(config), config)
     if not found.ranked:
         raise ConfigError(_nothing_fits(found, asked))
-    base = None if asked.config is None else json.loads(asked.config.read_text(encoding="utf-8"))
+    base = None if asked.config is None else dict(asked.config)
     planned = _fitting(_Finals(asked, model, base), found, options.top)
     if not planned:
         raise PlanError(f"the engine can run none of the fastest layouts; the first: {model.refused[0]}")

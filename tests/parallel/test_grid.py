@@ -3,8 +3,8 @@
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import product
-from typing import get_args
+from itertools import pairwise, product
+from typing import Literal, get_args
 
 import pytest
 from hypothesis import given
@@ -52,6 +52,16 @@ def test_peers_differ_along_their_axis_only(grid: Grid, axis: Axis) -> None:
         places = [grid.coord(rank)._asdict() for rank in group]
         assert [place.pop(axis) for place in places] == list(range(grid.size(axis)))
         assert all(place == places[0] for place in places)
+
+
+@given(grids_st, st.sampled_from(("pp", "dp", "tp")))
+def test_a_stride_is_the_distance_to_the_next_peer(grid: Grid, axis: Literal["pp", "dp", "tp"]) -> None:
+    before = {"tp": 1, "dp": grid.tp, "pp": grid.tp * grid.dp}
+    if grid.order == "tp-pp-dp":
+        before |= {"pp": grid.tp, "dp": grid.tp * grid.pp}
+    assert grid.stride(axis) == before[axis]
+    for peers in grid.groups(axis):
+        assert {there - here for here, there in pairwise(peers)} <= {grid.stride(axis)}
 
 
 def test_neighbours_are_as_near_as_their_axis_talks() -> None:

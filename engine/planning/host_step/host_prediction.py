@@ -38,12 +38,20 @@ def predict_on_host(program: Program, plan: Plan, row: Batch, rates: HostRates) 
     Raises:
         PlanError: the rates were measured for another number of busy ranks.
     """
+    return predict_from_calls(plan, trace_operators(program, plan, row), rates)
+
+
+def predict_from_calls(plan: Plan, calls: Sequence[OperatorCall], rates: HostRates) -> StepTime:
+    """The seconds of a step whose microbatches call these operators.
+
+    Raises:
+        PlanError: the rates were measured for another number of busy ranks.
+    """
     if plan.grid(0).world_size != rates.ranks:
         raise PlanError(
             f"the rates are those of {rates.ranks} busy ranks, and the plan has {plan.grid(0).world_size}; measure "
             f"them by trine plan --calibrate FILE --world {plan.grid(0).world_size}."
         )
-    calls = trace_operators(program, plan, row)
     computation = Computation(
         forward=0.0,
         backward=0.0,

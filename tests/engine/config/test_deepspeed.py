@@ -207,7 +207,7 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
             "The section recomputes nothing by itself, here as in",
         ),
         ({"activation_checkpointing": {"partition_activations": True}}, 'or "mode": "full" beside it.'),
-        ({"wandb": {"enabled": True}}, "wandb.enabled: accepted, changes nothing here; Trine writes monitor.jsonl"),
+        ({"wandb": {"enabled": True}}, "wandb.enabled: accepted, changes nothing here; Trine writes monitor.jsonl,"),
         (
             {"autotuning": {"enabled": True}},
             "autotuning.enabled: accepted, changes nothing here; nothing is tuned by trial runs",

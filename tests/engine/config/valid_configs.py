@@ -44,7 +44,8 @@ FULL: Tree = json.loads("""{
   "checkpoint": {"folder": "out", "every": 10, "keep": 2, "async": true, "on_failure": "stop", "init_from": "weights",
     "memory_every": 5},
   "integrity": {"every": 10, "on_failure": "warn", "rerun": true},
-  "monitor": {"jsonl": "steps.jsonl", "tensorboard": "board", "every": 10},
+  "monitor": {"jsonl": "steps.jsonl", "csv": "steps.csv", "tensorboard": "board", "wandb": "project",
+    "mlflow": "experiment", "every": 10, "progress": true, "metrics": ["accuracy"]},
   "watchdog": {"timeout_seconds": null, "folder": null, "straggler_factor": null, "straggler_steps": 100,
                "max_skipped_steps": 100}
 }""")
