@@ -83,7 +83,7 @@ def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
 def _settings(block: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
     """All that decides what a block does to memory, by (module, attribute)."""
     for name, module in block.named_modules():
-        yield (name, ""), type(module)
+        yield (name, ""), id(type(module))
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             yield (name, key), _described(tensor)
         for key, value in vars(module).items():

@@ -8,10 +8,13 @@
 Over an action the level of live bytes is what it was before, plus a part for each period. So what an action leaves is
 linear in their number. The highest level is that of the first or of the last period, or of what is around them: the
 maximum of a constant and a line whose slope is that of what is left. Once it grows by that slope (or, where bytes are
-freed, stays), it does so for any number of periods, and what is continued is exact. Anything else is not continued.
+freed, stays), it does so for any number of periods, and what is continued is exact. The highest level behind the last
+action is that of reductions which wait for the end of the step; of it only the line is known. Buckets have to repeat
+as blocks do, up to those of the whole model. Anything else is not continued.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 
@@ -21,7 +24,7 @@ from engine.errors import EngineError
 from engine.parallel.grid import Coord
 from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.plan import Plan
-from engine.rehearsal.block_kinds import AlikeRun, longest_run
+from engine.rehearsal.block_kinds import AlikeRun, KindNames, longest_run
 from engine.rehearsal.rehearsed_rank import RehearsedStep
 
 PERIODS = (2, 3, 4)
@@ -38,14 +41,17 @@ def shortened_step(
     run = longest_run(model)
     if run is None or run.periods <= sum(PERIODS) or not _is_even(plan):
         return None
-    steps = []
+    given = list[tuple[nn.Module, Plan]]()
     try:
         for periods in PERIODS:
             short = shorten(model, run, periods)
             made = plan_of(short)
             if _pinned(made) != _pinned(plan):
                 return None
-            steps.append(rehearse(short, made))
+            given.append((short, made))
+        if not _repeats([_buckets(*each) for each in given], _buckets(model, plan), run.periods):
+            return None
+        steps = [rehearse(*each) for each in given]
     except (EngineError, IndexError):  # code that insists on its number of blocks, which the whole model has
         return None
     return continued(steps, run.periods)
@@ -54,10 +60,9 @@ def shortened_step(
 def shorten(model: nn.Module, run: AlikeRun, periods: int) -> nn.Module:
     """A copy with so many periods of the run; blocks in front of it stay."""
     short = deepcopy(model)
-    parent, _, name = run.blocks.rpartition(".")
     blocks = short.get_submodule(run.blocks)
-    kept = list(blocks.children())[: run.start + periods * run.period]
-    setattr(short.get_submodule(parent), name, type(blocks)(*([kept] if isinstance(blocks, nn.ModuleList) else kept)))
+    if isinstance(blocks, nn.ModuleList | nn.Sequential):
+        del blocks[run.start + periods * run.period :]
     return short
 
 
@@ -76,11 +81,34 @@ def _pinned(plan: Plan) -> int:
     return 0 if gathers is None else len(gathers.pinned)
 
 
+def _buckets(model: nn.Module, plan: Plan) -> Counter[Hashable]:
+    """How often each bucket occurs that is alike but for the position of its blocks; of deferred ones the elements."""
+    found, names, layout = Counter[Hashable](), KindNames(model), plan.layout(_FIRST)
+    for bucket in (*layout.buckets, *layout.frozen):
+        kind = bucket.dtype, bucket.ties, bucket.partial, bucket.exact
+        if bucket.late:
+            found[kind] += bucket.elements
+        else:
+            slots = tuple((names.of(slot.name), slot.shape, slot.start) for slot in bucket.slots)
+            found[*kind, bucket.elements, slots] += 1
+    return found
+
+
+def _repeats(layouts: Sequence[Counter[Hashable]], whole: Counter[Hashable], periods: int) -> bool:
+    """Each period adds the same buckets, and so many of them are the buckets of the whole model."""
+    last = layouts[-1]
+    for kind in whole.keys() | last.keys():
+        more = _slope([layout[kind] for layout in layouts])
+        if more is None or last[kind] + (periods - PERIODS[-1]) * more != whole[kind]:
+            return False
+    return True
+
+
 def continued(steps: Sequence[RehearsedStep], periods: int) -> RehearsedStep | None:
     """The step of a model with ``periods``, from those with PERIODS; None if they do not lie on a line."""
     last, times = steps[-1], periods - PERIODS[-1]
-    base = _slope([step.base for step in steps])
-    if base is None or len({step.end_rise for step in steps}) > 1 or len({*map(_keys, steps)}) > 1:
+    base, end = (_slope([getattr(step, name) for step in steps]) for name in ("base", "end_rise"))
+    if base is None or end is None or end < 0 or len({*map(_keys, steps)}) > 1:
         return None
     actions = {}
     for key, memory in last.actions.items():
@@ -88,7 +116,7 @@ def continued(steps: Sequence[RehearsedStep], periods: int) -> RehearsedStep | N
         if found is None:
             return None
         actions[key] = found
-    return replace(last, actions=actions, base=last.base + times * base)
+    return replace(last, actions=actions, base=last.base + times * base, end_rise=last.end_rise + times * end)
 
 
 def _keys(step: RehearsedStep) -> frozenset[object]:

@@ -1,5 +1,7 @@
 """Attention under dropout, and with values of another width, keeps what a GPU's kernels keep: no scores."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +22,8 @@ def kept(values: int = WIDTH, mask: bool = False, on_gpu: bool = True, **options
     more: dict[str, Tensor] = {"attn_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)} if mask else {}
     live = LiveStorages()
     with AttentionOfGpu() if on_gpu else torch.enable_grad(), live:
-        out = functional.scaled_dot_product_attention(*given, **more, **options)  # type: ignore[arg-type]
+        attend: Any = functional.scaled_dot_product_attention
+        out = attend(*given, **more, **options)
         assert out.shape == (ROWS, HEADS, LENGTH, values)
         after = live.bytes
         out.sum().backward()

@@ -74,11 +74,15 @@ def test_alike_ranks_are_rehearsed_once(name: str, monkeypatch: pytest.MonkeyPat
         forecast_rank(model, plan, plan.grid(0).rank_at(pp, 0, 0), request_of(model), batch_of(ROWS, 0))
         for pp in range(way.pp)
     ]
-    played = list[int]()
-    step = RehearsedRank.step
-    monkeypatch.setattr(RehearsedRank, "step", lambda self: played.append(1) or step(self))
-    given = {"model": model, "plan": plan, "request": request_of(model), "example": batch_of(ROWS, 0)}
-    together = list(PlanRehearsal(**given).forecasts())
+    played, step = list[RehearsedRank](), RehearsedRank.step
+
+    def noted(self: RehearsedRank) -> RehearsedStep:
+        played.append(self)
+        return step(self)
+
+    monkeypatch.setattr(RehearsedRank, "step", noted)
+    request, example = request_of(model), batch_of(ROWS, 0)
+    together = list(PlanRehearsal(model=model, plan=plan, request=request, example=example).forecasts())
     assert together == alone
     likeness = RankLikeness(model, plan)
     assert len(played) == len({likeness.of(pp) for pp in range(way.pp)}) < way.pp

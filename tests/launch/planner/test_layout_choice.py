@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
+
 from engine.launch.planner.layout_choice import LayoutChoice
 from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
 from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.layout import TrainingLayout
+from engine.planning.cost_model.memory import SLACK
 from engine.planning.cost_model.search import Wish, search_layouts
 
 GPU = load_gpu("h100")
@@ -31,7 +34,9 @@ def test_what_was_counted_decides_on_others() -> None:
     counted = replace(first.memory, activations=3 * first.memory.activations, buffers=3 * first.memory.buffers)
     before = choice.need(first)
     choice.learn(first, counted)
-    assert choice.need(first) - before == 2 * 1.1 * (first.memory.activations + first.memory.buffers)
+    assert choice.need(first) - before == pytest.approx(
+        2 * (1 + SLACK) * (first.memory.activations + first.memory.buffers)
+    )
     likely = choice.likely()
     assert next(choice) == likely[0] != first
     mode = first.layout.recomputation
