@@ -45,7 +45,9 @@ class KindNames:
 
     def __init__(self, model: nn.Module) -> None:
         self._kinds: Mapping[str, int] = {
-            f"{name}.{index}".removeprefix("."): kind for name, kinds in _lists(model) for index, kind in enumerate(kinds)
+            f"{name}.{index}".removeprefix("."): kind
+            for name, kinds in _lists(model)
+            for index, kind in enumerate(kinds)
         }
 
     def of(self, name: str) -> str:
@@ -67,17 +69,18 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, list[int]]]:
 def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
     """A number for each block; alike blocks have the same."""
     settings = [dict(_settings(block)) for block in blocks]
-    positions = {  # settings in which every block keeps its own position
-        key
-        for key, value in settings[0].items()
-        if type(value) is int and all(type(found := one.get(key)) is int and found == at for at, one in enumerate(settings))
-    }
+    positions = {key for key in settings[0] if _is_position([one.get(key) for one in settings])}
     seen: dict[Hashable, int] = {}
     kinds = []
     for one in settings:
         described = tuple(item for item in one.items() if item[0] not in positions)
         kinds.append(seen.setdefault(described, len(seen)))
     return kinds
+
+
+def _is_position(values: Sequence[Hashable]) -> bool:
+    """Every block keeps its own place in the list."""
+    return all(type(value) is int and value == at for at, value in enumerate(values))
 
 
 def _settings(block: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:

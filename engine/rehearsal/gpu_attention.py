@@ -1,12 +1,15 @@
 """Attention of a GPU on shapes that claim the CPU, whose own kernels write all scores in cases where a GPU's do not."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+
+from engine.parallel.model.placeholders import is_plain
 
 MOST_WIDTH = 256
 """Of a head, in kernels of a GPU."""
@@ -15,27 +18,33 @@ WIDTHS = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-class AttentionOfGpu(TorchFunctionMode):
-    """``scaled_dot_product_attention`` as a GPU's kernels keep it: queries, keys, values, output and a sum for each row.
+@contextmanager
+def attention_of_gpu() -> Iterator[None]:
+    """Inside, ``scaled_dot_product_attention`` keeps what a GPU's does: inputs, output, a sum for each row.
 
         dropout                     the flash kernel of the CPU, which refuses dropout, stands for the kernels of a GPU;
                                     of its mask these keep a seed
         values of another width     the memory-efficient kernel of the GPU (DeepSeek: keys of 192, values of 128)
         all else                    what torch chooses on a CPU: flash attention, or all scores
 
-    A model whose own code writes its scores ("eager") never comes here.
+    A model whose own code writes its scores ("eager") never comes here. The function takes the place of torch's, since
+    a mode would change the path of products and heads, which see by it that somebody follows them.
     """
+    own, module = functional.scaled_dot_product_attention, cast(Any, functional)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
+    def attend(*args: Any, **kwargs: Any) -> Any:
         given = _ORDER.bind(*args, **kwargs).arguments
         if not _runs_on_gpu(**given):
-            return func(*args, **kwargs)
+            return own(*args, **kwargs)
         if given["query"].shape[-1] == given["value"].shape[-1]:
-            return func(**{**given, "dropout_p": 0.0})
+            return own(**{**given, "dropout_p": 0.0})
         return _efficient(**given)
+
+    module.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        module.scaled_dot_product_attention = own
 
 
 _ORDER = signature(
@@ -49,9 +58,10 @@ def _runs_on_gpu(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | 
     alike = query.dtype == key.dtype == value.dtype and query.dtype in DTYPES
     fits = query.dim() == 4 and max(widths) <= MOST_WIDTH and not any(width % WIDTHS for width in widths)
     learned = attn_mask is not None and attn_mask.requires_grad
-    efficient = len(widths) > 1
-    cast_or_repeated = torch.is_autocast_enabled("cpu") or options.get("enable_gqa", False)
-    return alike and fits and not learned and not (efficient and cast_or_repeated)
+    if len(widths) > 1:  # the kernel is called by name, where torch neither casts, repeats heads nor asks shards
+        plain = is_plain(query) and not torch.is_autocast_enabled("cpu") and not options.get("enable_gqa", False)
+        return alike and fits and not learned and plain
+    return alike and fits and not learned
 
 
 def _efficient(

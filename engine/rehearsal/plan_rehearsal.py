@@ -1,4 +1,4 @@
-"""All pipeline ranks of a plan, with no more of it rehearsed than differs: ranks and blocks that are alike count once."""
+"""All pipeline ranks of a plan, with no more of it rehearsed than differs: alike ranks and blocks count once."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -34,16 +34,24 @@ class PlanRehearsal:
     def forecasts(self) -> Iterator[RankForecast]:
         """The first data and tensor rank of each pipeline rank, in order."""
         likeness, known = RankLikeness(self.model, self.plan), dict[Hashable, tuple[tuple[int, ...], RehearsedStep]]()
+        before = list[RehearsedRank]()
         for pp in range(self.plan.config.pp):
             rank, stages, key = self.plan.grid(0).rank_at(pp, 0, 0), self.plan.stages(pp), likeness.of(pp)
             if key not in known:
-                known[key] = stages, self._step(rank)
+                known[key] = stages, self._step(rank, before)
             rehearsed, step = known[key]
             yield forecast_of(self.plan, rank, step.on_stages(dict(zip(rehearsed, stages, strict=True))))
 
-    def _step(self, rank: int) -> RehearsedStep:
+    def _step(self, rank: int, before: list[RehearsedRank]) -> RehearsedStep:
+        """``before``: the first rank that was rehearsed, whose traces serve others."""
+
         def rehearse(model: nn.Module, plan: Plan) -> RehearsedStep:
-            return RehearsedRank(model, plan, rank, self.request, self.example, self.kernels).step()
+            rehearsed = RehearsedRank(model, plan, rank, self.request, self.example, self.kernels)
+            if plan is self.plan:
+                for other in before:
+                    rehearsed.trace_like(other)
+                before[:] = before or [rehearsed]
+            return rehearsed.step()
 
         short = None
         if self.plan_of is not None and self.plan.config.pp == 1:

@@ -25,11 +25,12 @@ from engine.parallel.comm.traffic import Tally
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
 from engine.parallel.pipeline.schedule.actions import Action, Op
+from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.planning.activation_memory.live_storages import LiveStorages
 from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, map_tensors
-from engine.rehearsal.gpu_attention import AttentionOfGpu
+from engine.rehearsal.gpu_attention import attention_of_gpu
 from engine.rehearsal.rehearsed_transport import RehearsedTransport
 from engine.rehearsal.shapes_alone import CPU, AlikeRanks, MissingShapes, shape_mode, take_content
 from engine.step.microbatches import StepMicrobatches
@@ -91,15 +92,22 @@ class RehearsedRank:
         take_content(copied, self._mode)
         grid = plan.grid(rank)
         self._comm = Comm(grid, AlikeRanks(grid, exchanges=kernels is None))
-        self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, example)
+        assembled = assemble_rank(copied, plan, self._comm, CPU, given, example)
+        # a steady step has had its first use, whose watch changes the path of products in forward and not in backward
+        self._runtime = replace(assembled, first_use=FirstUse(copied, None))
         self._pp, self._on_gpu = grid.coord().pp, kernels is not None
         self.live = LiveStorages(_gathered_bytes(self._runtime))
         self._runtime.on_host.observer = self.live.leave_out
+
+    def trace_like(self, other: "RehearsedRank") -> None:
+        """Take the traces of another pipeline rank of the same plan, which has stepped."""
+        self._runtime.traces.take(other._runtime.traces)
 
     def step(self) -> RehearsedStep:
         """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self._plan.schedule.per_rank[self._pp]
+        self._runner(1).trace_all()  # here, since there are no operators to count: all microbatches are alike
         with _cycles_end_with_actions(), self._attention(), self.live, MissingShapes(), torch.enable_grad():
             self._play(short_row(row, 1, splits=True))
             self._reduce()
@@ -114,9 +122,7 @@ class RehearsedRank:
     def _play(self, actions: Sequence[Action]) -> dict[tuple[Op, int, int], ActionMemory]:
         runtime = self._runtime
         microbatches = 1 + max(action.microbatch for action in actions)
-        zero = torch.zeros((), dtype=torch.float64)
-        state = StepState(started=0.0, sent=Tally(), loss=zero, weight=zero.clone(), scale=1.0)
-        runner = StepMicrobatches(runtime, state, self._batches[:microbatches], lambda index: (0, 0, index), "train")
+        runner = self._runner(microbatches)
         runner.trace_all()
         transport = RehearsedTransport(self._plan.schedule.rank_of_stage, self.live, lambda: self._mode)
         executor, found = Executor(transport), {}
@@ -129,8 +135,14 @@ class RehearsedRank:
         transport.finish()
         return found
 
-    def _attention(self) -> AbstractContextManager[object]:
-        return AttentionOfGpu() if self._on_gpu else nullcontext()
+    def _runner(self, microbatches: int) -> StepMicrobatches:
+        zero = torch.zeros((), dtype=torch.float64)
+        state = StepState(started=0.0, sent=Tally(), loss=zero, weight=zero.clone(), scale=1.0)
+        batches = self._batches[:microbatches]
+        return StepMicrobatches(self._runtime, state, batches, lambda index: (0, 0, index), "train")
+
+    def _attention(self) -> AbstractContextManager[None]:
+        return attention_of_gpu() if self._on_gpu else nullcontext()
 
     def _reduce(self) -> int:
         """Most bytes while gradients are reduced behind the last action, above those afterwards."""

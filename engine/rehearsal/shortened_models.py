@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import pairwise
 
 from torch import nn
 
@@ -111,7 +112,7 @@ def continued(steps: Sequence[RehearsedStep], periods: int) -> RehearsedStep | N
     if base is None or end is None or end < 0 or len({*map(_keys, steps)}) > 1:
         return None
     actions = {}
-    for key, memory in last.actions.items():
+    for key in last.actions:
         found = _action([step.actions[key] for step in steps], times)
         if found is None:
             return None
@@ -135,5 +136,5 @@ def _action(found: Sequence[ActionMemory], times: int) -> ActionMemory | None:
 
 def _slope(values: Sequence[int]) -> int | None:
     """What each value adds to the one before; None if they add different amounts."""
-    steps = {after - before for before, after in zip(values, values[1:], strict=False)}
+    steps = {after - before for before, after in pairwise(values)}
     return steps.pop() if len(steps) == 1 else None

@@ -55,6 +55,4 @@ class LayoutChoice:
 
     def likely(self) -> tuple[LayoutEstimate, ...]:
         """Layouts that were not tried and fit as far as is known, the fastest first."""
-        return tuple(
-            one for one in self._ranked if one.layout not in self._tried and self.need(one) <= self._limit
-        )
+        return tuple(one for one in self._ranked if one.layout not in self._tried and self.need(one) <= self._limit)

@@ -2,7 +2,7 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -266,6 +266,7 @@ class _Model:
         """Layouts that the engine refuses, each with its reason."""
         self._asked = asked
         self._built: PlannedModel | None = None
+        self._workloads: dict[Hashable, Workload] = {}
 
     @property
     def built(self) -> "PlannedModel":
@@ -280,4 +281,8 @@ class _Model:
         """From its sizes, or from a forward on shapes."""
         if self._asked.model.shape is not None:
             return self._asked.model.shape.workload()
-        return self.built.workload(config or load_config(settings_of(TrainingLayout()), 1))
+        config = config or load_config(settings_of(TrainingLayout()), 1)
+        dtypes = config.bf16.enabled, config.fp16.enabled, config.torch_autocast.enabled, tuple(config.keep_fp32)
+        if dtypes not in self._workloads:
+            self._workloads[dtypes] = self.built.workload(config)
+        return self._workloads[dtypes]

@@ -105,15 +105,17 @@ def _verdict(planned: Planned) -> str:
     if planned.fits:
         return f"yes: {need:.1f} of {have:.1f} GiB"
     text = f"no: {need:.1f} of {have:.1f} GiB"
+    if planned.passed:
+        text += f"; nor does any other of the {len(planned.passed) + 1} layouts that were counted"
     if planned.change is None:
         if planned.passed:
-            return f"{text}; nor does any other of the {len(planned.passed) + 1} layouts that were counted"
+            return text
         least = planned.smallest.memory.total / GIB if planned.smallest else 0.0
         return f"{text}; no layout of these GPUs does, the smallest needs {least:.1f} GiB"
     before, after = planned.costs.layout, planned.change.layout
     steps = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes(before, after).items())
     cost = f"{planned.change.memory.total / GIB:.1f} GiB, {planned.change.seconds.total:.3g} s"
-    return f"{text}; the nearest that does: {steps} ({cost})"
+    return f"{text}; the nearest that does{' by estimate' * bool(planned.passed)}: {steps} ({cost})"
 
 
 def as_json(planned: Planned) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -118,6 +119,7 @@ def build_model(source: ModelSource) -> PlannedModel:
         raise PlanError(
             f"MODEL {name} gives a {type(model).__name__}; return an nn.Module, or (module, one row of a batch)."
         )
+    _switch_cache_off(model)
     if row is None:
         row = _token_row(model, source, name)
     family = getattr(getattr(model, "config", None), "model_type", None)
@@ -160,6 +162,14 @@ def _of_folder(folder: Path) -> nn.Module:
         )
     model: nn.Module = kind(config).train()
     return model
+
+
+def _switch_cache_off(model: nn.Module) -> None:
+    """As in training: a block is not alone with a cache of keys and values, so no tensor plan would be found for it."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False
 
 
 def _present(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Attention under dropout, and with values of another width, keeps what a GPU's kernels keep: no scores."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.planning.activation_memory.live_storages import LiveStorages
-from engine.rehearsal.gpu_attention import AttentionOfGpu
+from engine.rehearsal.gpu_attention import attention_of_gpu
 from engine.rehearsal.shapes_alone import CPU, shape_mode
 
 ROWS, HEADS, LENGTH, WIDTH = 2, 4, 64, 16
@@ -21,7 +22,7 @@ def kept(values: int = WIDTH, mask: bool = False, on_gpu: bool = True, **options
         given = [torch.empty(shape, dtype=torch.bfloat16, device=CPU, requires_grad=True) for shape in shapes]
     more: dict[str, Tensor] = {"attn_mask": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)} if mask else {}
     live = LiveStorages()
-    with AttentionOfGpu() if on_gpu else torch.enable_grad(), live:
+    with attention_of_gpu() if on_gpu else nullcontext(), live:
         attend: Any = functional.scaled_dot_product_attention
         out = attend(*given, **more, **options)
         assert out.shape == (ROWS, HEADS, LENGTH, values)

@@ -55,8 +55,10 @@ def sliding(layers: int) -> nn.Module:
         )  # fmt: skip
 
 
-def planned(model: nn.Module, way: Way) -> Plan:
-    config = load_config(way.settings(), way.world)
+def planned(model: nn.Module, way: Way, bucket: int = 20_000) -> Plan:
+    settings = way.settings()
+    settings["zero_optimization"]["reduce_bucket_size"] = bucket
+    config = load_config(settings, way.world)
     loss = loss_sum if isinstance(model, Decoder) else None
     program = Program(model, loss, make_precision(config, model), torch.device("cpu"))
     return build_plan(config, PlanRequest(program, batch_of(ROWS, 0)))
@@ -68,7 +70,7 @@ def request_of(model: nn.Module) -> Request:
 
 @pytest.mark.parametrize("name", ["1f1b", *(wide(name) for name in PIPELINES if name != "1f1b")])
 def test_alike_ranks_are_rehearsed_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    way, model = PIPELINES[name], deep(16)
+    way, model = PIPELINES[name], deep(8 if name == "1f1b" else 16)
     plan = planned(model, way)
     alone = [
         forecast_rank(model, plan, plan.grid(0).rank_at(pp, 0, 0), request_of(model), batch_of(ROWS, 0))
@@ -85,12 +87,14 @@ def test_alike_ranks_are_rehearsed_once(name: str, monkeypatch: pytest.MonkeyPat
     together = list(PlanRehearsal(model=model, plan=plan, request=request, example=example).forecasts())
     assert together == alone
     likeness = RankLikeness(model, plan)
-    assert len(played) == len({likeness.of(pp) for pp in range(way.pp)}) < way.pp
+    kinds = len({likeness.of(pp) for pp in range(way.pp)})
+    assert len(played) == kinds
+    assert kinds < way.pp or way.schedule == "zb-v"  # whose eight stages are cut unevenly here
 
 
-@pytest.mark.parametrize("name", ["ZeRO 3 of every microbatch, selective", *(wide(n) for n in list(ALONE)[1:])])
+@pytest.mark.parametrize("name", ["one rank", *(wide(name) for name in ALONE if name != "one rank")])
 def test_a_long_model_is_counted_by_short_ones(name: str) -> None:
-    whole, short = by_both(deep(12), ALONE[name])
+    whole, short = by_both(deep(10 if name == "one rank" else 12), ALONE[name])
     assert short == whole
 
 
@@ -108,8 +112,9 @@ def by_both(model: nn.Module, way: Way) -> tuple[RehearsedStep, RehearsedStep | 
         sizes.append(len(list(one.parameters())))
         return RehearsedRank(one, its, 0, request_of(one), batch_of(ROWS, 0)).step()
 
-    sizes, plan = list[int](), planned(model, way)
-    short = shortened_step(model, plan, rehearse, lambda one: planned(one, way))
+    alone = 1  # each parameter in a bucket of its own: buckets repeat as blocks do
+    sizes, plan = list[int](), planned(model, way, alone)
+    short = shortened_step(model, plan, rehearse, lambda one: planned(one, way, alone))
     assert len(sizes) == len(PERIODS) and sizes == sorted(set(sizes)) and sizes[-1] < len(list(model.parameters()))
     return rehearse(model, plan), short
 
@@ -131,6 +136,8 @@ def test_only_lines_are_continued() -> None:
     assert continued(steps((20, 25), (30, 35), (40, 46)), 10) is None
     two = steps((20, 25), (30, 35), (40, 45))
     assert continued([*two[:2], replace(two[2], end_rise=2)], 10) is None
+    grows = [replace(step, end_rise=end) for step, end in zip(two, (5, 7, 9), strict=True)]
+    assert (longer := continued(grows, 10)) is not None and longer.end_rise == 21
     assert continued([*two[:2], replace(two[2], base=8)], 10) is None
 
 
@@ -140,5 +147,7 @@ def test_a_model_with_few_or_uneven_blocks_is_rehearsed_whole() -> None:
 
     few = deep(sum(PERIODS))
     assert shortened_step(few, planned(few, Way()), never, never) is None  # type: ignore[arg-type]
+    straddling = Way(dp=2, stage=1)  # buckets of 20,000 elements beside blocks of 12,672
+    assert shortened_step(deep(12), planned(deep(12), straddling), never, lambda one: planned(one, straddling)) is None
     many, every = deep(12), Way(recompute={"mode": "selective", "every": 2})
     assert shortened_step(many, planned(many, every), never, never) is None  # type: ignore[arg-type]
