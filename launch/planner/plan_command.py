@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.config import Config, load_config
 from engine.errors import ConfigError, EngineError, PlanError, first_line
-from engine.launch.planner.layout_choice import MOST_COUNTED, LayoutChoice
 from engine.launch.planner.plan_report import Planned, as_json, as_text, search_text
 from engine.launch.planner.plan_request import STEP_TOKENS, PlanAsked, read_request
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.layout import TrainingLayout
-from engine.planning.cost_model.search import USABLE, SearchResult, Wish, nearest, search_layouts
+from engine.planning.cost_model.search import (
+    MOST_COUNTED,
+    USABLE,
+    LayoutChoice,
+    SearchResult,
+    Wish,
+    nearest,
+    search_layouts,
+)
 from engine.planning.cost_model.workload import Workload
 
 if TYPE_CHECKING:
