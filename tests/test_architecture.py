@@ -100,6 +100,7 @@ CRUMBS = {
     "engine.kernels.wire.sign_codec": "a code of its own, beside the blocks with which it shares only their names",
     "engine.launch.train_options": "answers --help without torch",
     "engine.parallel.tensor.global_tensor.fallback": "what happens to every function that the table of rules lacks",
+    "engine.rehearsal.plan_rehearsal": "which ranks and blocks are rehearsed, apart from what is said of them",
     "engine.parallel.pipeline.report.measured": "the report of a run; its importer is the engine itself",
 }
 """Files of fewer than 60 lines with one importer, and why they do not live in it."""

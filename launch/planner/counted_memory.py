@@ -13,10 +13,11 @@ from engine.planning.cost_model.memory import CONTEXT_BYTES, SLACK
 from engine.planning.plan import Plan
 from engine.planning.step_time.plan_costs import PlanCosts
 from engine.program.batch import map_tensors
-from engine.rehearsal.rank_forecast import PlannedKernels, RankForecast, forecast_rank
+from engine.rehearsal.plan_rehearsal import PlanRehearsal
+from engine.rehearsal.rank_forecast import PlannedKernels, RankForecast
 
 MOST_LEAVES = 2000
-"""Modules without children, over all pipeline ranks that are counted: about ten milliseconds each."""
+"""Modules without children, over all pipeline ranks: about ten milliseconds each, if no two of them are alike."""
 
 
 def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
@@ -52,9 +53,13 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
 
 
 def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[RankForecast]:
-    example = map_tensors(planned.row, lambda row: row.new_empty((plan.config.micro, *row.shape[1:])))
-    request, grid = Request(planned.loss_fn), plan.grid(0)
     mode = plan.config.kernels
-    for pp in range(plan.config.pp):
-        kernels = None if mode == "reference" else PlannedKernels(mode, gpu.name)
-        yield forecast_rank(planned.model, plan, grid.rank_at(pp, 0, 0), request, example, kernels)
+    rehearsal = PlanRehearsal(
+        model=planned.model,
+        plan=plan,
+        request=Request(planned.loss_fn),
+        example=map_tensors(planned.row, lambda row: row.new_empty((plan.config.micro, *row.shape[1:]))),
+        kernels=None if mode == "reference" else PlannedKernels(mode, gpu.name),
+        plan_of=lambda shorter: planned.plan_shorter(shorter, plan),
+    )
+    return rehearsal.forecasts()

@@ -78,6 +78,12 @@ class PlannedModel:
         notes = [note for note in plan.notes if not note.startswith("parallel.tensor_plan is not proven")]
         return replace(plan, notes=(*notes, KNOWN_NOTE))
 
+    def plan_shorter(self, shorter: nn.Module, plan: Plan) -> Plan:
+        """The plan of a copy with fewer blocks, under the configuration and with the styles of ``plan``."""
+        styles = None if plan.tensor is None else _present(shorter, plan.tensor.patterns)
+        made = replace(self, model=shorter, styles=styles).plan(plan.config)
+        return replace(made, config=plan.config)
+
     def workload(self, config: Config) -> Workload:
         """The workload, from one forward on shapes."""
         return traced_workload(self._program(config), self.row)
@@ -151,7 +157,15 @@ def _of_folder(folder: Path) -> nn.Module:
     return model
 
 
+def _switch_cache_off(model: nn.Module) -> None:
+    """As in training: a block is not alone with a cache of keys and values, so no tensor plan would be found for it."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False
+
+
 def _present(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The styles whose patterns match a module."""
-    names = [name for name, _ in model.named_modules()]
+    """The styles whose patterns match a module or a parameter."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     return {pattern: style for pattern, style in styles.items() if any(fnmatchcase(name, pattern) for name in names)}

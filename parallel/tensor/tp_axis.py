@@ -147,7 +147,7 @@ class TensorAxis:
             full = part.expand(self.size, *part.shape)
             self.expect("all_gather", label, full, backward=False)
             return full, Pending()
-        full = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
+        full = part.new_empty((self.size, *part.shape))
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
@@ -155,7 +155,7 @@ class TensorAxis:
         if self.dry or self.size == 1:
             self.expect("reduce_scatter", label, full, backward=False)
             return full[self.index], Pending()
-        part = torch.empty(full.shape[1:], dtype=full.dtype, device=full.device)
+        part = full.new_empty(full.shape[1:])
         return part, self._start(full, part, lambda: self._reduce_scatter(part, full, label))
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
