@@ -68,16 +68,6 @@ GRID_AND_COMMUNICATION = (
         tests=("tests/parallel/comm/test_comm_ranks.py::test_each_slice_of_a_large_gather_is_in_its_place",),
     ),
     Fault(
-        name="sends-before-receives",
-        about="Large slices are sent before receives are announced, so a link carries one way after the other.",
-        file="parallel/comm/torch_backend.py",
-        old="    waits += [_finisher(dist.isend(given[target], group=group, group_dst=target))"
-        " for target in targets]\n",
-        new="    sent = [_finisher(dist.isend(given[target], group=group, group_dst=target)) for target in targets]\n"
-        "    waits = sent + [_finisher(dist.irecv(slices[s], group=group, group_src=s)) for s in sources]\n",
-        tests=("tests/parallel/comm/test_all_to_all.py::test_large_slices_arrive_and_receives_are_posted_first",),
-    ),
-    Fault(
         name="flows-share-a-tag",
         about="State and activations between two stages share a tag, so a stage may take one for the other.",
         file="parallel/comm/torch_backend.py",
