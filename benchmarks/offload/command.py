@@ -4,7 +4,8 @@
     python -m benchmarks offload --disk FOLDER           only updates whose moments are on that disk, beside its rate
 
 Every contender of the rule updates the same fp32 elements in the same memory with AdamW, since the rate of a machine
-depends on where arrays lie; in turns, a new order each round, of which the median counts. Bytes are those that the rule has to move: weights, gradient and two moments read, all but the gradient written.
+depends on where arrays lie; in turns, a new order each round, of which the median counts. Bytes are those that the rule
+has to move: weights, gradient and two moments read, all but the gradient written.
 The last rows are whole steps of the engine with its state on the "device", which is the CPU too, and on the host,
 beside the bound of such a step (``steps``) and DeepSpeed's ZeRO-Offload.
 """
