@@ -202,7 +202,7 @@ class Factors:
             thin_SZ = x_SI @ _joined(inner)
         if not self._stacks(2):
             return thin_SZ @ _joined(outer).mT
-        parts = thin_SZ.split([factor.shape[-1] for factor in inner], -1)
+        parts = torch.split(thin_SZ, [factor.shape[-1] for factor in inner], -1)
         return _total(_by_group(part, factor.mT, groups) for part, factor in zip(parts, outer, strict=True))
 
     def _stacks(self, dim: int) -> bool:

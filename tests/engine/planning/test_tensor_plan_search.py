@@ -260,7 +260,8 @@ class Widening(nn.Module):
         self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x + self.down(self.up(x.to(self.up.weight.dtype)).relu())).double()
+        out: Tensor = (x + self.down(self.up(x.to(self.up.weight.dtype)).relu())).double()
+        return out
 
 
 def test_blocks_that_differ_in_the_dtype_of_their_input_are_searched_once() -> None:
