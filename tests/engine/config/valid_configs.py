@@ -26,7 +26,7 @@ FULL: Tree = json.loads("""{
                         "offload_optimizer": {"device": "nvme",
                          "ratio": 0.5, "pin_memory": false, "nvme_path": "/disk", "buffer_count": 3,
                          "map_memory": false}},
-  "wire": {"pipeline": "int8", "tensor": "int4", "block_size": 512, "error_feedback": true},
+  "wire": {"pipeline": "int8", "tensor": "exact", "block_size": 512, "error_feedback": false},
   "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true,
            "check_grad_overflow": true},
   "fp16": {"enabled": false, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 2,
