@@ -137,7 +137,7 @@ PIPELINE = (
         name="recomputed-with-other-masks",
         about="A recomputed block draws other dropout masks in backward than in forward.",
         file="parallel/activation_checkpointing/blocks.py",
-        old="return checkpoint(inner, *args, use_reentrant=False, **kwargs)",
+        old="return checkpoint(_in_mode_of_forward(inner), *args, use_reentrant=False, **kwargs)",
         new="return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)",
         tests=(
             "tests/parallel/activation_checkpointing/test_blocks.py"
