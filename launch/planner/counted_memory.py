@@ -17,15 +17,27 @@ from engine.rehearsal.plan_rehearsal import PlanRehearsal
 from engine.rehearsal.rank_forecast import PlannedKernels, RankForecast
 
 MOST_LEAVES = 2000
-"""Modules without children, over all pipeline ranks: about ten milliseconds each, if no two of them are alike."""
+"""Modules without children of a model whose plan is counted."""
+MOST_SEARCHED = 400
+"""Of them times pipeline ranks, each of which traces all of them and plays its stages, in a search: some 40 ms each."""
 
 
-def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
+def counted_costs(
+    costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec, searches: bool = False
+) -> tuple[PlanCosts, str]:
     """The costs with what lives on each pipeline rank in place of activations and buffers; and words about that.
 
     A model that is too large, or that does not run on shapes, keeps the estimate; the words say which.
+
+    Args:
+        searches: the plan is one of several, so that a long pipeline of a deep model keeps the estimate too.
     """
     leaves = sum(1 for module in planned.model.modules() if not any(True for _ in module.children()))
+    if searches and leaves * plan.config.pp > MOST_SEARCHED:
+        return costs, (
+            f"activations and buffers are estimates: a search does not run {leaves:,} modules on {plan.config.pp} "
+            "pipeline ranks on shapes; the plan of this configuration alone does"
+        )
     if leaves > MOST_LEAVES:
         return costs, f"activations and buffers are estimates: {leaves:,} modules are too many to run on shapes"
     quiet = logging.getLogger("trine")

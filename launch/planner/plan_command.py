@@ -123,11 +123,11 @@ def _costed(
     return _counted(model, made) if counts else made
 
 
-def _counted(model: "_Model", made: Planned) -> Planned:
-    """The plan with its activations counted in place of estimates."""
+def _counted(model: "_Model", made: Planned, searches: bool = False) -> Planned:
+    """The plan with its activations counted in place of estimates, where that takes seconds."""
     from engine.launch.planner.counted_memory import counted_costs
 
-    costs, words = counted_costs(made.costs, made.plan, model.built, made.asked.gpu)
+    costs, words = counted_costs(made.costs, made.plan, model.built, made.asked.gpu, searches)
     return replace(made, costs=costs, counted=words, fits=costs.fullest.total <= made.asked.gpu.memory_bytes)
 
 
@@ -192,7 +192,7 @@ def _fitting(finals: _Finals, found: SearchResult, top: int) -> list[Planned]:
             planned.insert(0, more)
         if planned[0].counted:
             break
-        planned[0] = _counted(finals.model, planned[0])
+        planned[0] = _counted(finals.model, planned[0], searches=True)
         choice.learn(planned[0].costs.closed, planned[0].costs.fullest)
     return sorted(planned, key=_fit_and_fast)
 

@@ -147,6 +147,20 @@ def test_no_layout_fits_once_counted(
     assert not planned(capsys, llama, "--world", 8, "--batch", 32, "--search", "--top", 1)["finalists"][0]["fits"]
 
 
+def test_a_search_keeps_estimates_where_counting_would_take_long(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from engine.launch.planner import counted_memory
+
+    monkeypatch.setattr(counted_memory, "MOST_SEARCHED", 1)
+    out = tmp_path / "best.json"
+    given = llama, "--world", 8, "--batch", 32, "--search", "--top", 1, "--out", out
+    (found,) = planned(capsys, *given)["finalists"]
+    assert found["counted"].startswith("activations and buffers are estimates: a search does not run ")
+    alone = planned(capsys, llama, out, "--world", 8)
+    assert alone["counted"].startswith("activations and buffers of each pipeline rank, by storages on shapes: ")
+
+
 def test_a_function_builds_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
