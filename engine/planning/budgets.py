@@ -281,8 +281,9 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
 def message_bytes(value: Value, form: ActivationFormat | None) -> int:
     """Bytes of a value, or of its gradient, as a message between stages."""
     elements = prod(value.shape)
-    encoded = form is not None and value.grad and form.shortens(value.dtype, elements)
-    return form.message_bytes(elements) if form is not None and encoded else value.bytes
+    if form is None or not value.grad or not form.shortens(value.dtype, elements):
+        return value.bytes
+    return form.message_bytes(elements)
 
 
 def feedback_bytes(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], config: Config) -> int:

@@ -25,7 +25,6 @@ from engine.parallel.comm.traffic import Tally
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
 from engine.parallel.pipeline.schedule.actions import Action, Op
-from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.planning.activation_memory.live_storages import LiveStorages
 from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.plan import Plan
@@ -92,9 +91,7 @@ class RehearsedRank:
         take_content(copied, self._mode)
         grid = plan.grid(rank)
         self._comm = Comm(grid, AlikeRanks(grid, exchanges=kernels is None))
-        assembled = assemble_rank(copied, plan, self._comm, CPU, given, example)
-        # a steady step has had its first use, whose watch changes the path of products in forward and not in backward
-        self._runtime = replace(assembled, first_use=FirstUse(copied, None))
+        self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, example)
         self._pp, self._on_gpu = grid.coord().pp, kernels is not None
         self.live = LiveStorages(_gathered_bytes(self._runtime))
         self._runtime.on_host.observer = self.live.leave_out

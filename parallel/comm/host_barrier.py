@@ -109,13 +109,11 @@ class HostBarrier:
         vars(self).pop("memory", None)
 
     def _tell(self, index: int, bell: int) -> None:
-        if not self._leave.alive:
-            raise RuntimeError(f"this rank has left index {index} of this axis")
+        self._check_open(index)
         os.eventfd_write(bell, 1)  # of one that has ended, who hears it fails, and then whoever hears that one
 
     def _hear(self, index: int, bell: int, ready: select.poll) -> None:
-        if not self._leave.alive:
-            raise RuntimeError(f"this rank has left index {index} of this axis")
+        self._check_open(index)
         events = [descriptor for descriptor, _ in ready.poll(round(1e3 * self._seconds))]
         if bell in events:
             os.eventfd_read(bell)
@@ -123,6 +121,10 @@ class HostBarrier:
             raise RuntimeError(f"index {index} of this axis has ended or given up (connection closed)")
         else:
             raise RuntimeError(f"index {index} of this axis did not arrive within {self._seconds:g} s")
+
+    def _check_open(self, index: int) -> None:
+        if not self._leave.alive:  # its descriptors may be those of other files by now
+            raise RuntimeError(f"this rank has left index {index} of this axis")
 
 
 def told_ranks(index: int, size: int) -> list[int]:

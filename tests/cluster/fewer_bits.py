@@ -11,18 +11,12 @@ import sys
 from collections.abc import Sequence
 from statistics import median
 
-from benchmarks.harness.figures import record_cells
 from tests.cluster.network import missing
-from tests.cluster.slow_link import ALLOWED, link_seconds, read_options, run_job
+from tests.cluster.slow_link import Cells, judge, link_seconds, read_options, run_job, won_cells
 
 FAST = 1000.0
 """Megabits a second of the fast link."""
 JOB = """
-import json, statistics, time
-import torch
-from torch import nn
-import engine
-
 GRADIENTS = {"zero_quantized_gradients": True}
 INT4 = GRADIENTS | {"zero_quantized_gradients_bits": 4, "zero_gradient_error_feedback": True}
 WEIGHTS = {"zero_quantized_weights": True}
@@ -34,31 +28,13 @@ WAYS = {
     "ZeRO 3, int8 weights and gradients": {"stage": 3} | WEIGHTS | GRADIENTS,
 }
 
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.GELU())))
-
-found = {}
 engines = {}
 for name, zero in WAYS.items():
     config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero}
-    engines[name] = engine.initialize(model(), config, lambda out, rows: out.square().mean())
-
+    engines[name] = engine.initialize(perceptron(8), config, mean_square)
 rows = torch.randn(4, 512)
-times = {name: [] for name in WAYS}
-for step in range(12):
-    for name, eng in engines.items():
-        begun = time.perf_counter()
-        eng.train_batch(rows)
-        if step > 1:
-            times[name].append(time.perf_counter() - begun)
-for name, eng in engines.items():
-    sent = sum(row.bytes for row in eng.plan.rank(eng.grid.rank).traffic if row.axis == "dp")
-    found[name] = {"seconds": statistics.median(times[name]), "bytes": sent}
-if engines["ZeRO 1, exact"].grid.rank == 0:
-    print("found " + json.dumps(found), flush=True)
-for eng in engines.values():
-    eng.close()
+taken = seconds(engines, lambda eng: rows, 12)
+tell(engines, {name: {"seconds": taken[name], "bytes": planned_bytes(eng, "dp")} for name, eng in engines.items()})
 """
 
 
@@ -70,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     pairs = [[run_job(JOB, 2, 1, rate) for rate in (FAST, options.rate)] for _ in range(options.rounds)]
     seconds = {name: [median(pair[i][name]["seconds"] for pair in pairs) for i in range(2)] for name in pairs[0][0]}
-    cells, worst = dict[tuple[str, str], str](), 0.0
+    cells, worst = Cells(), 0.0
     for name, first in pairs[0][0].items():
         exact = f"{name.partition(',')[0]}, exact"
         fast, slow = (whole - own for whole, own in zip(seconds[exact], seconds[name], strict=True))
@@ -79,13 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name != exact:
             fewer = pairs[0][0][exact]["bytes"] - first["bytes"]
             planned = fast + link_seconds(fewer, options.rate) - link_seconds(fewer, FAST)
-            worst = max(worst, abs(slow / planned - 1))
-            cells[name, "won"], cells[name, "by the plan"] = f"{slow:.2f} s", f"{planned:.2f} s"
-            cells[name, "off"] = f"{slow / planned - 1:+.0%}"
-    print("\n".join(f"{row:42} {column:24} {text}" for (row, column), text in cells.items()), flush=True)
-    if options.write_figures:
-        record_cells("fewer-bits-link", f"two nodes, links of {options.rate:g} Mbit/s", cells)
-    return int(worst > ALLOWED)
+            worst = max(worst, won_cells(cells, name, slow, planned))
+    return judge("fewer-bits-link", cells, worst, options)
 
 
 if __name__ == "__main__":

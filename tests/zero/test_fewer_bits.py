@@ -14,6 +14,7 @@ from engine.engine import Engine
 from engine.parallel.comm.agreement import bit_sum
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
+from tests.planned_traffic import traffic_differs
 from tests.selection import wide
 from tests.zero.small import ROWS, Small, batch, start
 
@@ -37,18 +38,9 @@ def on_threads(ranks: int, changes: dict[str, Any], body: Callable[[Engine], Any
     return run_thread_ranks(ranks, rank)
 
 
-def traffic_differs(eng: Engine) -> list[str]:
-    """What a step sends beside what the plan says."""
-    wrong = []
-    for step in range(2):
-        before = eng.sent
-        report = eng.train_batch(batch(eng, step))
-        rows = eng.sent.since(before).rows()
-        found = {(row.axis, row.label): (row.calls, row.bytes) for row in rows if row.label != "used"}
-        planned = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.plan.rank(eng.grid.rank).traffic}
-        if found != planned or report.bytes_sent != sum(row.bytes for row in rows):
-            wrong.append(f"step {step}: found {found}, planned {planned}")
-    return wrong
+def traffic_of_two_steps(eng: Engine) -> list[str]:
+    """Where it is not the plan's."""
+    return traffic_differs(eng, batch, range(2))
 
 
 MODES = [
@@ -64,7 +56,7 @@ MODES = [
 
 @pytest.mark.parametrize(("zero", "changes", "ranks"), MODES)
 def test_bytes_and_calls_are_those_of_the_plan(zero: dict[str, Any], changes: dict[str, Any], ranks: int) -> None:
-    for wrong in on_threads(ranks, {"zero_optimization": zero} | changes, traffic_differs):
+    for wrong in on_threads(ranks, {"zero_optimization": zero} | changes, traffic_of_two_steps):
         assert not wrong, wrong
 
 

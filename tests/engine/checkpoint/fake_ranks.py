@@ -27,6 +27,8 @@ from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.pieces import Piece
 from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.checkpoint.format.step_reader import StepReader
+from engine.checkpoint.load import Loader
 from engine.checkpoint.save import Saver
 from engine.config import load_config
 from engine.parallel.comm.backend import RecordingBackend
@@ -78,6 +80,14 @@ class FakeRank:
         """Put the logical tensors where this rank has them; zeros where ``logical`` is empty."""
         for held in self.held():
             held.values.copy_(part_of(logical[held.tensor], held.own)) if logical else held.values.zero_()
+
+    def load(self, reader: StepReader) -> None:
+        """Read this rank's share of a checkpoint, over zeros."""
+        self.fill({})
+        loader = Loader(reader, self.local_tensors, {})
+        loader.check()
+        loader.read_weights()
+        loader.read_moments(self.made)
 
     def held(self) -> list[Held]:
         """Weights, masters and moments."""

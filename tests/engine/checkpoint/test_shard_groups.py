@@ -11,7 +11,6 @@ from torch import Tensor
 
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.step_reader import StepReader
-from engine.checkpoint.load import Loader
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from tests.engine.checkpoint.fake_ranks import FakeRun, fake_run, part_of, random_tensors
 from tests.selection import wide
@@ -63,11 +62,7 @@ def test_groups_save_every_element_once_and_load_from_any_division(saved: Way, w
     held = [sum(kind.bytes for kind, _ in reader.tensors_of(name).values()) for name in files]
     assert sum(held) == sum(kind.bytes for kind in reader.kinds.values()), "not an element more"
     for rank in run_on(wanted).ranks:
-        rank.fill({})
-        loader = Loader(reader, rank.local_tensors, {})
-        loader.check()
-        loader.read_weights()
-        loader.read_moments(rank.made)
+        rank.load(reader)
         masters = {each.tensor.partition("/")[2] for each in rank.local_tensors.masters()}
         for each in rank.held():
             kind, name = each.tensor.split("/", 1)
