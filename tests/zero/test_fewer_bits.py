@@ -14,6 +14,7 @@ from engine.engine import Engine
 from engine.parallel.comm.agreement import bit_sum
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
+from tests.kernels.interpreter import repair
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
 from tests.zero.small import ROWS, Small, batch, start
@@ -283,6 +284,7 @@ def figures(eng: Engine) -> tuple[list[float], dict[str, Tensor], bool]:
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [{"stage": 1} | WEIGHTS | FEEDBACK, {"stage": 3} | WEIGHTS | GRADIENTS])
 def test_kernels_train_as_torch_where_the_device_decides(zero: dict[str, Any]) -> None:
+    repair()
     found = [
         on_threads(2, {"zero_optimization": zero, "kernels": kernels} | BF16, figures)[0]
         for kernels in ("reference", "triton")
