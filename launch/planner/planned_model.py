@@ -109,6 +109,7 @@ def build_model(source: ModelSource) -> PlannedModel:
     with torch.device("meta"):
         made = build_named(name, partial(_made, source), " on the meta device", _ON_META)
     model, rows, loss_fn = model_and_rows(name, made)
+    _switch_cache_off(model)
     row = _token_row(model, source, name) if rows is None else map_tensors(rows, lambda rows: rows[:1].to("meta"))
     family = getattr(getattr(model, "config", None), "model_type", None)
     wide = source.shape is not None and source.shape.width >= WIDE
