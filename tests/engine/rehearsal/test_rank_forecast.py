@@ -21,6 +21,7 @@ from tests.engine.rehearsal.measured_peak import (
     FAMILIES,
     LENGTH,
     ROWS,
+    SHOWN_WHOLE,
     PeakPair,
     Way,
     batch_of,
@@ -73,6 +74,13 @@ def test_families_on_grids(run_ranks: RunRanks, activation_memory_table: Table, 
     pair = check(run_ranks, family, WAYS[way])
     predicted, measured = (f"{count / 1024:,.0f}" for count in (pair.predicted, pair.measured))
     activation_memory_table.cells[way, family] = f"{predicted} / {measured} ({pair.error:+.1%})"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", SHOWN_WHOLE)
+def test_shards_that_look_whole(run_ranks: RunRanks, family: str) -> None:
+    """What their memory does not allow to view is copied, of shapes as of values."""
+    check(run_ranks, family, WAYS["tp2"])
 
 
 def planned(model: nn.Module, way: Way) -> Any:

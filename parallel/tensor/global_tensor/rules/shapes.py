@@ -65,7 +65,7 @@ def to_shape(x: GlobalTensor, shape: Shape) -> GlobalTensor:
     made, local = context.find(("reshape", layout, shape), lambda: _reshape_plan(layout, shape, context.axis.index))
     try:
         out = moved(x, x.local.view(local), made.shape, made.sets)
-    except RuntimeError:  # the shard's strides do not allow the view that the full tensor would allow
+    except (RuntimeError, ValueError):  # of tensors, and of shapes: the shard's strides do not allow the full view
         out = moved(x, x.local.reshape(local), made.shape, made.sets, copied=True)
     if len(shape) == 2 and x.ndim > 2 and shape[1] == x.full[-1]:
         out.folded = tuple(x.full[:-1])
