@@ -164,10 +164,9 @@ class RehearsedRank:
 def _cycles_end_with_actions() -> Iterator[None]:
     """Inside, objects that hold each other are let go behind each action and not whenever Python happens to look.
 
-    So a rehearsal says the same bytes each time. What exists before is left alone, which makes a look cheap.
+    So a rehearsal says the same bytes each time. What exists before, garbage too, is left alone: a look is cheap.
     """
     found = gc.isenabled()
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:
