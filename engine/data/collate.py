@@ -37,9 +37,16 @@ def _tensors(sample: Any) -> Any:
         return tuple(_tensors(value) for value in sample)
     if isinstance(sample, np.ndarray) and sample.dtype.kind in "biuf":
         return torch.from_numpy(sample.astype(np.int64) if sample.dtype.kind == "u" else sample.copy())
-    if isinstance(sample, list) and sample and isinstance(sample[0], int | float):
-        return torch.tensor(sample)
+    if isinstance(sample, list) and _holds_numbers(sample):
+        return torch.tensor(sample) if sample else torch.empty(0, dtype=torch.int64)
     return sample
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether nested lists end in numbers, as the columns of Hugging Face datasets do; an empty list counts."""
+    while isinstance(value, list) and value:
+        value = value[0]
+    return isinstance(value, int | float | list)
 
 
 def _padded(rows: Sequence[Any], padding: Padding) -> list[Any]:

@@ -101,6 +101,14 @@ def test_rows_are_padded_to_a_multiple() -> None:
     assert second["input_ids"].tolist() == [[1, 9, 9, 9], [1, 2, 9, 9]] and second["id"].tolist() == [1, 2]
 
 
+def test_lists_of_numbers_are_tensors() -> None:
+    box = [[1.0, 2.0], [3.0, 4.0]]
+    data = [{"input_ids": [], "box": box, "text": "a"}, {"input_ids": [5], "box": box, "text": "b"}]
+    (rank,) = loaders(data, 1, 2, 1, {"pad": Padding(token=9)})
+    batch = next(rank)
+    assert batch["input_ids"].tolist() == [[9], [5]] and batch["box"].shape == (2, 2, 2) and batch["text"] == ["a", "b"]
+
+
 def test_a_dataloader_is_taken_apart() -> None:
     data = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
     (eng,) = made_for(1, micro=2, accumulation=1)
