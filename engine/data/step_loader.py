@@ -5,13 +5,13 @@ dataset  ->  step_source     samples of the global order, packed or padded, of t
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol, Unpack, cast
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from engine.config import Config
 from engine.data.replica_batches import ReplicaBatches
@@ -87,12 +87,13 @@ def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
         )
     taken: dict[str, Any] = {"workers": given.num_workers}
     if is_mapped(given.dataset):
-        if not isinstance(given.sampler, RandomSampler | SequentialSampler):
+        shuffle = _shuffles(given)
+        if shuffle is None:
             raise EngineError(
                 f"the DataLoader has a {type(given.sampler).__name__}, whose order the loader cannot resume on another "
                 "grid. Give the dataset, with shuffle=True or in its own order."
             )
-        taken["shuffle"] = isinstance(given.sampler, RandomSampler)
+        taken["shuffle"] = shuffle
     if given.drop_last:
         taken["at_end"] = "dropped"
     if given.collate_fn is not default_collate:
@@ -100,6 +101,17 @@ def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
     names = ("pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
     taken["torch"] = {name: getattr(given, name) for name in names}
     return taken
+
+
+def _shuffles(given: DataLoader[Any]) -> bool | None:
+    """Whether every sample comes once an epoch in an order of chance, or in its own; None: neither."""
+    sampler: Any = given.sampler
+    # by name, because torchdata has samplers of its own, which are no subclasses of torch's
+    names = {kind.__name__ for kind in type(sampler).__mro__}
+    once = len(sampler) == len(cast(Sized, given.dataset)) and not getattr(sampler, "replacement", False)
+    if not once or not names & {"RandomSampler", "SequentialSampler"}:
+        return None
+    return "RandomSampler" in names
 
 
 class StepLoader(Iterator[Batch]):

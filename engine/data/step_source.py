@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker
 
 from engine.data.collate import collated
 from engine.data.packed_rows import PackedRows, pack_epoch, packed_row
@@ -181,6 +182,8 @@ class StreamedSteps(IterableDataset[Step]):
 
     def __iter__(self) -> Iterator[Step]:
         """The steps, read by this process."""
+        if get_worker_info() is not None:
+            worker._worker_info = None  # streams that divide themselves among workers read in another order there
         held: list[Any] = []
         own = {position for each in self._rows.microbatches(0) for position in each}
         behind, last = self._start, None

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from engine.data import Packing, Padding, StepLoader, loader
 from engine.data.settings import AtEnd, LoaderOptions
@@ -121,8 +128,11 @@ def test_a_dataloader_is_taken_apart() -> None:
     assert next(loader(own, eng, workers=0)) == 2
     with pytest.raises(EngineError, match="batch_size = 3, and train_micro_batch_size_per_gpu is 2"):
         loader(DataLoader(data, 3), eng)
-    with pytest.raises(EngineError, match="has a SubsetRandomSampler, whose order"):
-        loader(DataLoader(data, 2, sampler=torch.utils.data.SubsetRandomSampler([1, 2])), eng)
+    part = SubsetRandomSampler([1, 2])
+    drawn = RandomSampler(data, replacement=True)
+    for sampler in (part, drawn):
+        with pytest.raises(EngineError, match=rf"has a {type(sampler).__name__}, whose order"):
+            loader(DataLoader(data, 2, sampler=sampler), eng)
 
 
 def test_the_state_of_torchs_generator_is_left_alone() -> None:
@@ -216,3 +226,16 @@ def test_a_reader_that_fails_fails_again() -> None:
     for _ in range(2):
         with pytest.raises(OSError, match="disk"):
             next(rank)
+
+
+class Divided(Stream):
+    """A stream that is another one in a worker, as Hugging Face's shuffled ones are."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        samples = list(super().__iter__())
+        return iter(samples if get_worker_info() is None else samples[::-1])
+
+
+def test_a_stream_reads_in_one_order_in_a_worker_too() -> None:
+    alone, behind = (loaders(Divided(6), 1, 2, 1, {"workers": workers})[0] for workers in (0, 1))
+    assert numbers([next(alone) for _ in range(4)]) == numbers([next(behind) for _ in range(4)])
