@@ -22,6 +22,7 @@ from engine.errors import EngineError
 from engine.inference import Inference
 from engine.loop import TrainingLoop
 from engine.named_state import NamedState
+from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.flight.recorder import Stream
 from engine.parallel.comm.traffic import Tally
@@ -108,6 +109,11 @@ class Engine(TrainingLoop, NamedState, Inference):
     def device(self) -> torch.device:
         """The device of the parameters."""
         return self._device
+
+    @property
+    def comm(self) -> Comm:
+        """Communication of this rank, counted by axis and label."""
+        return self._comm
 
     @property
     def module(self) -> nn.Module:

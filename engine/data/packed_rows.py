@@ -1,0 +1,138 @@
+"""Rows of packed documents.
+
+    documents    a a a a | b b | c c c c c          length = 4
+    rows         a a a a   b b c c   c c c .        the last row of an epoch is padded
+
+Where lengths are known, a row is found by its number; elsewhere rows are made while documents are read. Both cut alike.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.data.sample_order import SampleOrder
+from engine.data.settings import DataPosition, LoaderSettings, Packing
+from engine.data.token_files import Documents
+from engine.data.windows import IGNORED_LABEL
+from engine.errors import EngineError
+
+
+class RowPiece(NamedTuple):
+    """Tokens of one document that lie in one row."""
+
+    tokens: NDArray[np.int64]
+    after: int
+    """The token behind them in the document; -100 at its end."""
+
+
+def piece(tokens: NDArray[Any], start: int, stop: int) -> RowPiece:
+    """Cut a piece out of the tokens of a document."""
+    after = int(tokens[stop]) if stop < len(tokens) else IGNORED_LABEL
+    return RowPiece(tokens[start:stop].astype(np.int64), after)
+
+
+def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor]:
+    """The tensors of a row, as :class:`Packing` says."""
+    row = np.full(packing.length, packing.pad_token, dtype=np.int64)
+    labels = np.full(packing.length, IGNORED_LABEL, dtype=np.int64)
+    positions = np.arange(packing.length, dtype=np.int64)
+    segments = np.zeros(packing.length, dtype=np.int64)
+    at = 0
+    for number, (tokens, after) in enumerate(pieces, start=1):
+        end = at + tokens.size
+        row[at:end], positions[at:end], segments[at:end] = tokens, np.arange(tokens.size), number
+        if packing.labels == "shifted":
+            labels[at : end - 1], labels[end - 1] = tokens[1:], after
+        else:
+            labels[at + 1 : end] = tokens[1:]
+        at = end
+    positions[at:] = np.arange(packing.length - at)  # padding attends to no document
+    made = {"input_ids": row, "labels": labels, "position_ids": positions}
+    named = made | ({"segment_ids": segments} if packing.segments else {})
+    return {name: torch.from_numpy(values) for name, values in named.items()}
+
+
+class PackedRows:
+    """Rows of documents of known lengths, by their position in the stream; endless, in the order of the settings.
+
+    With ``shuffle``, documents are packed in another order in each epoch, and rows come in another order again.
+
+    Raises:
+        EngineError: there is no token.
+    """
+
+    def __init__(self, documents: Documents, packing: Packing, settings: LoaderSettings) -> None:
+        self._lengths = np.asarray(documents.lengths, dtype=np.int64)
+        total = int(self._lengths.sum())
+        if not total:
+            raise EngineError("pack: the documents have no tokens, so there is no row. Give documents that have some.")
+        self._documents, self._packing = documents, packing
+        self.size = -(-total // packing.length)
+        """Rows of an epoch."""
+        self._order = SampleOrder(self._lengths.size, settings)
+        self._rows = SampleOrder(self.size, settings)
+        self._epoch = -1
+        self._packed = self._ends = np.empty(0, dtype=np.int64)
+
+    def __call__(self, position: int) -> dict[str, Tensor]:
+        """The row at a position of the stream."""
+        return packed_row(list(self._pieces(position // self.size, self._rows.at(position))), self._packing)
+
+    def _pieces(self, epoch: int, row: int) -> Iterator[RowPiece]:
+        if epoch != self._epoch:
+            self._packed = self._order.of_epoch(epoch)
+            self._ends, self._epoch = np.cumsum(self._lengths[self._packed]), epoch
+        at = row * self._packing.length
+        last = min(at + self._packing.length, int(self._ends[-1]))
+        place = int(np.searchsorted(self._ends, at, side="right"))
+        while at < last:
+            document, end = int(self._packed[place]), int(self._ends[place])
+            begin = end - int(self._lengths[document])
+            stop = min(end, last)
+            if stop > at:
+                yield piece(self._documents.tokens(document), at - begin, stop - begin)
+            at, place = max(at, stop), place + 1
+
+
+def pack_epoch(
+    documents: Iterable[Any], start: DataPosition, length: int
+) -> Iterator[tuple[DataPosition, list[RowPiece]]]:
+    """Rows of the rest of an epoch with the position behind each; ``documents`` begin where ``start`` is."""
+    position, epoch, read, used = start
+    pieces: list[RowPiece] = []
+    space = length
+    for document in documents:
+        tokens = tokens_of(document)
+        while used < tokens.size:
+            stop = min(tokens.size, used + space)
+            pieces.append(piece(tokens, used, stop))
+            space, used = space - (stop - used), stop
+            if not space:
+                position += 1
+                whole = used == tokens.size
+                yield DataPosition(position, epoch, read + whole, 0 if whole else used), pieces
+                pieces, space = [], length
+        read, used = read + 1, 0
+    if pieces:
+        yield DataPosition(position + 1, epoch + 1), pieces
+
+
+def tokens_of(document: Any) -> NDArray[Any]:
+    """The tokens of a document: itself, or its ``input_ids``.
+
+    Raises:
+        EngineError: they are no integers in one dim.
+    """
+    found = document.get("input_ids") if isinstance(document, Mapping) else document
+    tokens = found.numpy() if isinstance(found, Tensor) else np.asarray([] if found is None else found)
+    if found is None or tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        given = "no input_ids" if found is None else f"{tokens.dtype} in {tokens.ndim} dims"
+        raise EngineError(
+            f"pack: a document is a {type(document).__name__} with {given}; it is integers in one dim, or a dict that "
+            "has them as input_ids. Map the dataset to that."
+        )
+    return tokens

@@ -1,0 +1,227 @@
+"""``engine.data.loader``: microbatches of any dataset for ``train_batch``, at a place that every grid can go on from.
+
+dataset  ->  step_source     samples of the global order, packed or padded, of this rank's rows
+         ->  StepLoader      hands them out one by one; its position moves when a step was handed out whole
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sized
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Protocol, Unpack, cast
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from engine.config import Config
+from engine.data.replica_batches import ReplicaBatches
+from engine.data.settings import DataPosition, LoaderOptions, LoaderSettings, StepRows
+from engine.data.step_source import Step, StepSource, is_mapped, refused, step_source
+from engine.data.token_files import token_file
+from engine.errors import EngineError
+from engine.parallel.comm.comm import Comm
+from engine.parallel.grid import Grid
+from engine.program.batch import Batch
+
+
+class LoadingEngine(Protocol):
+    """What a loader reads of its engine."""
+
+    @property
+    def config(self) -> Config:
+        """The sizes of a step and the seed."""
+
+    @property
+    def grid(self) -> Grid:
+        """This rank's place."""
+
+    @property
+    def comm(self) -> Comm:
+        """Communication, for ``batches = "rank0"``."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are communicated."""
+
+
+def loader(dataset: Any, eng: LoadingEngine, **options: Unpack[LoaderOptions]) -> "StepLoader":
+    """An iterator of this rank's microbatches, for ``eng.train_batch(it)`` and ``register_for_checkpointing(data=it)``.
+
+    Args:
+        dataset: with ``__getitem__`` and ``__len__``, or iterable; a torch DataLoader, of which dataset, workers,
+            shuffling and collate function are taken; or the path of a ``.npy`` or of a ``.bin`` and ``.idx``.
+        eng: the engine whose batch sizes, grid and seed it follows.
+        options: see :class:`engine.data.settings.LoaderSettings`.
+
+    Raises:
+        EngineError: options exclude each other, or need a length that the dataset does not have.
+    """
+    _check_names(options)
+    config, grid = eng.config, eng.grid
+    given: dict[str, Any] = {"seed": config.seed, **options}
+    if isinstance(dataset, DataLoader):
+        given = {**given, **_taken(dataset, config.micro), **options}
+        dataset = dataset.dataset
+    elif isinstance(dataset, str | Path):
+        dataset = token_file(dataset)
+    settings = LoaderSettings(**given)
+    rows = StepRows(micro=config.micro, accumulation=config.accumulation, rank=grid.coord().dp, size=grid.dp)
+    replica = ReplicaBatches(eng.comm, eng.device) if settings.batches == "rank0" else None
+    return StepLoader(step_source(dataset, rows, settings), rows, settings, replica)
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    known = LoaderOptions.__annotations__
+    for name in options.keys() - known.keys():
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}."
+        raise EngineError(f"the loader has no option {name!r}; {hint}")
+
+
+def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
+    """What a DataLoader says, torchdata's stateful one too; its order has to be one that can be resumed."""
+    if given.batch_size != micro:
+        raise EngineError(
+            f"the DataLoader has batch_size = {given.batch_size}, and train_micro_batch_size_per_gpu is {micro}; the "
+            "engine cuts the rows. Make them equal, or give the dataset itself."
+        )
+    taken: dict[str, Any] = {"workers": given.num_workers}
+    if is_mapped(given.dataset):
+        shuffle = _shuffles(given)
+        if shuffle is None:
+            raise EngineError(
+                f"the DataLoader has a {type(given.sampler).__name__}, whose order the loader cannot resume on another "
+                "grid. Give the dataset, with shuffle=True or in its own order."
+            )
+        taken["shuffle"] = shuffle
+    if given.drop_last:
+        taken["at_end"] = "dropped"
+    if given.collate_fn is not default_collate:
+        taken["collate"] = given.collate_fn
+    names = ("pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor")
+    taken["torch"] = {name: getattr(given, name) for name in names}
+    return taken
+
+
+def _shuffles(given: DataLoader[Any]) -> bool | None:
+    """Whether every sample comes once an epoch in an order of chance, or in its own; None: neither."""
+    sampler: Any = given.sampler
+    # by name, because torchdata has samplers of its own, which are no subclasses of torch's
+    names = {kind.__name__ for kind in type(sampler).__mro__}
+    once = len(sampler) == len(cast(Sized, given.dataset)) and not getattr(sampler, "replacement", False)
+    if not once or not names & {"RandomSampler", "SequentialSampler"}:
+        return None
+    return "RandomSampler" in names
+
+
+class StepLoader(Iterator[Batch]):
+    """The microbatches of one data rank, step by step. Made by :func:`loader`.
+
+    Its state is the same on all ranks, and is that of whole steps: microbatches of a step that was begun and not handed
+    out to its end come again. With ``batches = "rank0"`` all ranks of a replica ask together.
+    """
+
+    def __init__(
+        self, source: StepSource, rows: StepRows, settings: LoaderSettings, replica: ReplicaBatches | None = None
+    ) -> None:
+        self._source, self._rows, self._settings, self._replica = source, rows, settings, replica
+        self._place = DataPosition()
+        self._ahead: Iterator[Step] | None = None
+        self._held: deque[Batch] = deque()
+        self._behind = self._place
+        """The position behind the microbatches that are held."""
+        self._check_end()
+
+    def __iter__(self) -> "StepLoader":
+        return self
+
+    def __next__(self) -> Batch:
+        if self.ended:
+            raise StopIteration
+        microbatch = self._held.popleft()
+        if not self._held:
+            self._place = self._behind
+        return microbatch
+
+    @property
+    def position(self) -> int:
+        """Samples, with packing rows, that all ranks together have taken in whole steps."""
+        return self._place.position
+
+    @property
+    def ended(self) -> bool:
+        """Whether no step is left; reads one if that is not known."""
+        if not self._held:
+            step = self._read() if self._replica is None else self._replica.share(self._read)
+            if step is None:
+                return True
+            self._behind, self._held = DataPosition(*step[0]), deque(step[1])
+        return False
+
+    @property
+    def steps_left(self) -> int:
+        """Steps until the end.
+
+        Raises:
+            EngineError: there is no end, or the dataset has no length.
+        """
+        size, epochs = self._source.size, self._settings.epochs
+        if size is None or epochs is None:
+            why = "the dataset has no length" if size is None else "it has no end"
+            raise EngineError(f"steps_left of this loader is unknown: {why}. Ask loader.ended, or give epochs=.")
+        left, batch = size * epochs - self.position, self._rows.batch
+        return left // batch if self._settings.at_end == "dropped" else -(-left // batch)
+
+    def state_dict(self) -> dict[str, int]:
+        """The position and what it belongs to, equal on every rank. ``position`` counts samples over all ranks."""
+        return {**self._place._asdict(), **self._kind()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken, under any batch size, grid and number of workers.
+
+        Raises:
+            EngineError: ``state`` is not a loader's, or that of another order, dataset or packing.
+        """
+        for key in (*DataPosition._fields, *self._kind()):
+            if not isinstance(state.get(key), int) or state[key] < 0:
+                raise EngineError(
+                    f"the state of the loader has {key} = {state.get(key)!r}; it must be an integer from 0. Pass what "
+                    "state_dict() of a loader returned."
+                )
+        for key, value in self._kind().items():
+            if state[key] != value:
+                raise EngineError(
+                    f"the state of the loader has {key} = {state[key]}, this one has {value}; the position counts in "
+                    "that order. Make the loader as it was, or start a fresh run."
+                )
+        self._place = DataPosition(*(state[key] for key in DataPosition._fields))
+        self._ahead = None
+        self._held.clear()
+        self._check_end()
+
+    def _kind(self) -> dict[str, int]:
+        settings = self._settings
+        return {
+            "seed": settings.seed if settings.shuffle else 0,
+            "shuffle": int(settings.shuffle),
+            "samples": self._source.size or 0,
+            "row_length": settings.pack.length if settings.pack is not None else 0,
+        }
+
+    def _read(self) -> tuple[tuple[int, ...], list[Batch]] | None:
+        if self._ahead is None:
+            self._ahead = self._source.steps(self._place)
+        try:
+            step = next(self._ahead, None)
+        except Exception:
+            self._ahead = None  # else a second call would find an iterator that has ended
+            raise
+        return None if step is None else (tuple(step[0]), step[1])
+
+    def _check_end(self) -> None:
+        """Refuse a last step that is not whole before anything is read, where lengths are known."""
+        size, epochs, batch = self._source.size, self._settings.epochs, self._rows.batch
+        if size is None or epochs is None or self._settings.at_end != "refused":
+            return
+        if left := (size * epochs - self.position) % batch:
+            raise refused(left, batch)

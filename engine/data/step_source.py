@@ -1,0 +1,250 @@
+"""Where the steps of a loader come from: a dataset whose samples are found by index, or one that is read in order.
+
+MappedSteps      a rank reads its own rows only; any number of workers, each makes whole microbatches
+StreamedSteps    every data rank reads all samples and keeps its own; at most one worker, which reads ahead
+
+torch's DataLoader runs the workers; what it hands over is made here, so the position does not depend on it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker
+
+from engine.data.collate import collated
+from engine.data.packed_rows import PackedRows, pack_epoch, packed_row
+from engine.data.sample_order import SampleOrder
+from engine.data.settings import DataPosition, LoaderSettings, StepRows
+from engine.data.token_files import Documents
+from engine.errors import EngineError
+from engine.program.batch import Batch
+
+Step = tuple[DataPosition, list[Batch]]
+"""The microbatches of a step, and the position behind them."""
+
+
+class StepSource(Protocol):
+    """Makes the steps of one data rank."""
+
+    size: int | None
+    """Samples of an epoch, with packing rows; None: unknown."""
+
+    def steps(self, start: DataPosition) -> Iterator[Step]:
+        """The steps from a position on."""
+
+
+def step_source(dataset: Any, rows: StepRows, settings: LoaderSettings) -> StepSource:
+    """The source for a dataset.
+
+    Raises:
+        EngineError: the dataset is neither kind, is empty, or has no length where the settings need it.
+    """
+    mapped = is_mapped(dataset)
+    if mapped and not len(dataset):
+        raise EngineError("the dataset is empty; a step needs at least one sample. Give one that has some.")
+    if mapped and settings.pack is None:
+        return MappedSteps(_Indexed(dataset, SampleOrder(len(dataset), settings)), len(dataset), rows, settings)
+    if settings.pack is not None and isinstance(dataset, Documents):
+        packed = PackedRows(dataset, settings.pack, settings)
+        return MappedSteps(packed, packed.size, rows, settings)
+    if not mapped and not isinstance(dataset, Iterable):
+        raise EngineError(
+            f"the dataset is a {type(dataset).__name__}, which has neither __getitem__ with __len__ nor __iter__. Add "
+            "__len__, or give another dataset or the path of a token file."
+        )
+    _check_stream(dataset, mapped, settings)
+    return StreamedSteps(_Read(dataset, settings, mapped), rows, settings)
+
+
+def is_mapped(dataset: Any) -> bool:
+    """Whether samples are found by index. Every dataset of torch inherits a __getitem__, which may not do anything."""
+    found = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return found and not isinstance(dataset, IterableDataset)
+
+
+def _check_stream(dataset: Any, mapped: bool, settings: LoaderSettings) -> None:
+    if settings.shuffle and not mapped:
+        raise EngineError(
+            f"shuffle = True needs the length of the dataset, and {type(dataset).__name__} is read in order, without "
+            "one. Shuffle it before it is given, or leave shuffle out."
+        )
+    if settings.workers > 1:
+        why = "pack reads documents without lengths" if mapped else f"{type(dataset).__name__} is read"
+        wanted = "lengths and tokens(index)" if mapped else "__getitem__ and __len__"
+        raise EngineError(
+            f"workers = {settings.workers}, but {why} in order, which one worker does. Choose 0 or 1, or give a "
+            f"dataset with {wanted}."
+        )
+
+
+class _Indexed:
+    """The sample at a position."""
+
+    def __init__(self, dataset: Any, order: SampleOrder) -> None:
+        self._dataset, self._order = dataset, order
+
+    def __call__(self, position: int) -> Any:
+        return self._dataset[self._order.at(position)]
+
+
+class _Rows(Dataset[Batch]):
+    """The microbatch at given positions; those past the end hold the last sample, without labels."""
+
+    def __init__(self, sample_at: Callable[[int], Any], settings: LoaderSettings, limit: int | None) -> None:
+        self._sample_at, self._settings, self._limit = sample_at, settings, limit
+
+    def __getitem__(self, positions: range) -> Batch:
+        limit = positions.stop if self._limit is None else self._limit
+        samples = [self._sample_at(min(position, limit - 1)) for position in positions]
+        return collated(samples, self._settings, absent=min(len(positions), max(0, positions.stop - limit)))
+
+
+class MappedSteps:
+    """Steps of a dataset whose samples are found by their position."""
+
+    def __init__(self, sample_at: Callable[[int], Any], size: int, rows: StepRows, settings: LoaderSettings) -> None:
+        self.size: int | None = size
+        self._rows, self._settings = rows, settings
+        self._limit = None if settings.epochs is None else settings.epochs * size
+        self._dataset = _Rows(sample_at, settings, self._limit)
+
+    def steps(self, start: DataPosition) -> Iterator[Step]:
+        """The steps from a position on."""
+        microbatches = (each for first in self._firsts(start.position) for each in self._rows.microbatches(first))
+        ahead = iter(_torch_loader(self._dataset, self._settings, sampler=microbatches))
+        for first in self._firsts(start.position):
+            behind = first + self._rows.batch
+            end = behind if self._limit is None else min(behind, self._limit)
+            yield DataPosition(end), list(islice(ahead, self._rows.accumulation))
+
+    def _firsts(self, position: int) -> Iterator[int]:
+        """Where each step begins."""
+        batch, whole = self._rows.batch, self._settings.at_end == "dropped"
+        while self._limit is None or position + (batch if whole else 1) <= self._limit:
+            yield position
+            position += batch
+
+
+class _Read:
+    """The samples of an epoch from one on, in the order of the settings."""
+
+    def __init__(self, dataset: Any, settings: LoaderSettings, mapped: bool) -> None:
+        self._dataset = dataset
+        self._order = SampleOrder(len(dataset), settings) if mapped else None
+
+    def __call__(self, epoch: int, skip: int) -> Iterator[Any]:
+        dataset, done = self._dataset, skip
+        if self._order is not None:
+            samples: Iterator[Any] = (dataset[int(index)] for index in self._order.of_epoch(epoch)[skip:])
+        else:
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(epoch)
+            samples = _behind(dataset, skip)
+        for sample in samples:
+            yield sample
+            done += 1
+        if not done:
+            raise EngineError(
+                f"the dataset gave no sample in epoch {epoch}; a loader reads it once an epoch. Give a dataset that "
+                "can be iterated again, or the number of epochs."
+            )
+
+
+def _behind(dataset: Any, skip: int) -> Iterator[Any]:
+    """The samples behind the first ``skip``; a dataset that skips by itself may shuffle its files otherwise."""
+    samples: Iterator[Any] = iter(dataset)
+    found = sum(1 for _ in islice(samples, skip))
+    if found < skip:
+        raise EngineError(
+            f"the loader goes on after {skip} samples of an epoch, and the dataset has {found}. Give the dataset that "
+            "the state was taken with."
+        )
+    return samples
+
+
+class StreamedSteps(IterableDataset[Step]):
+    """Steps of a dataset that is read in order."""
+
+    size: int | None = None
+
+    def __init__(self, read: _Read, rows: StepRows, settings: LoaderSettings) -> None:
+        self._read, self._rows, self._settings = read, rows, settings
+        self._start = DataPosition()
+
+    def steps(self, start: DataPosition) -> Iterator[Step]:
+        """The steps from a position on."""
+        self._start = start  # a worker gets a copy of this object
+        return iter(_torch_loader(self, self._settings))
+
+    def __iter__(self) -> Iterator[Step]:
+        """The steps, read by this process."""
+        if get_worker_info() is not None:
+            worker._worker_info = None  # streams that divide themselves among workers read in another order there
+        held: list[Any] = []
+        own = {position for each in self._rows.microbatches(0) for position in each}
+        behind, last = self._start, None
+        for behind, last in self._samples(self._start):
+            held.append(last if len(held) in own else None)
+            if len(held) == self._rows.batch:
+                yield behind, self._microbatches(held, self._rows.batch)
+                held = []
+        if held and self._settings.at_end == "refused":
+            raise refused(len(held), self._rows.batch)
+        if held and self._settings.at_end == "joined":
+            there = len(held)
+            yield behind, self._microbatches([*held, *[last] * (self._rows.batch - there)], there)
+
+    def _microbatches(self, held: list[Any], there: int) -> list[Batch]:
+        pack = self._settings.pack
+        made = partial(packed_row, packing=pack) if pack is not None else _same
+        return [
+            collated(
+                [made(held[position]) for position in each], self._settings,
+                absent=min(len(each), max(0, each.stop - there)),
+            )
+            for each in self._rows.microbatches(0)
+        ]  # fmt: skip
+
+    def _samples(self, start: DataPosition) -> Iterator[tuple[DataPosition, Any]]:
+        """The samples from a position on, with the position behind each."""
+        epochs, pack = self._settings.epochs, self._settings.pack
+        while epochs is None or start.epoch < epochs:
+            samples = self._read(start.epoch, start.read)
+            rows = _counted(samples, start) if pack is None else pack_epoch(samples, start, pack.length)
+            position = start.position
+            for behind, sample in rows:
+                yield behind, sample
+                position = behind.position
+            start = DataPosition(position, start.epoch + 1)
+
+
+def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[DataPosition, Any]]:
+    position, epoch, read, _ = start
+    for number, sample in enumerate(samples, start=1):
+        yield DataPosition(position + number, epoch, read + number), sample
+
+
+def refused(left: int, batch: int) -> EngineError:
+    """The error of a last step that is not whole."""
+    return EngineError(
+        f"the data end with {left} of the {batch} rows of a step, and some ranks would have fewer than others. Choose "
+        'at_end = "joined", which fills it up with rows of no weight, or "dropped", or another batch size.'
+    )
+
+
+def _torch_loader(dataset: Dataset[Any], settings: LoaderSettings, sampler: Iterable[Any] | None = None) -> Any:
+    # a generator of its own: torch would draw from the global one, whose state belongs to the user
+    own = torch.Generator().manual_seed(settings.seed % 2**63)
+    further = {name: value for name, value in settings.torch.items() if settings.workers or name == "pin_memory"}
+    return DataLoader[Any](
+        dataset, batch_size=None, sampler=sampler, num_workers=settings.workers, collate_fn=_same, generator=own,
+        **further,
+    )  # fmt: skip
+
+
+def _same(value: Any) -> Any:
+    return value
