@@ -55,7 +55,7 @@ def read_traces(folder: Path, size: int) -> list[RankTrace]:
         path = folder / trace_file(rank)
         told = told_by(path)
         try:
-            if told is not None:
+            if told is not None and int(told["ranks"]) == size:  # not of an earlier start on another grid
                 found.append(_trace(told))
         except (KeyError, TypeError, ValueError) as error:
             raise damaged_file(path, error) from error

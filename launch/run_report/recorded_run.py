@@ -37,6 +37,8 @@ class RecordedRank:
     peak_bytes: int
     state: Mapping[str, int]
     """Planned bytes of weights, gradients and optimizer state on the device, by kind."""
+    host_bytes: int
+    """Planned bytes of state in the memory of the host, with offload."""
     sent: tuple[SentBytes, ...]
     in_steps: float
     """Seconds in training steps."""
@@ -58,6 +60,7 @@ class RecordedRank:
             memory=str(told["memory"]),
             peak_bytes=int(told["peak_bytes"]),
             state={kind: int(count) for kind, count in told["state"].items()},
+            host_bytes=sum(map(int, told["host_state"].values())),
             sent=tuple(_sent(row) for row in told["traffic"]),
             in_steps=float(told["in_steps"]),
             waits=None if told["waits"] is None else {axis: float(s) for axis, s in told["waits"].items()},

@@ -13,7 +13,9 @@ def traffic_table(run: RecordedRun) -> str:
     for row in (row for rank in run.ranks for row in rank.sent):
         planned, measured = sums.setdefault((row.axis, row.label), [0, 0])
         sums[row.axis, row.label] = [planned + (row.planned or 0), measured + (row.measured or 0)]
-    most = max((max(pair) for pair in sums.values()), default=0) or 1
+    if not sums:
+        return '<p class="empty">nothing: one rank</p>'
+    most = max(max(pair) for pair in sums.values()) or 1
     rows = [
         [
             cell(axis), cell(label), whole_number(planned), whole_number(measured), _difference(planned, measured),
@@ -31,15 +33,17 @@ KEYS = '<span class="key k0">planned</span><span class="key k1">measured</span>'
 def memory_table(ranks: Sequence[RecordedRank]) -> str:
     """Planned state and measured peak of each rank."""
     kinds = list(dict.fromkeys(kind for rank in ranks for kind, count in rank.state.items() if count))
+    hosted = any(rank.host_bytes for rank in ranks)
     most = max(max(rank.peak_bytes, sum(rank.state.values())) for rank in ranks) or 1
     rows = []
     for rank in ranks:
         planned = sum(rank.state.values())
         sizes = [amount(rank.state.get(kind, 0)) for kind in kinds]
         drawn = bars([[(0, planned / most)], [(1, rank.peak_bytes / most)]])
+        sizes += [amount(rank.host_bytes)] * hosted
         rows.append([_rank(rank), *sizes, amount(planned), amount(rank.peak_bytes), drawn])
-    head = ["rank", *map(escape, kinds), "state planned", "peak measured", KEYS]
-    return table(head, rows, right=range(1, len(kinds) + 3))
+    head = ["rank", *map(escape, kinds), *["on the host"] * hosted, "state planned", "peak measured", KEYS]
+    return table(head, rows, right=range(1, len(kinds) + hosted + 3))
 
 
 def wait_axes(ranks: Iterable[RecordedRank]) -> list[str]:
