@@ -77,6 +77,7 @@ class Engine(TrainingLoop, NamedState, Inference):
             self._resources.add(self._built.close)
             self._runner = StepRunner(self._model, self._built, self._update, self._checkpoints)
             self._loop = UserLoop(self._runner, self._built, self._control)
+            self._reports.built(self._built)
             self._checkpoints.built(self._built, self._update, entries)
             if self._built.integrity is not None:
                 self._built.integrity.begin(self._update.made)

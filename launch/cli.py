@@ -60,10 +60,7 @@ def _parser() -> ArgumentParser:
     jobs.add_launch_options(command)
     command.set_defaults(run=jobs.launch)
 
-    command = commands.add_parser("watch", help="what the ranks of a job are in, now or when it stood still")
-    watch.add_watch_options(command)
-    command.set_defaults(run=watch.show_ranks)
-
+    _add_run_commands(commands)
     command = commands.add_parser("doctor", help="say whether training would start, and what the links carry")
     doctor.add_doctor_options(command)
     command.set_defaults(run=doctor.run_doctor)
@@ -79,6 +76,19 @@ def _parser() -> ArgumentParser:
     command = commands.add_parser("checkpoint", help="inspect, verify and export checkpoints")
     _add_checkpoint_commands(command.add_subparsers(required=True, metavar="ACTION"))
     return parser
+
+
+def _add_run_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:
+    """Commands on a run, while it trains or later."""
+    command = commands.add_parser("watch", help="what the ranks of a job are in, now or when it stood still")
+    watch.add_watch_options(command)
+    command.set_defaults(run=watch.show_ranks)
+
+    command = commands.add_parser("report", help="write one page of what the ranks of a run have recorded")
+    folder = "folder that monitor.report of the run names, or --out of train.py"
+    command.add_argument("folder", type=Path, metavar="RUN", help=folder)
+    command.add_argument("--out", type=Path, default=None, metavar="FILE", help="the page (default RUN/report.html)")
+    command.set_defaults(run=_report)
 
 
 def _add_checkpoint_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:
@@ -114,6 +124,12 @@ def _convert(options: Namespace) -> None:
     from engine.launch.checkpoint_command import info
 
     info(convert(options.folder, options.out, options.weights_only))
+
+
+def _report(options: Namespace) -> None:
+    from engine.launch.run_report.page import write_report
+
+    write_report(options.folder, options.out)
 
 
 def _checkpoint_info(options: Namespace) -> None:

@@ -49,6 +49,8 @@ def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
     if "bf16" not in given and "fp16" not in given:
         settings["bf16"]["enabled"] = find_accelerator() is not None
     settings["monitor"]["jsonl"] = settings["monitor"]["jsonl"] or str(options.out / METRICS)
+    settings["monitor"]["report"] = settings["monitor"]["report"] or str(options.out)
+    settings["monitor"]["profile"] = options.profile or settings["monitor"]["profile"]
     settings["checkpoint"]["folder"] = settings["checkpoint"]["folder"] or str(options.out / CHECKPOINTS)
     if "every" not in given.get("checkpoint", {}):
         settings["checkpoint"]["every"] = CHECKPOINT_EVERY

@@ -33,6 +33,9 @@ def training_options(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help=(
         "folder of the run, which continues if it exists (default %(default)s)"
     ))  # fmt: skip
+    parser.add_argument("--profile", default=None, metavar="A:B", help=(
+        "trace steps A to B on all ranks; trine report OUT writes them for ui.perfetto.dev"
+    ))  # fmt: skip
     parser.add_argument("--fresh", action="store_true", help="start over; the old run is kept in a numbered folder")
     return parser.parse_args(arguments)
 

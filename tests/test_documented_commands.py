@@ -108,6 +108,11 @@ TESTED = {
         "tests/launch/planner/test_plan_command.py::test_a_search_writes_a_configuration_that_loads",
     "trine verify train.py --world 4 -- --steps 100":
         "tests/launch/verifier/test_script_run.py::test_a_script_is_compared_and_trains_nothing",
+    "trine report runs/train": "tests/launch/test_report.py::test_a_page_shows_what_ranks_have_recorded",
+    "trine report RUN": "tests/launch/test_report.py::test_a_page_shows_what_ranks_have_recorded",
+    "trine report": "tests/launch/test_report.py::test_a_page_shows_what_ranks_have_recorded",
+    "torchrun --nproc_per_node 4 train.py --profile 40:42":
+        "tests/launch/test_report_pictures.py::test_the_page_follows_the_reader_from_light_to_dark",
     "trine watch": "tests/launch/test_watch_command.py::test_ranks_of_this_host_and_of_a_report",
     "trine launch --ranks-per-node 4 train.py --steps 1000":
         f"{JOBS}test_launch_command.py::test_a_job_on_this_host_is_torchrun",
@@ -197,6 +202,7 @@ SUITES = (
     "pytest tests/kernels/gpu/overlap/test_protocol.py --write-figures",
     "pytest -m long tests/engine/parity/test_fused_communication.py",
     "pytest tests/launch/test_schedule_page.py --write-figures",
+    "pytest -m long tests/launch/test_report_pictures.py --write-figures",
     "pytest -m long --write-figures tests/engine/parity/test_transformers_types.py",
     *(FIGURES.format(f"parity_{name}") for name in ("axes", "schedules", "zero")),
     *(FIGURES.format(name) for name in ("architectures", "kernel_injection", "tensor_models")),

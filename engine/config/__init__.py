@@ -17,6 +17,7 @@ from engine.config.between import (
     check_optimizer,
     check_parallel,
     check_precision,
+    check_profile,
     check_recomputation,
     check_reruns,
     check_wire,
@@ -278,6 +279,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
+    check_profile(config.monitor, config.watchdog, problems)
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:

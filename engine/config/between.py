@@ -1,5 +1,6 @@
 """Rules between the keys of a configuration, whatever the model. Every way to read a configuration obeys them."""
 
+import re
 from importlib.util import find_spec
 
 from engine.config.optim_sections import OptimizerConfig
@@ -13,6 +14,7 @@ from engine.config.sections import (
     MonitorConfig,
     ParallelConfig,
     TorchAutocastConfig,
+    WatchdogConfig,
     WireConfig,
     ZeroConfig,
 )
@@ -306,6 +308,23 @@ def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
     if parallel.tensor != 1 and parallel.tensor_plan != "auto":
         for style in read_setting(parallel.tensor_plan)[1].values():
             parse_style(style)
+
+
+def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Problems) -> None:
+    """Note steps to profile that are no range, or that have no folder or no flight recorder."""
+    if (given := monitor.profile) is None:
+        return
+    steps = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", given)
+    if steps is None or int(steps[1]) > int(steps[2]):
+        problems.add("monitor.profile", f'{shown_value(given)} is no range of steps; give "A:B", A from 1 to B.')
+    elif monitor.report is None:
+        problems.add("monitor.profile", f"{shown_value(given)} without monitor.report, its folder; give both.")
+    elif watchdog.timeout_seconds is None:
+        problems.add(
+            "monitor.profile",
+            f"{shown_value(given)} with watchdog.timeout_seconds null, and the watchdog's flight recorder is what is "
+            "read; give a number of seconds.",
+        )
 
 
 def check_installed(monitor: MonitorConfig) -> None:

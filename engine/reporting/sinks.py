@@ -15,8 +15,11 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.planning.plan import Plan
 from engine.reporting.progress import ProgressSink
+from engine.reporting.run_record import RunRecord
+from engine.reporting.step_profile import StepProfile, profiled_steps
 from engine.reporting.step_report import StepReport, metric_key, peak_memory, utilisation
 from engine.reporting.trackers import MLflow, WeightsAndBiases
+from engine.step.runtime import RankRuntime
 from engine.step.state import StepState, metric_averages
 from engine.step.update import UpdateOutcome
 
@@ -118,13 +121,15 @@ class StepReporter:
 
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._every, self._comm, self._device = config.monitor.every, comm, device
-        self._names = config.monitor.metrics
+        self._names, self._monitor = config.monitor.metrics, config.monitor
         self._callbacks: list[Callable[[StepReport], object]] = []
         self._sinks = make_sinks(config) if comm.grid.rank == 0 else ()
         self.trained = Tally()
         """Traffic of all training steps."""
         self.attempts = 0
         """Number of training steps, including skipped ones."""
+        self._run_record: RunRecord | None = None
+        self._profile: StepProfile | None = None
 
     def make(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
         """The report of a step after ``made`` updates."""
@@ -158,21 +163,38 @@ class StepReporter:
         """
         report = self.make(step, outcome, plan, made)
         self.attempts += 1
-        for row in self._comm.tally.since(step.sent).rows():
+        sent = self._comm.tally.since(step.sent)
+        for row in sent.rows():
             self.trained.add(row)
-        if report.step % self._every == 0 or report.skipped or self.attempts == 1:
-            for sink in self._sinks:
-                sink.write(report)
+        due = report.step % self._every == 0 or report.skipped or self.attempts == 1
+        for sink in self._sinks if due else ():
+            sink.write(report)
+        if self._run_record is not None:
+            self._run_record.take(report, sent, due)
+        if self._profile is not None:
+            self._profile.take(report.step)
         for callback in self._callbacks:
             callback(report)
         return report
+
+    def built(self, runtime: RankRuntime) -> None:
+        """Record and profile the run from now on, as the configuration asks."""
+        if self._monitor.report is None:
+            return
+        folder = Path(self._monitor.report)
+        self._run_record = RunRecord(folder, runtime, self._device)
+        if self._monitor.profile is not None:
+            steps = profiled_steps(self._monitor.profile)
+            self._profile = StepProfile(folder, steps, runtime, self._device)
 
     def tell(self, callback: Callable[[StepReport], object]) -> None:
         """Call ``callback`` with the report of every training step from now on, on this rank."""
         self._callbacks.append(callback)
 
     def close(self) -> None:
-        """Close all sinks."""
+        """Close all sinks and what is read."""
         for sink in self._sinks:
             sink.close()
         self._sinks = ()
+        if self._profile is not None:
+            self._profile.close()

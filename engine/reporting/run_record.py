@@ -1,0 +1,171 @@
+"""What a run leaves for ``trine report``: a small file of each rank, replaced at every logged step, and the steps.
+
+runs/train/
+  steps.jsonl        a line for each logged step, by rank 0; a run that goes on appends to it
+  rank-00000.json    plan and measurement of rank 0, with configuration, schedule and environment
+  rank-00001.json    plan and measurement of rank 1
+
+Nothing is sent, and nothing waits: a rank that ends in any way leaves its last file whole.
+"""
+
+import json
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.errors import first_line
+from engine.kernels.device import device_name, is_host
+from engine.parallel.comm.traffic import Tally
+from engine.parallel.grid import Axis
+from engine.planning.plan import Plan
+from engine.reporting.banner import banner_text
+from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_facts
+from engine.reporting.step_report import StepReport
+from engine.step.runtime import RankRuntime
+
+logger = logging.getLogger("trine")
+
+
+class RunRecord:
+    """Writes the files of one rank.
+
+    Args:
+        folder: made if it is missing; ranks of several hosts may have one each.
+        runtime: the parts of this rank.
+        device: of the parameters.
+    """
+
+    def __init__(self, folder: Path, runtime: RankRuntime, device: torch.device) -> None:
+        self._folder, self._runtime, self._device = folder, runtime, device
+        self._grid = runtime.comm.grid
+        self._planned = runtime.plan.rank(self._grid.rank)
+        self._identity = self._identify()
+        self._run = _run_facts(runtime.plan, device) if self._grid.rank == 0 else None
+        self._clock = time.time() - time.perf_counter()
+        self._before = self._waited()
+        self._in_steps, self._attempts, self._stopped = 0.0, 0, False
+
+    def take(self, report: StepReport, sent: Tally, due: bool) -> None:
+        """Count a training step; write it if it is ``due``.
+
+        Args:
+            report: the report of the step.
+            sent: what this rank sent in it.
+            due: the step is one of the logged ones.
+        """
+        self._in_steps += report.seconds
+        self._attempts += 1
+        if not due or self._stopped:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._replace(json.dumps(self._state(report, sent)))
+            if self._grid.rank == 0:
+                self._append(json.dumps(report.as_dict() | {"time": time.time(), "waits": self._waits()}))
+        except OSError as error:  # a full disk ends no training
+            self._stopped = True
+            logger.warning("rank %d records nothing more in %s: %s", self._grid.rank, self._folder, first_line(error))
+
+    def _state(self, report: StepReport, sent: Tally) -> dict[str, Any]:
+        return {
+            **self._identity,
+            "step": report.step,
+            "attempts": self._attempts,
+            "written": time.time(),
+            "traffic": self._traffic(sent),
+            "peak_bytes": report.peak_bytes,
+            "in_steps": self._in_steps,
+            "waits": self._waits(),
+            "spans": self._spans(),
+            "run": self._run,
+        }
+
+    def _identify(self) -> dict[str, Any]:
+        """What stays the same over the run."""
+        return {
+            "format": FORMAT,
+            "rank": self._grid.rank,
+            "ranks": self._grid.world_size,
+            "place": {axis: getattr(self._planned.coord, axis) for axis in ("dp", "tp", "pp")},
+            "host": socket.gethostname(),
+            "memory": "resident" if is_host(self._device) else "allocated",
+            "state": dict(self._planned.state_bytes),
+            "host_state": dict(self._planned.host_bytes),
+        }
+
+    def _traffic(self, sent: Tally) -> list[dict[str, Any]]:
+        """Planned and measured, a row for each axis and label; None where only one of both has it."""
+        planned = {(row.axis, row.label): (row.bytes, row.calls) for row in self._planned.traffic}
+        measured = {(row.axis, row.label): (row.bytes, row.calls) for row in sent.rows()}
+        return [
+            {"axis": axis, "label": label, "planned": planned.get((axis, label)), "sent": measured.get((axis, label))}
+            for axis, label in sorted(planned | measured)
+        ]
+
+    def _waits(self) -> dict[str, float] | None:
+        """Seconds by axis since the engine was built; None where no watchdog watches."""
+        if (now := self._waited()) is None or self._before is None:
+            return None
+        return {axis: seconds - self._before[axis] for axis, seconds in now.items() if seconds > self._before[axis]}
+
+    def _waited(self) -> Mapping[Axis, float] | None:
+        recorder = self._runtime.comm.recorder
+        return recorder.waits if recorder is not None else None
+
+    def _spans(self) -> list[tuple[str, float, float]] | None:
+        """Actions of the step with begin and end in seconds since 1970; None if a user's own loop has made it."""
+        spans, row = self._runtime.executor.spans, self._runtime.plan.schedule.per_rank[self._grid.coord().pp]
+        if [span.action for span in spans] != list(row):
+            return None
+        return [(str(span.action), span.start + self._clock, span.end + self._clock) for span in spans]
+
+    def _replace(self, text: str) -> None:
+        path = self._folder / rank_file(self._grid.rank)
+        written = path.with_suffix(".tmp")
+        written.write_text(text, encoding="utf-8")
+        os.replace(written, path)
+
+    def _append(self, line: str) -> None:
+        with (self._folder / STEPS).open("a+b") as file:
+            if file.tell() and not _ends_line(file.name):
+                file.write(b"\n")  # a start that was killed has left half a line
+            file.write(line.encode() + b"\n")
+
+
+def _ends_line(path: str) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def _run_facts(plan: Plan, device: torch.device) -> dict[str, Any]:
+    """What is the same on all ranks."""
+    return {
+        "grid": str(plan.grid(0)),
+        "plan": banner_text(plan, str(device)),
+        "notes": list(plan.notes),
+        "config": plan.config.to_json(),
+        "schedule": schedule_facts(plan.schedule),
+        "environment": _environment(device),
+    }
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "host of rank 0": socket.gethostname(),
+        "system": platform.platform(),
+        "processors": os.cpu_count(),
+        "threads of a rank": torch.get_num_threads(),
+        "device": str(device) if is_host(device) else f"{device}, {device_name(device)}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }

@@ -1,0 +1,245 @@
+"""What the ranks of a run have recorded: read, checked, and put together. Needs no torch."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.errors import EngineError
+from engine.parallel.pipeline.schedule.actions import Action, Schedule
+from engine.parallel.pipeline.schedule.simulate import Span, StepTimeline
+from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of
+
+
+class SentBytes(NamedTuple):
+    """Bytes that a rank sent for one label on one axis in its last recorded step; None: not planned, or not sent."""
+
+    axis: str
+    label: str
+    planned: int | None
+    measured: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRank:
+    """What one rank has recorded."""
+
+    rank: int
+    place: Mapping[str, int]
+    """Index on each of dp, tp and pp."""
+    host: str
+    step: int
+    written: float
+    """Seconds since 1970."""
+    memory: str
+    """What ``peak_bytes`` counts: "allocated" on a GPU, "resident" on the host."""
+    peak_bytes: int
+    state: Mapping[str, int]
+    """Planned bytes of weights, gradients and optimizer state on the device, by kind."""
+    host_bytes: int
+    """Planned bytes of state in the memory of the host, with offload."""
+    sent: tuple[SentBytes, ...]
+    in_steps: float
+    """Seconds in training steps."""
+    waits: Mapping[str, float] | None
+    """Seconds of waiting by axis; None where no watchdog watched."""
+    spans: tuple[Span, ...] | None
+    """Actions of the last recorded step, in seconds since 1970; None if a user's own loop has made it."""
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> "RecordedRank":
+        """The rank that a file tells of."""
+        spans = told["spans"]
+        return cls(
+            rank=int(told["rank"]),
+            place={axis: int(told["place"][axis]) for axis in ("dp", "tp", "pp")},
+            host=str(told["host"]),
+            step=int(told["step"]),
+            written=float(told["written"]),
+            memory=str(told["memory"]),
+            peak_bytes=int(told["peak_bytes"]),
+            state={kind: int(count) for kind, count in told["state"].items()},
+            host_bytes=sum(map(int, told["host_state"].values())),
+            sent=tuple(_sent(row) for row in told["traffic"]),
+            in_steps=float(told["in_steps"]),
+            waits=None if told["waits"] is None else {axis: float(s) for axis, s in told["waits"].items()},
+            spans=None if spans is None else tuple(Span(Action.parse(a), float(b), float(e)) for a, b, e in spans),
+        )
+
+
+def _sent(row: Mapping[str, Any]) -> SentBytes:
+    planned, measured = (None if row[key] is None else int(row[key][0]) for key in ("planned", "sent"))
+    return SentBytes(str(row["axis"]), str(row["label"]), planned, measured)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """What all ranks of a run have recorded."""
+
+    name: str
+    steps: Sequence[Mapping[str, Any]]
+    """The logged steps; those that were trained again after a resume count once."""
+    ranks: Sequence[RecordedRank]
+    """Ascending; those of other hosts may be missing."""
+    size: int
+    """Ranks of the run."""
+    facts: Mapping[str, Any]
+    """Grid, plan, notes, configuration and environment, as rank 0 told them."""
+    schedule: Schedule
+    notes: tuple[str, ...]
+    """What was found while reading."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader should know: notes of the plan, and what is wrong or missing in the record."""
+        return [*map(str, self.facts["notes"]), *self.notes, *self._skipped(), *self._late(), *self._deviations()]
+
+    def _skipped(self) -> Iterator[str]:
+        rows = [row for row in self.steps if row["skipped"]]
+        causes = sorted({str(row["nonfinite"]) for row in rows})
+        if rows:
+            yield f"{len(rows)} step{'s were' if len(rows) > 1 else ' was'} skipped: {', '.join(causes)} not finite."
+
+    def _late(self) -> Iterator[str]:
+        there = {rank.rank for rank in self.ranks}
+        if missing := [str(rank) for rank in range(self.size) if rank not in there]:
+            yield f"{len(missing)} of {self.size} ranks have no record here: {_few(missing)}."
+        last = max(rank.step for rank in self.ranks)
+        if late := [f"rank {rank.rank} at step {rank.step}" for rank in self.ranks if rank.step < last]:
+            yield f"The last record of some ranks is older than step {last}: {_few(late)}."
+
+    def _deviations(self) -> Iterator[str]:
+        off = [str(rank.rank) for rank in self.ranks if any(row.planned != row.measured for row in rank.sent)]
+        if off:
+            yield f"Planned and sent bytes differ on {len(off)} rank{'s' * (len(off) > 1)}: {_few(off)}."
+
+    def timelines(self) -> dict[tuple[int, int], StepTimeline]:
+        """The last recorded step as it ran, by (dp, tp), of the pipelines whose ranks have all recorded one step."""
+        found: dict[tuple[int, int], StepTimeline] = {}
+        places = {(rank.place["dp"], rank.place["tp"], rank.place["pp"]): rank for rank in self.ranks}
+        length = len(self.schedule.per_rank)
+        for dp, tp in sorted({key[:2] for key in places}):
+            row = [places.get((dp, tp, pp)) for pp in range(length)]
+            spans = [rank.spans for rank in row if rank is not None and rank.spans is not None]
+            if len(spans) == length and len({rank.step for rank in row if rank is not None}) == 1:
+                first = min(each[0].start for each in spans)
+                moved = [tuple(Span(s.action, s.start - first, s.end - first) for s in each) for each in spans]
+                found[dp, tp] = StepTimeline(self.schedule, tuple(moved))
+        return found
+
+
+def _few(words: Sequence[str]) -> str:
+    return ", ".join(words[:8]) + f" and {len(words) - 8} more" * (len(words) > 8)
+
+
+def read_run(folder: Path) -> RecordedRun:
+    """Read a folder that ``monitor.report`` of a run named.
+
+    Raises:
+        EngineError: there is no such folder, no run has recorded there, or a file is damaged.
+    """
+    if not folder.is_dir():
+        raise EngineError(
+            f"there is no folder {folder}; give the folder that monitor.report of a run names, or --out of train.py."
+        )
+    first = told_by(folder / rank_file(0))
+    if first is None:
+        raise EngineError(
+            f"{folder} has no {rank_file(0)}: no run has recorded there; give the folder that monitor.report of a run "
+            "names, or --out of train.py."
+        )
+    try:
+        size, schedule = int(first["ranks"]), schedule_of(first["run"]["schedule"])
+        facts = {key: first["run"][key] for key in ("grid", "plan", "notes", "config", "environment")}
+    except (KeyError, TypeError, ValueError, AttributeError, EngineError) as error:
+        raise damaged_file(folder / rank_file(0), error) from error
+    paths = [folder / rank_file(rank) for rank in range(size)]
+    steps, notes = _steps(folder / STEPS)
+    return RecordedRun(
+        name=folder.resolve().name,
+        steps=steps,
+        ranks=[rank for path in paths for rank in _rank(path)],
+        size=size,
+        facts=facts,
+        schedule=schedule,
+        notes=notes,
+    )
+
+
+def told_by(path: Path) -> dict[str, Any] | None:
+    """The object in a file of a rank; None without one.
+
+    Raises:
+        EngineError: the file is damaged, or of another version.
+    """
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if told["format"] != FORMAT:
+            raise ValueError(f"format {told['format']}, and this version reads format {FORMAT}")
+        return dict(told)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise damaged_file(path, error) from error
+
+
+def _rank(path: Path) -> Iterator[RecordedRank]:
+    told = told_by(path)
+    try:
+        if told is not None:
+            yield RecordedRank.of(told)
+    except (KeyError, TypeError, ValueError, AttributeError, EngineError) as error:
+        raise damaged_file(path, error) from error
+
+
+def damaged_file(path: Path, error: Exception) -> EngineError:
+    """The error of a file that does not hold what it should."""
+    what = f"{type(error).__name__}: {error}".rstrip(".")
+    return EngineError(f"{path} cannot be read ({what}); it may be damaged: restore it, or train a step more.")
+
+
+_NUMBERS = ("loss", "lr", "grad_norm", "seconds", "tokens_per_second", "peak_bytes", "bytes_sent", "loss_scale")
+
+
+def _steps(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The logged steps, and what was found in them. A line that a killed run has cut short is left out."""
+    kept: list[dict[str, Any]] = []
+    cut = again = 0
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:  # of a start that ended while it wrote
+            cut += 1
+            continue
+        try:
+            row = _checked(row)
+        except (KeyError, TypeError) as error:
+            raise damaged_file(
+                path, ValueError(f"line {number} is no step, {type(error).__name__}: {error}")
+            ) from error
+        while kept and (kept[-1]["step"] > row["step"] or (kept[-1]["step"] == row["step"] and not row["skipped"])):
+            kept.pop()
+            again += 1
+        kept.append(row)
+    notes = [f"{again} logged steps were trained again after a resume; the last time counts."] * bool(again)
+    notes += [f"{cut} line{'s' * (cut > 1)} of {path.name} cannot be read: a run has ended while it wrote."] * bool(cut)
+    return kept, tuple(notes)
+
+
+def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A logged step whose numbers are numbers.
+
+    Raises:
+        KeyError, TypeError: it is none.
+    """
+    numbers = {name: _number(row[name]) for name in _NUMBERS}
+    return {**row, **numbers, "step": int(row["step"]), "skipped": bool(row["skipped"])}
+
+
+def _number(value: Any) -> float | None:
+    """A number, or None for one that was not finite."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise TypeError(f"{value!r} is not a number")
+    return value
