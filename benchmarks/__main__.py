@@ -52,6 +52,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "offload.command", "updates on the host beside a copy, torch and DeepSpeed; steps with an offload",
             frozenset({"rounds", "peers", "write_figures"}),
         ),
+        "memory_limit": Benchmark(
+            "offload.memory_limit", "training from disk under a limit on memory that the state exceeds four times",
+            frozenset({"write_figures"}),
+        ),
         "scaling": Benchmark(
             "scaling.command", "steps of every grid over nodes beside their prediction; started by a launcher",
             frozenset({"rounds", "out"}),
@@ -62,7 +66,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         ),
         "planning": Benchmark(
             "planning.command", "the cost model of trine plan beside published figures, and measured on processors",
-            frozenset({"rounds", "write_figures"}),
+            frozenset({"write_figures"}),
         ),
         "kernels": Benchmark("kernels.command", "every kernel on one GPU beside its peers", frozenset({"out"})),
         "overlap": Benchmark(

@@ -77,8 +77,8 @@ def initialize(
     Args:
         model: a module, or a callable that builds one; every rank passes the same weights. The wrappers of DDP,
             DataParallel and torch.compile are left out.
-        config: a dict, the path of a JSON file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss``, a 0-dim mean or (sum, weight); None: the model's output contains the loss.
+        config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
+        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics; None: the output contains the loss.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
         optimizer: in place of the configured one: ``params -> torch.optim.Optimizer``, or one over the parameters.
@@ -115,7 +115,8 @@ def _with(
 ) -> Request:
     """The request with the optimizer as a factory, and the frozen parameters that it includes."""
     check_scheduler(request.lr_scheduler, optimizer)
-    request = replace(request, included=included_frozen(model, config.optimizer))
+    included, metrics = included_frozen(model, config.optimizer), config.monitor.metrics
+    request = replace(request, included=included, metrics=metrics)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return replace(request, optimizer=optimizer)
     with as_trainable(model, request.included):

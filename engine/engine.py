@@ -5,7 +5,7 @@ train_batch    complete the build (first batch) -> StepRunner.train -> report ->
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, Self, overload
 
@@ -377,6 +377,11 @@ class Engine(TrainingLoop, NamedState, Inference):
         seen, problem = take_batch(take, self._comm, self._device)
         self.complete(seen[0] if seen else None, problem)
         return iter(seen)
+
+    def add_callback(self, callback: Callable[[StepReport], object]) -> None:
+        """Call ``callback`` with the report of every training step from now on, on this rank, before ``train_batch`` or
+        ``step`` returns it. What it raises ends the call; a callback that communicates is added on all ranks."""
+        self._reports.tell(callback)
 
     def _report(self, finished: FinishedStep) -> StepReport:
         step, outcome = finished

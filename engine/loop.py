@@ -7,6 +7,7 @@ for batch in loader:                # gradient_accumulation_steps: 1          # 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,7 +55,12 @@ class TrainingLoop(ABC):
         with self._comm.within(self._update.made):
             return self._loop.forward(args, kwargs)
 
-    def backward(self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: Tensor | tuple[Tensor, Tensor | float],
+        retain_graph: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> None:
         """Backward of one microbatch, or of one of its losses, which are added up.
 
         The gradient is averaged over the microbatches of the step and over data ranks; a loss (sum, weight) is divided
@@ -64,6 +70,8 @@ class TrainingLoop(ABC):
         Args:
             loss: a 0-dim mean, or (sum, weight); it may depend on several forwards, and on several engines.
             retain_graph: keep the graph for another backward.
+            metrics: values by the names of ``monitor.metrics`` for the report of the step, as ``loss_fn`` returns them:
+                numbers, 0-dim tensors or (sum, weight).
 
         Raises:
             EngineError: backwards of more microbatches than ``gradient_accumulation_steps``; a loss that is not a
@@ -71,7 +79,7 @@ class TrainingLoop(ABC):
         """
         loop = self._looped("backward(loss)")
         with self._comm.within(self._update.made):
-            loop.backward(loss, retain_graph)
+            loop.backward(loss, retain_graph, metrics or {})
 
     def scale(self, loss: Tensor) -> Tensor:
         """The 0-dim loss times the loss scale of fp16 (else 1), for a backward of your own: ``scale(loss).backward()``.

@@ -16,7 +16,7 @@ def check_configuration(options: Namespace) -> None:
     Raises:
         ConfigError, PlanError, ScheduleError: the sentence that ``engine.initialize`` would raise.
     """
-    config = load_config(options.config, options.world)
+    config = load_config(options.config, options.world, options.overrides)
     check_plans(config.parallel, config.gradient_accumulation_steps)
     check_installed(config.monitor)
     if config.activation_checkpointing.save is not None:

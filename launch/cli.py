@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config.json_schema import schema
+from engine.config.overrides import OVERRIDES_HELP
 from engine.errors import EngineError
 from engine.launch import check_command as check
+from engine.launch import init_command as init
 from engine.launch import schedule_command as schedule
 from engine.launch import watch_command as watch
 from engine.launch.doctor import doctor_command as doctor
@@ -36,10 +38,12 @@ def _parser() -> ArgumentParser:
 
     command = commands.add_parser("check", help="check a configuration and report all mistakes at once")
     command.add_argument("config", type=Path)
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
     sized = "number of processes that it must fit"
     command.add_argument("--ranks", "--world", type=int, default=None, dest="world", metavar="N", help=sized)
     command.set_defaults(run=check.check_configuration)
 
+    init.add_init_options(commands.add_parser("init", help="write a script and a configuration to begin with"))
     command = commands.add_parser("plan", help="say what a run would hold, send and take, without GPUs or processes")
     plan.add_plan_options(command)
     command.set_defaults(run=_plan)

@@ -5,7 +5,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from engine.parallel.comm.traffic import megabytes
+from engine.reporting.progress import line_parts, trouble
 from engine.reporting.step_report import StepReport
 
 WARM_UP_STEPS = 2
@@ -37,17 +37,11 @@ class ProgressLine:
             f"step {done}/{self.steps} {done * 100 // self.steps}%",
             f"loss {report.loss:.3f} (mean {self.smoothed:.3f})",
             f"bpb {bits_per_byte(report.loss):.3f}",
-            f"lr {report.lr:.1e}",
-            f"norm {report.grad_norm:.2f}",
-            f"{_thousands(report.tokens_per_second)} tok/s",
-            *([f"mfu {report.mfu:.1%}"] if report.mfu is not None else []),
-            f"mem {megabytes(report.peak_bytes)}",
+            *line_parts(report),
             f"eta {self._eta(done)}",
+            trouble(report),
         ]
-        if report.loss_scale != 1.0:
-            parts.append(f"scale {report.loss_scale:g}")
-        where = f" on rank {', '.join(map(str, report.nonfinite_ranks))}" if report.nonfinite_ranks else ""
-        return "  ".join(parts) + (f"  SKIPPED: {report.nonfinite} not finite{where}" if report.skipped else "")
+        return "  ".join(filter(None, parts))
 
     def _eta(self, done: int) -> str:
         if len(self._marks) <= WARM_UP_STEPS:
@@ -76,7 +70,3 @@ def say(*lines: str) -> None:
 def _duration(seconds: float) -> str:
     whole = round(seconds)
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
-
-
-def _thousands(number: float) -> str:
-    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"

@@ -1,6 +1,5 @@
 """Parts of the reference run outside the engine: settings, corpus, validation and the sample at the end."""
 
-import json
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 import engine
+from engine.config import load_raw
 from engine.data import evaluation_batches
 from engine.data.corpus import Corpus, builtin_corpus, text_corpus
 from engine.kernels.device import find_accelerator
@@ -38,8 +38,8 @@ def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
     """
     ranks = job_place()[1]
     path = options.config or root / (DATA_CONFIG if ranks % 4 else DEFAULT_CONFIG)
-    settings = engine.load_config(path).to_json()
-    given = json.loads(Path(path).read_text(encoding="utf-8"))
+    given = load_raw(path, options.overrides)
+    settings = engine.load_config(given).to_json()
     if settings["scheduler"] is None:
         warm = max(2, options.steps // 10)
         settings["scheduler"] = {

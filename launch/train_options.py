@@ -4,6 +4,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.config.overrides import OVERRIDES_HELP
+
 DEFAULT_CONFIG = Path("configs/tp2_pp2_zero1.json")
 """Default configuration for a multiple of four ranks."""
 DATA_CONFIG = Path("configs/dp_zero1.json")
@@ -18,8 +20,9 @@ def training_options(arguments: Sequence[str] | None = None) -> Namespace:
         "Start it with torchrun --nproc_per_node N train.py, or alone as one process.",
     )
     parser.add_argument("--config", type=Path, default=None, help=(
-        f"JSON configuration (default {DEFAULT_CONFIG} for a multiple of 4 ranks, otherwise {DATA_CONFIG})"
+        f"configuration (default {DEFAULT_CONFIG} for a multiple of 4 ranks, otherwise {DATA_CONFIG})"
     ))  # fmt: skip
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="your text instead of the built-in one")
     parser.add_argument("--steps", type=_count, default=250, help="optimizer steps in total (default %(default)s)")
     parser.add_argument("--layers", type=_count, default=4, help="blocks of the decoder (default %(default)s)")

@@ -19,8 +19,12 @@ from typing import Literal, NamedTuple
 
 from engine.errors import GridError
 
-Axis = Literal["pp", "dp", "tp", "replica", "world"]
-"""The coordinates in which ranks of a group differ. A replica is one full model: all ranks of one data coordinate."""
+Axis = Literal["pp", "dp", "tp", "replica", "world", "dp_shard", "dp_replicate"]
+"""The coordinates in which ranks of a group differ. A replica is one full model: all ranks of one data coordinate.
+
+The data axis is made of two: ``dp_shard``, neighbours that share one copy of what ZeRO shards, and ``dp_replicate``,
+the ranks of one place in all such groups, which hold the same shard. Without ``Grid.shard_size`` the first is dp.
+"""
 
 
 Order = Literal["tp-dp-pp", "tp-pp-dp"]
@@ -48,6 +52,8 @@ class Grid:
     tp: int = 1
     rank: int = 0
     order: Order = "tp-dp-pp"
+    shard_size: int | None = None
+    """Data ranks of a shard group, side by side; None: all of them."""
 
     def __post_init__(self) -> None:
         sizes = (("pipeline", self.pp), ("data", self.dp), ("tensor", self.tp))
@@ -60,6 +66,20 @@ class Grid:
                 f"rank {self.rank} is outside a grid of {self.world_size} ranks ({shape}); "
                 f"start exactly {self.world_size} processes."
             )
+        if self.shard_size is not None and (self.shard_size < 1 or self.dp % self.shard_size):
+            raise GridError(
+                f"shard size {self.shard_size} does not divide the {self.dp} data ranks; give a divisor of {self.dp}."
+            )
+
+    @property
+    def sharding(self) -> Axis:
+        """The axis over which ZeRO shards: dp, or its inner part."""
+        return "dp_shard" if self.data_axes else "dp"
+
+    @property
+    def data_axes(self) -> tuple[Axis, ...]:
+        """The axes that dp is made of, if there are several shard groups."""
+        return ("dp_shard", "dp_replicate") if self.shard_size not in (None, self.dp) else ()
 
     @property
     def _between(self) -> tuple[Literal["pp", "dp"], Literal["pp", "dp"]]:
@@ -88,12 +108,19 @@ class Grid:
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along ``axis``."""
-        replica = self.pp * self.tp
+        replica, shards = self.pp * self.tp, self.shard_size or self.dp
+        if axis in ("dp_shard", "dp_replicate"):
+            return shards if axis == "dp_shard" else self.dp // shards
         return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "replica": replica, "world": self.world_size}[axis]
+
+    def stride(self, axis: Literal["pp", "dp", "tp"]) -> int:
+        """How far, in ranks, a rank is from its next peer along ``axis``."""
+        inner, outer = self._between
+        return {inner: self.tp, outer: self.size(inner) * self.tp, "tp": 1}[axis]
 
     def index(self, axis: Axis) -> int:
         """This rank's index among its :meth:`peers` along ``axis``."""
-        return self.peers(axis).index(self.rank) if axis in ("replica", "world") else getattr(self.coord(), axis)
+        return getattr(self.coord(), axis) if axis in ("pp", "dp", "tp") else self.peers(axis).index(self.rank)
 
     def peers(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` (or this rank) along ``axis`` only, itself included."""
@@ -102,13 +129,20 @@ class Grid:
         here = self.coord(rank)
         if axis == "replica":
             return tuple(self.rank_at(pp, here.dp, tp) for pp in range(self.pp) for tp in range(self.tp))
-        inner, outer = self._between
-        steps = {inner: self.tp, outer: self.size(inner) * self.tp, "tp": 1}
-        first = self.rank_at(*here) - getattr(here, axis) * steps[axis]
-        return tuple(range(first, first + self.size(axis) * steps[axis], steps[axis]))
+        shards = self.size("dp_shard")
+        group, place = divmod(here.dp, shards)
+        if axis == "dp_shard":
+            return self.peers("dp", rank)[group * shards : (group + 1) * shards]
+        if axis == "dp_replicate":
+            return self.peers("dp", rank)[place::shards]
+        stride = self.stride(axis)
+        first = self.rank_at(*here) - getattr(here, axis) * stride
+        return tuple(range(first, first + self.size(axis) * stride, stride))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
         """Every group of peers along ``axis``, in order of their first ranks; each rank is in exactly one of them."""
+        if axis in ("dp_shard", "dp_replicate"):
+            return iter(sorted({self.peers(axis, rank) for rank in range(self.world_size)}))
         inner, outer = self._between
         plane = self.size(inner) * self.tp
         firsts: Mapping[Axis, Iterable[int]] = {
@@ -136,7 +170,7 @@ _ALIKE: tuple[Axis, ...] = ("world", "pp", "tp")
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
     """For each axis of several ranks, in the order of opening, the axis whose group it uses."""
-    axes: tuple[Axis, ...] = ("pp", "dp", "tp", "replica")
+    axes: tuple[Axis, ...] = ("pp", "dp", "tp", "replica", *grid.data_axes)
     used: dict[Axis, Axis] = {"world": "world"}
     for axis in axes:
         if grid.size(axis) > 1:

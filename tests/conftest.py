@@ -28,6 +28,7 @@ FIRST = (
     "tests/engine/checkpoint/test_sigterm.py",
     "tests/engine/parity/test_kernel_injection.py",
     "tests/engine/watchdog/test_jobs.py",
+    "tests/faults/test_seeded_faults.py",
     "tests/parallel/comm/test_from_first.py",
     "tests/test_ranks.py",
 )

@@ -28,7 +28,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "optim",
     ),
     "engine.parallel": (
-        "grid", "shard_table", "comm", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",
+        "grid", "shard_table", "comm", "wire", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",
         "kernel_injection", "pipeline",
     ),
     "engine.parallel.tensor": (
@@ -97,8 +97,10 @@ CRUMBS = {
     "engine.deepspeed.checkpointing": "deepspeed.checkpointing, a door",
     "engine.deepspeed.zero": "deepspeed.zero, a door",
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",
+    "engine.kernels.wire.sign_codec": "a code of its own, beside the blocks with which it shares only their names",
     "engine.launch.train_options": "answers --help without torch",
     "engine.parallel.tensor.global_tensor.fallback": "what happens to every function that the table of rules lacks",
+    "engine.rehearsal.plan_rehearsal": "which ranks and blocks are rehearsed, apart from what is said of them",
     "engine.parallel.pipeline.report.measured": "the report of a run; its importer is the engine itself",
 }
 """Files of fewer than 60 lines with one importer, and why they do not live in it."""

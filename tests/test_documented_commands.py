@@ -47,6 +47,16 @@ RUN = (
 
 TESTED = {
     "torchrun --nproc_per_node 4 train.py": "tests/launch/test_reference_run.py::test_two_nodes",
+    "trine check config.json optimizer.params.lr=1e-4 parallel.tensor=4 'keep_fp32=[\"*norm*\"]'":
+        "tests/launch/test_cli.py::test_check_takes_overrides",
+    "torchrun --nproc_per_node 4 train.py zero_optimization.stage=2":
+        "tests/launch/test_reference_run.py::test_settings_take_overrides",
+    "trine init runs/llama --out mine":
+        "tests/launch/test_init_command.py::test_a_folder_with_tokenizer_trains_and_goes_on",
+    "trine init model:build --out mine": "tests/launch/test_init_command.py::test_a_function_with_rows_trains",
+    "torchrun --nproc_per_node 2 mine/train.py FILE.txt":
+        "tests/launch/test_init_command.py::test_a_folder_with_tokenizer_trains_and_goes_on",
+    "trine init MODEL": "tests/launch/test_init_command.py::test_a_function_with_rows_trains",
     "trine verify": "tests/launch/verifier/test_verify_command.py::test_a_sound_plan_trains_as_one_process",
     "trine verify llama-70b config.json --world 64":
         "tests/launch/verifier/test_verify_command.py::test_families_of_hugging_face_train_as_one_process",
@@ -74,12 +84,22 @@ TESTED = {
         "tests/engine/rehearsal/test_rank_forecast.py::test_a_decoder_holds_what_is_predicted",
     "pytest -m long tests/engine/parity/test_fewer_bits_training.py --write-figures":
         "tests/zero/test_fewer_bits.py::test_all_data_ranks_compute_with_the_same_rounded_values",
+    "pytest -m long tests/engine/parity/test_wire_training.py --write-figures":
+        "tests/parallel/wire/test_wire_engines.py::test_losses_are_near_exact_ones_and_copies_on_tensor_ranks_keep_equal_bits",
+    "python -m tests.cluster.stage_messages --write-figures":
+        "tests/parallel/wire/test_wire_engines.py::test_messages_between_stages_have_the_bytes_of_the_formula",
+    "python -m tests.cluster.shard_groups --write-figures":
+        "tests/zero/test_shard_groups.py::test_gradients_cross_groups_once_a_step_as_shards",
     "python -m tests.cluster.secondary_shards --write-figures":
         "tests/zero/test_secondary_shards.py::test_each_parameter_crosses_nodes_once_a_step",
     "python -m tests.cluster.fewer_bits --write-figures":
         "tests/zero/test_fewer_bits.py::test_bytes_and_calls_are_those_of_the_plan",
     "python -m benchmarks offload":
         "tests/benchmarks/offload/test_command.py::test_every_contender_is_measured",
+    "python -m benchmarks offload --disk FOLDER":
+        "tests/benchmarks/offload/test_command.py::test_updates_from_disk_are_measured_beside_the_disk",
+    "python -m benchmarks memory_limit --ranks 2 --layers 51":
+        "tests/benchmarks/offload/test_command.py::test_a_state_of_four_times_the_limit_trains",
     "python -m benchmarks planning --fit":
         "tests/benchmarks/planning/test_command.py::test_a_fit_goes_down_and_stays_within_bounds",
     "python -m benchmarks planning --write-figures":
@@ -162,7 +182,8 @@ REASONS = {
 
 FIGURES = "pytest -m long tests/engine/parity/test_{}.py --write-figures"
 SUITES = (
-    "pytest", "pytest -m long", "pytest -m gpu", "pytest tests/kernels", "pytest -m gpu tests/kernels",
+    "pytest", "pytest -m long", "pytest -m gpu", "pytest -m peers", "pytest tests/kernels",
+    "pytest -m gpu tests/kernels",
     "pytest tests/emulated_device", "pytest -m long tests/emulated_device",
     "pytest tests/kernels --write-budgets", "pytest tests/test_documents.py",
     "pytest -m long tests/engine/checkpoint/test_kills.py --kills 200", "pytest tests/engine/parity/test_parity.py",

@@ -14,13 +14,14 @@ ZeRO 3 ``params`` has memory only while it is gathered; views of it, also those 
 again with every gather.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.device import host_zeros
+from engine.errors import EngineError
+from engine.kernels.device import host_zeros, is_host
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.squared_norm import squared_norm as sum_of_squares
 from engine.kernels.wire.block_codec import BlockCodec
@@ -58,6 +59,8 @@ class FlatBucket:
     """True at ZeRO 3: ``params`` has memory only while it is gathered."""
     codec: BlockCodec | None = None
     """How its weights are encoded when they are gathered; None: they are sent as they are."""
+    counts: bool = True
+    """This rank counts its shard in the norm; False: the same shard of another group does."""
     host_sums: Tensor | None = None
     """Gradients [owned] in host memory, where the master then lies too and the update is made; else None."""
 
@@ -129,7 +132,7 @@ def slot_view(flat: Tensor, slot: Slot) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Data rank of this process, and what it keeps sharded."""
+    """Place of this process among the data ranks that share buckets, and what it keeps sharded."""
 
     index: int
     ranks: int
@@ -145,8 +148,12 @@ class Ownership:
     """False leaves out the master: narrow parameters are updated themselves, gradients summed in their dtype."""
     hosted: frozenset[int] = frozenset()
     """Indices of the trained buckets that the host updates: their masters, gradients and moments lie in its memory."""
+    first: bool = True
+    """This rank is in the first of the shard groups, which counts shards in the norm; others hold copies of them."""
     pinned: bool = True
     """Page-lock the memory of the host that an accelerator copies from or to."""
+    mapped: Callable[[int, torch.dtype], Tensor] | None = None
+    """Makes zeros on the host: elements that the system can write out. None: ordinary memory."""
 
 
 def reserve(
@@ -189,6 +196,8 @@ def _reserve(
     held = shard if who.sharded_gradients and not bucket.partial else whole
 
     def zeros(part: slice, dtype: torch.dtype) -> Tensor:
+        if who.mapped is not None and is_host(device):
+            return who.mapped(part.stop - part.start, dtype)
         return torch.zeros(part.stop - part.start, dtype=dtype, device=device)
 
     params = torch.empty(bucket.elements, dtype=dtype, device=device) if who.sharded_parameters else zeros(whole, dtype)
@@ -200,8 +209,7 @@ def _reserve(
     grads = zeros(held if trainable else slice(0, 0), wide)
     master = host_sums = None
     if trainable and bucket.index in who.hosted:
-        count, pinned_for = owned.stop - owned.start, device if who.pinned else torch.device("cpu")
-        master, host_sums = (host_zeros(count, wide, pinned_for) for _ in range(2))
+        master, host_sums = (_on_host(owned.stop - owned.start, wide, who, device) for _ in range(2))
     elif wide != dtype:
         master = zeros(owned, wide)
     members = tuple(parameters[slot.name] for slot in bucket.slots)
@@ -217,8 +225,24 @@ def _reserve(
         parameters=members,
         views=views,
         sharded=who.sharded_parameters,
+        counts=who.first,
         host_sums=host_sums,
     )
+
+
+def _on_host(count: int, dtype: torch.dtype, who: Ownership, device: torch.device) -> Tensor:
+    """Zeros in host memory, for a copy of what ``device`` holds."""
+    if who.mapped is not None:
+        return who.mapped(count, dtype)
+    try:
+        return host_zeros(count, dtype, device if who.pinned else torch.device("cpu"))
+    except RuntimeError as error:
+        kind = "page-locked " * who.pinned
+        raise EngineError(
+            f"zero_optimization.offload_optimizer: the system gives no {count * dtype.itemsize} bytes of {kind}memory "
+            f"({str(error).splitlines()[0]}); raise its limit (ulimit -l), set pin_memory to false, lower ratio, or "
+            "use more data ranks."
+        ) from error
 
 
 def gradient_squared_norm(buckets: Sequence[FlatBucket], kernels: Kernels) -> Tensor:
@@ -227,7 +251,7 @@ def gradient_squared_norm(buckets: Sequence[FlatBucket], kernels: Kernels) -> Te
     Copies that other ranks count add 0; if such a copy has a non-finite value, the sum is NaN.
     """
     parts = [
-        (flat.gradient(part), counts)
+        (flat.gradient(part), counts and flat.counts)
         for flat in buckets
         for counts, parts in ((True, flat.bucket.counted(flat.shard)), (False, flat.bucket.uncounted(flat.shard)))
         for part in parts

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from engine.kernels.wire.block_codec import ENCODED_DTYPES, BlockFormat
 from engine.parallel.comm.traffic import Traffic, sent_bytes
+from engine.parallel.grid import Axis
 from engine.zero.layout import ALIGNMENT, Bucket
 
 _ENCODED = frozenset(str(dtype).removeprefix("torch.") for dtype in ENCODED_DTYPES)
@@ -36,9 +37,11 @@ class WireFormats:
     """Formats of the traffic of data ranks."""
 
     ranks: int = 1
-    """Data ranks."""
+    """Data ranks of a shard group."""
     within: int = 1
     """Those of them that share a node; ``ranks`` if all do or nobody knows."""
+    axis: Axis = "dp"
+    """That of a shard group."""
     weights: BlockFormat | None = None
     weight_dtypes: frozenset[str] = _ENCODED
     """Dtypes of the buckets whose weights are encoded."""
@@ -75,12 +78,13 @@ class WireFormats:
 
     def members(self, hop: int, index: int) -> tuple[int, ...]:
         """Indices of axis dp that exchange messages with ``index`` in a hop, itself included, in the order of sums."""
+        first = index - index % self.ranks
         if len(self.hops) == 1:
-            return tuple(range(self.ranks))
+            return tuple(range(first, first + self.ranks))
         node, place = divmod(index, self.within)
         if hop == 0:
             return tuple(range(node * self.within, (node + 1) * self.within))
-        return tuple(range(place, self.ranks, self.within))
+        return tuple(range(first + place, first + self.ranks, self.within))
 
     def gathered_bytes(self, bucket: Bucket, itemsize: int) -> int:
         """Bytes of all shards of a bucket as they are gathered; ``itemsize``: of an element that is not encoded."""
@@ -94,12 +98,12 @@ class WireFormats:
         wire = self.of_gradients(bucket)
         if wire is None:
             sent = sent_bytes("reduce_scatter", bucket.elements * itemsize, self.ranks)
-            yield Traffic("dp", "gradients", 1, sent)
+            yield Traffic(self.axis, "gradients", 1, sent)
             return
         message = wire.message_bytes(bucket.elements // self.ranks)
         for hop in self.hops:
             sent = sent_bytes("all_to_all", hop.ranks * hop.shards * message, hop.ranks)
-            yield Traffic("dp", hop.label, 1, sent)
+            yield Traffic(self.axis, hop.label, 1, sent)
 
     def residual_elements(self, bucket: Bucket) -> int:
         """fp32 numbers that a rank keeps of a bucket for error feedback: what each hop has encoded."""

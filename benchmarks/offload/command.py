@@ -1,28 +1,29 @@
 """Updates on the host: bytes of memory moved in a second beside a plain copy, and what a step costs with an offload.
 
     python -m benchmarks offload [--elements 16777216] [--rounds 7] [--threads 2] [--peers deepspeed] [--write-figures]
+    python -m benchmarks offload --disk FOLDER           only updates whose moments are on that disk, beside its rate
 
-Every contender updates the same number of fp32 elements with AdamW, in turns, a new order each round; the median
-counts. Bytes are those that the rule has to move: weights, gradient and two moments read, all but the gradient written.
-The last rows are whole steps of the engine with its state on the "device", which is the CPU too, and on the host.
+Every contender of the rule updates the same fp32 elements in the same memory with AdamW, since the rate of a machine
+depends on where arrays lie; in turns, a new order each round, of which the median counts. Bytes are those that the rule
+has to move: weights, gradient and two moments read, all but the gradient written.
+The last rows are whole steps of the engine with its state on the "device", which is the CPU too, and on the host,
+beside the bound of such a step (``steps``) and DeepSpeed's ZeRO-Offload.
 """
 
 import argparse
-import random
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-import engine
 from benchmarks.harness.figures import record_cells, render
+from benchmarks.offload.disk import disk_cells, disk_works
+from benchmarks.offload.steps import ENGINE_BYTES, RULE_BYTES, step_cells
+from benchmarks.offload.turns import Work, medians
 from benchmarks.peers.cpu_adam import make_cpu_adam
 from engine.kernels.optim.update_rules import AdamRule, adam_
-from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
@@ -32,13 +33,6 @@ from engine.zero.optim.flat_optimizers import FlatAdam
 from engine.zero.optim.sharded_optimizer import GroupOptions, ShardedOptimizer
 
 CORNER = "AdamW on the host"
-RULE_BYTES = 28
-"""Of an fp32 element: weight, gradient and two moments read; weight and moments written."""
-ENGINE_BYTES = RULE_BYTES + 8 + 8 + 6 + 6 + 4
-"""And: gradient copied and scaled, written weights looked for (bf16 and master), master rounded and copied back."""
-VOCABULARY, LENGTH = 4096, 64
-
-Work = Callable[[], object]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,12 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="turns of every contender")
     parser.add_argument("--threads", type=int, default=1, help="of an update and of a step")
     parser.add_argument("--peers", default="deepspeed", help="deepspeed, or none; left out if it is not installed")
+    parser.add_argument("--disk", metavar="FOLDER", help="measure updates from this disk instead")
     parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(asked.threads)
-    updates = _update_cells(contenders(asked.elements, asked.peers), asked.elements, asked.rounds)
-    steps = _step_cells(asked.rounds)
-    for name, corner, cells in (("offload-update", CORNER, updates), ("offload-step", "optimizer state", steps)):
+    for name, corner, cells in _tables(asked):
         rows = {row: {column: text for (at, column), text in cells.items() if at == row} for row, _ in cells}
         print(render({"corner": corner, "columns": list(dict.fromkeys(column for _, column in cells)), "rows": rows}))
         if asked.write_figures:
@@ -61,39 +54,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _tables(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[tuple[str, str], str]]]:
+    """(name of the figure, corner, cells) of what was asked for."""
+    if asked.disk is not None:
+        with disk_works(asked.disk, asked.elements) as works:
+            yield "offload-disk", "AdamW from disk", disk_cells(medians(works, asked.rounds), asked.elements)
+        return
+    updates = _update_cells(contenders(asked.elements, asked.peers), asked.elements, asked.rounds)
+    yield "offload-update", CORNER, updates
+    yield "offload-step", "optimizer state", step_cells(asked.rounds, asked.peers)
+
+
 def contenders(elements: int, peers: str) -> dict[str, tuple[Work, int]]:
     """One update of each as a call, and the bytes that it has to move for an element."""
+    arrays = _Arrays(elements)
     source, target = torch.ones(elements), torch.zeros(elements)
     found: dict[str, tuple[Work, int]] = {
         "a plain copy": (partial(target.copy_, source), 8),
-        "Trine, the update": (_rule(elements), RULE_BYTES),
+        "Trine, the update": (_rule(arrays), RULE_BYTES),
         "Trine, all that a bf16 bucket takes": (_bucket(elements), ENGINE_BYTES),
-        "torch AdamW, fused": (_torch(elements, {"fused": True}), RULE_BYTES),
-        "torch AdamW, foreach": (_torch(elements, {"foreach": True}), RULE_BYTES),
+        "torch AdamW, fused": (_torch(arrays, {"fused": True}), RULE_BYTES),
+        "torch AdamW, foreach": (_torch(arrays, {"foreach": True}), RULE_BYTES),
     }
     if "deepspeed" in peers.split(","):
         try:
-            found["DeepSpeed CPUAdam"] = (make_cpu_adam(_parameter(elements)), RULE_BYTES)
+            found["DeepSpeed CPUAdam"] = (make_cpu_adam(arrays.parameter, arrays.moments()), RULE_BYTES)
         except (ImportError, RuntimeError) as error:
             print(f"DeepSpeed CPUAdam is left out: {str(error).splitlines()[0]}")
     return found
 
 
-def _parameter(elements: int) -> nn.Parameter:
-    parameter = nn.Parameter(torch.randn(elements))
-    parameter.grad = torch.randn(elements)
-    return parameter
+class _Arrays:
+    """What an update of fp32 elements reads and writes."""
+
+    def __init__(self, elements: int) -> None:
+        self.parameter = nn.Parameter(torch.randn(elements))
+        self.parameter.grad = self.grads = torch.randn(elements)
+        self.first, self.second = torch.zeros(elements), torch.zeros(elements)
+
+    def moments(self) -> dict[str, Tensor]:
+        """Both by torch's names."""
+        return {"exp_avg": self.first, "exp_avg_sq": self.second}
 
 
-def _rule(elements: int) -> Work:
-    weights, grads = torch.randn(elements), torch.randn(elements)
-    first, second = torch.zeros(elements), torch.zeros(elements)
+def _rule(arrays: _Arrays) -> Work:
+    weights = arrays.parameter.detach()
     rule = AdamRule(1e-3, (0.9, 0.999), 1e-8, 0.1, decoupled=True)
-    return lambda: adam_([weights], [grads], [first], [second], 3, rule)
+    return lambda: adam_([weights], [arrays.grads], [arrays.first], [arrays.second], 3, rule)
 
 
-def _torch(elements: int, how: Mapping[str, Any]) -> Work:
-    return torch.optim.AdamW([_parameter(elements)], weight_decay=0.1, **how).step
+def _torch(arrays: _Arrays, how: Mapping[str, Any]) -> Work:
+    optimizer = torch.optim.AdamW([arrays.parameter], weight_decay=0.1, **how)
+    optimizer.state[arrays.parameter] = {"step": torch.zeros(()), **arrays.moments()}
+    return optimizer.step
 
 
 def _bucket(elements: int) -> Work:
@@ -115,7 +128,7 @@ def _bucket(elements: int) -> Work:
 
 
 def _update_cells(found: Mapping[str, tuple[Work, int]], elements: int, rounds: int) -> dict[tuple[str, str], str]:
-    seconds = _medians({name: work for name, (work, _) in found.items()}, rounds)
+    seconds = medians({name: work for name, (work, _) in found.items()}, rounds)
     rates = {name: size * elements / seconds[name] for name, (_, size) in found.items()}
     copy = rates["a plain copy"]
     columns: dict[str, Callable[[str], str]] = {
@@ -125,50 +138,3 @@ def _update_cells(found: Mapping[str, tuple[Work, int]], elements: int, rounds: 
         "of a copy": lambda name: f"{rates[name] / copy:.2f}",
     }
     return {(name, column): text(name) for name in found for column, text in columns.items()}
-
-
-def _step_cells(rounds: int) -> dict[tuple[str, str], str]:
-    placements: dict[str, dict[str, Any]] = {
-        "on the device": {},
-        "half of it on the host": {"device": "cpu", "ratio": 0.5},
-        "on the host": {"device": "cpu"},
-    }
-    engines = {name: _engine(offload) for name, offload in placements.items()}
-    ids = torch.randint(0, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids}
-    seconds = _medians({name: partial(eng.train_batch, batch) for name, eng in engines.items()}, rounds)
-    base = seconds["on the device"]
-    cells = {}
-    for name, eng in engines.items():
-        plan = eng.plan.rank(0)
-        cells[name, "step"] = f"{1e3 * seconds[name]:.0f} ms"
-        cells[name, "ratio"] = f"{seconds[name] / base:.2f}"
-        cells[name, "device"] = f"{sum(plan.state_bytes.values()) / 2**20:.0f} MiB"
-        cells[name, "host"] = f"{sum(plan.host_bytes.values()) / 2**20:.0f} MiB"
-        eng.close()
-    return cells
-
-
-def _engine(offload: dict[str, Any]) -> engine.Engine:
-    torch.manual_seed(0)
-    model = Decoder(DecoderConfig(vocabulary=VOCABULARY, layers=4, width=256, heads=4, context=LENGTH))
-    config = {
-        "train_batch_size": 4,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1, "reduce_bucket_size": 1 << 20, "offload_optimizer": offload},
-    }
-    return engine.initialize(model, config, loss_sum)
-
-
-def _medians(works: Mapping[str, Work], rounds: int) -> dict[str, float]:
-    """Median seconds of each, in turns of a new order; the first turn is not counted."""
-    spent: dict[str, list[float]] = {name: [] for name in works}
-    order = list(works)
-    for turn in range(rounds + 1):
-        random.Random(turn).shuffle(order)
-        for name in order:
-            began = time.perf_counter()
-            works[name]()
-            if turn:
-                spent[name].append(time.perf_counter() - began)
-    return {name: median(values) for name, values in spent.items()}

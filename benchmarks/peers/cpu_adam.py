@@ -2,14 +2,14 @@
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 
-from torch import nn
+from torch import Tensor, nn
 
 
-def make_cpu_adam(parameter: nn.Parameter) -> Callable[[], object]:
-    """One update of ``parameter``, whose gradient is there, as a call.
+def make_cpu_adam(parameter: nn.Parameter, moments: Mapping[str, Tensor]) -> Callable[[], object]:
+    """One update of ``parameter``, whose gradient is there, and of its ``moments`` by torch's names, as a call.
 
     Raises:
         ImportError, RuntimeError: DeepSpeed is not installed, or its extension does not compile.
@@ -19,4 +19,5 @@ def make_cpu_adam(parameter: nn.Parameter) -> Callable[[], object]:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         optimizer = DeepSpeedCPUAdam([parameter], lr=1e-3, weight_decay=0.1, adamw_mode=True)
+    optimizer.state[parameter] = {"step": 0, **moments}
     return lambda: optimizer.step()

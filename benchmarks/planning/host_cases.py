@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from engine.config import Config, load_config
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.planning.analysis import PlanRequest
-from engine.planning.host_step.host_prediction import predict_on_host, seconds_by_class
+from engine.planning.host_step.host_prediction import predict_from_calls, seconds_by_class
 from engine.planning.host_step.host_rates import HostRates
-from engine.planning.host_step.operator_trace import trace_operators
+from engine.planning.host_step.operator_trace import OperatorCall, trace_operators
 from engine.planning.plan import Plan, build_plan
 from engine.planning.step_time.prediction import StepTime
 from engine.precision.dtypes import make_precision
@@ -96,16 +96,26 @@ class HostCase:
         program = Program(model, self.loss_fn, make_precision(config, model), torch.device("cpu"))
         return program, build_plan(config, PlanRequest(program, self.row()))
 
+    def traced(self) -> "TracedCase":
+        """The plan, and the operators of a microbatch: seconds of work, once for all predictions."""
+        program, plan = self.planned()
+        return TracedCase(plan=plan, calls=trace_operators(program, plan, self.row()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedCase:
+    """What a prediction needs of a configuration beside rates."""
+
+    plan: Plan
+    calls: tuple[OperatorCall, ...]
+
     def predict(self, rates: HostRates) -> StepTime:
         """The seconds of a step."""
-        program, plan = self.planned()
-        return predict_on_host(program, plan, self.row(), rates)
+        return predict_from_calls(self.plan, self.calls, rates)
 
     def classes(self, rates: HostRates) -> dict[str, float]:
         """Seconds of a microbatch by table, to see what is off."""
-        program, plan = self.planned()
-        found = seconds_by_class(trace_operators(program, plan, self.row()), rates)
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return dict(sorted(seconds_by_class(self.calls, rates).items(), key=lambda item: -item[1]))
 
 
 def _transformers(family: str, width: int, layers: int) -> nn.Module:

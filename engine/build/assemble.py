@@ -34,6 +34,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
+from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.parallel.pipeline.runtime.executor import Executor, rank_schedule
 from engine.parallel.pipeline.runtime.split_backward import SplitBackward
 from engine.parallel.pipeline.runtime.stage import Stage
@@ -42,7 +43,13 @@ from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.parallel.tensor.layers.partial_grads import PartialSums
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.analysis import PlanRequest, search_styles
-from engine.planning.budgets import ranks_with_secondary_shards, reduces_each_microbatch, wire_formats
+from engine.planning.budgets import (
+    pipeline_format,
+    ranks_with_secondary_shards,
+    reduces_each_microbatch,
+    tensor_format,
+    wire_formats,
+)
 from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import Costs, profile_run
 from engine.planning.tensor_search.found_styles import FoundStyles
@@ -58,8 +65,9 @@ from engine.zero.gather.gather_groups import GatheredModules
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.host_copies import HostCopies
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
+from engine.zero.optim.elementwise import check_elementwise
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
-from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer, check_elementwise
+from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer
 from engine.zero.own_backward import OwnBackward
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
@@ -133,9 +141,8 @@ def assemble_rank(
         fuse_activations(model, request.changes, patches)
         make_heads_lazy(model, [h for h in request.changes.heads if plan.is_last(f"{h}.weight")], axis, patches)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
-    if config.compile and plan.tensor is not None:
-        leave_out_of_compilation(model, plan.tensor.layers, patches)
-    keep_in_fp32(model, plan.precision.kept.modules, plan.precision.compute, patches)
+    _keep_out(model, plan, patches)
+    encoder = _encoder(config, kernels)
     on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
     return RankRuntime(
         plan=plan,
@@ -148,7 +155,8 @@ def assemble_rank(
         first_use=FirstUse(model, plan.tensor),
         stage=Stage(model, device, patches) if plan.cut is not None else None,
         split_backward=split_backward,
-        executor=Executor(CommTransport(comm, plan.schedule.rank_of_stage, device), comm.recorder),
+        executor=Executor(CommTransport(comm, plan.schedule.rank_of_stage, device, encoder), comm.recorder),
+        encoder=encoder,
         training=rank_schedule(plan.schedule, rank),
         evaluation=rank_schedule(plan.evaluation, rank),
         buckets=buckets,
@@ -167,6 +175,19 @@ def assemble_rank(
         on_host=on_host,
         integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
     )
+
+
+def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
+    """Leave layers that communicate out of compilation, and modules that stay in fp32 out of narrow dtypes."""
+    if plan.config.compile and plan.tensor is not None:
+        leave_out_of_compilation(model, plan.tensor.layers, patches)
+    keep_in_fp32(model, plan.precision.kept.modules, plan.precision.compute, patches)
+
+
+def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:
+    """What sends messages between stages in fewer bits; None: they are sent as they are."""
+    form = pipeline_format(config)
+    return MessageEncoder(form, kernels, config.wire.error_feedback) if form is not None else None
 
 
 def _parted(placed: Sequence[FlatBucket], trained: int) -> tuple[Sequence[FlatBucket], Sequence[FlatBucket]]:
@@ -219,7 +240,7 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
         comm.connect(stages)
     comm.link(plan.links)
     axis = TensorAxis(comm)
-    axis.kernels = kernels
+    axis.kernels, axis.wire = kernels, tensor_format(plan.config)
     agree_on_kernels(kernels, comm, device)
     set_overlap(axis, comm, plan.config, device)
     if plan.gather_groups is not None:

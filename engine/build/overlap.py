@@ -32,7 +32,7 @@ def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.devi
         axis.overlap = Overlap(frozenset())
     elif wanted == "chunks":
         axis.overlap = Overlap(frozenset({device.type}), 0)
-    elif axis.size > 1:
+    elif axis.size > 1 and axis.wire is None:
         axis.measured = measured_overlap(config, device, axis.kernels.card)
         if wanted == "fused" or axis.measured is not None:
             runs = runs_triton(device)

@@ -22,8 +22,8 @@ from engine.planning.plan import Plan
 from engine.precision.dtypes import place_rest
 from engine.zero.flat_buckets import FlatBucket, Ownership, fill, reserve
 from engine.zero.gather.encoded_gather import with_codecs
-from engine.zero.offload.disk_moments import MomentBuffers
-from engine.zero.offload.scratch_folder import ScratchFolder
+from engine.zero.offload.moment_buffers import MomentBuffers
+from engine.zero.offload.scratch_folder import MappedMemory, ScratchFolder
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 logger = logging.getLogger("trine")
@@ -129,23 +129,28 @@ def place_on_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: t
     if offload.device != "nvme":
         return
     with all_or_none(comm, device):
-        if hosted and offload.nvme_path is not None:
+        if offload.nvme_path is not None:  # without a bucket, too: the ranks agree on every update
             count = min(offload.buffer_count, len(hosted))
-            size = plan.rank(comm.grid.rank).host_bytes.get("buffers", 0) // count
-            optimizer.keep_on_disk(ScratchFolder(offload.nvme_path, comm.grid.rank), MomentBuffers(count, size))
+            size = plan.rank(comm.grid.rank).host_bytes.get("buffers", 0) // max(count, 1)
+            folder = ScratchFolder(offload.nvme_path, comm.grid.rank)
+            optimizer.keep_on_disk(folder, MomentBuffers(count, size), device)
 
 
 def _ownership(plan: Plan, coord: Coord) -> Ownership:
     config = plan.config
+    offload = config.zero_optimization.offload_optimizer
+    mapped = offload.device == "nvme" and offload.map_memory and offload.nvme_path is not None
     return Ownership(
-        coord.dp,
-        config.dp,
+        coord.dp % config.shards,
+        config.shards,
         sharded=config.zero_optimization.stage > 0,
         sharded_gradients=reduces_each_microbatch(config),
         sharded_parameters=shards_parameters(config),
         master=plan.precision.master,
         hosted=plan.hosted(coord),
-        pinned=config.zero_optimization.offload_optimizer.pin_memory,
+        first=coord.dp < config.shards,
+        pinned=offload.pin_memory,
+        mapped=MappedMemory(str(offload.nvme_path)).zeros if mapped else None,
     )
 
 

@@ -40,6 +40,8 @@ class Request:
     """Names of the frozen parameters that are planned as trained ones, since the user may thaw them."""
     rows: BatchRows = field(default_factory=BatchRows)
     inputs: ForwardInputs = field(default_factory=ForwardInputs)
+    metrics: tuple[str, ...] = ()
+    """Names of the further values that ``loss_fn`` returns."""
     changes: ForwardChanges = field(default_factory=ForwardChanges)
     """Changes of the model's forwards that were made before planning."""
     patches: ForwardPatches = field(default_factory=ForwardPatches)
@@ -49,7 +51,7 @@ class Request:
 
     def program(self, model: nn.Module, precision: Precision, device: torch.device) -> Program:
         """Model and loss as one function of a microbatch."""
-        return Program(model, self.loss_fn, precision, device, self.rows, self.inputs)
+        return Program(model, self.loss_fn, precision, device, self.rows, self.inputs, self.metrics)
 
 
 class BuildRuntime(Protocol):

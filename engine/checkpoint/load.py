@@ -231,7 +231,7 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
             continue
         apart = flat.owned == flat.shard or flat.wide is None
         if comm.grid.dp > 1 and apart and not flat.sharded:
-            pending.append(comm.all_gather(flat.params, flat.params[flat.shard].clone(), "dp", LABEL))
+            pending.append(comm.all_gather(flat.params, flat.params[flat.shard].clone(), comm.grid.sharding, LABEL))
     for gather in pending:
         gather.wait()
     for flat in buckets:
@@ -257,7 +257,7 @@ def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> 
             whole = torch.zeros(flat.bucket.elements, dtype=values.dtype, device=flat.params.device)
             for place in having:
                 whole[place.part].copy_(moments[place.parameter][name].view(-1))
-            comm.all_gather(whole, whole[flat.shard].clone(), "dp", LABEL).wait()
+            comm.all_gather(whole, whole[flat.shard].clone(), comm.grid.sharding, LABEL).wait()
             for place in having:
                 moments[place.parameter][name].view(-1).copy_(whole[place.part])
 
@@ -265,6 +265,6 @@ def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> 
 def _gather_whole(values: Tensor, flat: FlatBucket, comm: Comm) -> None:
     """All-gather over dp the shards of a tensor [elements], which lies on the device or on the host."""
     whole = values.to(flat.params.device)
-    comm.all_gather(whole, whole[flat.shard].clone(), "dp", LABEL).wait()
+    comm.all_gather(whole, whole[flat.shard].clone(), comm.grid.sharding, LABEL).wait()
     if whole is not values:
         values.copy_(whole)

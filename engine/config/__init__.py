@@ -1,4 +1,4 @@
-"""Configuration: reads JSON into typed frozen dataclasses and reports all mistakes at once. Imports no torch.
+"""Configuration: reads a file into typed frozen dataclasses and reports all mistakes at once. Imports no torch.
 
 ``load_config`` works in four steps: the file, DeepSpeed's own keys (``deepspeed``), the typed sections (``sections``,
 read by ``reader`` with the ``rules`` of their fields), and the rules between keys (``between``, and the sizes here).
@@ -19,8 +19,10 @@ from engine.config.between import (
     check_precision,
     check_recomputation,
     check_reruns,
+    check_wire,
     check_zero,
 )
+from engine.config.config_file import read_config_file, remarks
 from engine.config.deepspeed.keys import KEYS
 from engine.config.deepspeed.translate import translate
 from engine.config.optim_sections import (
@@ -32,7 +34,8 @@ from engine.config.optim_sections import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from engine.config.reader import Section, Typed, dump_section, paths, read_json, read_section, remarks, setting
+from engine.config.overrides import overridden
+from engine.config.reader import Section, Typed, dump_section, paths, read_section, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
     ActivationCheckpointingConfig,
@@ -46,6 +49,7 @@ from engine.config.sections import (
     ScheduleCosts,
     TorchAutocastConfig,
     WatchdogConfig,
+    WireConfig,
     ZeroConfig,
 )
 from engine.config.wording import kind, show_path, shown_value
@@ -68,6 +72,7 @@ __all__ = [
     "SchedulerConfig",
     "TorchAutocastConfig",
     "WatchdogConfig",
+    "WireConfig",
     "ZeroConfig",
     "load_config",
 ]
@@ -95,6 +100,8 @@ class Config:
     """The grid of processes."""
     zero_optimization: ZeroConfig = setting(ZeroConfig(), Section(cls=ZeroConfig))
     """Optimizer state, gradients and parameters that the data ranks shard."""
+    wire: WireConfig = setting(WireConfig(), Section(cls=WireConfig))
+    """Activations and their gradients in fewer bits between ranks."""
     bf16: Bf16Config = setting(Bf16Config(), Section(cls=Bf16Config))
     """Training in bfloat16."""
     fp16: Fp16Config = setting(Fp16Config(), Section(cls=Fp16Config))
@@ -159,6 +166,11 @@ class Config:
         return self._settled("data")
 
     @property
+    def shards(self) -> int:
+        """Data ranks that share one copy of what ZeRO shards."""
+        return self.zero_optimization.shard_size or self.dp
+
+    @property
     def tp(self) -> int:
         """Size of the tensor axis."""
         return self._settled("tensor")
@@ -180,7 +192,8 @@ class Config:
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
-        return Grid(self.pp, self.dp, self.tp, rank, self.parallel.order)
+        shards = self.shards if self.shards < self.dp else None
+        return Grid(self.pp, self.dp, self.tp, rank, self.parallel.order, shards)
 
     def resolve(self, world_size: int) -> "Config":
         """Return the config with every size filled in for ``world_size`` processes.
@@ -198,14 +211,18 @@ class Config:
 _PATHS = tuple(paths(Config))
 
 
-def load_config(source: "ConfigSource | Config", world_size: int | None = None) -> Config:
-    """Load the config from a dict, a JSON file or a Config; with ``world_size``, all sizes are filled in.
+def load_config(
+    source: "ConfigSource | Config", world_size: int | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """Load the config from a dict, a JSON, TOML or YAML file or a Config; with ``world_size``, all sizes are filled in.
+
+    ``overrides`` are words such as ``optimizer.params.lr=3e-4``, which replace single keys.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them by their JSON paths.
     """
     problems = _problems_of(source)
-    config = _read(source, problems)
+    config = _read(source, problems, overrides)
     _check_between(config, problems)
     if not problems.touch("", "parallel", *BATCH):
         config = _resolve(config, world_size, problems)
@@ -214,16 +231,16 @@ def load_config(source: "ConfigSource | Config", world_size: int | None = None) 
     return config
 
 
-def load_raw(source: "ConfigSource") -> Mapping[str, Any]:
-    """The JSON object of a file, or a dict, as it is.
+def load_raw(source: "ConfigSource", overrides: Sequence[str] = ()) -> Mapping[str, Any]:
+    """The object of a file, or a dict, as it is but for the ``overrides``.
 
     Raises:
         ConfigError: the file cannot be read, or there is no JSON object.
     """
     problems = _problems_of(source)
-    raw = _object(source, problems)
+    raw = overridden(_object(source, problems) or {}, overrides, problems)
     problems.raise_if_any()
-    return raw or {}
+    return raw
 
 
 def _problems_of(source: "ConfigSource | Config") -> Problems:
@@ -232,21 +249,21 @@ def _problems_of(source: "ConfigSource | Config") -> Problems:
 
 
 def _object(source: "ConfigSource", problems: Problems) -> Mapping[str, Any] | None:
-    raw: object = read_json(source, problems) if isinstance(source, (str, os.PathLike)) else source
+    raw: object = read_config_file(source, problems) if isinstance(source, (str, os.PathLike)) else source
     if isinstance(raw, Mapping):
         return raw
     problems.add("", f"{shown_value(raw)} is {kind(raw)}; give one JSON object, the path of one, or a dict.")
     return None
 
 
-def _read(source: "ConfigSource | Config", problems: Problems) -> Config:
+def _read(source: "ConfigSource | Config", problems: Problems, overrides: Sequence[str]) -> Config:
     if isinstance(source, Config):
         # read again, so that a hand-built config meets the same rules
-        return replace(_read(source.to_json(), problems), notes=source.notes)
+        return replace(_read(source.to_json(), problems, overrides), notes=source.notes)
     raw = _object(source, problems)
     if raw is None:
         return Config()
-    own, notes = translate(raw, frozenset(_PATHS), problems)
+    own, notes = translate(overridden(raw, overrides, problems), frozenset(_PATHS), problems)
     return replace(read_section(Config, own, "", problems), notes=(*remarks(raw), *notes))
 
 
@@ -260,6 +277,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_parallel(config.parallel, problems)
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
+    check_wire(config.wire, config.parallel, config.integrity, problems)
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:

@@ -13,10 +13,12 @@ from engine.config.sections import (
     MonitorConfig,
     ParallelConfig,
     TorchAutocastConfig,
+    WireConfig,
     ZeroConfig,
 )
 from engine.config.wording import shown_value
 from engine.errors import ConfigError
+from engine.parallel.grid import Grid
 from engine.parallel.pipeline.schedule.kinds import training_schedule
 from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
@@ -34,8 +36,8 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         problems.add(
             "bf16.bf16_optimizer_states",
-            "true with an fp32 master, which is the larger part of the state; set bf16.bf16_master_weights_and_grads "
-            "too, or leave it out.",
+            "true with bf16.bf16_master_weights_and_grads false keeps an fp32 master, the larger part of the state; "
+            "set it too, or leave it out.",
         )
 
 
@@ -100,6 +102,11 @@ def check_zero(zero: ZeroConfig, problems: Problems) -> None:
             "zero_optimization.offload_optimizer.nvme_path",
             'missing, and device is "nvme": give a folder on a disk of every host, or set device to "cpu".',
         )
+    if offload.map_memory and offload.device != "nvme":
+        problems.add(
+            "zero_optimization.offload_optimizer.map_memory",
+            f'true, and device is "{offload.device}": set device to "nvme" and give nvme_path, or leave it out.',
+        )
     if zero.reduce == "microbatch" and zero.stage < 2:
         problems.add(
             "zero_optimization.reduce",
@@ -113,6 +120,11 @@ def check_zero(zero: ZeroConfig, problems: Problems) -> None:
                 f"{shown_value(getattr(zero, key))} with stage {zero.stage}: only stage 3 gathers parameters; set "
                 "stage to 3, or leave it out.",
             )
+    if zero.shard_size is not None and zero.stage == 0:
+        problems.add(
+            "zero_optimization.shard_size",
+            f"{zero.shard_size} with stage 0, which shards nothing; set stage to 1, 2 or 3, or leave it out.",
+        )
     check_secondary_shards(zero, problems)
     check_fewer_bits(zero, problems)
 
@@ -144,6 +156,12 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
                 f"zero_optimization.{key}",
                 f"true with stage 0: only stages 1 to 3 {what}; set stage to 1, 2 or 3, or leave it out.",
             )
+    if zero.zero_quantized_gradients_bits == 1 and not zero.zero_gradient_error_feedback:
+        problems.add(
+            "zero_optimization.zero_quantized_gradients_bits",
+            "1 without zero_gradient_error_feedback, so what signs leave out of gradients would be lost; set "
+            "zero_gradient_error_feedback to true, or give 4 bits.",
+        )
     given = (
         ("zero_quantized_weights_bits", 8, zero.zero_quantized_weights),
         ("zero_quantized_gradients_bits", 8, zero.zero_quantized_gradients),
@@ -196,7 +214,20 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
 def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
     """Note data ranks that nodes do not share alike, of a configuration whose sizes are known."""
     asked, ranks = zero.zero_hpz_partition_size, parallel.data
-    if isinstance(asked, int) and isinstance(ranks, int) and asked > 1 and ranks > 1 and ranks % asked:
+    shared = zero.shard_size
+    if shared is not None and isinstance(ranks, int) and ranks % shared:
+        problems.add(
+            "zero_optimization.shard_size",
+            f"{shared} does not divide the {ranks} data ranks, which form shard groups of that size; give a divisor of "
+            f"{ranks}, or leave it out.",
+        )
+    elif shared is not None and isinstance(asked, int) and asked > 1 and shared % asked:
+        problems.add(
+            "zero_optimization.zero_hpz_partition_size",
+            f"{asked} does not divide the {shared} data ranks of a shard group, which keep shards among so many; give "
+            f"a divisor of {shared}, or leave it out.",
+        )
+    elif isinstance(asked, int) and isinstance(ranks, int) and asked > 1 and ranks > 1 and ranks % asked:
         problems.add(
             "zero_optimization.zero_hpz_partition_size",
             f"{asked} does not divide the {ranks} data ranks, of which each node has as many; give a divisor of "
@@ -211,14 +242,15 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
         return
     if not isinstance(data, int) or not isinstance(tensor, int) or not isinstance(pipeline, int):
         return
-    near = parallel.order == "tp-pp-dp"
-    between = tensor * pipeline if near else tensor
-    copies, inside = data * between, max(1, node // between)
-    fits = copies <= node and (node % copies == 0 or near or pipeline == 1)
-    if not (fits or (data % inside == 0 and (node % between == 0 or between % node == 0))):
+    grid = Grid(pipeline, data, tensor, order=parallel.order)
+    shards = min(data, zero.shard_size or data)
+    between, outermost = grid.stride("dp"), grid.stride("dp") * shards == grid.world_size
+    copies, inside = shards * between, max(1, node // between)
+    fits = copies <= node and (node % copies == 0 or outermost)
+    if not (fits or (shards % inside == 0 and (node % between == 0 or between % node == 0))):
         problems.add(
             "parallel.gpus_per_node",
-            f"{node} does not divide {data} data x {tensor} tensor ranks, and quantized gradients are summed within "
+            f"{node} does not divide {shards} data x {tensor} tensor ranks, and quantized gradients are summed within "
             "nodes first; give a number that does, or leave it out, and they are summed in one step.",
         )
 
@@ -230,6 +262,35 @@ def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problem
             "integrity.rerun",
             "true with zero_optimization.zero_gradient_error_feedback, and a second run would encode what the first "
             "has left out; switch one of them off.",
+        )
+
+
+def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
+    """Note settings of formats that are not chosen, and ways to communicate that send numbers as they are."""
+    blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
+    if wire.block_size != 256 and not blocks:
+        problems.add(
+            "wire.block_size",
+            f'{wire.block_size} without int8 or int4, so no block has a scale; set pipeline or tensor to "int8", or '
+            "leave it out.",
+        )
+    if wire.error_feedback and wire.pipeline == "exact":
+        problems.add(
+            "wire.error_feedback",
+            f"true with pipeline {shown_value(wire.pipeline)}: only gradients that stages round leave something for "
+            'the next ones; set pipeline to "int8" or another format, or leave it out.',
+        )
+    if wire.error_feedback and integrity.rerun:
+        problems.add(
+            "wire.error_feedback",
+            "true with integrity.rerun, and a second run of a step would send what the first has left out; switch one "
+            "of them off.",
+        )
+    if wire.tensor != "exact" and parallel.overlap in ("chunks", "fused"):
+        problems.add(
+            "wire.tensor",
+            f"{shown_value(wire.tensor)} with parallel.overlap {shown_value(parallel.overlap)}, whose products send "
+            'rows as they are made, not whole blocks; set parallel.overlap to "auto" or "off", or leave it out.',
         )
 
 
@@ -249,8 +310,9 @@ def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
 
 def check_installed(monitor: MonitorConfig) -> None:
     """Refuse a log whose package is not installed, on every rank, before anything is started."""
-    if monitor.tensorboard and find_spec("tensorboard") is None:
-        raise ConfigError(
-            f"monitor.tensorboard: {shown_value(monitor.tensorboard)} needs the package tensorboard, which is not "
-            "installed; pip install 'trine[ui]', or leave it out."
-        )
+    for key, install in (("tensorboard", "'trine[ui]'"), ("wandb", "wandb"), ("mlflow", "mlflow")):
+        if (value := getattr(monitor, key)) and find_spec(key) is None:
+            raise ConfigError(
+                f"monitor.{key}: {shown_value(value)} needs the package {key}, which is not installed; "
+                f"pip install {install}, or leave it out."
+            )

@@ -120,8 +120,9 @@ _KEYS: Mapping[str, str] = MappingProxyType({
         " print_interval print_freq metrics.log_freq report_every",
     "monitor.tensorboard": "tensorboard_dir tensorboard_log_dir logging_dir enable_tensorboard use_tensorboard",
     "monitor.jsonl (a file) or monitor.tensorboard (a folder)":
-        "logging logger log log_dir log_file log_path metrics report_to log_with wandb_project wandb_config use_wandb"
-        " enable_wandb mlflow trackers monitor.wandb monitor.csv",
+        "logging logger log log_dir log_file log_path metrics report_to log_with trackers",
+    "monitor.wandb": "wandb_project wandb_config use_wandb enable_wandb",
+    "monitor.mlflow": "mlflow mlflow_experiment",
 })  # fmt: skip
 
 _LOOP = "the loop is yours; call eng.train_batch(batch) as often as you train"

@@ -1,26 +1,18 @@
-"""Reads JSON into typed sections, and writes sections back as JSON.
+"""Reads JSON values into typed sections, and writes sections back as JSON.
 
 A *section* is a frozen dataclass whose fields are declared with ``setting(default, rule)``. One reader handles every
 section, so a new key takes one line at its declaration and none here.
 """
 
 import dataclasses
-import json
-import os
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.config.rules import FrozenMap, Problems, Rule
-from engine.config.wording import join_path, kind, show_path, shown_value
-from engine.errors import ConfigError
+from engine.config.wording import join_path, kind, shown_value
 
 T = TypeVar("T")
-_DEPTH = 8
-_COMMENT = re.compile(r"^\s*(#|//|/\*)", flags=re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,80 +134,3 @@ def paths(cls: type[Any], at: str = "") -> Iterator[str]:
         if isinstance(rule, Typed):
             yield f"{here}.params"
             yield from dict.fromkeys(p for each in rule.kinds.values() for p in paths(each, f"{here}.params"))
-
-
-class _Object(dict[str, Any]):
-    """A JSON object that remembers duplicate keys."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        dict.__init__(self, pairs)
-        self.remark = ""
-        """How the file was read, if not as JSON."""
-        self.twice = tuple(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-
-
-def read_json(path: str | os.PathLike[str], problems: Problems) -> Mapping[str, Any]:
-    """Read the object in a JSON file and note duplicate keys.
-
-    Raises:
-        ConfigError: the file is unreadable or is not JSON.
-    """
-    name = show_path(os.fsdecode(path))
-    try:
-        text = Path(os.fsdecode(path)).read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"{name}: no such file; give the path of a JSON file, or a dict.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{name}: not readable (it is not UTF-8 text); give the path of a JSON file.") from None
-    except OSError as why:
-        raise ConfigError(f"{name}: not readable ({why.strerror}); give the path of a JSON file.") from None
-    except ValueError:  # a zero byte, or half of a surrogate pair
-        raise ConfigError(f"{name}: not the name of a file; give the path of a JSON file, or a dict.") from None
-    raw = _parsed(text, name)
-    _note_twice(raw, "", problems)
-    return raw  # type: ignore[no-any-return]
-
-
-def remarks(raw: object) -> tuple[str, ...]:
-    """How the file of this object was read, if not as JSON."""
-    return (raw.remark,) if isinstance(raw, _Object) and raw.remark else ()
-
-
-def _parsed(text: str, name: str) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_Object)
-    except json.JSONDecodeError as why:
-        return _parsed_as_hjson(text, name, why)
-    except (RecursionError, ValueError):
-        raise ConfigError(f"{name}: nested too deeply, or a number is too long; write a plain config object.") from None
-
-
-def _parsed_as_hjson(text: str, name: str, why: json.JSONDecodeError) -> Any:
-    """The value of a file with comments or without some commas, which DeepSpeed reads too."""
-    not_json = f"not JSON at line {why.lineno} column {why.colno} ({why.msg})"
-    try:
-        import hjson
-    except ImportError:
-        hint = ", or install hjson, which reads comments" if _COMMENT.search(text) else ""
-        raise ConfigError(f"{name}: {not_json}; fix it there{hint}.") from None
-    try:
-        found = hjson.loads(text, object_pairs_hook=_Object)
-    except (RecursionError, ValueError):
-        found = None
-    if not isinstance(found, _Object) or not text.lstrip().startswith(("{", "#", "/")):
-        raise ConfigError(f"{name}: {not_json}; fix it there.") from None
-    found.remark = f"{name}: read as Hjson, since it is {not_json}."
-    return found
-
-
-def _note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
-    if depth > _DEPTH:
-        return  # no section is nested so deeply; the reader reports the key that holds this as unknown
-    if isinstance(raw, list):
-        for i, entry in enumerate(raw):
-            _note_twice(entry, f"{at}[{i}]", problems, depth + 1)
-    if isinstance(raw, _Object):
-        for key in raw.twice:
-            problems.add(join_path(at, key), "given twice in one object; keep one of them.")
-        for key, entry in raw.items():
-            _note_twice(entry, join_path(at, key), problems, depth + 1)

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 from numbers import Real as RealNumber
 from typing import Any
@@ -343,11 +344,12 @@ def _nearest(at: str, key: str, level: Sequence[str], known: tuple[Sequence[str]
         return [nested]  # a path written as one key
     if nested in ours and key not in level:
         return []  # params of another type: the caller lists those of this one
-    beside = [each for each in theirs if _parent(each) == here]
+    beside = [each for each in theirs if _parent_and_word(each)[0] == here]
     # If the exact name exists elsewhere, only a nearly identical key of this section can win.
-    least = 1 - _HOME if any(each.endswith(f".{key}") or each == key for each in (*ours, *theirs)) else _CLOSE
+    ending = f".{key}"
+    least = 1 - _HOME if any(each.endswith(ending) or each == key for each in (*ours, *theirs)) else _CLOSE
     home = _likeness(key, (*(join_path(at, name) for name in level), *beside), least)
-    away = _likeness(key, [each for each in (*ours, *theirs) if _parent(each) != here], least)
+    away = _likeness(key, [each for each in (*ours, *theirs) if _parent_and_word(each)[0] != here], least)
     best_home, best_away = max(home.values(), default=0.0), max(away.values(), default=0.0)
     at_home = best_home >= _CLOSE and best_home >= best_away - _HOME
     scores, best = (home, best_home) if at_home else (away, best_away)
@@ -355,8 +357,11 @@ def _nearest(at: str, key: str, level: Sequence[str], known: tuple[Sequence[str]
     return [each for each in nearest if each not in theirs][:3] or nearest[:3]
 
 
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
+@lru_cache(maxsize=4096)
+def _parent_and_word(path: str) -> tuple[str, str]:
+    """The section of a path and its last word in small letters; asked for every known key at each unknown one."""
+    parent, _, word = path.rpartition(".")
+    return parent, word.lower()
 
 
 def _likeness(given: str, known: Iterable[str], least: float) -> dict[str, float]:
@@ -367,16 +372,21 @@ def _likeness(given: str, known: Iterable[str], least: float) -> dict[str, float
     if len(given) > _LONG:
         return {}
     matcher = difflib.SequenceMatcher(None, b=given.lower().replace("-", "_"))
+    length = len(given)
+    shortest, longest = length * least / (2 - least), length * (2 - least) / least
     scores: dict[str, float] = {}
     of_word: dict[str, float] = {}
     for path in known:
-        word = path.rpartition(".")[2].lower()
-        if word not in of_word:
-            of_word[word] = 0.0
+        word = _parent_and_word(path)[1]
+        score = of_word.get(word)
+        if score is None:
+            score = 0.0
             # bounds by length and by letters avoid most of the slow comparisons
-            if 2 * min(len(word), len(given)) >= least * (len(word) + len(given)):
+            if shortest <= len(word) <= longest:
                 matcher.set_seq1(word)
-                of_word[word] = matcher.ratio() if matcher.quick_ratio() >= least else 0.0
-        if of_word[word] >= least:
-            scores[path] = least = of_word[word]
+                score = matcher.ratio() if matcher.quick_ratio() >= least else 0.0
+            of_word[word] = score
+        if score >= least:
+            scores[path] = least = score
+            shortest, longest = length * least / (2 - least), length * (2 - least) / least
     return scores

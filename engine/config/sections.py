@@ -16,7 +16,10 @@ from engine.parallel.grid import Order
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v", "auto")
 AUTO = Choice(options=("auto",), noun="auto")
 AXIS = AnyOf(rules=(AUTO, SIZE), remedy='give a whole number of at least 1, or "auto" for one axis')
+BLOCKS = Choice(options=(64, 128, 256, 512, 1024, 2048), noun="a block size")
+NUMBERS = Choice(options=("exact", "bf16", "fp16", "int8", "int4"), noun="a format of numbers")
 FOLDER = Text(noun="a path", null=True, remedy="give a path in quotes, or null for none")
+METRICS = ListOf(each=Text(), noun='a list of names such as ["accuracy"]')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,8 @@ class OffloadConfig:
     """Folder on the disk, for device nvme."""
     buffer_count: int = setting(4, Int(low=2))
     """Buckets whose moments may be in host memory at a time, for device nvme."""
+    map_memory: bool = setting(False, Flag())
+    """For device nvme: all other state in host memory lies in files there too, written out when memory is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,18 +123,33 @@ class ZeroConfig:
     """Bits of a gathered weight."""
     zero_quantized_gradients: bool = setting(False, Flag())
     """Reduce gradients in fewer bits, and add them in fp32; within nodes first, if parallel.gpus_per_node is given."""
-    zero_quantized_gradients_bits: Literal[8, 4] = setting(8, Choice(options=(8, 4), noun="a number of bits"))
-    """Bits of a gradient on the wire."""
+    zero_quantized_gradients_bits: Literal[8, 4, 1] = setting(8, Choice(options=(8, 4, 1), noun="a number of bits"))
+    """Bits of a gradient on the wire; 1: signs, with error feedback alone."""
     zero_gradient_error_feedback: bool = setting(False, Flag())
     """Add what an encoding leaves out of gradients to the next one; takes 4 bytes an element of each bucket."""
-    zero_quantized_block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, Choice(
-        options=(64, 128, 256, 512, 1024, 2048), noun="a block size"))  # fmt: skip
+    zero_quantized_block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, BLOCKS)
     """Elements that share a scale (fp32) on the wire."""
     zero_hpz_partition_size: int | Literal["auto"] = setting(1, AnyOf(
         rules=(AUTO, COUNT), remedy='give a number of data ranks, or "auto"'))  # fmt: skip
     """At stage 3, data ranks of a node, which keep gathered parameters as shards among them; 1 or 0: none do."""
+    shard_size: int | None = setting(None, Int(low=2, null=True))
+    """Data ranks that share one copy of what the stage shards, side by side (MiCS, HSDP); null: all of them."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
     """Placement of the optimizer state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireConfig:
+    """Activations and their gradients in fewer bits between ranks; every element of them is rounded."""
+
+    pipeline: Literal["exact", "bf16", "fp16", "int8", "int4"] = setting("exact", NUMBERS)
+    """What stages send each other: in int8 and int4 an element errs by half a scale, max |block| / 127 or / 7."""
+    tensor: Literal["exact", "bf16", "fp16", "int8", "int4"] = setting("exact", NUMBERS)
+    """What tensor ranks sum and gather: a sum errs by half a scale of each rank and of the sum; logits stay exact."""
+    block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, BLOCKS)
+    """Elements that share a scale (fp32), with int8 and int4."""
+    error_feedback: bool = setting(False, Flag())
+    """Add what messages between stages leave out of gradients to the next ones; takes 4 bytes an element of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +252,18 @@ class MonitorConfig:
     """File that receives a JSON object every ``every`` steps."""
     tensorboard: str | None = setting(None, FOLDER)
     """Folder of the TensorBoard log."""
+    csv: str | None = setting(None, FOLDER)
+    """File that receives the same as lines of comma-separated values."""
+    wandb: str | None = setting(None, FOLDER)
+    """Project of Weights & Biases that receives them."""
+    mlflow: str | None = setting(None, FOLDER)
+    """Experiment of MLflow that receives them."""
     every: int = setting(10, SIZE)
     """Steps between two logged lines."""
+    progress: bool = setting(False, Flag())
+    """Print a line for each of them on rank 0."""
+    metrics: tuple[str, ...] = setting((), METRICS)
+    """Names of further values that ``loss_fn`` returns, averaged over microbatches and data ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

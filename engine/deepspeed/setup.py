@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import engine
 from engine.config import load_config, load_raw
-from engine.config.reader import remarks
+from engine.config.config_file import remarks
 from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule

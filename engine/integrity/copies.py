@@ -1,6 +1,7 @@
 """Copies that several ranks hold in equal bits, compared by short digests; the odd one is named by majority.
 
     data ranks         what ``HeldTensor.equal`` says: everything at ZeRO 0, weights at ZeRO 1 and 2
+    shard groups       all the rest, where there are several: the shards of one place in all of them
     replica's ranks    weights that tensor ranks hold whole, and weights that pipeline ranks share (ties)
 
 Tensor ranks lay their buckets out differently, so the second kind is compared by parameter; at ZeRO 3 the digests of
@@ -29,10 +30,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DataCopies:
-    """Copies on the ranks of axis dp."""
+    """Copies on the ranks of axis dp, and of dp_replicate, which hold the same shards."""
 
-    def __init__(self, comm: Comm, device: torch.device) -> None:
-        self.comm, self.device = comm, device
+    def __init__(self, comm: Comm, device: torch.device, axis: Axis = "dp") -> None:
+        self.comm, self.device, self._axis = comm, device, axis
+        grouped = axis == "dp" and comm.grid.size("dp_replicate") > 1
+        self._shards = DataCopies(comm, device, "dp_replicate") if grouped else None
         self._table = torch.zeros(0)
         self._held: list[HeldTensor] = []
         self._digests: list[Tensor] = []
@@ -40,33 +43,35 @@ class DataCopies:
     def compare(self, held: Sequence[HeldTensor], digests: Sequence[Tensor]) -> Tensor:
         """Whether copies differ, 0-dim on the device; one all-gather of 16 bytes a tensor and rank, label "integrity".
 
-        ``digests``: those of ``held``.
+        Another one over dp_replicate, if there are several shard groups. ``digests``: those of ``held``.
         """
-        pairs = [pair for pair in zip(held, digests, strict=True) if pair[0].equal]
+        shards = None if self._shards is None else self._shards.compare(held, digests)
+        pairs = [pair for pair in zip(held, digests, strict=True) if pair[0].equal == (self._axis == "dp")]
         self._held, self._digests = [each for each, _ in pairs], [digest for _, digest in pairs]
-        if self.comm.grid.dp == 1 or not pairs:
+        if self.comm.grid.size(self._axis) == 1 or not pairs:
             self._table = torch.zeros(0)
-            return torch.zeros((), dtype=torch.bool, device=self.device)
+            return torch.zeros((), dtype=torch.bool, device=self.device) if shards is None else shards
         own = torch.cat([short_digest(digest) for digest in self._digests])
-        self._table = _gathered(own, self.comm, "dp")
-        return (self._table != self._table[0]).any()
+        self._table = _gathered(own, self.comm, self._axis)
+        differ = (self._table != self._table[0]).any()
+        return differ if shards is None else differ | shards
 
     def findings(self, update: int) -> list[Finding]:
         """What differs; all ranks of the axis find the same. The whole digests of what differs are gathered."""
+        found = self._shards.findings(update) if self._shards is not None else []
         if not self._table.numel():
-            return []
+            return found
         columns = self._table.view(len(self._table), -1, 2).cpu()
-        found = []
         for place, each in enumerate(self._held):
             values = [tuple(row) for row in columns[:, place].tolist()]
             if len(set(values)) > 1:
-                digests = gather_from_all(self._digests[place], self.comm, self.device, INTEGRITY, "dp")
+                digests = gather_from_all(self._digests[place], self.comm, self.device, INTEGRITY, self._axis)
                 found += list(self._named(each, values, digests, update))
         return found
 
     def _named(self, held: HeldTensor, values: Sequence[Hashable], digests: Tensor, update: int) -> Iterator[Finding]:
         odd, most = odd_ones(values)
-        peers = self.comm.grid.peers("dp")
+        peers = self.comm.grid.peers(self._axis)
         differing = next(index for index in range(len(values)) if values[index] != values[most])
         difference = (digests[differing] - digests[most]).tolist()
         for place in flipped_places(difference, held.tensor)[:1]:
@@ -91,13 +96,13 @@ class ReplicaCopies:
         """Whether copies differ, 0-dim on the device.
 
         One all-gather over the replica of 8 bytes a parameter and rank, label "integrity"; at ZeRO 3 an all-reduce of
-        them over dp before.
+        them over the shards before.
         """
         if not self._rows or self._comm.grid.size("replica") == 1:
             return torch.zeros((), dtype=torch.bool, device=device)
         own = torch.stack([self._digest(row.name, device) for row in self._rows])
         if self._sharded:
-            self._comm.all_reduce(own, "dp", INTEGRITY).wait()
+            self._comm.all_reduce(own, self._comm.grid.sharding, INTEGRITY).wait()
         self._found = _gathered(own, self._comm, "replica")
         differs = [
             (self._found[members, column] != self._found[members[0], column]).any()

@@ -40,7 +40,7 @@ from engine.parallel.tensor.layers.planned_traffic import (
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
-from engine.planning.budgets import shards_parameters
+from engine.planning.budgets import shards_parameters, tensor_format
 from engine.planning.example_trace import trace_example
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan
@@ -225,7 +225,8 @@ def _notes_on_logits(use: LogitUse) -> tuple[str, ...]:
 
 def _watch(config: Config, request: PlanRequest, tensor: TensorPlan) -> TrafficRecorder:
     model = request.program.model
-    return TrafficRecorder(model, tensor, recomputed_blocks(model, config.activation_checkpointing), config.tp)
+    recomputed = recomputed_blocks(model, config.activation_checkpointing)
+    return TrafficRecorder(model, tensor, recomputed, config.tp, tensor_format(config))
 
 
 def _by_stage(trace: ModelTrace, cut: Partition | None, calls: Mapping[int, Tally], loss: Tally) -> dict[int, Tally]:

@@ -7,18 +7,21 @@ from math import prod
 import torch
 
 from engine.config import Config
-from engine.kernels.wire.block_codec import BlockFormat
+from engine.kernels.wire.block_codec import BlockFormat, CastFormat, NumberFormat
 from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.schedule.actions import Action
 from engine.parallel.shard_table import ShardRow, ShardTable
+from engine.parallel.tensor.collectives import ACTIVATIONS
 from engine.parallel.tensor.layers.partial_grads import LABEL
 from engine.parallel.trace.model_trace import Value
-from engine.precision.dtypes import Precision
+from engine.parallel.wire.activation_format import ActivationFormat
+from engine.precision.dtypes import Precision, Widths
 from engine.zero.gather.gather_schedule import GatherOrder, Gathers, count_gathers
 from engine.zero.gather.secondary_shards import NO_SHARDS, WITHIN, SecondaryLayout
 from engine.zero.layout import Bucket, FlatLayout
+from engine.zero.offload.direct_io import whole_sectors
 from engine.zero.offload.host_copies import offloaded_buckets
 from engine.zero.wire_formats import WireFormats
 
@@ -39,7 +42,7 @@ class RankPlan:
     host_bytes: Mapping[str, int]
     """Bytes in host memory for each kind of state: master, gradients, optimizer; empty without an offload."""
     disk_bytes: int
-    """Bytes on disk."""
+    """Bytes on disk: two slots of moments, and the weights from before the last update."""
     traffic: tuple[Traffic, ...]
 
 
@@ -90,12 +93,12 @@ def state_bytes(
     if formats.feedback:
         state["error feedback"] = sum(4 * formats.residual_elements(bucket) for bucket in layout.buckets)
     host = {"master": 0, "gradients": 0, "optimizer": 0}
-    share = config.dp if config.zero_optimization.stage else 1
-    parts = config.dp if shards_parameters(config) else 1
+    share = config.shards if config.zero_optimization.stage else 1
+    parts = config.shards if shards_parameters(config) else 1
     hosted = hosted_buckets(layout, config)
     for bucket in layout.buckets:
         widths, owned = precision.widths(bucket.dtype), bucket.elements // share
-        kept = config.dp if reduces_each_microbatch(config) and not bucket.partial else 1
+        kept = config.shards if reduces_each_microbatch(config) and not bucket.partial else 1
         state["gradients"] += bucket.elements // kept * widths.sums.itemsize
         state["parameters"] += bucket.elements // parts * widths.compute.itemsize
         place = host if bucket.index in hosted else state
@@ -111,16 +114,19 @@ def state_bytes(
         state["frozen parameters"] += elements * precision.frozen(row.name, row.dtype).itemsize
     if config.zero_optimization.offload_optimizer.device != "nvme":
         return StateBytes(state, _held(host), 0)
-    moved = host.pop("optimizer")
-    sizes = [
-        layout.buckets[index].elements
-        // share
-        * precision.widths(layout.buckets[index].dtype).moments.itemsize
-        * moments
-        for index in hosted
-    ]
-    host["buffers"] = max(sizes, default=0) * min(config.zero_optimization.offload_optimizer.buffer_count, len(sizes))
-    return StateBytes(state, _held(host), moved)
+    del host["optimizer"]
+    buckets = [layout.buckets[index] for index in hosted] if moments else []
+    host["buffers"], disk = _disk_bytes([(b.elements // share, precision.widths(b.dtype)) for b in buckets], moments)
+    host["buffers"] *= min(config.zero_optimization.offload_optimizer.buffer_count, len(buckets))
+    return StateBytes(state, _held(host), disk)
+
+
+def _disk_bytes(owned: Sequence[tuple[int, Widths]], moments: int) -> tuple[int, int]:
+    """(bytes of a page that any of the buckets fits into, bytes of their files): elements and widths of each."""
+    slots = [whole_sectors(elements * widths.moments.itemsize * moments) for elements, widths in owned]
+    before = [whole_sectors(elements * (widths.master or widths.compute).itemsize) for elements, widths in owned]
+    pages = [sum(page) for page in zip(slots, before, strict=True)]
+    return max(pages, default=0), 2 * sum(slots) + sum(before)
 
 
 def _held(kinds: Mapping[str, int]) -> dict[str, int]:
@@ -154,15 +160,16 @@ def reduces_each_microbatch(config: Config) -> bool:
 
 def shards_parameters(config: Config) -> bool:
     """A rank keeps only its shard of the parameters between their uses."""
-    return config.zero_optimization.stage == 3 and config.dp > 1
+    return config.zero_optimization.stage == 3 and config.shards > 1
 
 
 def wire_formats(config: Config, precision: Precision) -> WireFormats:
     """What data ranks send in fewer bits."""
-    zero, ranks = config.zero_optimization, config.dp
+    zero, ranks = config.zero_optimization, config.shards
     if ranks == 1:
         return WireFormats()
-    block, found = zero.zero_quantized_block_size, WireFormats(ranks=ranks, within=data_ranks_of_a_node(config))
+    node, axis = min(ranks, data_ranks_of_a_node(config)), config.grid(0).sharding
+    block, found = zero.zero_quantized_block_size, WireFormats(ranks=ranks, within=node, axis=axis)
     if zero.zero_quantized_gradients:
         wire = BlockFormat(zero.zero_quantized_gradients_bits, block)
         found = replace(found, gradients=wire, feedback=zero.zero_gradient_error_feedback)
@@ -175,47 +182,75 @@ def wire_formats(config: Config, precision: Precision) -> WireFormats:
     return found
 
 
+def pipeline_format(config: Config) -> ActivationFormat | None:
+    """What stages send each other in fewer bits; None: everything is sent as it is."""
+    wire = _number_format(config.wire.pipeline, config.wire.block_size)
+    return ActivationFormat(wire) if wire is not None and config.pp > 1 else None
+
+
+def tensor_format(config: Config) -> ActivationFormat | None:
+    """What tensor ranks sum and gather in fewer bits; None: everything is sent as it is."""
+    wire = _number_format(config.wire.tensor, config.wire.block_size)
+    return ActivationFormat(wire, ACTIVATIONS) if wire is not None and config.tp > 1 else None
+
+
+def _number_format(name: str, block: int) -> NumberFormat | None:
+    formats: dict[str, NumberFormat] = {
+        "bf16": CastFormat(torch.bfloat16),
+        "fp16": CastFormat(torch.float16),
+        "int8": BlockFormat(8, block),
+        "int4": BlockFormat(4, block),
+    }
+    return formats.get(name)
+
+
 def data_ranks_of_a_node(config: Config) -> int:
     """Ranks of a data group that share a node, as far as ``parallel.gpus_per_node`` says."""
     node = config.parallel.gpus_per_node
-    between = config.tp * (config.pp if config.parallel.order == "tp-pp-dp" else 1)
-    return config.dp if node is None else min(config.dp, max(1, node // between))
+    return config.dp if node is None else min(config.dp, max(1, node // config.grid(0).stride("dp")))
 
 
 def ranks_with_secondary_shards(config: Config) -> int:
     """Data ranks that share the secondary shards of a node; 1: there are none, or they would be the shards again."""
     asked = config.zero_optimization.zero_hpz_partition_size
     found = data_ranks_of_a_node(config) if asked == "auto" else max(1, asked)
-    return found if shards_parameters(config) and found < config.dp and config.dp % found == 0 else 1
+    return found if shards_parameters(config) and found < config.shards and config.shards % found == 0 else 1
 
 
 def reduction_traffic(bucket: Bucket, config: Config, formats: WireFormats, itemsize: int) -> tuple[Traffic, ...]:
-    """Traffic of one reduction of a bucket; ``itemsize``: of an element that is not encoded."""
+    """Traffic of one reduction of a bucket over a shard group; ``itemsize``: of an element that is not encoded."""
     if config.zero_optimization.stage > 0:
         return tuple(formats.reduction(bucket, itemsize))
     return (Traffic("dp", "gradients", 1, sent_bytes("all_reduce", bucket.elements * itemsize, config.dp)),)
 
 
-def gather_traffic(plan: GatherPlan, ranks: int) -> Tally:
+def replica_traffic(bucket: Bucket, config: Config, itemsize: int) -> Traffic:
+    """Traffic of the sum of a reduced shard over the shard groups, once a step."""
+    shard = bucket.elements // config.shards * itemsize
+    return Traffic("dp_replicate", "gradients", 1, sent_bytes("all_reduce", shard, config.dp // config.shards))
+
+
+def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
     """Gathers of sharded parameters: one batch per gather group and pass, of the buckets not yet gathered.
 
     Those of which nodes keep a secondary shard go over dp once, and then within the nodes, as they are.
     """
-    gathers = plan.gathers
+    gathers, ranks, axis = plan.gathers, config.shards, config.grid(0).sharding
     moved = [
         times * sent_bytes("all_gather", size, ranks) for size, times in zip(plan.wire, gathers.times, strict=True)
     ]
-    rows = [Traffic("dp", "parameters", gathers.calls, sum(moved))]
+    rows = [Traffic(axis, "parameters", gathers.calls, sum(moved))]
     if gathers.calls_within:
         near = zip(plan.sizes, gathers.times_within, strict=True)
         sent = sum(times * sent_bytes("all_gather", size, plan.within.ranks) for size, times in near)
-        rows.append(Traffic("dp", WITHIN, gathers.calls_within, sent))
+        rows.append(Traffic(axis, WITHIN, gathers.calls_within, sent))
     return Tally(rows)
 
 
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
-    """Traffic of gradients and parameters over dp, partial gradients over tp, and tied gradients over pp."""
-    ranks, sharded, tally = config.dp, config.zero_optimization.stage > 0, Tally()
+    """Traffic of gradients and parameters over dp or its parts, partial gradients over tp, and tied ones over pp."""
+    ranks, sharded, tally = config.shards, config.zero_optimization.stage > 0, Tally()
+    axis = config.grid(0).sharding
     formats = wire_formats(config, precision)
     for bucket in layout.buckets:
         widths = precision.widths(bucket.dtype)
@@ -224,9 +259,11 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
         rounds = backwards if reduces_each_microbatch(config) and not bucket.partial else 1
         for hop in reduction_traffic(bucket, config, formats, wire) if ranks > 1 else ():
             tally.add(replace(hop, calls=rounds, bytes=rounds * hop.bytes))
+        if axis == "dp_shard":
+            tally.add(replica_traffic(bucket, config, wire))
         if ranks > 1 and sharded and not shards_parameters(config):
             gathered = sent_bytes("all_gather", formats.gathered_bytes(bucket, widths.compute.itemsize), ranks)
-            tally.add(Traffic("dp", "parameters", 1, gathered))
+            tally.add(Traffic(axis, "parameters", 1, gathered))
         if bucket.ties:
             summed = bucket.elements // (ranks if sharded else 1) * widths.sums.itemsize
             tally.add(Traffic("pp", "ties", 1, sent_bytes("all_reduce", summed, len(bucket.ties))))
@@ -241,16 +278,41 @@ def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Con
     return tally
 
 
-def stage_traffic(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], microbatches: int) -> Tally:
+def message_bytes(value: Value, form: ActivationFormat | None) -> int:
+    """Bytes of a value, or of its gradient, as a message between stages."""
+    elements = prod(value.shape)
+    if form is None or not value.grad or not form.shortens(value.dtype, elements):
+        return value.bytes
+    return form.message_bytes(elements)
+
+
+def feedback_bytes(stage: StagePlan, values: tuple[Value, ...], ranks: Sequence[int], config: Config) -> int:
+    """Bytes of what messages leave out of the gradients that a stage sends; 0 without error feedback."""
+    form, here = pipeline_format(config), ranks[stage.stage]
+    if form is None or not config.wire.error_feedback:
+        return 0
+    received = [values[number] for number, other in stage.receives.items() if ranks[other] != here]
+    sizes = [(value, prod(value.shape)) for value in received if value.grad]
+    return sum(4 * form.wire.padded(size) for value, size in sizes if form.shortens(value.dtype, size))
+
+
+def stage_traffic(
+    stage: StagePlan,
+    values: tuple[Value, ...],
+    ranks: Sequence[int],
+    microbatches: int,
+    form: ActivationFormat | None = None,
+) -> Tally:
     """Traffic of a stage in a step: values to later stages, and gradients of the values that it received.
 
-    ``ranks``: the pipeline rank of every stage; a value between two stages of one rank is not sent.
+    ``ranks``: the pipeline rank of every stage; a value between two stages of one rank is not sent. ``form``: how
+    values are sent in fewer bits.
     """
     here = ranks[stage.stage]
-    forward = [values[number].bytes for number, to in stage.sends.items() for other in to if ranks[other] != here]
-    backward = [
-        values[number].bytes for number, other in stage.receives.items() if values[number].grad and ranks[other] != here
-    ]
+    targets = [number for number, to in stage.sends.items() for other in to if ranks[other] != here]
+    forward = [message_bytes(values[number], form) for number in targets]
+    sources = [number for number, other in stage.receives.items() if values[number].grad and ranks[other] != here]
+    backward = [message_bytes(values[number], form) for number in sources]
     tally = Tally()
     for flow, sizes in (("forward", forward), ("backward", backward)):
         if sizes:
@@ -262,7 +324,10 @@ def control_traffic(config: Config, world: int) -> Tally:
     """Traffic of the control sum over the world and of the batch check over each replica."""
     tally, replica = Tally(), config.pp * config.tp
     if world > 1:
-        tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", CONTROL_SCALARS * 8, world)))
+        scalars = CONTROL_SCALARS + 2 * len(config.monitor.metrics)
+        tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", scalars * 8, world)))
+        if config.zero_optimization.offload_optimizer.device == "nvme":
+            tally.add(Traffic("world", "disk", 1, sent_bytes("all_reduce", 8, world)))
     if replica > 1:
         tally.add(Traffic("replica", "batch check", 1, sent_bytes("all_gather", 8 * replica, replica)))
     return tally

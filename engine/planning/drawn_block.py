@@ -138,6 +138,17 @@ def _draw_low_rank(block: nn.Module, names: Collection[str], generator: torch.Ge
     return refused
 
 
+def in_float64(arguments: Arguments) -> Arguments:
+    """The arguments as a copy gets them: what the run has in several dtypes is float64 for each of them."""
+
+    def widen(leaf: Any) -> Any:
+        drawn = isinstance(leaf, Sample) and leaf.dtype.is_floating_point
+        return leaf._replace(dtype=torch.float64) if drawn else leaf
+
+    widened: Arguments = pytree.tree_map(widen, arguments, is_leaf=is_sample)
+    return widened
+
+
 def _float64_content(arguments: Arguments, generator: torch.Generator) -> Given:
     def fill(leaf: Any) -> Any:
         if isinstance(leaf, Sample):

@@ -79,7 +79,7 @@ def flat_layouts(
     return {
         (pp, tp): build_layout(
             _items(table.held_by(pp), (pp, tp), precision, users, encoded=formats.any),
-            config.dp,
+            config.shards,
             config.zero_optimization.reduce_bucket_size,
             formats.alignment,
         )

@@ -33,10 +33,12 @@ from engine.planning.budgets import (
     GatherPlan,
     RankPlan,
     control_traffic,
+    feedback_bytes,
     gather_traffic,
     gradient_traffic,
     held_elements,
     hosted_buckets,
+    pipeline_format,
     ranks_with_secondary_shards,
     scale_tally,
     shards_parameters,
@@ -160,7 +162,16 @@ class Plan:
         device = dict(state.device)
         if (gathers := self.gathers(coord)) is not None and gathers.within.buckets:
             device["secondary shards"] = gathers.secondary_bytes
+        if kept := self._feedback_bytes(coord.pp):
+            device["error feedback"] = device.get("error feedback", 0) + kept
         return RankPlan(coord, held, device, state.host, state.disk, self._traffic(coord))
+
+    def _feedback_bytes(self, pp: int) -> int:
+        """Bytes of what the messages of a pipeline rank leave out of gradients."""
+        if self.cut is None or self.timeline is None:
+            return 0
+        cut, values, ranks = self.cut.stages, self.timeline.values, self.schedule.rank_of_stage
+        return sum(feedback_bytes(cut[stage], values, ranks, self.config) for stage in self.stages(pp))
 
     @property
     def stored_bytes(self) -> int:
@@ -193,13 +204,14 @@ class Plan:
         rows = self.table.held_by(coord.pp)
         parts = [gradient_traffic(self.layout(coord), rows, self.config, self.precision)]
         if (gathers := self.gathers(coord)) is not None:
-            parts.append(gather_traffic(gathers, self.config.dp))
+            parts.append(gather_traffic(gathers, self.config))
         parts.append(control_traffic(self.config, self.grid(0).world_size))
         for stage in self.stages(coord.pp):
             parts.append(scale_tally(self.tensor_traffic.get(stage, Tally()), microbatches))
             if self.cut is not None and self.timeline is not None:
                 ranks = self.schedule.rank_of_stage
-                parts.append(stage_traffic(self.cut.stages[stage], self.timeline.values, ranks, microbatches))
+                form, values = pipeline_format(self.config), self.timeline.values
+                parts.append(stage_traffic(self.cut.stages[stage], values, ranks, microbatches, form))
         return Tally(row for part in parts for row in part.rows()).rows()
 
 
@@ -317,11 +329,12 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
         notes.append(
             "the model has no trainable parameter: it predicts, generates and evaluates, and cannot be trained"
         )
-    if 1 < config.dp == config.zero_optimization.zero_hpz_partition_size:
+    if 1 < config.shards == config.zero_optimization.zero_hpz_partition_size:
         notes.append(
-            f"zero: zero_hpz_partition_size {config.dp} puts all data ranks into one node, whose "
+            f"zero: zero_hpz_partition_size {config.shards} puts all ranks that share a shard into one node, whose "
             "secondary shards would be the shards once more, so none are kept"
         )
+    notes += _unused_formats(config, precision)
     notes += _exact_weights(model, config, precision)
     if (half := half_note(model, precision)) is not None:
         notes.append(half)
@@ -340,6 +353,21 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
                 more = f" and {len(names) - 2} more" * (len(names) > 2)
                 notes.append(f"{kind} are rounded to {short}, as Module.to does it: {', '.join(names[:2])}{more}")
     return tuple(notes)
+
+
+def _unused_formats(config: Config, precision: Precision) -> list[str]:
+    """Notes about formats of activations by which nothing becomes shorter."""
+    notes, computed = [], precision.compute or precision.autocast
+    given = (("tensor", config.tp, config.wire.tensor), ("pipeline", config.pp, config.wire.pipeline))
+    for axis, ranks, name in given:
+        if ranks == 1 and name != "exact":
+            notes.append(f"wire.{axis}: there is one {axis} rank, which sends nothing")
+        elif name in ("bf16", "fp16") and computed is not None and computed.itemsize == 2:
+            notes.append(
+                f"wire.{axis}: {name} makes nothing shorter that is computed in 16 bits, so only fp32 is sent in it; "
+                "int8 does"
+            )
+    return notes
 
 
 def _exact_weights(model: nn.Module, config: Config, precision: Precision) -> list[str]:

@@ -31,7 +31,7 @@ from engine.parallel.tensor.deferred_linear import is_linear
 from engine.parallel.tensor.global_tensor.redistribute import SequenceError
 from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
-from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
+from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone, in_float64
 from engine.planning.example_trace import trace_example
 from engine.planning.isolated_block import signatures
 from engine.planning.tensor_search.found_styles import FoundStyles, as_patterns
@@ -141,7 +141,8 @@ def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
     shorter, why = _material_of_shorter(program, first, trace, tp)
     names = [call.unit for call in trace.calls]
     kinds: dict[object, list[int]] = {}
-    for index, signature in enumerate(signatures(program.model, names, material.arguments)):
+    given = [in_float64(arguments) for arguments in material.arguments]
+    for index, signature in enumerate(signatures(program.model, names, given)):
         kinds.setdefault(signature, []).append(index)
     units, seen = [], set[str]()
     for indices in kinds.values():

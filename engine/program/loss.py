@@ -4,7 +4,7 @@ A 0-dim mean is a sum of weight 1, so that every microbatch weighs the same. A `
 (sum, weight) makes the global loss sum/weight exact for unequal token counts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,20 +24,85 @@ class WeightedLoss(NamedTuple):
     """Sum of losses, a 0-dim floating tensor."""
     weight: Tensor | float
     """Number of summed losses, for instance of tokens."""
+    metrics: tuple[Tensor | float, ...] = ()
+    """Sum and weight of each further value, one after the other in the order of ``monitor.metrics``."""
 
 
-def find_loss(output: Any, batch: Batch, loss_fn: LossFunction | None) -> WeightedLoss:
+def find_loss(
+    output: Any, batch: Batch, loss_fn: LossFunction | None, names: Sequence[str] | None = None
+) -> WeightedLoss:
     """The loss of one microbatch.
 
-    With ``loss_fn``: its result, a 0-dim tensor or (sum, weight). Without: ``output.loss``,
-    ``output["loss"]``, a 0-dim output, or the one 0-dim floating tensor of a tuple.
+    With ``loss_fn``: its result, a 0-dim tensor or (sum, weight), and behind it a dict of metrics by name, each a
+    number, a 0-dim tensor or (sum, weight). Without: ``output.loss``, ``output["loss"]``, a 0-dim output, or the one
+    0-dim floating tensor of a tuple.
+
+    ``names``: the metrics that the run averages; None leaves out whatever is returned.
 
     Raises:
-        EngineError: there is no loss, or it is not a 0-dim floating tensor.
+        EngineError: there is no loss, or it is not a 0-dim floating tensor; a metric is missing, is not named, or is
+            no number.
     """
     if loss_fn is None:
-        return WeightedLoss(check_scalar(_loss_in(output), "the loss that the model returned"), 1.0)
-    return check_pair(call_user_code(loss_fn, (output, batch), {}), "the {} that loss_fn returned")
+        metrics: Mapping[str, Any] = {}
+        loss = WeightedLoss(check_scalar(_loss_in(output), "the loss that the model returned"), 1.0)
+    else:
+        found, metrics = _without_metrics(call_user_code(loss_fn, (output, batch), {}))
+        loss = check_pair(found, "the {} that loss_fn returned")
+    return loss if names is None else loss._replace(metrics=_summands(metrics, names))
+
+
+def _without_metrics(found: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What loss_fn returned of the loss, and its metrics."""
+    if isinstance(found, tuple) and len(found) > 1 and isinstance(found[-1], Mapping):
+        return (found[0] if len(found) == 2 else found[:-1]), found[-1]
+    return found, {}
+
+
+def with_metrics(loss: WeightedLoss, metrics: Mapping[str, Any], names: Sequence[str]) -> WeightedLoss:
+    """``loss`` with the metrics that a loop of the user's own gives beside it; one that is left out counts nothing.
+
+    Raises:
+        EngineError: a metric is not named in ``monitor.metrics``, or is no number.
+    """
+    _check_named(metrics, names, "backward was given")
+    nothing = dict.fromkeys(names, (0.0, 0.0))
+    return loss._replace(metrics=_pairs(nothing | dict(metrics), names, "backward was given"))
+
+
+def _check_named(metrics: Mapping[str, Any], names: Sequence[str], by: str) -> None:
+    if unnamed := sorted(set(metrics) - set(names)):
+        raise EngineError(
+            f'{by} the metric "{unnamed[0]}", which monitor.metrics does not name; add it there, so that all ranks '
+            "know of it, or leave it out."
+        )
+
+
+def _summands(metrics: Mapping[str, Any], names: Sequence[str]) -> tuple[Tensor | float, ...]:
+    _check_named(metrics, names, "loss_fn returned")
+    if missing := [name for name in names if name not in metrics]:
+        raise EngineError(
+            f'loss_fn returned no metric "{missing[0]}", which monitor.metrics names; return (loss, '
+            f'{{"{missing[0]}": value}}) for every microbatch, or leave it out there.'
+        )
+    return _pairs(metrics, names, "loss_fn returned")
+
+
+def _pairs(metrics: Mapping[str, Any], names: Sequence[str], by: str) -> tuple[Tensor | float, ...]:
+    """Sum and weight of each metric; a plain value weighs 1."""
+    pairs = [
+        value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0) for value in map(metrics.get, names)
+    ]
+    return tuple(_number(part, name, by) for name, pair in zip(names, pairs, strict=True) for part in pair)
+
+
+def _number(value: Any, name: str, by: str) -> Tensor | float:
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
+        return value.detach()
+    if isinstance(value, int | float):
+        return float(value)
+    given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise EngineError(f'the metric "{name}" that {by} is {given}; give a number, a 0-dim tensor, or (sum, weight).')
 
 
 def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:

@@ -1,11 +1,15 @@
-"""A function that is named on the command line as ``module:function``, of this folder or installed."""
+"""A model that is named on the command line: ``module:function``, of this folder or installed."""
 
 import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from engine.errors import PlanError, first_line
+from torch import nn
+
+from engine.errors import EngineError, PlanError, first_line
+
+_REMEDY = "give one that builds, or a module:function that builds a small one"
 
 
 def find_function(name: str) -> Callable[[], Any]:
@@ -23,3 +27,41 @@ def find_function(name: str) -> Callable[[], Any]:
     finally:
         sys.path.remove("")
     return found
+
+
+def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: str = _REMEDY) -> Any:
+    """What ``build`` returns.
+
+    Args:
+        name: what the user called the model.
+        where: it is built, such as " on the meta device".
+        remedy: what to do where it cannot be built.
+
+    Raises:
+        PlanError: it raises.
+    """
+    try:
+        return build()
+    except EngineError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"MODEL {name} cannot be built{where} ({type(error).__name__}: {first_line(error)}); {remedy}."
+        ) from error
+
+
+def model_and_rows(name: str, made: object) -> tuple[nn.Module, Any, Any]:
+    """(model, rows, loss_fn) of what a function returned; None for what it left out.
+
+    Raises:
+        PlanError: there is no model, or something behind these three.
+    """
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        kinds = f" of {', '.join(type(part).__name__ for part in parts)}" if isinstance(made, tuple) else ""
+        raise PlanError(
+            f"MODEL {name} gives a {type(made).__name__}{kinds}; return an nn.Module, or (module, rows), or (module, "
+            "rows, loss_fn)."
+        )
+    model, rows, loss_fn = (*parts, None, None)[:3]
+    return model, rows, loss_fn

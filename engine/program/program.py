@@ -41,6 +41,8 @@ class Program:
     device: torch.device
     rows: BatchRows = field(default_factory=BatchRows)
     inputs: ForwardInputs = field(default_factory=ForwardInputs)
+    metrics: tuple[str, ...] = ()
+    """Names of the further values that the loss function returns."""
 
     def move(self, batch: Batch) -> Batch:
         """Copy of the batch on the device."""
@@ -54,7 +56,7 @@ class Program:
         """Output and loss of one microbatch."""
         moved = self.move(microbatch)
         output = self._run(moved)
-        return ForwardResult(output, find_loss(output, moved, self.loss_fn))
+        return ForwardResult(output, find_loss(output, moved, self.loss_fn, self.metrics))
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
         """The loss of an example. An output without one, which is for a loop of the user's own, gets a stand-in.
@@ -67,7 +69,7 @@ class Program:
     def _planned_loss(self, moved: Batch) -> WeightedLoss:
         output = self._run(moved)
         if self.loss_fn is not None or has_loss(output):
-            return find_loss(output, moved, self.loss_fn)
+            return find_loss(output, moved, self.loss_fn, self.metrics)
         found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if not found:
             return find_loss(output, moved, None)  # which says what the model returned

@@ -34,7 +34,11 @@ def forecast_rank(
         example: one microbatch; on the meta device it stands for zeros.
         kernels: choices for a device that is not here; None: those of the CPU.
     """
-    step = RehearsedRank(model, plan, rank, request, example, kernels).step()
+    return forecast_of(plan, rank, RehearsedRank(model, plan, rank, request, example, kernels).step())
+
+
+def forecast_of(plan: Plan, rank: int, step: RehearsedStep) -> RankForecast:
+    """The peak of ``rank``, whose actions do to memory what ``step`` says."""
     row = rank_schedule(plan.schedule, plan.grid(rank).coord().pp)
     peak = peak_of_row(row.actions, row.releases, step.memory_of, step.base, step.end_rise)
     return RankForecast(rank=rank, peak=peak, step=step)

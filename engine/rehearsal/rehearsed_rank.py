@@ -5,10 +5,11 @@ what the run holds. Per stage, the first, a middle and the last microbatch are p
 microbatch after another; :mod:`engine.planning.activation_memory.schedule_walk` puts them in the order of the schedule.
 """
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from engine.planning.activation_memory.live_storages import LiveStorages
 from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, map_tensors
+from engine.rehearsal.gpu_attention import attention_of_gpu
 from engine.rehearsal.rehearsed_transport import RehearsedTransport
 from engine.rehearsal.shapes_alone import CPU, AlikeRanks, MissingShapes, shape_mode, take_content
 from engine.step.microbatches import StepMicrobatches
@@ -54,6 +56,11 @@ class RehearsedStep:
         """Memory of the action that is the n-th of ``total`` of its stage and operation."""
         place = LAST if number == total - 1 else FIRST if number == 0 else MIDDLE
         return self.actions[action.op, action.stage, place]
+
+    def on_stages(self, stages: Mapping[int, int]) -> "RehearsedStep":
+        """The same of a rank that has other stages; ``stages``: from this rank's to that one's."""
+        actions = {(op, stages[stage], place): memory for (op, stage, place), memory in self.actions.items()}
+        return replace(self, actions=actions)
 
 
 class RehearsedRank:
@@ -85,15 +92,20 @@ class RehearsedRank:
         grid = plan.grid(rank)
         self._comm = Comm(grid, AlikeRanks(grid, exchanges=kernels is None))
         self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, example)
-        self._pp = grid.coord().pp
-        self.live = LiveStorages(partial(_gathered_bytes, self._runtime))
+        self._pp, self._on_gpu = grid.coord().pp, kernels is not None
+        self.live = LiveStorages(_gathered_bytes(self._runtime))
         self._runtime.on_host.observer = self.live.leave_out
+
+    def trace_like(self, other: "RehearsedRank") -> None:
+        """Take the traces of another pipeline rank of the same plan, which has stepped."""
+        self._runtime.traces.take(other._runtime.traces)
 
     def step(self) -> RehearsedStep:
         """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self._plan.schedule.per_rank[self._pp]
-        with self.live, MissingShapes(), torch.enable_grad():
+        self._runner(1).trace_all()  # here, since there are no operators to count: all microbatches are alike
+        with _cycles_end_with_actions(), self._attention(), self.live, MissingShapes(), torch.enable_grad():
             self._play(short_row(row, 1, splits=True))
             self._reduce()
             base = self.live.bytes
@@ -107,9 +119,7 @@ class RehearsedRank:
     def _play(self, actions: Sequence[Action]) -> dict[tuple[Op, int, int], ActionMemory]:
         runtime = self._runtime
         microbatches = 1 + max(action.microbatch for action in actions)
-        zero = torch.zeros((), dtype=torch.float64)
-        state = StepState(started=0.0, sent=Tally(), loss=zero, weight=zero.clone(), scale=1.0)
-        runner = StepMicrobatches(runtime, state, self._batches[:microbatches], lambda index: (0, 0, index), "train")
+        runner = self._runner(microbatches)
         runner.trace_all()
         transport = RehearsedTransport(self._plan.schedule.rank_of_stage, self.live, lambda: self._mode)
         executor, found = Executor(transport), {}
@@ -122,6 +132,15 @@ class RehearsedRank:
         transport.finish()
         return found
 
+    def _runner(self, microbatches: int) -> StepMicrobatches:
+        zero = torch.zeros((), dtype=torch.float64)
+        state = StepState(started=0.0, sent=Tally(), loss=zero, weight=zero.clone(), scale=1.0)
+        batches = self._batches[:microbatches]
+        return StepMicrobatches(self._runtime, state, batches, lambda index: (0, 0, index), "train")
+
+    def _attention(self) -> AbstractContextManager[None]:
+        return attention_of_gpu() if self._on_gpu else nullcontext()
+
     def _reduce(self) -> int:
         """Most bytes while gradients are reduced behind the last action, above those afterwards."""
         self.live.mark()
@@ -133,11 +152,30 @@ class RehearsedRank:
     ) -> ActionMemory:
         before = self.live.mark()
         executor.do(action, runner)
+        gc.collect()
         held, peak = self.live.bytes, self.live.peak
         notes = {name: tuple(getattr(transport, name)) for name in ("taken", "given_back", "kept")}
         transport.complete()
         left = self.live.bytes - before
         return ActionMemory(rise=peak - before, left=left, sent=held - self.live.bytes, **notes)
+
+
+@contextmanager
+def _cycles_end_with_actions() -> Iterator[None]:
+    """Inside, objects that hold each other are let go behind each action and not whenever Python happens to look.
+
+    So a rehearsal says the same bytes each time. What exists before is left alone, which makes a look cheap.
+    """
+    found = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if found:
+            gc.enable()
 
 
 def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[Action, ...]:
@@ -165,9 +203,10 @@ def _places(microbatch: int, microbatches: int) -> Sequence[int]:
     return (FIRST, MIDDLE) if microbatch == 0 else (MIDDLE,)
 
 
-def _gathered_bytes(runtime: RankRuntime) -> int:
-    buckets = (*runtime.buckets, *runtime.frozen)
-    return sum(flat.params.untyped_storage().nbytes() for flat in buckets if flat.sharded)
+def _gathered_bytes(runtime: RankRuntime) -> Callable[[], int]:
+    """Reads the bytes of parameters that are gathered; it is asked at every operator."""
+    sharded = [flat.params for flat in (*runtime.buckets, *runtime.frozen) if flat.sharded]
+    return lambda: sum(params.untyped_storage().nbytes() for params in sharded)
 
 
 def _real(tensor: Tensor) -> Any:

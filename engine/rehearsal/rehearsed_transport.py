@@ -30,7 +30,7 @@ class RehearsedTransport:
         self.given_back: list[MessageBuffer] = []
         self.kept: list[MessageBuffer] = []
 
-    def send(self, message: Message, tensor: Tensor) -> None:
+    def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
         """Hold what is sent to another rank until :meth:`complete`, or until its gradient has come."""
         if self._is_own(message):
             self._own.send(message, tensor)
@@ -39,7 +39,7 @@ class RehearsedTransport:
         else:
             self._far[message] = tensor.detach().contiguous()
 
-    def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
+    def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """A tensor of this shape."""
         if self._is_own(message):
             return self._own.receive(message, shape, dtype)

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from engine.config import Config
 from engine.config.sections import CheckpointConfig, IntegrityConfig
 from engine.kernels.overlap_choices import OverlapChoices
+from engine.kernels.wire.block_codec import BlockFormat, NumberFormat
 from engine.parallel.comm.traffic import Tally, megabytes
 from engine.parallel.kernel_injection.inject import describe_replacements as replaced
 from engine.parallel.pipeline.report.text import draw
@@ -11,7 +13,14 @@ from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
 from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.parallel.tensor.tp_axis import Overlap
-from engine.planning.budgets import GatherPlan, RankPlan, reduces_each_microbatch, wire_formats
+from engine.planning.budgets import (
+    GatherPlan,
+    RankPlan,
+    pipeline_format,
+    reduces_each_microbatch,
+    tensor_format,
+    wire_formats,
+)
 from engine.planning.fused_layers import fused_layers
 from engine.planning.plan import Plan
 from engine.precision.loss_scaler import make_loss_scale
@@ -33,6 +42,7 @@ def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None)
         "precision": _precision_line(plan),
         "zero": _zero_line(plan),
         **_fewer_bits_line(plan),
+        **_wire_line(plan),
         **_tensor_lines(plan),
         **_overlap_line(plan, device, measured),
         **_pipeline_lines(plan),
@@ -133,9 +143,17 @@ def _zero_line(plan: Plan) -> str:
     if plan.config.dp == 1:
         return f"stage {stage}: one data rank, so nothing is shared or sent"
     if (gathers := plan.gathers(plan.grid(0).coord())) is not None:
-        return _gathers_line(plan, gathers)
+        return _gathers_line(plan, gathers) + _groups_words(plan.config)
     what = "gradients reduce-scattered, parameters gathered" if stage else "gradients all-reduced"
-    return f"stage {stage}: {what} in {len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)} during backward"
+    sent = f"stage {stage}: {what} in {len(layout.buckets)} bucket{'s' * (len(layout.buckets) != 1)} during backward"
+    return sent + _groups_words(plan.config)
+
+
+def _groups_words(config: Config) -> str:
+    """Shard groups, if there are several."""
+    groups = config.dp // config.shards
+    words = f"; {groups} groups of {config.shards} data ranks shard alike, and sum their shards once a step"
+    return words if groups > 1 else ""
 
 
 def _fewer_bits_line(plan: Plan) -> dict[str, str]:
@@ -150,6 +168,25 @@ def _fewer_bits_line(plan: Plan) -> dict[str, str]:
         words.append(f"gradients are reduced in {formats.gradients.word}{hops}{kept}")
     block = plan.config.zero_optimization.zero_quantized_block_size
     return {"fewer bits": f"{'; '.join(words)}; an fp32 scale for {block} elements"} if words else {}
+
+
+def _wire_line(plan: Plan) -> dict[str, str]:
+    """What stages and tensor ranks round before they send it, and by how much."""
+    stages, tensor, words = pipeline_format(plan.config), tensor_format(plan.config), list[str]()
+    if stages is not None:
+        kept = ", with error feedback" * plan.config.wire.error_feedback
+        words.append(f"stages send activations and gradients in {stages.wire.word}{kept}")
+        words.append(f"an element errs by up to {_rounding(stages.wire)}")
+    if tensor is not None:
+        words.append(f"tensor ranks sum and gather activations and gradients in {tensor.wire.word}")
+        words.append(f"a sum errs by up to {_rounding(tensor.wire)} for each rank and once more")
+    return {"wire": "; ".join(words)} if words else {}
+
+
+def _rounding(wire: NumberFormat) -> str:
+    if isinstance(wire, BlockFormat):
+        return f"half a scale (max |block| / {wire.largest} of {wire.block} elements)"
+    return f"half a unit in the last place of {wire.word}"
 
 
 def _gathers_line(plan: Plan, gathers: GatherPlan) -> str:
@@ -200,6 +237,8 @@ def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> d
         return {"overlap": f"fused for {what} of at most {most} between two ranks; collectives for the rest"}
     if wanted == "chunks":
         return {"overlap": f"chunks for {rows}; collectives for the rest" if plan.tensor.sequence else behind}
+    if tensor_format(plan.config) is not None and not device.startswith("cpu"):
+        return {"overlap": f"collectives for {rows}, whose blocks are not cut; from {least} on {behind}"}
     fused = fused_layers(plan, measured)
     words = [f"fused for {', '.join(fused)}"] * bool(fused)
     if device.startswith("cpu"):
@@ -274,7 +313,7 @@ def _offload_line(plan: Plan, rank: RankPlan) -> dict[str, str]:
     elements = sum(bucket.elements for bucket in layout.buckets if bucket.index in hosted)
     share = elements / layout.elements if layout.elements else 0.0
     parts = ", ".join(f"{kind} {megabytes(count)}" for kind, count in rank.host_bytes.items())
-    disk = f", {megabytes(rank.disk_bytes)} of moments on disk in {offload.nvme_path}" * (offload.device == "nvme")
+    disk = f", {megabytes(rank.disk_bytes)} on disk in {offload.nvme_path}" * (offload.device == "nvme")
     return {
         "offload": f"{len(hosted)} of {len(layout.buckets)} buckets, {share:.1%} of the elements, updated by the host: "
         f"{megabytes(sum(rank.host_bytes.values()))} of its memory a rank ({parts}){disk}"

@@ -1,20 +1,23 @@
-"""The reporter, which makes step reports on every rank, and the sinks of rank 0: JSON lines and TensorBoard."""
+"""The reporter, which makes step reports on every rank, and the sinks of rank 0, which write them."""
 
+import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from engine.config import Config
-from engine.config.sections import MonitorConfig
+from engine.errors import ConfigError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.planning.plan import Plan
-from engine.reporting.step_report import StepReport, peak_memory, utilisation
-from engine.step.state import StepState
+from engine.reporting.progress import ProgressSink
+from engine.reporting.step_report import StepReport, metric_key, peak_memory, utilisation
+from engine.reporting.trackers import MLflow, WeightsAndBiases
+from engine.step.state import StepState, metric_averages
 from engine.step.update import UpdateOutcome
 
 
@@ -45,6 +48,37 @@ class JsonLines:
         self._file.close()
 
 
+class CommaSeparated:
+    """A line of comma-separated values for each report, appended; the first line names the columns."""
+
+    def __init__(self, path: str, metrics: Sequence[str]) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        skipped = ("metrics", "nonfinite_ranks")
+        self._columns = [name for name in StepReport.__dataclass_fields__ if name not in skipped]
+        self._columns += ["tokens_per_second", *map(metric_key, metrics)]
+        self._file = open(path, "a+", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
+        self._file.seek(0)
+        known = next(csv.reader(self._file), None)
+        if known and known != self._columns:
+            self._file.close()
+            raise ConfigError(
+                f"monitor.csv: {path} has other columns than this run would write ({','.join(known)[:60]}...); give "
+                "another file."
+            )
+        self._writer = csv.DictWriter(self._file, self._columns, extrasaction="ignore", lineterminator="\n")
+        if not known:
+            self._writer.writeheader()
+
+    def write(self, report: StepReport) -> None:
+        """Append one line."""
+        self._writer.writerow(report.flat())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
 class TensorBoard:
     """Scalars for TensorBoard; needs the extra ``ui``."""
 
@@ -55,23 +89,28 @@ class TensorBoard:
 
     def write(self, report: StepReport) -> None:
         """Write every number of the report."""
-        for name, value in report.as_dict().items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(f"train/{name}", value, report.step)
+        for name, value in report.numbers().items():
+            self._writer.add_scalar(name, value, report.step)
 
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
 
 
-def make_sinks(config: MonitorConfig) -> Sequence[Sink]:
+def make_sinks(config: Config) -> Sequence[Sink]:
     """The sinks that a configuration asks for."""
-    sinks: list[Sink] = []
-    if config.jsonl:
-        sinks.append(JsonLines(config.jsonl))
-    if config.tensorboard:
-        sinks.append(TensorBoard(config.tensorboard))
-    return sinks
+    asked, sinks = config.monitor, list[Sink]()
+    if asked.jsonl:
+        sinks.append(JsonLines(asked.jsonl))
+    if asked.csv:
+        sinks.append(CommaSeparated(asked.csv, asked.metrics))
+    if asked.tensorboard:
+        sinks.append(TensorBoard(asked.tensorboard))
+    if asked.wandb:
+        sinks.append(WeightsAndBiases(asked.wandb, config.to_json()))
+    if asked.mlflow:
+        sinks.append(MLflow(asked.mlflow, config.to_json()))
+    return [*sinks, ProgressSink()] if asked.progress else sinks
 
 
 class StepReporter:
@@ -79,7 +118,9 @@ class StepReporter:
 
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._every, self._comm, self._device = config.monitor.every, comm, device
-        self._sinks = make_sinks(config.monitor) if comm.grid.rank == 0 else ()
+        self._names = config.monitor.metrics
+        self._callbacks: list[Callable[[StepReport], object]] = []
+        self._sinks = make_sinks(config) if comm.grid.rank == 0 else ()
         self.trained = Tally()
         """Traffic of all training steps."""
         self.attempts = 0
@@ -107,6 +148,7 @@ class StepReporter:
             nonfinite_ranks=outcome.nonfinite.ranks if outcome.nonfinite else (),
             loss_scale=outcome.scale,
             grid=str(self._comm.grid),
+            metrics=metric_averages(totals, self._names),
         )
 
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
@@ -121,7 +163,13 @@ class StepReporter:
         if report.step % self._every == 0 or report.skipped or self.attempts == 1:
             for sink in self._sinks:
                 sink.write(report)
+        for callback in self._callbacks:
+            callback(report)
         return report
+
+    def tell(self, callback: Callable[[StepReport], object]) -> None:
+        """Call ``callback`` with the report of every training step from now on, on this rank."""
+        self._callbacks.append(callback)
 
     def close(self) -> None:
         """Close all sinks."""

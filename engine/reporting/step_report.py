@@ -1,7 +1,8 @@
 """The report of a step: loss, norm and counts that are equal on every rank, and this rank's times and bytes."""
 
 import resource
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -54,6 +55,9 @@ class StepReport:
     nonfinite_ranks: tuple[int, ...] = ()
     """Ranks on which it was not finite; empty for the first skipped step if it was a gradient, whose sum over data
     ranks hides them."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further values that ``loss_fn`` returned, by the names of ``monitor.metrics``: sum over weight, over all
+    microbatches and data ranks. Equal on every rank."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,7 +67,29 @@ class StepReport:
     def as_dict(self) -> dict[str, Any]:
         """All values, for a log; NaN and infinity become None, since JSON cannot express them."""
         values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
-        return {name: None if value != value or value in (inf, -inf) else value for name, value in values.items()}
+        metrics = {name: _finite(value) for name, value in values.pop("metrics").items()}
+        return {name: _finite(value) for name, value in values.items()} | ({"metrics": metrics} if metrics else {})
+
+    def numbers(self) -> dict[str, float]:
+        """All numbers that are finite by a name for a chart, such as ``train/loss``; metrics as ``metrics/NAME``."""
+        found = {
+            name: value for name, value in self.flat().items() if isinstance(value, int | float) and name != "step"
+        }
+        return {name if "/" in name else f"train/{name}": value for name, value in found.items()}
+
+    def flat(self) -> dict[str, Any]:
+        """:meth:`as_dict` without a dict in it: a metric is ``metrics/NAME``."""
+        values = self.as_dict()
+        return values | {metric_key(name): value for name, value in values.pop("metrics", {}).items()}
+
+
+def metric_key(name: str) -> str:
+    """Of a metric of ``loss_fn``, among the values of a report."""
+    return f"metrics/{name}"
+
+
+def _finite(value: Any) -> Any:
+    return None if value != value or value in (inf, -inf) else value
 
 
 def peak_memory(device: torch.device) -> int:

@@ -137,8 +137,8 @@ class StepMicrobatches:
         return self._traced[microbatch]
 
     def _run(self, given: Batch) -> Any:
-        """(sum, weight) of the loss of a microbatch; with "output" the model's output comes first, with "predict" it is
-        all.
+        """(sum, weight, metrics) of the loss of a microbatch; with "output" the model's output comes first, with
+        "predict" it is all.
         """
         runtime = self._runtime
         if self.kind == "predict":
@@ -153,7 +153,7 @@ class StepMicrobatches:
             self._results.append(result)
         if self.kind == "predict":
             return None
-        loss = WeightedLoss(*result[-2:])
+        loss = WeightedLoss(*result[-3:])
         if self.kind != "train":
             self._step.count(loss, self._microbatches[microbatch])
             return None

@@ -17,6 +17,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
+from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.pipeline.runtime.stage import Stage
@@ -55,6 +56,8 @@ class RankRuntime:
     split_backward: SplitBackward | None
     """None if the schedule splits no backward."""
     executor: Executor
+    encoder: MessageEncoder | None
+    """None if messages between stages are sent as they are."""
     training: RankSchedule
     """The actions of a training step on this rank."""
     evaluation: RankSchedule

@@ -1,5 +1,6 @@
 """State that a step collects on this rank, and the totals that all ranks agree on."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -36,6 +37,8 @@ class StepState:
     problem: Exception | None = None
     digest: int = 0
     """Small digest of the batch, from 1; 0: not compared in this step."""
+    metrics: list[Tensor | float] = field(default_factory=list)
+    """Sum and weight of each metric so far, one after the other."""
     outputs: list[Any] = field(default_factory=list)
     look_again: Callable[[], None] | None = None
     """Traces again after a NaN loss, and raises if the forward has changed; all ranks call it together."""
@@ -50,6 +53,10 @@ class StepState:
         """Add the loss of a microbatch, or one of its losses."""
         self.loss += loss.sum.detach()
         self.weight += loss.weight
+        if loss.metrics:
+            before = self.metrics or [0.0] * len(loss.metrics)
+            more = [part.double() if isinstance(part, Tensor) else part for part in loss.metrics]
+            self.metrics = [old + new for old, new in zip(before, more, strict=True)]
 
     def see(self, microbatch: Batch) -> None:
         """Add the tokens of a microbatch."""
@@ -87,10 +94,14 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     digest_squared: Scalar
     unused: Scalar
     """Number of parameters, over all ranks, that may be used otherwise than the optimizer takes for granted."""
+    metrics: tuple[Scalar, ...] = ()
+    """Sum and weight of each metric, one after the other."""
 
     @staticmethod
-    def pack(step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool, unused: int = 0) -> Tensor:
-        """This rank's summands, [``CONTROL_SCALARS``] fp64 on the device of the loss.
+    def pack(
+        step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool, unused: int = 0, metrics: int = 0
+    ) -> Tensor:
+        """This rank's summands, [``CONTROL_SCALARS`` + 2 x ``metrics``] fp64 on the device of the loss.
 
         ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does.
         """
@@ -105,8 +116,8 @@ class StepTotals(NamedTuple, Generic[Scalar]):
             digest_squared=float(step.digest**2 if speaks else 0),
             unused=float(unused),
         )
-        packed = torch.zeros(CONTROL_SCALARS, dtype=torch.float64, device=step.loss.device)
-        for place, value in enumerate(share):
+        packed = torch.zeros(CONTROL_SCALARS + 2 * metrics, dtype=torch.float64, device=step.loss.device)
+        for place, value in enumerate((*share[:CONTROL_SCALARS], *(step.metrics if speaks else ()))):
             packed[place] = value
         return packed
 
@@ -118,9 +129,15 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     @staticmethod
     def on_device(packed: Tensor) -> "StepTotals[Tensor]":
         """The sums as 0-dim views of ``packed``; the host does not wait."""
-        return StepTotals(*packed.unbind())
+        return StepTotals._make([*packed[:CONTROL_SCALARS].unbind(), packed[CONTROL_SCALARS:].unbind()])
 
     @staticmethod
     def unpack(values: Sequence[float]) -> "StepTotals[float]":
         """The sums after the host has read them."""
-        return StepTotals(*values)
+        return StepTotals._make([*values[:CONTROL_SCALARS], tuple(values[CONTROL_SCALARS:])])
+
+
+def metric_averages(totals: StepTotals[float], names: Sequence[str]) -> dict[str, float]:
+    """Each metric's sum over its weight; nan where nothing was counted."""
+    pairs = zip(names, totals.metrics[::2], totals.metrics[1::2], strict=False)
+    return {name: total / weight if weight else math.nan for name, total, weight in pairs}

@@ -60,6 +60,11 @@ class TraceCache:
         """Read the attributes that may change the path of the forward; called before each step."""
         self._state = self._switches.read()
 
+    def take(self, other: "TraceCache") -> None:
+        """Take what ``other`` has traced of an equal model, in its present state, under the same plan."""
+        self.refresh()
+        self._seen = {key: [(self._state, found[-1][1])] for key, found in other._seen.items()}
+
     def of(self, microbatch: Batch, kind: str, run: ForwardCall) -> TracedForward:
         """The traced forward of a microbatch; a new signature is traced now. Nothing is communicated.
 

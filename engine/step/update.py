@@ -212,17 +212,22 @@ class Update:
 
         After a skipped step, 0: it belongs to gradients that no update has used.
         """
-        for residual in runtime.reducer.residuals.values() if factor != 1.0 else ():
+        sent = runtime.encoder.residuals if runtime.encoder is not None else ()
+        for residual in (*runtime.reducer.residuals.values(), *sent) if factor != 1.0 else ():
             residual.mul_(factor)
 
     def _make(self, factor: float, launched: bool, runtime: RankRuntime) -> None:
         """Update with gradients times ``factor``, unless the device has already made the update (``launched``)."""
-        runtime.buffers.forget()
         if launched:
             runtime.optimizer.settle()
         else:
             runtime.learning_rate.prepare(self.made)
-            runtime.optimizer.step(factor)
+            try:
+                runtime.optimizer.step(factor)
+            except EngineError:  # a disk has failed on some rank: the step is none on all of them
+                runtime.buffers.put_back()
+                raise
+        runtime.buffers.forget()
         scaled = runtime.optimizer.scales_in_place
         self.used_factor = lambda flat: 1.0 if scaled(flat) and not launched else factor
         runtime.learning_rate.done()
@@ -268,7 +273,8 @@ class Update:
     ) -> Tensor:
         """The packed totals, summed over the world; one all-reduce, label "control"."""
         coord = self._comm.grid.coord()
-        packed = StepTotals.pack(step, squared_norm, coord.tp == 0 and coord.pp == last_rank, stop, unused)
+        speaks, metrics = coord.tp == 0 and coord.pp == last_rank, len(self._config.monitor.metrics)
+        packed = StepTotals.pack(step, squared_norm, speaks, stop, unused, metrics)
         self._comm.all_reduce(packed, "world", "control").wait()
         return packed
 

@@ -14,7 +14,7 @@ Where more backwards follow, all gradients are reduced a second time (``Backward
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.program.batch import Batch
-from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable
+from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable, with_metrics
 from engine.step.batch_check import check_batch
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
@@ -108,10 +108,13 @@ class UserLoop:
         with runtime.forward(*key):
             return runtime.own(runtime.first_use.watch((args, kwargs), lambda: runtime.program.call(*args, **kwargs)))
 
-    def backward(self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool, metrics: Mapping[str, Any]
+    ) -> None:
         """See :meth:`engine.Engine.backward`."""
         self._recover()
-        weighted, step = check_pair(loss), self._open_step()
+        weighted = with_metrics(check_pair(loss), metrics, self._runtime.program.metrics)
+        step = self._open_step()
         self._refuse_surplus(step)
         with self._dropping():
             check_trainable(weighted.sum)

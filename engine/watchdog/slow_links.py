@@ -98,17 +98,26 @@ class SlowLinks:
         return [_sentence({link: found[link] for link in found if link.axis == axis}, window) for axis in axes]
 
     def _usual(self, link: StreamGroup, window: Window) -> str | None:
-        """What a slow link should take, in words; None if it is not slow."""
+        """What a slow link should take, in words; None if it is not slow.
+
+        Others that have become slow as well, such as those between the same two nodes, tell nothing of this one.
+        """
         seconds = window.waited[link] - _explained(link, window)
-        others = [taken for other, taken in window.waited.items() if other != link and _alike(link, other, window)]
+        alike = [other for other in window.waited if other != link and _alike(link, other, window)]
+        others = [window.waited[one] for one in alike if not self._has_slowed(one, window.waited[one], window)]
         if others and self._exceeds(seconds, median(others), window):
             return f"where others of its kind took {1e3 * median(others):.0f} ms"
-        if (best := self._best.get(link)) is not None:
-            slower = max(window.computed[rank] / max(best.computed[rank], 1e-9) for rank in link.ranks)
-            usual = best.waited[link] * max(1.0, slower)  # a machine with less time for us is slow in everything
-            if self._exceeds(seconds, usual, window):
-                return f"where it took {1e3 * best.waited[link]:.0f} ms before"
+        if self._has_slowed(link, seconds, window):
+            return f"where it took {1e3 * self._best[link].waited[link]:.0f} ms before"
         return None
+
+    def _has_slowed(self, link: StreamGroup, seconds: float, window: Window) -> bool:
+        """Whether ``seconds`` exceed what the link took in its best window."""
+        if (best := self._best.get(link)) is None:
+            return False
+        slower = max(window.computed[rank] / max(best.computed[rank], 1e-9) for rank in link.ranks)
+        usual = best.waited[link] * max(1.0, slower)  # a machine with less time for us is slow in everything
+        return self._exceeds(seconds, usual, window)
 
     def _exceeds(self, seconds: float, usual: float, window: Window) -> bool:
         least = max(_WORTH_A_NAME, _SHARE_OF_STEP * window.step_seconds)

@@ -31,7 +31,7 @@ from engine.parallel.comm.flight.layout import AXES
 from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.comm.launcher import own_address
 from engine.parallel.comm.meeting import KeyStore
-from engine.parallel.grid import Grid
+from engine.parallel.grid import Grid, axis_groups
 from engine.watchdog.flight_folder import flight_folder, remove_old
 from engine.watchdog.local_ranks import ERROR_VARIABLE, STACK_SIGNAL, STACK_SUFFIX, SUFFIX
 from engine.watchdog.monitor import HubPlace, Orders
@@ -61,10 +61,11 @@ class Watchdog:
         self._report = "" if report is None else str(report.absolute())
         self._folder = flight_folder() / job
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        used = axis_groups(grid)
         identity = {
             "host": socket.gethostname(),
             "stage": grid.coord().pp,
-            "axes": {axis: rank_runs(grid.peers(axis)) for axis in AXES if grid.size(axis) > 1},
+            "axes": {axis: rank_runs(grid.peers(axis)) for axis in AXES if axis in used},
             ERROR_VARIABLE: os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         }
         path = self._folder / f"rank{grid.rank}{SUFFIX}"

@@ -17,11 +17,13 @@ Shape suffixes: R messages, s elements of a message, m bytes of a message, B ele
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.kernels.dispatch import Kernels
+from engine.kernels.wire.sign_codec import decoded_signs, encode_signs
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal number of fp32 and bf16: a scale that no device flushes to zero."""
@@ -35,7 +37,7 @@ class BlockFormat:
     """How numbers are encoded."""
 
     bits: int
-    """8 or 4."""
+    """8 or 4; 1: signs alone (``sign_codec``)."""
     block: int
     """Elements that share a scale; an even number."""
 
@@ -47,11 +49,15 @@ class BlockFormat:
     @property
     def word(self) -> str:
         """Name of the codes, for people."""
-        return f"int{self.bits}"
+        return f"int{self.bits}" if self.bits > 1 else "signs"
 
     def code_bytes(self, elements: int) -> int:
         """Bytes of the codes of a message, after which its scales begin."""
         return elements * self.bits // 8
+
+    def padded(self, elements: int) -> int:
+        """``elements``, or the next number that is one of whole blocks."""
+        return -(-elements // self.block) * self.block
 
     def message_bytes(self, elements: int) -> int:
         """Bytes of a message of whole blocks."""
@@ -63,11 +69,56 @@ class BlockFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class CastFormat:
+    """Numbers are sent in a narrower dtype, rounded to the nearest: bf16 errs by up to 2^-8 of a number, fp16 by up to
+    2^-11 of it, and by up to 2^-25 below 2^-14."""
+
+    dtype: torch.dtype
+
+    @property
+    def word(self) -> str:
+        """Name of the dtype, for people."""
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+
+    def padded(self, elements: int) -> int:
+        """``elements``: no numbers belong together."""
+        return elements
+
+    def message_bytes(self, elements: int) -> int:
+        """Bytes of a message."""
+        return elements * self.dtype.itemsize
+
+
+NumberFormat = BlockFormat | CastFormat
+
+
+class Codec(Protocol):
+    """Makes messages [R, m] of values [R, s] and values of messages; ``s`` is a padded number of elements."""
+
+    def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
+        """The messages, uint8 [R, m], of the values and what is left of earlier ones."""
+
+    def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
+        """Decode each message into its row, contiguous, rounded once to its dtype."""
+
+    def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
+        """Decode all messages and add them in fp32, in their order; ``out_s`` gets the sum, rounded once."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCodec:
     """A format, and the kernels that encode and decode it."""
 
     wire: BlockFormat
     kernels: Kernels
+
+    def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
+        """The messages of all rows; see :func:`encode_blocks`."""
+        return encode_blocks(values_Rs, self.wire, self.kernels, residual_Rs)
+
+    def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
+        """The sum of all messages; see :func:`sum_blocks`."""
+        sum_blocks(messages_Rm, out_s, self.wire, self.kernels)
 
     def message(self, values_s: Tensor) -> Tensor:
         """The message [m] of ``values_s``."""
@@ -84,6 +135,41 @@ class BlockCodec:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class CastCodec:
+    """Values in a narrower dtype."""
+
+    wire: CastFormat
+
+    @torch.no_grad()
+    def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
+        """The rounded values as bytes; the residual gets what rounding leaves out, 0 where that is not finite."""
+        given = values_Rs if residual_Rs is None else values_Rs.float().add(residual_Rs)
+        cast = given.to(self.wire.dtype).contiguous()
+        if residual_Rs is not None:
+            residual_Rs.copy_((given - cast.float()).nan_to_num_(0.0, 0.0, 0.0))
+        return cast.view(torch.uint8)
+
+    @torch.no_grad()
+    def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
+        """Cast back."""
+        out_Rs.copy_(messages_Rm.view(self.wire.dtype))
+
+    @torch.no_grad()
+    def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
+        """Add in fp32."""
+        first, *others = messages_Rm.view(self.wire.dtype)
+        total = first.float()
+        for other in others:
+            total += other
+        out_s.copy_(total)
+
+
+def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
+    """What encodes and decodes a format."""
+    return BlockCodec(wire, kernels) if isinstance(wire, BlockFormat) else CastCodec(wire)
+
+
 @torch.no_grad()
 def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None) -> Tensor:
     """Return the messages of ``values_Rs`` [R, s], uint8 [R, m]; ``s`` is a multiple of the block.
@@ -93,6 +179,8 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 
     Codes are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
     """
+    if wire.bits == 1:
+        return encode_signs(values_Rs, wire.block, residual_Rs)
     if not _fits(values_Rs, kernels):
         return encode_blocks_reference(values_Rs, wire, residual_Rs)
     from engine.kernels.gpu.wire.block_codec import launch_encode
@@ -103,7 +191,7 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
 @torch.no_grad()
 def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
     """Decode each message into its row of ``out_Rs`` [R, s], contiguous, rounded once to its dtype."""
-    if not _fits(out_Rs, kernels):
+    if wire.bits == 1 or not _fits(out_Rs, kernels):
         out_Rs.copy_(_decoded(messages_Rm, wire))
         return
     from engine.kernels.gpu.wire.block_codec import launch_decode
@@ -114,7 +202,7 @@ def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernel
 @torch.no_grad()
 def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
     """Decode all messages and add them in fp32, in their order; ``out_s`` [s] gets the sum, rounded once."""
-    if not _fits(out_s, kernels):
+    if wire.bits == 1 or not _fits(out_s, kernels):
         sum_blocks_reference(messages_Rm, out_s, wire)
         return
     from engine.kernels.gpu.wire.block_codec import launch_sum
@@ -155,6 +243,8 @@ def sum_blocks_reference(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat) 
 def _decoded(messages_Rm: Tensor, wire: BlockFormat) -> Tensor:
     """The values of all messages, fp32 [R, s]."""
     rows, size = messages_Rm.shape
+    if wire.bits == 1:
+        return decoded_signs(messages_Rm, wire.block, wire.elements(size))
     end = wire.code_bytes(wire.elements(size))
     codes = messages_Rm[:, :end].view(torch.int8)
     if wire.bits == 4:

@@ -13,18 +13,31 @@ from engine.planning.cost_model.memory import CONTEXT_BYTES, SLACK
 from engine.planning.plan import Plan
 from engine.planning.step_time.plan_costs import PlanCosts
 from engine.program.batch import map_tensors
-from engine.rehearsal.rank_forecast import PlannedKernels, RankForecast, forecast_rank
+from engine.rehearsal.plan_rehearsal import PlanRehearsal
+from engine.rehearsal.rank_forecast import PlannedKernels, RankForecast
 
 MOST_LEAVES = 2000
-"""Modules without children, over all pipeline ranks that are counted: about ten milliseconds each."""
+"""Modules without children of a model whose plan is counted."""
+MOST_SEARCHED = 400
+"""Of them times pipeline ranks, each of which traces all of them and plays its stages, in a search: some 40 ms each."""
 
 
-def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
+def counted_costs(
+    costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec, searches: bool = False
+) -> tuple[PlanCosts, str]:
     """The costs with what lives on each pipeline rank in place of activations and buffers; and words about that.
 
     A model that is too large, or that does not run on shapes, keeps the estimate; the words say which.
+
+    Args:
+        searches: the plan is one of several, so that a long pipeline of a deep model keeps the estimate too.
     """
     leaves = sum(1 for module in planned.model.modules() if not any(True for _ in module.children()))
+    if searches and leaves * plan.config.pp > MOST_SEARCHED:
+        return costs, (
+            f"activations and buffers are estimates: a search does not run {leaves:,} modules on {plan.config.pp} "
+            "pipeline ranks on shapes; the plan of this configuration alone does"
+        )
     if leaves > MOST_LEAVES:
         return costs, f"activations and buffers are estimates: {leaves:,} modules are too many to run on shapes"
     quiet = logging.getLogger("trine")
@@ -52,9 +65,13 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
 
 
 def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[RankForecast]:
-    example = map_tensors(planned.row, lambda row: row.new_empty((plan.config.micro, *row.shape[1:])))
-    request, grid = Request(planned.loss_fn), plan.grid(0)
     mode = plan.config.kernels
-    for pp in range(plan.config.pp):
-        kernels = None if mode == "reference" else PlannedKernels(mode, gpu.name)
-        yield forecast_rank(planned.model, plan, grid.rank_at(pp, 0, 0), request, example, kernels)
+    rehearsal = PlanRehearsal(
+        model=planned.model,
+        plan=plan,
+        request=Request(planned.loss_fn),
+        example=map_tensors(planned.row, lambda row: row.new_empty((plan.config.micro, *row.shape[1:]))),
+        kernels=None if mode == "reference" else PlannedKernels(mode, gpu.name),
+        plan_of=lambda shorter: planned.plan_shorter(shorter, plan),
+    )
+    return rehearsal.forecasts()

@@ -8,16 +8,17 @@ an action takes, and with sharded parameters what a group of parameters takes.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from engine.api import initialize
 from engine.config import load_config
 from engine.engine import Engine
+from engine.launch.planner.operator_samples import Measuring
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.comm.world import World
 from engine.planning.analysis import PlanRequest
@@ -31,20 +32,8 @@ from engine.program.program import Program
 
 FEW, MANY = 2, 6
 """Blocks."""
-STEPS = 12
-
-
-class Measuring(Protocol):
-    """Ranks that measure together."""
-
-    world: World
-    alone: World
-
-    def ready(self) -> None:
-        """All ranks are here."""
-
-    def mean(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Over the ranks, of each."""
+WARM, STEPS = 2, 6
+"""Steps of a sample that do not count, and those whose median does."""
 
 
 class _Tiny(NamedTuple):
@@ -56,44 +45,80 @@ class _Tiny(NamedTuple):
     stage: int = 0
 
 
-def engine_seconds(ranks: Measuring, rates: HostRates) -> EngineSeconds:
-    """Of a step, a microbatch, an operator; with several ranks of an action and of a group of parameters."""
-    sizes = (_Tiny(FEW, 1, {}), _Tiny(FEW, 4, {}), _Tiny(MANY, 4, {}))
-    few, more, deep = ranks.mean([_step_seconds(ranks, one, ranks.alone) for one in sizes])
-    block = max(0.0, (deep - more) / (4 * (MANY - FEW)))
-    microbatch = max(0.0, (more - few) / 3)
-    shallow, long = (_operators(layers) for layers in (FEW, MANY))
-    own = [operator_seconds(calls, rates) for calls in (shallow, long)]
-    inside = (own[1] - own[0]) / (MANY - FEW)
-    each = max(0.0, (block - inside) / ((len(long) - len(shallow)) / (MANY - FEW)))
-    found = EngineSeconds(
-        step=max(0.0, few - microbatch),
-        microbatch=max(0.0, microbatch - own[0] - each * len(shallow)),
-        operator=each,
-    )
-    if ranks.world.size == 1:
-        return found
-    return replace(found, handover=_handover(ranks, block, found), gather=_gather(ranks))
+_ALONE = (_Tiny(FEW, 1, {}), _Tiny(FEW, 4, {}), _Tiny(MANY, 4, {}))
+_Engine = tuple[Engine, Batch]
+"""And the rows of its steps."""
 
 
-def _handover(ranks: Measuring, block: float, alone: EngineSeconds) -> float:
-    """Of an action, in a pipeline of one block a rank: the longer step has more actions, and waits for none of them."""
-    size = ranks.world.size
-    pipeline = {"pipeline": size}
-    short, long = ranks.mean(
-        [_step_seconds(ranks, _Tiny(size, count * size, pipeline), ranks.world) for count in (1, 3)]
-    )
-    one = (long - short) / (2 * size)
-    return max(0.0, (one - block - alone.microbatch) / 2)
+class EngineSamples:
+    """Tiny engines of every rank alone and of all ranks together, ready to be sampled round by round."""
 
+    def __init__(self, ranks: Measuring) -> None:
+        self._ranks, self._engines = ranks, ExitStack()
+        size = ranks.world.size
+        self._alone = [self._open(one, ranks.alone) for one in _ALONE]
+        self._pipeline: list[_Engine] = []
+        self._data: list[_Engine] = []
+        if size > 1:
+            pipeline, data = {"pipeline": size}, {"data": size}
+            self._pipeline = [self._open(_Tiny(size, count * size, pipeline), ranks.world) for count in (1, 3)]
+            sizes = [_Tiny(layers, 4, data, stage) for stage in (0, 3) for layers in (FEW, MANY)]
+            self._data = [self._open(one, ranks.world) for one in sizes]
+        self._operators = [_operators(layers) for layers in (FEW, MANY)]
 
-def _gather(ranks: Measuring) -> float:
-    """Of a group and pass of ZeRO 3, which has a group for every block."""
-    data = {"data": ranks.world.size}
-    sizes = [_Tiny(layers, 4, data, stage) for stage in (0, 3) for layers in (FEW, MANY)]
-    plain, plain_deep, sharded, sharded_deep = ranks.mean([_step_seconds(ranks, one, ranks.world) for one in sizes])
-    more = (sharded_deep - sharded) - (plain_deep - plain)
-    return max(0.0, more / (4 * 2 * (MANY - FEW)))
+    def close(self) -> None:
+        """End the engines."""
+        self._engines.close()
+
+    def sample(self, rates: HostRates) -> EngineSeconds:
+        """Of a step, a microbatch, an operator; with several ranks of an action and of a group of parameters.
+
+        A rank alone waits for nobody, so its steps are seconds of its processor, as those of operators are.
+
+        Args:
+            rates: of the operators, in the same round.
+        """
+        few, more, deep = self._steps(self._alone, time.process_time)
+        block = max(0.0, (deep - more) / (4 * (MANY - FEW)))
+        microbatch = max(0.0, (more - few) / 3)
+        shallow, long = self._operators
+        own = [operator_seconds(calls, rates) for calls in (shallow, long)]
+        inside = (own[1] - own[0]) / (MANY - FEW)
+        each = max(0.0, (block - inside) / ((len(long) - len(shallow)) / (MANY - FEW)))
+        found = EngineSeconds(
+            step=max(0.0, few - microbatch),
+            microbatch=max(0.0, microbatch - own[0] - each * len(shallow)),
+            operator=each,
+        )
+        if self._ranks.world.size == 1:
+            return found
+        return replace(found, handover=self._handover(block, found), gather=self._gather())
+
+    def _handover(self, block: float, alone: EngineSeconds) -> float:
+        """Of an action, in a pipeline of a block a rank: the longer step has more of them, and waits for none."""
+        short, long = self._steps(self._pipeline, time.perf_counter)
+        one = (long - short) / (2 * self._ranks.world.size)
+        return max(0.0, (one - block - alone.microbatch) / 2)
+
+    def _gather(self) -> float:
+        """Of a group and pass of ZeRO 3, which has a group for every block."""
+        plain, plain_deep, sharded, sharded_deep = self._steps(self._data, time.perf_counter)
+        more = (sharded_deep - sharded) - (plain_deep - plain)
+        return max(0.0, more / (4 * 2 * (MANY - FEW)))
+
+    def _open(self, tiny: _Tiny, world: World) -> _Engine:
+        """An engine of these sizes on the ranks of ``world``."""
+        opened = self._engines.enter_context(tiny_engine(tiny, None if world.size > 1 else world))
+        return opened, _row(tiny.microbatches)
+
+    def _steps(self, engines: Sequence[_Engine], clock: Callable[[], float]) -> tuple[float, ...]:
+        """Seconds of a step of each; the mean over the ranks."""
+        found = []
+        for opened, batch in engines:
+            self._ranks.ready()
+            seconds = [_timed(opened, batch, clock) for _ in range(WARM + STEPS)]
+            found.append(median(seconds[WARM:]))
+        return self._ranks.mean(found)
 
 
 def _sizes(layers: int) -> DecoderConfig:
@@ -126,18 +151,10 @@ def first_engine() -> AbstractContextManager[Engine]:
     return tiny_engine(_Tiny(1, 1, {}), None)
 
 
-def _step_seconds(ranks: Measuring, tiny: _Tiny, world: World) -> float:
-    ranks.ready()
-    with tiny_engine(tiny, None if world.size > 1 else world) as eng:
-        batch = _row(tiny.microbatches)
-        found = [_timed(lambda: eng.train_batch(batch)) for _ in range(3 + STEPS)]
-    return median(found[3:])
-
-
-def _timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+def _timed(opened: Engine, batch: Batch, clock: Callable[[], float]) -> float:
+    began = clock()
+    opened.train_batch(batch)
+    return clock() - began
 
 
 def _operators(layers: int) -> tuple[OperatorCall, ...]:

@@ -1,15 +1,8 @@
-"""Seconds of operators on the host at hand by class and size, as a step meets them: inputs that no cache holds, results
-that stay.
+"""Every operator that is measured on the host at hand, its sizes, and inputs that it meets in a step."""
 
-All ranks measure at once, so that they share caches and memory as in a run.
-"""
-
-import time
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
-from math import ceil
-from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -20,14 +13,11 @@ from torch.nn import functional
 from engine.kernels.dispatch import REFERENCE
 from engine.kernels.ops.squared_norm import squared_norm
 from engine.kernels.optim.update_rules import AdamRule, adam_
-from engine.planning.host_step.host_rates import SecondsTable
 
-POOL_BYTES = 32 << 20
-"""Of the inputs of one measurement together."""
-MOST_CALLS = 64
-REPEATS = 3
-ROUND_SECONDS = 0.03
-"""About, of a round of calls."""
+POOL_ELEMENTS = 17 << 20
+"""Of fp32: the four tensors of the largest update, and more than caches hold."""
+LINE = 16
+"""Elements of a line of a cache."""
 ELEMENTS = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21)
 WIDTHS = (64, 256, 1024)
 LENGTHS = (32, 128, 512)
@@ -41,13 +31,42 @@ OWNED = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
 Inputs = tuple[Tensor, ...]
 
 
+class OperandPool:
+    """Random numbers in memory of which inputs are cut: nothing is drawn between measurements."""
+
+    def __init__(self, elements: int = POOL_ELEMENTS) -> None:
+        self._numbers = torch.empty(elements)
+        self._next = 0
+        self.refill()
+
+    def refill(self) -> None:
+        """Draw all numbers anew, since an update writes into its inputs."""
+        self._numbers.uniform_()
+
+    def rewind(self) -> None:
+        """What is taken next lies at the start again."""
+        self._next = 0
+
+    def take(self, *shape: int) -> Tensor:
+        """A tensor that lies behind the one before; behind the last number comes the first.
+
+        Lines between them keep tensors of equal size from the same place of a page, as an allocator does.
+        """
+        count = math.prod(shape)
+        if self._next + count > len(self._numbers):
+            self._next = 0
+        begin = self._next
+        self._next += (count // LINE + 2) * LINE
+        return self._numbers[begin : begin + count].view(shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOperator:
     """An operator to measure at all combinations of some sizes."""
 
     sizes: tuple[tuple[int, ...], ...]
     make: Callable[..., Inputs]
-    """The inputs of one call, from a size of each direction."""
+    """The inputs of one call, from the pool and a size of each direction."""
     call: Callable[..., Any]
     share: float = 1.0
     """Part of a call that the table counts as one."""
@@ -63,92 +82,45 @@ def measured_operators() -> Iterator[tuple[str, MeasuredOperator]]:
         yield name, forward
         yield (
             f"{name} backward",
-            MeasuredOperator(sizes=sizes, make=_attended(causal), call=_attend_back(causal), share=1 / HEADS),
+            MeasuredOperator(sizes=sizes, make=_attended, call=_attend_back(causal), share=1 / HEADS),
         )
     for name, (make, call) in _PASSES.items():
         yield name, MeasuredOperator(sizes=(ELEMENTS,), make=make, call=call)
-    yield "update", MeasuredOperator(sizes=(OWNED,), make=_flat(4), call=_update)
-    yield (
-        "squared norm",
-        MeasuredOperator(sizes=(OWNED,), make=_flat(1), call=lambda x: squared_norm([(x, True)], REFERENCE)),
-    )
+    yield "squared norm", MeasuredOperator(sizes=(OWNED,), make=_flat(1), call=_squared_norm)
+    yield "update", MeasuredOperator(sizes=(OWNED,), make=_flat(4), call=_update)  # last: it writes into the pool
 
 
-def measure_operator(operator: MeasuredOperator, ready: Callable[[], None]) -> SecondsTable:
-    """Seconds at every combination of sizes; ``ready`` waits for the other ranks before each."""
-    seconds = []
-    for chosen in product(*operator.sizes):
-        first = operator.make(*chosen)
-        size = max(1, sum(_bytes(each) for each in first))
-        count = min(
-            MOST_CALLS, max(3, ceil(POOL_BYTES / size)), max(2, int(ROUND_SECONDS / _once(operator.call, first)))
-        )
-        given = [first, *(operator.make(*chosen) for _ in range(count - 1))]
-        ready()
-        seconds.append(operator.share * _seconds_of_call(operator.call, given))
-    return SecondsTable(sizes=tuple(tuple(map(float, steps)) for steps in operator.sizes), seconds=tuple(seconds))
+def _flat(count: int) -> Callable[[OperandPool, int], Inputs]:
+    return lambda pool, elements: tuple(pool.take(elements) for _ in range(count))
 
 
-def _seconds_of_call(call: Callable[..., Any], given: list[Inputs]) -> float:
-    """The median of some rounds over all inputs; results stay until a round is over, as activations do."""
-    found, kept = list[float](), list[Any]()
-    for _ in range(1 + REPEATS):
-        kept.clear()
-        began = time.perf_counter()
-        for inputs in given:
-            kept.append(call(*inputs))
-        found.append((time.perf_counter() - began) / len(given))
-    return median(found[1:])
+def _rows(count: int) -> Callable[[OperandPool, int], Inputs]:
+    return lambda pool, elements: tuple(pool.take(elements // ROW, ROW) for _ in range(count))
 
 
-def _once(call: Callable[..., Any], inputs: Inputs) -> float:
-    call(*inputs)
-    began = time.perf_counter()
-    call(*inputs)
-    return max(1e-7, time.perf_counter() - began)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _flat(count: int) -> Callable[[int], Inputs]:
-    return lambda elements: tuple(torch.rand(elements) for _ in range(count))
-
-
-def _rows(count: int) -> Callable[[int], Inputs]:
-    return lambda elements: tuple(torch.rand(elements // ROW, ROW) for _ in range(count))
-
-
-def _factors(layouts: str) -> Callable[[int, int, int], Inputs]:
-    def make(rows: int, inner: int, columns: int) -> Inputs:
-        left, right = torch.rand(rows, inner), torch.rand(inner, columns)
+def _factors(layouts: str) -> Callable[[OperandPool, int, int, int], Inputs]:
+    def make(pool: OperandPool, rows: int, inner: int, columns: int) -> Inputs:
         return (
-            torch.rand(inner, rows).t() if layouts[0] == "t" else left,
-            torch.rand(columns, inner).t() if layouts[1] == "t" else right,
+            pool.take(inner, rows).t() if layouts[0] == "t" else pool.take(rows, inner),
+            pool.take(columns, inner).t() if layouts[1] == "t" else pool.take(inner, columns),
         )
 
     return make
 
 
-def _heads(length: int, width: int) -> Inputs:
+def _heads(pool: OperandPool, length: int, width: int) -> Inputs:
     """As models make them: the heads of a row of tokens lie side by side."""
-    return tuple(torch.rand(1, length, HEADS, width).transpose(1, 2) for _ in range(3))
+    return tuple(pool.take(1, length, HEADS, width).transpose(1, 2) for _ in range(3))
 
 
 def _attend(causal: bool) -> Callable[..., Tensor]:
     return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def _attended(causal: bool) -> Callable[[int, int], Inputs]:
-    """Inputs, results and a gradient of an attention."""
-
-    def make(length: int, width: int) -> Inputs:
-        q, k, v = _heads(length, width)
-        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-        return q, k, v, out, sums, torch.rand_like(out)
-
-    return make
+def _attended(pool: OperandPool, length: int, width: int) -> Inputs:
+    """Inputs, results and a gradient of an attention; results lie as its forward leaves them."""
+    out, grad = (pool.take(1, length, HEADS, width).transpose(1, 2) for _ in range(2))
+    return *_heads(pool, length, width), out, pool.take(1, length, HEADS).transpose(1, 2), grad
 
 
 def _attend_back(causal: bool) -> Callable[..., Any]:
@@ -177,15 +149,16 @@ def _norm_back(grad: Tensor, x: Tensor) -> Any:
     return torch.ops.aten.native_layer_norm_backward(grad, x, [ROW], edge, edge, x[0], x[0], [True, True, True])
 
 
-def _table(elements: int) -> Inputs:
+def _table(pool: OperandPool, elements: int) -> Inputs:
     """A table of as many elements as are looked up."""
-    return torch.rand(max(1, elements // ROW), ROW), torch.randint(max(1, elements // ROW), (max(1, elements // ROW),))
+    rows = max(1, elements // ROW)
+    return pool.take(rows, ROW), torch.randint(rows, (rows,))
 
 
-def _looked_up(elements: int) -> Inputs:
+def _looked_up(pool: OperandPool, elements: int) -> Inputs:
     """Gradients and a table that together have ``elements``."""
     rows = max(1, elements // ROW // 2)
-    return torch.rand(rows, ROW), torch.randint(rows, (rows,))
+    return pool.take(rows, ROW), torch.randint(rows, (rows,))
 
 
 def _embed_back(grad: Tensor, places: Tensor) -> Tensor:
@@ -193,7 +166,7 @@ def _embed_back(grad: Tensor, places: Tensor) -> Tensor:
 
 
 _ATEN = torch.ops.aten
-_PASSES: Mapping[str, tuple[Callable[[int], Inputs], Callable[..., Any]]] = MappingProxyType({
+_PASSES: Mapping[str, tuple[Callable[[OperandPool, int], Inputs], Callable[..., Any]]] = MappingProxyType({
     "add": (_flat(2), torch.add),
     "copy": (_flat(1), torch.clone),
     "fill": (_flat(1), torch.zeros_like),

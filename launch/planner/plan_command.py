@@ -2,8 +2,9 @@
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.config import Config, load_config
@@ -12,7 +13,15 @@ from engine.launch.planner.plan_report import Planned, as_json, as_text, search_
 from engine.launch.planner.plan_request import STEP_TOKENS, PlanAsked, read_request
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.layout import TrainingLayout
-from engine.planning.cost_model.search import SearchResult, Wish, nearest, search_layouts
+from engine.planning.cost_model.search import (
+    MOST_COUNTED,
+    USABLE,
+    LayoutChoice,
+    SearchResult,
+    Wish,
+    nearest,
+    search_layouts,
+)
 from engine.planning.cost_model.workload import Workload
 
 if TYPE_CHECKING:
@@ -51,47 +60,75 @@ def run_plan(options: Namespace) -> None:
 def _planned(asked: PlanAsked, config: Config | None) -> Planned:
     """The whole plan of the configuration, or of the fastest layout that fits."""
     model = _Model(asked)
-    work = model.workload(config)
-    search = None
     if config is None:
-        search = _searched(asked, work, None)
-        if not search.ranked:
-            raise ConfigError(_nothing_fits(search, asked))
-        settings = settings_of(search.ranked[0].layout)
-        config = load_config(settings, asked.world)
-    else:
-        settings = {}
-    return _costed(asked, model, config, settings)
+        return _chosen(asked, model)
+    made = _costed(asked, model, config, {})
+    if made.fits:
+        return made
+    search = _searched(asked, model.workload(config), config)
+    choice = LayoutChoice(search.ranked, USABLE * asked.gpu.memory_bytes)
+    choice.learn(made.costs.closed, made.costs.fullest)
+    return _with_change(made, search, choice)
+
+
+def _chosen(asked: PlanAsked, model: "_Model") -> Planned:
+    """The fastest layout that fits once it is counted, or the smallest of MOST_COUNTED of which none does."""
+    search = _searched(asked, model.workload(None), None)
+    if not search.ranked:
+        raise ConfigError(_nothing_fits(search, asked))
+    choice, made, refused = LayoutChoice(search.ranked, USABLE * asked.gpu.memory_bytes), list[Planned](), []
+    for one in islice(choice, MOST_COUNTED):
+        settings = settings_of(one.layout)
+        try:
+            made.append(_costed(asked, model, load_config(settings, asked.world), settings))
+        except EngineError as error:
+            refused.append(error)
+            continue
+        if made[-1].fits:
+            break
+        choice.learn(one, made[-1].costs.fullest)
+    if not made:
+        raise refused[0]
+    best = min(made, key=lambda each: (not each.fits, each.costs.fullest.total))
+    best = replace(best, passed=tuple(each.costs for each in made if each is not best))
+    return best if best.fits else _with_change(best, search, choice)
+
+
+def _with_change(made: Planned, search: SearchResult, choice: LayoutChoice) -> Planned:
+    """A plan that does not fit, with the nearest layout that does as far as is known."""
+    likely = replace(search, ranked=choice.likely())
+    return replace(made, change=nearest(likely, made.costs.layout), smallest=search.smallest)
 
 
 def _costed(
     asked: PlanAsked, model: "_Model", config: Config, settings: dict[str, Any], counts: bool = True
 ) -> Planned:
     """``counts``: activations are counted on shapes where that takes seconds; else they are estimated."""
-    from engine.launch.planner.counted_memory import counted_costs
     from engine.planning.step_time.plan_costs import plan_costs
 
     plan = model.built.plan(config)
-    work = model.workload(config)
-    costs = plan_costs(plan, work, asked.gpu, asked.node)
-    counted = ""
-    if counts:
-        costs, counted = counted_costs(costs, plan, model.built, asked.gpu)
+    costs = plan_costs(plan, model.workload(config), asked.gpu, asked.node)
     if asked.host is not None and asked.world == asked.host.ranks and plan.precision.compute is None:
         costs = replace(costs, time=model.built.host_time(plan, asked.host))
-    result = None
-    if costs.fullest.total > asked.gpu.memory_bytes:
-        result = _searched(asked, work, config)
-    return Planned(
+    made = Planned(
         asked=asked,
         plan=plan,
         costs=costs,
-        counted=counted,
+        counted="",
         settings=settings,
-        fits=result is None,
-        change=nearest(result, costs.layout) if result is not None else None,
-        smallest=result.smallest if result is not None else None,
+        fits=costs.fullest.total <= asked.gpu.memory_bytes,
+        change=None,
+        smallest=None,
     )
+    return _counted(model, made) if counts else made
+
+
+def _counted(model: "_Model", made: Planned, searches: bool = False) -> Planned:
+    """The plan with its activations counted in place of estimates, where that takes seconds."""
+    from engine.launch.planner.counted_memory import counted_costs
+
+    costs, words = counted_costs(made.costs, made.plan, model.built, made.asked.gpu, searches)
+    return replace(made, costs=costs, counted=words, fits=costs.fullest.total <= made.asked.gpu.memory_bytes)
 
 
 def _searched(asked: PlanAsked, work: Workload, config: Config | None) -> SearchResult:
@@ -111,9 +148,8 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
     found = _searched(asked, model.workload(config), config)
     if not found.ranked:
         raise ConfigError(_nothing_fits(found, asked))
-    base = None if asked.config is None else json.loads(asked.config.read_text(encoding="utf-8"))
-    finalists = _finalists(_Finals(asked, model, base), found, options.top)
-    planned = sorted(finalists, key=lambda one: (not one.fits, one.costs.time.total))
+    base = None if asked.config is None else dict(asked.config)
+    planned = _fitting(_Finals(asked, model, base), found, options.top)
     if not planned:
         raise PlanError(f"the engine can run none of the fastest layouts; the first: {model.refused[0]}")
     if options.out is not None:
@@ -135,6 +171,34 @@ class _Finals(NamedTuple):
     model: "_Model"
     base: Mapping[str, Any] | None
     """The given configuration, of which a layout replaces what it decides."""
+
+
+def _fitting(finals: _Finals, found: SearchResult, top: int) -> list[Planned]:
+    """Whole plans of the best layouts, the fastest first that fits once it is counted.
+
+    Plans are counted until that is so, and further layouts are planned where all finalists turn out to be too large.
+    """
+    planned = list(_finalists(finals, found, top))
+    choice = LayoutChoice(found.ranked, USABLE * finals.asked.gpu.memory_bytes)
+    for one in planned:
+        choice.pass_over(one.costs.layout)
+    for _ in range(MOST_COUNTED):
+        planned.sort(key=_fit_and_fast)
+        if not planned or not planned[0].fits:
+            more = next(_finalists(finals, replace(found, ranked=choice.likely()), 1), None)
+            if more is None:
+                break
+            choice.pass_over(more.costs.layout)
+            planned.insert(0, more)
+        if planned[0].counted:
+            break
+        planned[0] = _counted(finals.model, planned[0], searches=True)
+        choice.learn(planned[0].costs.closed, planned[0].costs.fullest)
+    return sorted(planned, key=_fit_and_fast)
+
+
+def _fit_and_fast(one: Planned) -> tuple[bool, float]:
+    return not one.fits, one.costs.time.total
 
 
 def _finalists(finals: _Finals, found: SearchResult, top: int) -> Iterator[Planned]:
@@ -209,6 +273,7 @@ class _Model:
         """Layouts that the engine refuses, each with its reason."""
         self._asked = asked
         self._built: PlannedModel | None = None
+        self._workloads: dict[Hashable, Workload] = {}
 
     @property
     def built(self) -> "PlannedModel":
@@ -223,4 +288,8 @@ class _Model:
         """From its sizes, or from a forward on shapes."""
         if self._asked.model.shape is not None:
             return self._asked.model.shape.workload()
-        return self.built.workload(config or load_config(settings_of(TrainingLayout()), 1))
+        config = config or load_config(settings_of(TrainingLayout()), 1)
+        dtypes = config.bf16.enabled, config.fp16.enabled, config.torch_autocast.enabled, tuple(config.keep_fp32)
+        if dtypes not in self._workloads:
+            self._workloads[dtypes] = self.built.workload(config)
+        return self._workloads[dtypes]

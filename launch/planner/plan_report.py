@@ -35,6 +35,8 @@ class Planned:
     """The nearest layout that fits, if this one does not and there is one."""
     smallest: LayoutEstimate | None
     """The layout that needs the least, if this one does not fit."""
+    passed: tuple["PlanCosts", ...] = ()
+    """Layouts that were counted before and do not fit."""
 
 
 def as_text(planned: Planned) -> str:
@@ -58,6 +60,9 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "memory", f"{where}{_memory_text(costs.memory[pp])}"
     if planned.counted:
         yield "counted", planned.counted
+    if planned.passed:
+        tried = "; ".join(f"{one.layout}: {one.fullest.total / GIB:.1f} GiB" for one in planned.passed)
+        yield "passed", f"{len(planned.passed)} that fit in closed form and do not once counted: {tried}"
     parts: dict[str, float] = {"computation": costs.time.computation, "bubble": costs.time.bubble}
     parts |= {axis: seconds for axis, seconds in costs.time.communication.items()}
     shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds >= 5e-4 * costs.time.total)
@@ -100,13 +105,17 @@ def _verdict(planned: Planned) -> str:
     if planned.fits:
         return f"yes: {need:.1f} of {have:.1f} GiB"
     text = f"no: {need:.1f} of {have:.1f} GiB"
+    if planned.passed:
+        text += f"; nor does any other of the {len(planned.passed) + 1} layouts that were counted"
     if planned.change is None:
+        if planned.passed:
+            return text
         least = planned.smallest.memory.total / GIB if planned.smallest else 0.0
         return f"{text}; no layout of these GPUs does, the smallest needs {least:.1f} GiB"
     before, after = planned.costs.layout, planned.change.layout
     steps = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes(before, after).items())
     cost = f"{planned.change.memory.total / GIB:.1f} GiB, {planned.change.seconds.total:.3g} s"
-    return f"{text}; the nearest that does: {steps} ({cost})"
+    return f"{text}; the nearest that does{' by estimate' * bool(planned.passed)}: {steps} ({cost})"
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
@@ -122,6 +131,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "layout": str(costs.layout),
         "memory_bytes": [{**_kinds(rank), "total": rank.total} for rank in costs.memory],
         "counted": planned.counted,
+        "passed": [{"layout": str(one.layout), "memory_bytes": one.fullest.total} for one in planned.passed],
         "host_memory_bytes": [sum(rank.host_bytes.values()) for rank in first_ranks],
         "disk_bytes": [rank.disk_bytes for rank in first_ranks],
         "gpu_memory_bytes": asked.gpu.memory_bytes,
@@ -155,7 +165,7 @@ def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
     lines = [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]
     for one in planned:
         costs = one.costs
-        fits = "" if one.fits else ", does not fit"
+        fits = ("" if one.fits else ", does not fit") + ", counted" * bool(one.counted)
         lines.append(
             f"  {costs.time.total:8.3f} s  MFU {costs.flops_per_second / one.asked.gpu.bf16_rate:5.1%}  "
             f"{costs.fullest.total / GIB:6.1f} GiB  {costs.layout}{fits}"

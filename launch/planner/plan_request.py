@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import load_config
+from engine.config import load_config, load_raw
+from engine.config.overrides import OVERRIDES_HELP, is_override
 from engine.errors import ConfigError, GridError
 from engine.planning.cost_model.decoder_shape import DecoderShape, decoder_shape_of, is_model_config
 from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
@@ -43,7 +44,7 @@ class PlanAsked:
     node: int
     """GPUs of a node."""
     gpu: GpuSpec
-    config: Path | None
+    config: Mapping[str, Any] | None
     rows: int | None
     """Of a step; None: those of the configuration, or as many as give STEP_TOKENS tokens."""
     host: HostRates | None
@@ -58,8 +59,9 @@ def add_plan_options(command: ArgumentParser) -> None:
         "Hugging Face folder or config.json, module:function, or nothing: the built-in decoder of the sizes below"
     ))  # fmt: skip
     command.add_argument("config", nargs="?", metavar="CONFIG", help=(
-        "JSON configuration of the run; without it the fastest layout that fits is planned"
+        "configuration of the run; without it the fastest layout that fits is planned"
     ))  # fmt: skip
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
     command.add_argument("--world", type=int, help="number of GPUs (processes)")
     command.add_argument(
         "--nodes", metavar="NxG", help="nodes x GPUs of each, such as 16x8 (default: as the GPU is sold)"
@@ -99,15 +101,19 @@ def read_request(options: Namespace) -> PlanAsked:
     Raises:
         ConfigError, GridError: one sentence about what does not exist or does not fit.
     """
-    model, config = options.model, options.config
+    overrides = [word for word in (options.model, options.config, *options.overrides) if word and is_override(word)]
+    model, config = (None if word and is_override(word) else word for word in (options.model, options.config))
     if model is not None and config is None and _is_run_config(model):
         model, config = None, model  # trine plan config.json: the built-in decoder
+    if overrides and config is None:
+        raise ConfigError(f"{overrides[0]} changes a configuration, and none is given; give CONFIG before it.")
+    settings = None if config is None else load_raw(config, overrides)
     gpu = load_gpu(options.gpu)
     if options.memory is not None:
         if not 1 <= options.memory <= 4096:
             raise ConfigError(f"--memory {options.memory:g}: a GPU has from 1 to 4096 GiB; give such a number.")
         gpu = replace(gpu, memory_bytes=options.memory * 2**30)
-    known = None if config is None else load_config(config, options.world).parallel.gpus_per_node
+    known = None if settings is None else load_config(settings, options.world).parallel.gpus_per_node
     world, node = _sizes(options.world, options.nodes, known or int(gpu.gpus_per_node))
     for flag in ("batch", "price", "top"):
         if (value := getattr(options, flag)) is not None and value <= 0:
@@ -117,7 +123,7 @@ def read_request(options: Namespace) -> PlanAsked:
         world=world,
         node=node,
         gpu=gpu,
-        config=None if config is None else Path(config),
+        config=settings,
         rows=options.batch,
         host=load_host_rates(Path(options.gpu)),
         dollars=options.price,
@@ -126,7 +132,9 @@ def read_request(options: Namespace) -> PlanAsked:
 
 def _is_run_config(name: str) -> bool:
     path = Path(name)
-    return path.suffix == ".json" and path.is_file() and not is_model_config(_json(path))
+    return path.is_file() and (
+        path.suffix in (".toml", ".yaml", ".yml") or (path.suffix == ".json" and not is_model_config(_json(path)))
+    )
 
 
 def _json(path: Path) -> Any:

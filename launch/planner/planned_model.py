@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from engine.config import Config
-from engine.errors import EngineError, PlanError, first_line
+from engine.errors import PlanError
 from engine.kernels.device import find_accelerator
 from engine.launch.planner.plan_request import ModelSource
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
@@ -26,7 +28,7 @@ from engine.planning.step_time.traced_workload import traced_workload
 from engine.precision.dtypes import make_precision
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
-from engine.program.module_function import find_function
+from engine.program.module_function import build_named, find_function, model_and_rows
 from engine.program.program import Program
 
 KNOWN_STYLES: Mapping[str, Mapping[str, str]] = {
@@ -43,6 +45,7 @@ KNOWN_STYLES: Mapping[str, Mapping[str, str]] = {
 """Tensor plans of families whose search would take long; the search finds the same ones."""
 KNOWN_NOTE = "tensor: the known plan of this family, not searched here; training searches and proves its own"
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "olmo2", "smollm3", "granite")
+_ON_META = "build it without reading or computing values, under torch.device('meta')"
 WIDE = 1024
 """Width from which a known plan takes the place of the search."""
 
@@ -75,6 +78,12 @@ class PlannedModel:
         notes = [note for note in plan.notes if not note.startswith("parallel.tensor_plan is not proven")]
         return replace(plan, notes=(*notes, KNOWN_NOTE))
 
+    def plan_shorter(self, shorter: nn.Module, plan: Plan) -> Plan:
+        """The plan of a copy with fewer blocks, under the configuration and with the styles of ``plan``."""
+        styles = None if plan.tensor is None else _present(shorter, plan.tensor.patterns)
+        made = replace(self, model=shorter, styles=styles).plan(plan.config)
+        return replace(made, config=plan.config)
+
     def workload(self, config: Config) -> Workload:
         """The workload, from one forward on shapes."""
         return traced_workload(self._program(config), self.row)
@@ -97,27 +106,14 @@ def build_model(source: ModelSource) -> PlannedModel:
     if source.decoder is not None:
         return _decoder(source.decoder)
     name = source.function or str(source.folder)
-    try:
-        with torch.device("meta"):
-            made = find_function(source.function)() if source.function else _of_folder(source.folder or Path())
-    except EngineError:
-        raise
-    except Exception as error:
-        raise PlanError(
-            f"MODEL {name} cannot be built on the meta device ({type(error).__name__}: {first_line(error)}); build it "
-            "without reading or computing values, under torch.device('meta')."
-        ) from error
-    model, row = made if isinstance(made, tuple) else (made, None)
-    if not isinstance(model, nn.Module):
-        raise PlanError(
-            f"MODEL {name} gives a {type(model).__name__}; return an nn.Module, or (module, one row of a batch)."
-        )
-    if row is None:
-        row = _token_row(model, source, name)
+    with torch.device("meta"):
+        made = build_named(name, partial(_made, source), " on the meta device", _ON_META)
+    model, rows, loss_fn = model_and_rows(name, made)
+    row = _token_row(model, source, name) if rows is None else map_tensors(rows, lambda rows: rows[:1].to("meta"))
     family = getattr(getattr(model, "config", None), "model_type", None)
     wide = source.shape is not None and source.shape.width >= WIDE
     styles = _present(model, KNOWN_STYLES["llama"]) if wide and family in LIKE_LLAMA else None
-    return PlannedModel(model=model, loss_fn=None, row=row, styles=styles)
+    return PlannedModel(model=model, loss_fn=loss_fn, row=row, styles=styles)
 
 
 def _decoder(shape: DecoderShape) -> PlannedModel:
@@ -140,8 +136,13 @@ def _token_row(model: nn.Module, source: ModelSource, name: str) -> Batch:
     context = source.context or (source.shape.context if source.shape else None)
     context = context or getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if config is None or not isinstance(context, int):
-        raise PlanError(f"MODEL {name} does not say what its rows are; return (module, one row of a batch) from it.")
+        raise PlanError(f"MODEL {name} does not say what its rows are; return (module, rows) from it.")
     return _tokens(context)
+
+
+def _made(source: ModelSource) -> Any:
+    """What the function returns, or the model of the folder."""
+    return find_function(source.function)() if source.function else _of_folder(source.folder or Path())
 
 
 def _of_folder(folder: Path) -> nn.Module:
@@ -156,7 +157,15 @@ def _of_folder(folder: Path) -> nn.Module:
     return model
 
 
+def _switch_cache_off(model: nn.Module) -> None:
+    """As in training: a block is not alone with a cache of keys and values, so no tensor plan would be found for it."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False
+
+
 def _present(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The styles whose patterns match a module."""
-    names = [name for name, _ in model.named_modules()]
+    """The styles whose patterns match a module or a parameter."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     return {pattern: style for pattern, style in styles.items() if any(fnmatchcase(name, pattern) for name in names)}

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from engine.errors import EngineError, PlanError, first_line
+from engine.errors import PlanError
 from engine.launch.verifier.script_run import ScriptCall
 from engine.launch.verifier.tiny_config import VOCABULARY, shrink
 from engine.models.huggingface_class import has_language_model_head, huggingface_class, import_transformers
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
-from engine.program.module_function import find_function
+from engine.program.module_function import build_named, find_function, model_and_rows
 
 TOKENS = 16
 """Of a row."""
@@ -53,17 +53,10 @@ def of_function(name: str) -> Subject:
     """
     function = find_function(name)
 
-    def parts() -> tuple[Any, Any, Any]:
-        made = _guarded(name, function)
-        given = made if isinstance(made, tuple) else (made,)
-        model, rows, loss_fn = (*given, None, None)[:3]
-        return model, rows, loss_fn
+    def parts() -> tuple[nn.Module, Any, Any]:
+        return model_and_rows(name, build_named(name, function))
 
     model, rows, loss_fn = parts()
-    if not isinstance(model, nn.Module):
-        raise PlanError(
-            f"MODEL {name} gives a {type(model).__name__}; return an nn.Module, or (module, rows, loss_fn)."
-        )
     if rows is None:
         rows = _tokens_for(model, name)
     _check_rows(rows, name)
@@ -79,7 +72,7 @@ def of_folder(folder: Path, tensor: int, layers: int) -> Subject:
         PlanError: the model cannot be built at this size.
     """
     transformers = import_transformers()
-    config = _guarded(str(folder), lambda: transformers.AutoConfig.from_pretrained(folder))
+    config = build_named(str(folder), lambda: transformers.AutoConfig.from_pretrained(folder))
     transformers.logging.set_verbosity_error()
     kind = huggingface_class(config)
     if not has_language_model_head(kind, config):
@@ -99,21 +92,9 @@ def _shrunk(kind: Any, config: Any, name: str, sizes: tuple[int, int]) -> Subjec
         made: nn.Module = kind(config)
         return made.train().float()
 
-    elements = sum(parameter.numel() for parameter in _guarded(name, build).parameters())
+    elements = sum(parameter.numel() for parameter in build_named(name, build).parameters())
     words = f"{config.model_type} of {name}, shrunk to {elements:,} parameters, without dropout"
     return Subject(words=words, build=build, loss_fn=None, rows=_token_rows(VOCABULARY))
-
-
-def _guarded(name: str, build: Callable[[], Any]) -> Any:
-    try:
-        return build()
-    except EngineError:
-        raise
-    except Exception as error:
-        raise PlanError(
-            f"MODEL {name} cannot be built ({type(error).__name__}: {first_line(error)}); give one that builds, or a "
-            "module:function that builds a small one."
-        ) from error
 
 
 def _tokens_for(model: nn.Module, name: str) -> Batch:
@@ -147,7 +128,7 @@ def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
     Raises:
         PlanError: the model cannot be built again, or nothing says what its rows are.
     """
-    model = _guarded(name, call.model) if not isinstance(call.model, nn.Module) else call.model
+    model = build_named(name, call.model) if not isinstance(call.model, nn.Module) else call.model
     config = getattr(model, "config", None)
     if hasattr(config, "model_type") and has_language_model_head(type(model), config):
         subject = _shrunk(type(model), deepcopy(config), name, sizes)

@@ -39,6 +39,7 @@ EPS = 1e-5
 def small_config(config: Config) -> Config:
     """The configuration of the first trial: its grid with at most two data ranks, few microbatches, in fp32.
 
+    Shard groups are two of two data ranks each.
     What a run keeps, shows or watches is off, since nothing of it changes a number.
     """
     optimizer = config.optimizer
@@ -50,7 +51,12 @@ def small_config(config: Config) -> Config:
         optimizer=optimizer, checkpoint=CheckpointConfig(), monitor=MonitorConfig(), watchdog=WatchdogConfig(),
         integrity=IntegrityConfig(), gradient_clipping=min(config.gradient_clipping, CLIP), notes=(),
     )  # fmt: skip
-    return _resized(plain, plain.parallel, (min(config.dp, MOST_DATA), config.tp, config.pp))
+    grouped = config.shards < config.dp
+    plain = replace(
+        plain, zero_optimization=replace(plain.zero_optimization, shard_size=MOST_DATA if grouped else None)
+    )
+    data = 2 * MOST_DATA if grouped else min(config.dp, MOST_DATA)
+    return _resized(plain, plain.parallel, (data, config.tp, config.pp))
 
 
 def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
@@ -96,8 +102,13 @@ def train_both_ways(subject: Subject, config: Config, steps: int) -> Parity:
 
 def _resized(config: Config, parallel: ParallelConfig, grid: tuple[int, int, int]) -> Config:
     """The configuration on a grid of data x tensor x pipeline ranks, with sizes of a batch that fit it."""
+    zero = config.zero_optimization
+    node, shards = zero.zero_hpz_partition_size, zero.shard_size
+    near = node if isinstance(node, str) or not node or (shards or grid[0]) % node == 0 else 1
+    fits = shards is not None and grid[0] % shards == 0
     sized = replace(
         config,
+        zero_optimization=replace(zero, zero_hpz_partition_size=near, shard_size=shards if fits else None),
         parallel=replace(parallel, data=grid[0], tensor=grid[1], pipeline=grid[2]),
         gradient_accumulation_steps=max(MICROBATCHES, 2 * config.pp),
         train_batch_size=None,

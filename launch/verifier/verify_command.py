@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import AXES, Config, load_config
+from engine.config import AXES, Config, load_config, load_raw
+from engine.config.overrides import OVERRIDES_HELP, is_override
 from engine.errors import ConfigError, EngineError, PlanError, first_line
 
 if TYPE_CHECKING:
@@ -26,8 +27,10 @@ def add_verify_options(command: ArgumentParser) -> None:
         "(model, rows), or (model, rows, loss_fn), and is taken as it is; or a script train.py that calls "
         "engine.initialize, which is run up to there, its arguments behind two dashes"
     ))  # fmt: skip
-    command.add_argument("config", nargs="?", metavar="CONFIG", help="JSON configuration of the run; not for a script")
-    command.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of a script")
+    command.add_argument("config", nargs="?", metavar="CONFIG", help="configuration of the run; not for a script")
+    command.add_argument("arguments", nargs="*", metavar="KEY=VALUE | -- ARGUMENTS", help=(
+        f"{OVERRIDES_HELP}; or arguments of a script"
+    ))  # fmt: skip
     command.add_argument("--world", type=int, help="number of processes, where the configuration does not say it")
     command.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
     command.add_argument(
@@ -53,9 +56,9 @@ def _verify(options: Namespace) -> int:
         return max(_verify_call(options, call) for call in _calls(options))
     if options.config is None:
         raise ConfigError("CONFIG is not given; a model is verified for a configuration, so give its JSON file.")
-    if options.arguments:
-        raise ConfigError(f"{options.arguments[0]} is for no script: MODEL is {options.model}; leave it out.")
-    asked = _configured(options.config, options.world)
+    if other := [word for word in options.arguments if not is_override(word)]:
+        raise ConfigError(f"{other[0]} is for no script: MODEL is {options.model}; leave it out.")
+    asked = _configured(load_raw(options.config, options.arguments), options.world)
     _check_source(options.model)
     from engine.launch.verifier import trials  # imports torch
 

@@ -9,12 +9,13 @@ whose own switch is on (Hugging Face's ``gradient_checkpointing_enable``) is lef
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -143,7 +144,13 @@ def recomputed_in_part(block: nn.Module, selective: Selective, started: list[Sav
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         kept = SavedActivations()
-        out = checkpoint(inner, *args, use_reentrant=False, context_fn=lambda: selective.contexts(kept), **kwargs)
+        out = checkpoint(
+            _in_mode_of_forward(inner),
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: selective.contexts(kept),
+            **kwargs,
+        )
         kept.finish(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if started is not None:
             started.append(kept)
@@ -183,9 +190,28 @@ def _recomputed(block: nn.Module) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+        return checkpoint(_in_mode_of_forward(inner), *args, use_reentrant=False, **kwargs)
 
     return forward
+
+
+def _in_mode_of_forward(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """``inner``, whose second call runs in the function mode of the first one, such as the watch of a first forward.
+
+    Layers leave their own products to torch where a mode watches, and a recomputation has to save what the forward
+    has saved.
+    """
+    mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    if mode is None:
+        return inner
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
+            return inner(*args, **kwargs)
+        with mode:
+            return inner(*args, **kwargs)
+
+    return run
 
 
 def _asked(name: str) -> Sequence[Operator]:

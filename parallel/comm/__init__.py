@@ -4,7 +4,7 @@ comm             ``Comm``: names, counts and records what a ``Backend`` carries 
 backend          the ``Backend`` protocol, channels and links, and a backend that moves nothing
 torch_backend    real processes: NCCL on GPUs, gloo on CPUs
 shared_memory    collectives of one host's CPU ranks through memory that they share
-host_barrier     that memory, and a barrier over sockets
+host_barrier     that memory, and a barrier of bells (eventfds)
 launcher         which process of a job this is, from the variables of torchrun, Slurm or MPI
 meeting          all ranks come together and compare what they were given, before any group is made
 world            the processes of a job: discovery, rendezvous, exit

@@ -81,8 +81,11 @@ class Backend(Protocol):
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Prepare ``all_to_all`` between these indices of axis dp; every rank calls it."""
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
-        """Send slice i of ``given`` to the i-th of these indices of axis dp; slice i of ``received`` comes from it."""
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
+        """Send slice i of ``given`` to the i-th of these indices of ``axis``; slice i of ``received`` comes from it.
+
+        Of another axis than dp they are all indices.
+        """
 
     def open_gathers(self, within: int | None = None) -> None:
         """Prepare ``gather_parameters``; every rank calls it.
@@ -139,9 +142,9 @@ class RecordingBackend:
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Do nothing."""
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
         """Receive what this rank gives itself, and zeros."""
-        own, slices = members.index(self._grid.index("dp")), received.view(len(members), -1)
+        own, slices = members.index(self._grid.index(axis)), received.view(len(members), -1)
         slices.zero_()
         slices[own].copy_(given.view(len(members), -1)[own])
         return lambda: None

@@ -50,7 +50,7 @@ class Pending:
         self._broken = broken
         self._absent = absent
         self._beside: Callable[[], None] | None = None
-        self._then: Callable[[], object] | None = None
+        self._then: list[Callable[[], object]] = []
 
     @property
     def under_way(self) -> bool:
@@ -63,8 +63,8 @@ class Pending:
         return self
 
     def then(self, work: Callable[[], object]) -> "Pending":
-        """Call ``work`` once, just after the wait: it makes the result of what has come."""
-        self._then = work
+        """Call ``work`` once, just after the wait and what was given before: it makes the result of what has come."""
+        self._then.append(work)
         return self
 
     def wait(self) -> None:
@@ -76,9 +76,9 @@ class Pending:
         wait, self._wait = self._wait, None
         if wait is not None:
             self._complete(wait)
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        then, self._then = self._then, []
+        for work in then:
+            work()
 
     def _complete(self, wait: Wait) -> None:
         if self._beside is not None:
@@ -256,29 +256,33 @@ class Comm:
         """Prepare ``all_to_all`` between these indices of axis dp. Every rank calls it, in the same order."""
         self._backend.connect_data(members)
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str) -> Pending:
-        """Send slice i of ``given`` to the i-th of these indices of axis dp, and receive slice i from it.
+    def all_to_all(
+        self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str, axis: Axis = "dp"
+    ) -> Pending:
+        """Send slice i of ``given`` to the i-th of these indices of ``axis``, and receive slice i from it.
 
-        This rank is one of them; its own slice is copied.
+        This rank is one of them; its own slice is copied. Of other axes than dp all indices take part.
         """
         if len(members) == 1:
             received.copy_(given)
-        name = "dp" if len(members) == self.grid.dp else f"dp indices {','.join(map(str, members))}"
-        route = _Route(len(members), Stream(EventKind.COLLECTIVE, "dp", name))
-        call = partial(self._backend.all_to_all, received, given, members)
-        return self._issue("all_to_all", given, "dp", label, call, route)
+        name: str = axis if len(members) == self.grid.size(axis) else f"dp indices {','.join(map(str, members))}"
+        counted = self.grid.sharding if axis == "dp" else axis
+        route = _Route(len(members), Stream(EventKind.COLLECTIVE, counted, name))
+        call = partial(self._backend.all_to_all, received, given, members, axis)
+        return self._issue("all_to_all", given, counted, label, call, route)
 
     def open_gathers(self, within: int | None = None) -> None:
         """Prepare ``gather_parameters``. Every rank of the world calls it."""
-        self._backend.open_gathers(within)
+        self._backend.open_gathers(within or self.grid.shard_size)
 
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, within: int | None = None
     ) -> Pending:
         """``all_gather`` of several (full, shard) pairs over dp at once, in a group apart from dp's other traffic.
 
-        ``within``: the group has so many data ranks, which lie side by side, instead of all.
+        ``within``: the group has so many data ranks, which lie side by side, instead of all those of a shard group.
         """
+        within = within or self.grid.shard_size
         elements = sum(full.numel() for full, _ in pairs)
         size = sum(full.numel() * full.element_size() for full, _ in pairs)
         work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))
@@ -286,8 +290,9 @@ class Comm:
         if within is not None:
             first = self.grid.index("dp") // ranks * ranks
             name += f" indices {','.join(map(str, range(first, first + ranks)))}"
-        route = _Route(ranks, Stream(EventKind.COLLECTIVE, "dp", name))
-        return self._launch(work, "dp", label, lambda: self._backend.gather_parameters(pairs, within), route)
+        axis = self.grid.sharding
+        route = _Route(ranks, Stream(EventKind.COLLECTIVE, axis, name))
+        return self._launch(work, axis, label, lambda: self._backend.gather_parameters(pairs, within), route)
 
     def close(self) -> None:
         """End the communication of this engine; the process group itself belongs to the :class:`World`."""

@@ -4,19 +4,24 @@
     connect    to lower indices        Unix sockets in the abstract namespace: no file is created
     accept     higher indices          only those that present the secret of the exchange
     hand out   memory of index 0       memfd, an unnamed file that ends with the last process holding it
+    hand out   bells                   eventfds: who waits for a rank in the barrier gives it one to ring
 
-So nothing is left behind however a rank ends, and the kernel closes its sockets, which informs the others at once. No
-torch here.
+So nothing is left behind however a rank ends, and the kernel closes its sockets, which informs the others at once. A
+byte through a socket could say that a rank has come, too, but then the kernel takes the sender for one that is about to
+sleep, and wakes the other on the same processor: both compute on one, in turn, with another processor idle beside them.
+No torch here.
 """
 
 import mmap
 import os
 import secrets
+import select
 import socket
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
@@ -31,48 +36,61 @@ _SETUP_SECONDS = 30.0
 """Timeout for a setup step that a peer has done already or does next."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLinks:
+    """What connects a rank to the others of its axis; by their index."""
+
+    sockets: dict[int, socket.socket] = field(default_factory=dict)
+    """Connected streams, closed by the system when a rank ends."""
+    rung: dict[int, int] = field(default_factory=dict)
+    """Bells of others, which this rank rings: descriptors of an eventfd."""
+    heard: dict[int, int] = field(default_factory=dict)
+    """Own bells, which others ring."""
+
+    def close(self) -> None:
+        """Close everything."""
+        for link in self.sockets.values():
+            link.close()
+        for bell in (*self.rung.values(), *self.heard.values()):
+            os.close(bell)
+        for found in (self.sockets, self.rung, self.heard):
+            found.clear()
+
+
 class HostBarrier:
-    """Memory that all ranks see, and a barrier in which a rank sends and receives log2(ranks) bytes.
+    """Memory that all ranks see, and a barrier in which a rank rings and hears log2(ranks) bells.
 
     The dissemination barrier of Hensgen, Finkel and Manber 1988 ("Two algorithms for barrier synchronization"): in
     rounds d = 1, 2, 4, .. < ranks, index i signals i + d and waits for i - d; a signal means that its sender has
     arrived and has received all signals of the rounds before.
 
     Args:
-        links: a connected stream socket to every other rank, by its index; ``close`` closes them.
+        links: sockets to every other rank, and the bells of :func:`told_ranks`; ``close`` closes them.
         memory: the shared memory, the same on all ranks.
         seconds: timeout of waiting for a rank.
     """
 
-    def __init__(
-        self, index: int, size: int, links: dict[int, socket.socket], memory: mmap.mmap, seconds: float
-    ) -> None:
+    def __init__(self, index: int, size: int, links: RankLinks, memory: mmap.mmap, seconds: float) -> None:
         self.index, self.size = index, size
         self.memory = memory
         """The shared memory until ``close``; it is unmapped once no tensor uses it either."""
         self._links, self._seconds = links, seconds
-        self._leave = weakref.finalize(self, _close, tuple(links.values()))
-        distances = [1 << turn for turn in range((size - 1).bit_length())]
-        self._told = [(index + distance) % size for distance in distances]
-        self._heard = [(index - distance) % size for distance in distances]
-        for link in links.values():
-            link.settimeout(None)  # Python's own timeout needs two system calls for each byte
-            link.setsockopt(
-                socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(int(seconds * 1e6), 10**6))
-            )
+        self._leave = weakref.finalize(self, links.close)
+        self._told = [(told, links.rung[told]) for told in told_ranks(index, size)]
+        self._heard = [(heard, links.heard[heard], _poll(links, heard)) for heard in heard_ranks(index, size)]
 
     @property
     def descriptors(self) -> dict[int, int]:
         """By index, that of the link to each other rank, which the system closes when that rank ends."""
-        return {index: link.fileno() for index, link in self._links.items()}
+        return {index: link.fileno() for index, link in self._links.sockets.items()}
 
     def arrive(self) -> None:
         """Signal that this rank has arrived at the barrier; ``meet`` must follow.
 
         Raises:
-            RuntimeError: a rank has ended.
+            RuntimeError: this rank has left the barrier.
         """
-        self._tell(self._told[0])
+        self._tell(*self._told[0])
 
     def meet(self) -> None:
         """Return when all ranks have arrived; what they wrote before can then be read.
@@ -80,36 +98,55 @@ class HostBarrier:
         Raises:
             RuntimeError: a rank has ended or did not arrive in time.
         """
-        self._hear(self._heard[0])
+        self._hear(*self._heard[0])
         for told, heard in zip(self._told[1:], self._heard[1:], strict=True):
-            self._tell(told)
-            self._hear(heard)
+            self._tell(*told)
+            self._hear(*heard)
 
     def close(self) -> None:
         """Leave the barrier, which fails for every rank that waits for this one. Garbage collection closes it too."""
         self._leave()
         vars(self).pop("memory", None)
 
-    def _tell(self, index: int) -> None:
-        try:
-            self._links[index].send(b"\0")
-        except OSError as error:
-            raise RuntimeError(f"index {index} of this axis has ended or given up ({error.strerror})") from error
+    def _tell(self, index: int, bell: int) -> None:
+        self._check_open(index)
+        os.eventfd_write(bell, 1)  # of one that has ended, who hears it fails, and then whoever hears that one
 
-    def _hear(self, index: int) -> None:
-        try:
-            if self._links[index].recv(1):
-                return
-        except BlockingIOError:
-            raise RuntimeError(f"index {index} of this axis did not arrive within {self._seconds:g} s") from None
-        except OSError as error:
-            raise RuntimeError(f"index {index} of this axis has ended or given up ({error.strerror})") from error
-        raise RuntimeError(f"index {index} of this axis has ended or given up (connection closed)")
+    def _hear(self, index: int, bell: int, ready: select.poll) -> None:
+        self._check_open(index)
+        events = [descriptor for descriptor, _ in ready.poll(round(1e3 * self._seconds))]
+        if bell in events:
+            os.eventfd_read(bell)
+        elif events:
+            raise RuntimeError(f"index {index} of this axis has ended or given up (connection closed)")
+        else:
+            raise RuntimeError(f"index {index} of this axis did not arrive within {self._seconds:g} s")
+
+    def _check_open(self, index: int) -> None:
+        if not self._leave.alive:  # its descriptors may be those of other files by now
+            raise RuntimeError(f"this rank has left index {index} of this axis")
 
 
-def _close(links: Iterable[socket.socket]) -> None:
-    for link in links:
-        link.close()
+def told_ranks(index: int, size: int) -> list[int]:
+    """Whom a rank signals in each round of the barrier."""
+    return [(index + distance) % size for distance in _distances(size)]
+
+
+def heard_ranks(index: int, size: int) -> list[int]:
+    """Whom a rank waits for in each round of the barrier."""
+    return [(index - distance) % size for distance in _distances(size)]
+
+
+def _distances(size: int) -> list[int]:
+    return [1 << turn for turn in range((size - 1).bit_length())]
+
+
+def _poll(links: RankLinks, index: int) -> select.poll:
+    """What tells that a rank has rung, or has ended."""
+    ready = select.poll()
+    ready.register(links.heard[index], select.POLLIN)
+    ready.register(links.sockets[index], select.POLLIN)
+    return ready
 
 
 def open_neighbours(
@@ -132,7 +169,7 @@ def open_neighbours(
         memory = opening.share()
         if not all(map(any, exchange(bytes([memory is not None])))) or memory is None:
             return None
-        links, opening.links = opening.links, {}
+        links, opening.links = opening.links, RankLinks()
         return HostBarrier(index, size, links, memory, seconds)
     finally:
         opening.close()
@@ -143,7 +180,7 @@ class _Opening:
 
     def __init__(self, index: int, size: int, host: bytes, shared_bytes: int) -> None:
         self.peers: Sequence[bytes] = ()
-        self.links: dict[int, socket.socket] = {}
+        self.links = RankLinks()
         self._index, self._size, self._host, self._shared_bytes = index, size, host, shared_bytes
         self._listener: socket.socket | None = None
         self._word = b""
@@ -169,7 +206,7 @@ class _Opening:
         """Connect to all lower indices; their kernel accepts, so no rank waits."""
         with suppress(OSError):
             for index, peer in enumerate(self.peers[: self._index]):
-                link = self.links[index] = socket.socket(socket.AF_UNIX)
+                link = self.links.sockets[index] = socket.socket(socket.AF_UNIX)
                 link.settimeout(_SETUP_SECONDS)
                 link.connect(b"\0" + peer[_PART : 2 * _PART])
                 link.send(peer[2 * _PART :] + struct.pack("i", self._index))
@@ -177,21 +214,23 @@ class _Opening:
         return False
 
     def share(self) -> mmap.mmap | None:
-        """Accept all higher indices, which have connected by now, and map the same memory on all ranks."""
+        """Accept all higher indices, which have connected by now, map the memory of index 0, and hand out bells."""
         with suppress(OSError, ValueError):
-            while len(self.links) < self._size - 1:
+            while len(self.links.sockets) < self._size - 1:
                 self._accept()
-            descriptor = self._receive_memory() if self._index else self._send_memory()
+            descriptor = self._receive(0) if self._index else self._send_memory()
             try:
-                return mmap.mmap(descriptor, self._shared_bytes)
+                memory = mmap.mmap(descriptor, self._shared_bytes)
             finally:
                 os.close(descriptor)
+            self._hand_out_bells()
+            return memory
         self.close()  # closed links keep the other ranks from waiting for this one
         return None
 
     def close(self) -> None:
         """Close the listener and all links that have not been handed over."""
-        _close(self.links.values())
+        self.links.close()
         if self._listener is not None:
             self._listener.close()
 
@@ -203,27 +242,34 @@ class _Opening:
         link.settimeout(_SETUP_SECONDS)
         told = link.recv(_PART + struct.calcsize("i"))
         if told[:_PART] == self._word:
-            self.links[struct.unpack("i", told[_PART:])[0]] = link
+            self.links.sockets[struct.unpack("i", told[_PART:])[0]] = link
         else:
             link.close()
 
     def _send_memory(self) -> int:
         descriptor = os.memfd_create("trine")
         os.ftruncate(descriptor, self._shared_bytes)
-        for link in self.links.values():
+        for link in self.links.sockets.values():
             socket.send_fds(link, [b"\0"], [descriptor])
         return descriptor
 
-    def _receive_memory(self) -> int:
-        _, descriptors, _, _ = socket.recv_fds(self.links[0], 1, 1)
+    def _hand_out_bells(self) -> None:
+        for index in heard_ranks(self._index, self._size):
+            bell = self.links.heard[index] = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+            socket.send_fds(self.links.sockets[index], [b"\0"], [bell])
+        for index in told_ranks(self._index, self._size):
+            self.links.rung[index] = self._receive(index)
+
+    def _receive(self, index: int) -> int:
+        _, descriptors, _, _ = socket.recv_fds(self.links.sockets[index], 1, 1)
         if not descriptors:
-            raise OSError("index 0 has ended")
+            raise OSError(f"index {index} has ended")
         return descriptors[0]
 
 
 def host_identity() -> bytes:
     """Equal for processes of one user on one booted system; ``NO_HOST`` if memory cannot be shared this way."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    if not (hasattr(os, "memfd_create") and hasattr(socket, "AF_UNIX") and boot.exists()):
+    if not (hasattr(os, "memfd_create") and hasattr(os, "eventfd") and hasattr(socket, "AF_UNIX") and boot.exists()):
         return NO_HOST
     return sha256(f"{socket.gethostname()} {boot.read_text(encoding='ascii')} {os.getuid()}".encode()).digest()

@@ -118,10 +118,10 @@ class TorchBackend:
         own = tuple(line[index] for index in members) if here in members else None
         self._groups[_DataMembers(members)] = self._open(groups, own)
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
         """Exchange slices."""
-        group = self._groups["dp" if len(members) == self._grid.dp else _DataMembers(members)]
-        return _finisher(dist.all_to_all_single(received, given, group=group, async_op=True))
+        group = self._groups[axis if len(members) == self._grid.size(axis) else _DataMembers(members)]
+        return _all_to_all(received, given, group)
 
     def open_gathers(self, within: int | None = None) -> None:
         """Create a second group of the data axis, or of each run of ``within`` ranks of it."""
@@ -307,25 +307,41 @@ def _all_gather(full: Tensor, shard: Tensor, group: dist.ProcessGroup | None) ->
     """
     if dist.get_backend(group) != "gloo" or full.numel() * full.element_size() < _WORTH_MESSAGES:
         return _finisher(_ALL_GATHER(full, shard, group=group, async_op=True))
+    ranks = dist.get_world_size(group)
+    return _swap(full.view(ranks, -1), [shard] * ranks, group)
+
+
+_WORTH_MESSAGES = 1 << 16
+"""Bytes from which gloo's copies, or ways of a link that wait for each other, cost more than more messages."""
+
+
+def _all_to_all(received: Tensor, given: Tensor, group: dist.ProcessGroup | None) -> Wait:
+    """Exchange slices; on gloo, large tensors go by messages, since its own exchange sends before it receives."""
+    if dist.get_backend(group) != "gloo" or given.numel() * given.element_size() < _WORTH_MESSAGES:
+        return _finisher(dist.all_to_all_single(received, given, group=group, async_op=True))
+    ranks = dist.get_world_size(group)
+    return _swap(received.view(ranks, -1), list(given.view(ranks, -1)), group)
+
+
+def _swap(slices: Tensor, given: Sequence[Tensor], group: dist.ProcessGroup | None) -> Wait:
+    """Send ``given[r]`` to the r-th rank; row r of ``slices`` comes from it.
+
+    Receives are posted first. gloo announces them to their sender on the connection that data go through: behind data,
+    the announcement keeps the other rank from sending until they are gone, and a link that could carry both ways at
+    once carries one after the other.
+    """
     index, ranks = dist.get_rank(group), dist.get_world_size(group)
-    slices = full.view(ranks, -1)
-    if slices[index].data_ptr() != shard.data_ptr():
-        slices[index].copy_(shard)
-    waits = []
-    for distance in range(1, ranks):
-        to, source = (index + distance) % ranks, (index - distance) % ranks
-        waits.append(_finisher(dist.isend(shard, group=group, group_dst=to)))
-        waits.append(_finisher(dist.irecv(slices[source], group=group, group_src=source)))
+    if slices[index].data_ptr() != given[index].data_ptr():
+        slices[index].copy_(given[index])
+    sources, targets = ([(index + way * distance) % ranks for distance in range(1, ranks)] for way in (-1, 1))
+    waits = [_finisher(dist.irecv(slices[source], group=group, group_src=source)) for source in sources]
+    waits += [_finisher(dist.isend(given[target], group=group, group_dst=target)) for target in targets]
 
     def finish() -> None:
         for wait in waits:
             wait()
 
     return finish
-
-
-_WORTH_MESSAGES = 1 << 16
-"""Bytes from which gloo's copies cost more than the additional messages."""
 
 
 def _reduce_scatter_by_exchange(shard: Tensor, full: Tensor, group: dist.ProcessGroup | None) -> Wait:
@@ -335,7 +351,7 @@ def _reduce_scatter_by_exchange(shard: Tensor, full: Tensor, group: dist.Process
     ``full``. Adding in rank order also makes the result independent of timing; half precision is added in fp32.
     """
     received, ranks = torch.empty_like(full), dist.get_world_size(group)
-    work = _finisher(dist.all_to_all_single(received, full, group=group, async_op=True))
+    work = _all_to_all(received, full, group)
 
     def finish() -> None:  # without the group, which an abandoned reduction would keep alive beyond the exit
         work()

@@ -16,7 +16,8 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from threading import Lock
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
@@ -38,16 +39,40 @@ def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     has_own = device_generator(device) is not None
     own: dict[str, Any] = {"devices": [device], "device_type": device.type} if has_own else {"devices": []}
     try:
-        with torch.random.fork_rng(**own), _uncompiled():
+        with torch.random.fork_rng(**own), _EAGER:
             yield
     finally:
         for step in undo:
             step()
 
 
-def _uncompiled() -> Any:
-    """Run compiled modules eagerly, since their inside cannot be observed; only needed once dynamo is loaded."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+class _EagerForwards:
+    """Run compiled modules eagerly, since their inside cannot be observed; only needed once dynamo is loaded.
+
+    The compiler has one stance for all threads. Ranks that are threads leave in another order than they entered, so
+    the first to enter sets the stance and the last to leave puts the former one back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._inside = 0
+        self._stance: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._stance is not None and not self._inside:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+_EAGER = _EagerForwards()
 
 
 def _undo_python_random() -> Callable[[], None]:

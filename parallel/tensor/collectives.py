@@ -33,9 +33,12 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 COLUMN_INPUTS = "column inputs"
 ROW_OUTPUTS = "row outputs"
+COLUMN_OUTPUTS = "column outputs"
 EMBEDDING = "embedding"
 LOGITS = "logits"
 LOSS = "loss"
+ACTIVATIONS = frozenset({COLUMN_INPUTS, COLUMN_OUTPUTS, ROW_OUTPUTS, EMBEDDING})
+"""Labels of what layers send to each other, which may be rounded; logits, losses and statistics may not."""
 
 
 def copy_to(x: Tensor, axis: TensorAxis, owned: bool = False, passed: Callable[[], None] | None = None) -> Tensor:

@@ -10,6 +10,7 @@ collective, all of them raise. So a plan can be tried before any process of the 
 
 import ctypes
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -45,17 +46,18 @@ class SimulatedAxis(TensorAxis):
         self._rounds = rounds
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
-        parts = torch.stack(self._exchange("all_reduce", label, tensor))
-        tensor.copy_(parts.amax(0) if op == "max" else parts.sum(0))
+        parts = self._exchange("all_reduce", label, tensor)
+        tensor.copy_(reduce(torch.maximum if op == "max" else torch.add, parts))
         return Pending()
 
     def _all_gather(self, full: Tensor, part: Tensor, label: str) -> Pending:
-        full.copy_(torch.stack(self._exchange("all_gather", label, part)))
+        for own, other in zip(full.unbind(), self._exchange("all_gather", label, part), strict=True):
+            own.copy_(other)
         return Pending()
 
     def _reduce_scatter(self, part: Tensor, full: Tensor, label: str) -> Pending:
         parts = self._exchange("reduce_scatter", label, full)
-        part.copy_(torch.stack([other[self.index] for other in parts]).sum(0))
+        part.copy_(reduce(torch.add, [other[self.index] for other in parts]))
         return Pending()
 
     def _exchange(self, op: str, label: str, part: Tensor) -> list[Tensor]:

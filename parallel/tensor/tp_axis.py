@@ -15,6 +15,8 @@ from engine.parallel.comm.backend import Reduction, Wait
 from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
 from engine.parallel.comm.traffic import Op
+from engine.parallel.wire.activation_format import ActivationFormat
+from engine.parallel.wire.encoded_collectives import EncodedCollectives
 
 
 class Expected(NamedTuple):
@@ -60,6 +62,8 @@ class TensorAxis:
     """Memory through which kernels of the ranks communicate; None: collectives do."""
     spare: Callable[[], None] | None = None
     """Computes a little that is left of another microbatch; called before each wait for a collective of this one."""
+    wire: ActivationFormat | None = None
+    """How activations and their gradients are sent in fewer bits; None: they are sent as they are."""
     measured: OverlapChoices | None = None
     """Where such kernels were measured to win, and run; None: they run wherever a product fits them."""
 
@@ -96,7 +100,20 @@ class TensorAxis:
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         fake = isinstance(whole, FakeTensor)
         if self.dry and self.listener is not None and not fake:
-            self.listener(Expected(op, label, whole.numel() * whole.element_size(), backward))
+            for sent, size in self._as_sent(op, label, whole):
+                self.listener(Expected(sent, label, size, backward))
+
+    def _as_sent(self, op: Op, label: str, whole: Tensor) -> tuple[tuple[Op, int], ...]:
+        """The collectives of a call, each with the bytes of its full tensor."""
+        if self.wire is not None and self.wire.encodes(label, whole.dtype, whole.numel(), self.size):
+            return self.wire.collectives(op, whole.numel(), self.size)
+        return ((op, whole.numel() * whole.element_size()),)
+
+    def _encoded(self, label: str, whole: Tensor) -> EncodedCollectives | None:
+        """What makes a collective over ``whole`` in fewer bits; None: it is exact."""
+        if self.wire is None or not self.wire.encodes(label, whole.dtype, whole.numel(), self.size):
+            return None
+        return EncodedCollectives(self._comm, "tp", self.wire, self.kernels)
 
     def all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> None:
         """Reduce ``tensor`` (any shape, contiguous) over the axis in place: sum or maximum."""
@@ -130,7 +147,7 @@ class TensorAxis:
             full = part.expand(self.size, *part.shape)
             self.expect("all_gather", label, full, backward=False)
             return full, Pending()
-        full = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
+        full = part.new_empty((self.size, *part.shape))
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
 
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
@@ -138,7 +155,7 @@ class TensorAxis:
         if self.dry or self.size == 1:
             self.expect("reduce_scatter", label, full, backward=False)
             return full[self.index], Pending()
-        part = torch.empty(full.shape[1:], dtype=full.dtype, device=full.device)
+        part = full.new_empty(full.shape[1:])
         return part, self._start(full, part, lambda: self._reduce_scatter(part, full, label))
 
     def in_kernel(self, op: Op, full: Tensor, label: str, call: Callable[[], Wait]) -> Pending:
@@ -154,12 +171,17 @@ class TensorAxis:
             self.spare()
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
-        return self._comm.all_reduce(tensor, "tp", label, op)
+        encoded = self._encoded(label, tensor) if op == "sum" else None
+        return encoded.all_reduce(tensor, label) if encoded else self._comm.all_reduce(tensor, "tp", label, op)
 
     def _all_gather(self, full: Tensor, part: Tensor, label: str) -> Pending:
+        if (encoded := self._encoded(label, full)) is not None:
+            return encoded.all_gather(full.view(-1), part.view(-1), label)
         return self._comm.all_gather(full.view(-1), part.view(-1), "tp", label)
 
     def _reduce_scatter(self, part: Tensor, full: Tensor, label: str) -> Pending:
+        if (encoded := self._encoded(label, full)) is not None:
+            return encoded.reduce_scatter(part.view(-1), full.view(-1), label)
         return self._comm.reduce_scatter(part.view(-1), full.view(-1), "tp", label)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorAxis":

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from engine.parallel.trace.torch_function import METADATA, getter
@@ -50,13 +51,17 @@ class GuardedParameter(nn.Parameter):
         return f"Parameter of shape {tuple(self.shape)} and {self.dtype}, {self._guard.where}"
 
 
+class GuardedShape(GuardedParameter, FakeTensor):
+    """Of a parameter that has a shape and no content in the run itself, whose operators torch asks of its class."""
+
+
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
-    """Change the class to :class:`GuardedParameter`, so that ``read`` is called when code needs the values."""
+    """Change the class to a guarded one, so that ``read`` is called when code needs the values."""
     if isinstance(parameter, GuardedParameter):
         return
     untyped: Any = parameter
     untyped._guard = Guard(type(parameter), read, where)
-    untyped.__class__ = GuardedParameter
+    untyped.__class__ = GuardedShape if isinstance(parameter, FakeTensor) else GuardedParameter
 
 
 def reveal(parameter: nn.Parameter) -> None:

@@ -232,6 +232,17 @@ class ModelTrace:
         return tuple(sorted(set(self.result.values())))
 
     @cached_property
+    def graded(self) -> frozenset[int]:
+        """Values through which a gradient of the result flows back: of the loss, and not of metrics."""
+        found, pending = set[int](), [number for number in self.targets if self.values[number].grad]
+        while pending:
+            number = pending.pop()
+            if number not in found and self.values[number].grad:
+                found.add(number)
+                pending.extend(self.values[number].inputs)
+        return frozenset(found)
+
+    @cached_property
     def read_by_glue(self) -> tuple[str, ...]:
         """Parameters read outside any unit, where no module hook fires."""
         read = {name for value in self.values if value.maker == "glue" for name in value.parameters}

@@ -21,6 +21,10 @@ from typing import IO, Self
 NEEDED = ("ip", "tc", "unshare", "nsenter", "bash", "mount")
 RATE = "1gbit"
 """Of a link, each way, unless it is slowed."""
+QUEUE = "burst 256kb latency 100ms"
+"""Before a link: what passes at once after a pause, and how long the rest waits before it is dropped."""
+LOSSLESS = "burst 32kb limit 64mb"
+"""A queue that drops nothing and saves up nothing: a transfer takes its bytes by the rate, whatever went before."""
 _HOLD = 'printf "ready\\n"; while true; do read -r -t 3600 || [ $? -gt 128 ] || exit; done'
 """Body of a node's first process: it ends when its input does, and takes leave of processes that nobody waits for."""
 
@@ -122,13 +126,13 @@ class Node:
 class Cluster:
     """``with Cluster(nodes=2) as cluster: cluster.nodes[0].start([...])``."""
 
-    def __init__(self, nodes: int, rate: str = RATE) -> None:
+    def __init__(self, nodes: int, rate: str = RATE, queue: str = QUEUE) -> None:
         self._folder = TemporaryDirectory()
         hosts = Path(self._folder.name) / "hosts"
         self.nodes = [Node(index, hosts) for index in range(nodes)]
         names = "".join(f"{node.address} {node.name}\n" for node in self.nodes)
         hosts.write_text(f"127.0.0.1 localhost\n{names}")
-        self._rate = rate
+        self._rate, self._queue = rate, queue
 
     def __enter__(self) -> Self:
         self._switch = _Held(("net",))
@@ -153,7 +157,7 @@ class Cluster:
 
     def set_rate(self, node: Node, rate: str) -> None:
         """How fast the link of a node is, each way, such as ``10mbit``."""
-        shape = f"root tbf rate {rate} burst 256kb latency 100ms"
+        shape = f"root tbf rate {rate} {self._queue}"
         self._switch.run(f"tc qdisc replace dev {node.name} {shape}")
         node.held.run(f"tc qdisc replace dev eth0 {shape}")
 

@@ -82,10 +82,13 @@ class StreamedBackend:
         """As inside."""
         self.inner.connect_data(members)
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
         """Exchange into ``received``."""
         return self._run(
-            ("data", members), "all_to_all", lambda: self.inner.all_to_all(received, given, members), received
+            (f"{axis} slices", members),
+            "all_to_all",
+            lambda: self.inner.all_to_all(received, given, members, axis),
+            received,
         )
 
     def open_gathers(self, within: int | None = None) -> None:

@@ -106,7 +106,10 @@ def test_a_model_in_16_bits_trains_in_an_fp32_run(
 ) -> None:
     norms, weights, notes = run_ranks(half_on_ranks, math.prod(grid.values()), grid, stage, dtype)[0]
     expected = half_in_one_process(dtype, grid["data"])
-    assert norms == pytest.approx(expected[0], rel=2e-3)
+    exact = half_in_one_process(torch.float32, grid["data"])[0]
+    # sums over tensor ranks are rounded elsewhere than one process rounds, so both are compared with the exact run
+    worst = max(abs(half / true - 1) for half, true in zip(expected[0], exact, strict=True))
+    assert norms == pytest.approx(exact, rel=1.25 * worst), "as close to the run in fp32 as plain torch is"
     assert all(value.dtype == dtype for value in weights.values())
     far = sum(float((weights[name] - value.detach()).square().sum()) for name, value in expected[1].items())
     assert far < 1e-4 * sum(float(value.detach().square().sum()) for value in expected[1].values())

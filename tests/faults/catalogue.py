@@ -2,6 +2,7 @@
 
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
+from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
 from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
@@ -12,8 +13,10 @@ from tests.faults.pipeline import PIPELINE
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.reliability import RELIABILITY
 from tests.faults.secondary_shards import SECONDARY_SHARDS
+from tests.faults.shard_groups import SHARD_GROUPS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
+from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
 AREAS = {
@@ -22,9 +25,12 @@ AREAS = {
     "pipeline": PIPELINE,
     "zero": ZERO,
     "offload": OFFLOAD,
+    "failing disk": FAILING_DISK,
     "products into buckets": PRODUCTS_INTO_BUCKETS,
     "fewer bits": FEWER_BITS,
+    "activations in fewer bits": WIRE,
     "secondary shards": SECONDARY_SHARDS,
+    "shard groups": SHARD_GROUPS,
     "step and precision": STEP_AND_PRECISION,
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,

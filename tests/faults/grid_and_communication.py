@@ -47,8 +47,8 @@ GRID_AND_COMMUNICATION = (
         name="barrier-without-time-limit",
         about="The time limit of a barrier is never armed, so a job whose rank has died hangs.",
         file="parallel/comm/host_barrier.py",
-        old='struct.pack("ll", *divmod(int(seconds * 1e6), 10**6))',
-        new='struct.pack("ll", 0, 0)',
+        old="ready.poll(round(1e3 * self._seconds))",
+        new="ready.poll()",
         tests=("tests/parallel/comm/test_host_barrier.py::test_a_rank_that_does_not_come_is_given_up",),
     ),
     Fault(
@@ -63,8 +63,8 @@ GRID_AND_COMMUNICATION = (
         name="gathered-slices-misplaced",
         about="A large all-gather puts the slices that it receives into the places of other ranks.",
         file="parallel/comm/torch_backend.py",
-        old="waits.append(_finisher(dist.irecv(slices[source], group=group, group_src=source)))",
-        new="waits.append(_finisher(dist.irecv(slices[to], group=group, group_src=source)))",
+        old="dist.irecv(slices[source], group=group, group_src=source)) for source in sources]",
+        new="dist.irecv(slices[to], group=group, group_src=source)) for source, to in zip(sources, targets)]",
         tests=("tests/parallel/comm/test_comm_ranks.py::test_each_slice_of_a_large_gather_is_in_its_place",),
     ),
     Fault(

@@ -12,12 +12,10 @@ OFFLOAD = (
         name="weights-gathered-before-the-host-updates",
         about="A bucket is copied back and gathered before the host has updated it, so weights are a step old.",
         file="zero/optim/sharded_optimizer.py",
-        old="            self._prepare(self._buckets[number], scale)\n            if self.disk is not None:\n"
-        "                self.disk.begin(number)\n\n        def end(number: int) -> None:\n"
+        old="            return self.disk is None or self.disk.begin(number)\n\n        def end(number: int) -> None:\n"
         "            gathers.append(self._start_gather(self._buckets[number], rounded))\n",
-        new="            self._prepare(self._buckets[number], scale)\n"
-        "            gathers.append(self._start_gather(self._buckets[number], rounded))\n\n"
-        "        def end(number: int) -> None:\n",
+        new="            gathers.append(self._start_gather(self._buckets[number], rounded))\n"
+        "            return self.disk is None or self.disk.begin(number)\n\n        def end(number: int) -> None:\n",
         tests=(f"{_TRAINING}::test_bits_are_those_of_training_without_an_offload",),
     ),
     Fault(
@@ -96,9 +94,8 @@ OFFLOAD = (
         name="moments-of-another-bucket",
         about="A bucket is updated with the moments that were read for the one before it.",
         file="zero/offload/disk_moments.py",
-        old="            filed = self._filed[number]\n            self._start_read(number)\n",
-        new="            filed = self._filed[min(self._filed)]\n            self._start_read(number)\n"
-        "            filed.page = filed.page if filed.page is not None else self._filed[number].page\n",
+        old="            self._reads[number] = page, self._files[number].start_read(",
+        new="            self._reads[number] = page, self._files[max(number - 1, 0)].start_read(",
         tests=(f"{_DISK}::test_bits_are_those_of_training_without_an_offload",),
     ),
     Fault(
@@ -112,7 +109,7 @@ OFFLOAD = (
     Fault(
         name="moments-read-before-they-are-written",
         about="A buffer is read into while it is still written, so a file gets the moments of another bucket.",
-        file="zero/offload/disk_moments.py",
+        file="zero/offload/moment_buffers.py",
         old="            page, write = self._busy.popleft()\n            write.result()\n",
         new="            page, write = self._busy.popleft()\n",
         tests=(f"{_DISK}::test_a_buffer_is_free_when_its_write_has_ended",),
@@ -120,8 +117,8 @@ OFFLOAD = (
     Fault(
         name="written-moments-refused",
         about="Moments that the user has written on disk are taken for damage, and the run stops.",
-        file="zero/offload/disk_moments.py",
-        old="        checked = filed.version == filed.mapped._version\n",
+        file="zero/offload/bucket_files.py",
+        old="        checked = self._version == self._mapped[self.valid]._version\n",
         new="        checked = True\n",
         tests=(f"{_DISK}::test_what_the_program_writes_into_moments_is_used",),
     ),

@@ -137,8 +137,11 @@ PIPELINE = (
         name="recomputed-with-other-masks",
         about="A recomputed block draws other dropout masks in backward than in forward.",
         file="parallel/activation_checkpointing/blocks.py",
-        old="return checkpoint(inner, *args, use_reentrant=False, **kwargs)",
-        new="return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)",
+        old="return checkpoint(_in_mode_of_forward(inner), *args, use_reentrant=False, **kwargs)",
+        new=(
+            "return checkpoint(\n            _in_mode_of_forward(inner), *args, use_reentrant=False, "
+            "preserve_rng_state=False, **kwargs\n        )"
+        ),
         tests=(
             "tests/parallel/activation_checkpointing/test_blocks.py"
             "::test_a_recomputed_block_draws_the_masks_of_its_forward_again",

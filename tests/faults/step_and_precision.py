@@ -47,8 +47,8 @@ STEP_AND_PRECISION = (
         name="buffers-of-a-skipped-step",
         about="A skipped step leaves its running statistics behind.",
         file="engine/step/update.py",
-        old="        runtime.buffers.put_back()\n",
-        new="        runtime.buffers.forget()\n",
+        old="        runtime.buffers.put_back()\n        self.skipped += 1\n",
+        new="        runtime.buffers.forget()\n        self.skipped += 1\n",
         tests=("tests/engine/step/test_nonfinite.py::test_buffers_first_written_in_another_mode_are_put_back",),
     ),
     Fault(

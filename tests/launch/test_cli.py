@@ -31,6 +31,14 @@ def test_all_mistakes_are_printed_and_the_status_says_so(tmp_path: Path, capsys:
     assert "train_batch: unknown key. Did you mean train_batch_size?" in text and "zero_optimization.stage: 4" in text
 
 
+def test_check_takes_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "configs/dp_zero1.json")
+    assert main(["check", path, "optimizer.params.lr=1e-4", 'keep_fp32=["*norm*"]', "--world", "4"]) == 0
+    assert f"{path} is valid for 4 ranks" in capsys.readouterr().out
+    assert main(["check", path, "optimizer.params.epss=1e-4"]) == 1
+    assert "optimizer.params.epss: unknown key. Did you mean optimizer.params.eps?" in capsys.readouterr().err
+
+
 ONE_RULE: tuple[dict[str, Any], ...] = (
     {"zero_optimization": {"stage": 1, "reduce": "microbatch"}},
     {"zero_optimization": {"stage": 2, "gather": "step"}},
@@ -43,6 +51,7 @@ ONE_RULE: tuple[dict[str, Any], ...] = (
     {"parallel": {"schedule": "interleaved"}},
     {"activation_checkpointing": {"mode": "selective", "save": ["aten.no_such"]}},
     {"monitor": {"tensorboard": "board"}},
+    {"monitor": {"wandb": "project"}},
 )
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.launch.reference_run import read_settings
+from engine.launch.train_options import training_options
 from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +115,13 @@ def test_a_rank_that_raises_brings_the_job_down_with_its_traceback(tmp_path: Pat
     done = run([*warm_torchrun(warm_python), "--nproc_per_node", "2", "fail.py"], tmp_path)
     assert done.returncode != 0 and "the user's own mistake" in done.stderr
     assert time.monotonic() - started < 60
+
+
+def test_settings_take_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    options = training_options(["zero_optimization.stage=2", "checkpoint.every=7", "--steps", "3"])
+    settings = read_settings(options, ROOT)
+    assert settings["zero_optimization"]["stage"] == 2 and settings["checkpoint"]["every"] == 7
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--data", "missing.txt"], ["--config", "missing.json"]])

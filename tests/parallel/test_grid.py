@@ -3,8 +3,8 @@
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import product
-from typing import get_args
+from itertools import pairwise, product
+from typing import Literal, get_args
 
 import pytest
 from hypothesis import given
@@ -52,6 +52,38 @@ def test_peers_differ_along_their_axis_only(grid: Grid, axis: Axis) -> None:
         places = [grid.coord(rank)._asdict() for rank in group]
         assert [place.pop(axis) for place in places] == list(range(grid.size(axis)))
         assert all(place == places[0] for place in places)
+
+
+@given(grids_st, st.integers(1, 4), st.integers(1, 4), st.data())
+def test_the_data_axis_is_made_of_shard_groups_and_replicas(
+    grid: Grid, size: int, groups: int, data: st.DataObject
+) -> None:
+    whole = replace(grid, dp=size * groups, shard_size=size)
+    grid = replace(whole, rank=data.draw(st.integers(0, whole.world_size - 1)))
+    line, inner, outer = grid.peers("dp"), grid.peers("dp_shard"), grid.peers("dp_replicate")
+    assert (len(inner), len(outer)) == (grid.size("dp_shard"), grid.size("dp_replicate")) == (size, groups)
+    place = line.index(inner[0])
+    assert inner == line[place : place + size] and set(inner) & set(outer) == {grid.rank}
+    assert {replace(grid, rank=rank).index("dp_shard") for rank in outer} == {grid.index("dp_shard")}
+    assert grid.coord().dp == grid.index("dp_replicate") * size + grid.index("dp_shard")
+    for axis in get_args(Axis):
+        if axis.startswith("dp_"):
+            every = list(grid.groups(axis))
+            assert sorted(rank for group in every for rank in group) == list(range(grid.world_size))
+            assert every == sorted(every) and grid.peers(axis) in every
+    assert grid.sharding == ("dp" if groups == 1 else "dp_shard")
+    opened = [axis for axis in axis_groups(grid) if axis.startswith("dp_")]
+    assert opened == ([axis for axis in ("dp_shard", "dp_replicate") if grid.size(axis) > 1] if groups > 1 else [])
+
+
+@given(grids_st, st.sampled_from(("pp", "dp", "tp")))
+def test_a_stride_is_the_distance_to_the_next_peer(grid: Grid, axis: Literal["pp", "dp", "tp"]) -> None:
+    before = {"tp": 1, "dp": grid.tp, "pp": grid.tp * grid.dp}
+    if grid.order == "tp-pp-dp":
+        before |= {"pp": grid.tp, "dp": grid.tp * grid.pp}
+    assert grid.stride(axis) == before[axis]
+    for peers in grid.groups(axis):
+        assert {there - here for here, there in pairwise(peers)} <= {grid.stride(axis)}
 
 
 def test_neighbours_are_as_near_as_their_axis_talks() -> None:
@@ -103,6 +135,12 @@ def test_an_axis_below_one_is_refused_by_name(sizes: tuple[int, int, int], said:
         Grid(*sizes)
     assert str(caught.value) == f"{said} is below 1; give every axis at least one rank."
     assert isinstance(caught.value, EngineError)
+
+
+@pytest.mark.parametrize("size", [0, 3, 8])
+def test_shard_groups_share_the_data_axis_evenly(size: int) -> None:
+    with pytest.raises(GridError, match=f"shard size {size} does not divide the 4 data ranks; give a divisor of 4"):
+        Grid(dp=4, shard_size=size)
 
 
 @pytest.mark.parametrize("rank", [-1, 4, 100])

@@ -14,6 +14,8 @@ from engine.engine import Engine
 from engine.parallel.comm.agreement import bit_sum
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
+from tests.kernels.interpreter import repair
+from tests.planned_traffic import traffic_differs
 from tests.selection import wide
 from tests.zero.small import ROWS, Small, batch, start
 
@@ -37,23 +39,15 @@ def on_threads(ranks: int, changes: dict[str, Any], body: Callable[[Engine], Any
     return run_thread_ranks(ranks, rank)
 
 
-def traffic_differs(eng: Engine) -> list[str]:
-    """What a step sends beside what the plan says."""
-    wrong = []
-    for step in range(2):
-        before = eng.sent
-        report = eng.train_batch(batch(eng, step))
-        rows = eng.sent.since(before).rows()
-        found = {(row.axis, row.label): (row.calls, row.bytes) for row in rows if row.label != "used"}
-        planned = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.plan.rank(eng.grid.rank).traffic}
-        if found != planned or report.bytes_sent != sum(row.bytes for row in rows):
-            wrong.append(f"step {step}: found {found}, planned {planned}")
-    return wrong
+def traffic_of_two_steps(eng: Engine) -> list[str]:
+    """Where it is not the plan's."""
+    return traffic_differs(eng, batch, range(2))
 
 
 MODES = [
     ({"stage": 1} | GRADIENTS, {}, 2),
     ({"stage": 1} | WEIGHTS | FEEDBACK, BF16, 4),
+    ({"stage": 2} | FEEDBACK | {"zero_quantized_gradients_bits": 1}, {}, 2),
     ({"stage": 2, "reduce": "microbatch"} | FEEDBACK, {"parallel": {"gpus_per_node": 2}}, 4),
     ({"stage": 3, "reduce": "microbatch"} | WEIGHTS | GRADIENTS, BF16 | {"parallel": {"gpus_per_node": 2}}, 4),
     ({"stage": 3} | WEIGHTS | FEEDBACK | {"zero_quantized_weights_bits": 4}, FP16, 2),
@@ -63,7 +57,7 @@ MODES = [
 
 @pytest.mark.parametrize(("zero", "changes", "ranks"), MODES)
 def test_bytes_and_calls_are_those_of_the_plan(zero: dict[str, Any], changes: dict[str, Any], ranks: int) -> None:
-    for wrong in on_threads(ranks, {"zero_optimization": zero} | changes, traffic_differs):
+    for wrong in on_threads(ranks, {"zero_optimization": zero} | changes, traffic_of_two_steps):
         assert not wrong, wrong
 
 
@@ -290,6 +284,7 @@ def figures(eng: Engine) -> tuple[list[float], dict[str, Tensor], bool]:
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [{"stage": 1} | WEIGHTS | FEEDBACK, {"stage": 3} | WEIGHTS | GRADIENTS])
 def test_kernels_train_as_torch_where_the_device_decides(zero: dict[str, Any]) -> None:
+    repair()
     found = [
         on_threads(2, {"zero_optimization": zero, "kernels": kernels} | BF16, figures)[0]
         for kernels in ("reference", "triton")

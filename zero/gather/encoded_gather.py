@@ -46,11 +46,12 @@ def encoded_gather(flat: FlatBucket, weights: Tensor, ranks: int) -> EncodedGath
 
 
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
-    """Start the gather of a bucket that ``rounds_in_gathers``, from its masters; one all-gather over dp."""
+    """Start the gather of a bucket that ``rounds_in_gathers``, from its masters; one all-gather of the shards."""
     assert flat.master is not None
-    gather = encoded_gather(flat, flat.master.to(flat.params.device), comm.grid.dp)
+    axis = comm.grid.sharding
+    gather = encoded_gather(flat, flat.master.to(flat.params.device), comm.grid.size(axis))
     assert gather is not None
-    return comm.all_gather(gather.full, gather.own, "dp", label).then(gather.decode)
+    return comm.all_gather(gather.full, gather.own, axis, label).then(gather.decode)
 
 
 def round_initial(buckets: Sequence[FlatBucket], comm: Comm) -> None:

@@ -172,7 +172,7 @@ def _gather(flat: FlatBucket, shards: NamedShards) -> Tensor:
     for piece in own:
         whole[piece.part] = piece.given()
     if shards.sharded:
-        shards.comm.all_gather(whole, whole[flat.shard], "dp", LABEL).wait()
+        shards.comm.all_gather(whole, whole[flat.shard], shards.comm.grid.sharding, LABEL).wait()
     return whole
 
 

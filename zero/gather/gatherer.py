@@ -73,7 +73,7 @@ class ParameterGatherer:
         start: Callable[[], None], within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
         self._start_backward = start
-        self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.dp
+        self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.size("dp_shard")
         self._whole = UnshardedBuckets(buckets, comm, self._read, within)
         self._pass: _Walk | None = None
         self._to_come: deque[Action] = deque()

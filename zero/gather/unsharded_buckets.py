@@ -70,7 +70,7 @@ class UnshardedBuckets:
         for index in missing:
             flat = self._buckets[index]
             flat.reserve()
-            gather = None if exact else encoded_gather(flat, flat.kept, self._comm.grid.dp)
+            gather = None if exact else encoded_gather(flat, flat.kept, self._comm.grid.size("dp_shard"))
             if gather is None:
                 pairs.append((flat.params, flat.kept))
             else:
@@ -91,7 +91,7 @@ class UnshardedBuckets:
         if not missing:
             return
         mine = torch.tensor([hash(tuple(missing))], device=self._buckets[0].params.device)
-        table = torch.empty(self._comm.grid.dp, dtype=mine.dtype, device=mine.device)
+        table = torch.empty(self._comm.grid.size("dp_shard"), dtype=mine.dtype, device=mine.device)
         self._comm.gather_parameters([(table, mine)], "gather check").wait()
         if bool((table != mine).any()):
             name = self._buckets[missing[0]].bucket.slots[0].name

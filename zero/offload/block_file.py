@@ -1,32 +1,80 @@
 """A file of one size that is written and read as a whole, in blocks whose hashes stay in memory.
 
+    file      | block 0 | block 1 | block 2 | ...        threads take one block each: ``DEPTH`` are under way
+    hashes         h0        h1        h2                of what was written last
+
 The process that wrote a block is the only one that reads it, so the hashes need no place on disk: a block that the disk
-has lost, changed or kept from an older write differs from what was written last.
+has lost, changed or kept from an older write differs from what was written last. A block that fails is moved once more.
 """
 
+import errno
+import mmap
 import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 
 import xxhash
 
 from engine.errors import EngineError
+from engine.zero.offload.direct_io import SECTOR, DiskCalls, begins_on_sector, whole_sectors
 
 BLOCK = 1 << 20
 """Bytes of a block: read, written and hashed at once."""
 
 
-class BlockFile:
-    """One file of ``size`` bytes, whose space is taken when it is made."""
+class BlocksUnderWay:
+    """Blocks of a file that threads read or write."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, futures: Sequence["Future[None]"]) -> None:
+        self._futures = futures
+
+    def joined(self, other: "BlocksUnderWay") -> "BlocksUnderWay":
+        """These and those."""
+        return BlocksUnderWay([*self._futures, *other._futures])
+
+    def result(self) -> None:
+        """Wait for all of them, and raise the failure of the first one that has failed.
+
+        Raises:
+            EngineError: the disk refuses, or a block is not the one that was written last.
+        """
+        wait(self._futures)
+        for future in self._futures:
+            future.result()
+
+
+class BlockFile:
+    """One file of ``size`` bytes, whose space is taken when it is made.
+
+    Raises:
+        EngineError: the file cannot be made, or the disk is full.
+    """
+
+    def __init__(self, path: Path, size: int, calls: DiskCalls | None = None) -> None:
         self.path, self.size = path, size
-        self._hashes: list[int] = []
+        self._calls = calls or DiskCalls()
+        self._file = -1
+        self._hashes = [0] * len(range(0, size, BLOCK))
+        self.direct = False
+        """Transfers pass the page cache by."""
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._file, self.direct = self._calls.open(path)
             if size:
-                os.posix_fallocate(self._file, 0, size)
+                self._calls.allocate(self._file, whole_sectors(size) if self.direct else size)
         except OSError as error:
+            self.close()
             raise _failure("made", path, error) from error
+
+    def start_write(self, data: memoryview, threads: Executor) -> BlocksUnderWay:
+        """Start to write all of the file from ``data``, which is not to change until that has ended."""
+        jobs = self._blocks(data)
+        return BlocksUnderWay([threads.submit(self._write_block, number, block) for number, block in jobs])
+
+    def start_read(self, into: memoryview, threads: Executor, checked: bool = True) -> BlocksUnderWay:
+        """Start to read all of the file; see ``read``."""
+        jobs = self._blocks(into)
+        return BlocksUnderWay([threads.submit(self._read_block, number, block, checked) for number, block in jobs])
 
     def write(self, data: memoryview) -> None:
         """Write all of the file.
@@ -34,17 +82,8 @@ class BlockFile:
         Raises:
             EngineError: the disk is full or refuses.
         """
-        hashes = []
-        for start in range(0, self.size, BLOCK):
-            block = data[start : min(start + BLOCK, self.size)]
-            hashes.append(xxhash.xxh3_64_intdigest(block))
-            try:
-                written = 0
-                while written < len(block):
-                    written += os.pwrite(self._file, block[written:], start + written)
-            except OSError as error:
-                raise _failure("written", self.path, error) from error
-        self._hashes = hashes
+        for number, block in self._blocks(data):
+            self._write_block(number, block)
 
     def read(self, into: memoryview, checked: bool = True) -> None:
         """Read all of the file.
@@ -54,23 +93,8 @@ class BlockFile:
         Raises:
             EngineError: the disk refuses, the file ends early, or a block is not the one that was written last.
         """
-        for number, start in enumerate(range(0, self.size, BLOCK)):
-            block = into[start : min(start + BLOCK, self.size)]
-            try:
-                have = 0
-                while have < len(block):
-                    count = os.preadv(self._file, [block[have:]], start + have)
-                    if not count:
-                        raise OSError(f"it ends after {start + have} of {self.size} bytes")
-                    have += count
-            except OSError as error:
-                raise _failure("read", self.path, error) from error
-            if checked and xxhash.xxh3_64_intdigest(block) != self._hashes[number]:
-                raise EngineError(
-                    f"optimizer state on disk: bytes {start} to {start + len(block)} of {self.path} are not what was "
-                    "written there last, so no update is made of them; check the disk and resume from the last "
-                    "checkpoint."
-                )
+        for number, block in self._blocks(into):
+            self._read_block(number, block, checked)
 
     def close(self) -> None:
         """Close and delete the file."""
@@ -79,9 +103,69 @@ class BlockFile:
             self._file = -1
             self.path.unlink(missing_ok=True)
 
+    def _blocks(self, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
+        for number, start in enumerate(range(0, self.size, BLOCK)):
+            yield number, memory[start : min(start + BLOCK, self.size)]
+
+    def _write_block(self, number: int, block: memoryview) -> None:
+        digest = xxhash.xxh3_64_intdigest(block)
+        try:
+            self._twice(lambda: self._transfer(self._calls.write, block, number * BLOCK))
+        except OSError as error:
+            raise _failure("written", self.path, error) from error
+        self._hashes[number] = digest
+
+    def _read_block(self, number: int, block: memoryview, checked: bool) -> None:
+        start = number * BLOCK
+
+        def read() -> None:
+            self._transfer(self._calls.read, block, start)
+            if checked and xxhash.xxh3_64_intdigest(block) != self._hashes[number]:
+                raise EngineError(
+                    f"optimizer state on disk: bytes {start} to {start + len(block)} of {self.path} are not what was "
+                    "written there last, so no update is made of them; check the disk and resume from the last "
+                    "checkpoint."
+                )
+
+        try:
+            self._twice(read)
+        except OSError as error:
+            raise _failure("read", self.path, error) from error
+
+    def _twice(self, move: Callable[[], None]) -> None:
+        """Move a block, and once more if that fails: a fault of the disk, or of what lies before it, may pass."""
+        try:
+            move()
+        except (OSError, EngineError) as error:
+            if self.direct and getattr(error, "errno", None) == errno.EINVAL:
+                self._calls.leave_direct(self._file)  # some file systems refuse with the first transfer only
+                self.direct = False
+            move()
+
+    def _transfer(self, call: Callable[[int, memoryview, int], int], block: memoryview, start: int) -> None:
+        """Read or write a block at ``start``, in as many calls as the system wants."""
+        if not self.direct or begins_on_sector(block):
+            self._call_until_done(call, block, start)
+            return
+        with mmap.mmap(-1, whole_sectors(len(block))) as sectors, memoryview(sectors) as whole:
+            whole[: len(block)] = block
+            self._call_until_done(call, whole, start)
+            if call == self._calls.read:
+                block[:] = whole[: len(block)]
+
+    def _call_until_done(self, call: Callable[[int, memoryview, int], int], block: memoryview, start: int) -> None:
+        done = 0
+        while done < len(block):
+            count = call(self._file, block[done:], start + done)
+            # a direct transfer that ends inside a sector begins again with that sector
+            whole = count if done + count == len(block) or not self.direct else count - count % SECTOR
+            if whole <= 0:
+                raise OSError(f"it ends after {start + done + count} of {self.size} bytes")
+            done += whole
+
 
 def _failure(what: str, path: Path, error: OSError) -> EngineError:
     return EngineError(
-        f"optimizer state on disk: {path} cannot be {what} ({error.strerror or error}); free the space or give another "
-        "folder in zero_optimization.offload_optimizer.nvme_path, and resume from the last checkpoint."
+        f"optimizer state on disk: {path} cannot be {what} ({error.strerror or error}); check the disk and free the "
+        "space, or give another folder in zero_optimization.offload_optimizer.nvme_path."
     )

@@ -1,85 +1,29 @@
 """Moments on disk: read into buffers of the host for the update of their bucket, and written back behind it.
 
-    disk    | read 0 | read 1 | read 2 | write 0 | read 3 | write 1 ...      threads
-    host             | update 0        | update 1         | update 2 ...
+    disk    | read 0 | read 1 | before 0 | read 2 | write 0 | before 1 ...      threads
+    host             | update 0          | update 1         | update 2 ...
 
-Each bucket has a file. Between updates the optimizer's state is a view of the mapped file, so whoever reads it, such as
-a checkpoint, gets the values without a copy in memory that would last. State that is no such view, because it is new or
-was loaded, is taken as it is, and is on disk after the next update.
+New moments go into another slot than the old ones (``BucketFiles``), and the weights from before an update into a file
+of their own. So an update that fails on any rank is undone on all, repeated once, and undone again if it fails again:
+then all ranks raise one sentence, and have the state of the step before. State that is no view of a slot, because it
+was loaded, is written before it is updated.
 """
 
-from collections import deque
-from collections.abc import Iterator, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.zero.offload.block_file import BlockFile
+from engine.zero.offload.block_file import BlockFile, BlocksUnderWay
+from engine.zero.offload.bucket_files import BucketFiles, FoundMoment, MomentState
+from engine.zero.offload.direct_io import DEPTH, whole_sectors
+from engine.zero.offload.disk_agreement import DiskAgreement
+from engine.zero.offload.moment_buffers import MomentBuffers
 from engine.zero.offload.scratch_folder import ScratchFolder
 
-MomentState = MutableMapping[Tensor, Any]
-"""Optimizer tensor -> its moments by name, as ``torch.optim.Optimizer.state``."""
-
-
-class _Moment(NamedTuple):
-    """Place of one moment in the file of its bucket."""
-
-    weights: Tensor
-    name: str
-    dtype: torch.dtype
-    start: int
-
-    def of(self, memory: Tensor) -> Tensor:
-        """The moment in a copy of the file, uint8 [bytes]."""
-        size = self.weights.numel() * self.dtype.itemsize
-        return memory[self.start : self.start + size].view(self.dtype).view(self.weights.shape)
-
-
-@dataclass(slots=True)
-class _Filed:
-    """A bucket whose moments are on disk."""
-
-    file: BlockFile
-    mapped: Tensor
-    """The mapped file, uint8 [bytes]."""
-    moments: list[_Moment]
-    views: list[Tensor]
-    """Views of ``mapped``, which are the optimizer's state between updates."""
-    version: int = 0
-    """Version of ``mapped`` at the last write: another one means that the program has written into a view."""
-    writing: "Future[None] | None" = None
-    page: Tensor | None = None
-    """The buffer that has the moments during an update."""
-
-
-class MomentBuffers:
-    """Host memory for ``count`` whole files of at most ``size`` bytes; one that is being written is free afterwards."""
-
-    def __init__(self, count: int, size: int) -> None:
-        self._free = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
-        self._busy: deque[tuple[Tensor, Future[None]]] = deque()
-
-    @property
-    def spare(self) -> bool:
-        """A buffer is free, or will be when a write ends."""
-        return bool(self._free or self._busy)
-
-    def take(self) -> Tensor:
-        """A buffer, uint8 [size]; waits for the oldest write if none is free."""
-        if not self._free:
-            page, write = self._busy.popleft()
-            write.result()
-            return page
-        return self._free.pop()
-
-    def give_back(self, page: Tensor, write: "Future[None]") -> None:
-        """Free a buffer when ``write`` has ended."""
-        self._busy.append((page, write))
+logger = logging.getLogger("trine")
 
 
 class DiskMoments:
@@ -89,119 +33,279 @@ class DiskMoments:
         sets: the optimizer tensors of each bucket; empty for a bucket that is not on disk.
         state: the optimizer's.
         buffers: memory for the buckets that are read, updated or written.
+        agreement: of the ranks, all of which have an object of this class.
     """
 
     def __init__(
-        self, folder: ScratchFolder, sets: Sequence[Sequence[Tensor]], state: MomentState, buffers: MomentBuffers
+        self,
+        folder: ScratchFolder,
+        sets: Sequence[Sequence[Tensor]],
+        state: MomentState,
+        buffers: MomentBuffers,
+        agreement: DiskAgreement,
     ) -> None:
         self._folder, self._sets, self._state, self._buffers = folder, sets, state, buffers
-        self._filed: dict[int, _Filed] = {}
-        self._files = 0
-        self._reads: dict[int, Future[None]] = {}
+        self._agreement = agreement
+        self._last = max((number for number, tensors in enumerate(sets) if tensors), default=-1)
+        self._files: dict[int, BucketFiles] = {}
+        self._replaced: dict[int, BucketFiles] = {}
+        """Files whose state no longer fits, until the update that has replaced them is agreed on."""
+        self._before: dict[int, BlockFile] = {}
+        """The weights from before the last update of each bucket."""
+        self._made = 0
+        self._told = False
+        self._reads: dict[int, tuple[Tensor, BlocksUnderWay]] = {}
+        self._pages: dict[int, Tensor] = {}
+        self._kept: dict[int, tuple[Tensor, BlocksUnderWay]] = {}
+        """The weights from before this update in the page of each bucket, and their write."""
+        self._touched: list[int] = []
+        """Buckets that this update has changed."""
+        self._under_way: list[BlocksUnderWay] = []
         self._failure: EngineError | None = None
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="trine-moments")
+        self._agreed: tuple[int | None] | None = None
+        """The first rank that has failed in this update, once the ranks have asked each other."""
+        self._lost: EngineError | None = None
+        self._unreadable = False
+        self._threads = ThreadPoolExecutor(max_workers=DEPTH, thread_name_prefix="trine-moments")
 
-    def begin(self, number: int) -> None:
-        """Give the optimizer the moments of a set in memory, and start to read those of the next one.
+    # ------------------------------------------------------------------ an update of all ranks
+
+    def update(self, attempt: Callable[[], None], put_back: Callable[[], None]) -> None:
+        """Make an update on all ranks or on none; one that fails is repeated once. Collective over the world.
+
+        ``attempt`` updates bucket by bucket; ``put_back`` brings weights that were put back to where they are used,
+        and undoes what was counted.
 
         Raises:
-            EngineError: the disk refuses, or does not have what was written last.
+            EngineError: a disk has failed twice; the same on all ranks.
         """
         self.refuse_failed()
-        if self._on_disk(number):
-            filed = self._filed[number]
-            self._start_read(number)
-            with self._noting_failure():
-                self._reads.pop(number).result()
-            assert filed.page is not None
-            for moment in filed.moments:
-                self._state[moment.weights][moment.name] = moment.of(filed.page)
-        following = next((n for n in range(number + 1, len(self._sets)) if self._on_disk(n)), None)
-        if following is not None and self._buffers.spare:
-            self._start_read(following)
+        for last in (False, True):
+            self._failure, self._agreed, self._unreadable = None, None, False
+            attempt()
+            failed = self.agree()
+            if failed is None:
+                self._commit()
+                return
+            put_back()
+            lost = self._agreement.first(self._lost is not None or (last and self._unreadable))
+            if last or lost is not None:
+                self._refuse(failed, lost)
+
+    def allows(self, number: int) -> bool:
+        """Whether set ``number`` is to be updated; before one that is not on disk all ranks agree on those that are."""
+        return self._failure is None if number <= self._last else self.agree() is None
+
+    def begin(self, number: int) -> bool:
+        """Give the optimizer the moments of a set in memory, and start to read those of the next one.
+
+        False if the disk refuses or has not what was written last, so that the set is not to be updated.
+        """
+        if not self._sets[number] or not self._buffers.size:
+            return True
+        try:
+            self._pages[number] = page = self._take_moments(number)
+            self._touched.append(number)
+            self._keep_weights(number, page)
+            self._read_ahead(number)
+        except EngineError as error:
+            self._failure = self._failure or error
+        return self._failure is None
 
     def end(self, number: int) -> None:
         """Take the moments of a set, which are updated, and start to write them."""
-        found = [(weights, *each) for weights in self._sets[number] for each in self._state.get(weights, {}).items()]
-        if not found:
+        if number not in self._pages or self._failure is not None:
             return
-        filed = self._filed.get(number)
-        kinds = [(id(weights), name, moment.dtype) for weights, name, moment in found]
-        if filed is None or [(id(moment.weights), moment.name, moment.dtype) for moment in filed.moments] != kinds:
-            with self._noting_failure():
-                filed = self._filed[number] = self._made(number, found)
-        page = self._buffers.take() if filed.page is None else filed.page
-        for moment, view in zip(filed.moments, filed.views, strict=True):
-            now, place = self._state[moment.weights][moment.name], moment.of(page)
-            if now.data_ptr() != place.data_ptr():
-                place.copy_(now)
-            self._state[moment.weights][moment.name] = view
-        filed.page, filed.writing = None, self._threads.submit(filed.file.write, page.numpy().data)
-        self._buffers.give_back(page, filed.writing)
+        page, found, uses = self._pages.pop(number), self._found(number), self._kept[number][1]
+        try:
+            if found:
+                if number not in self._files or not self._files[number].fits(found):
+                    if number in self._files:
+                        self._replaced[number] = self._files[number]
+                    self._files[number] = self._make(number, found)
+                self._under_way.append(self._files[number].start_write(page, self._state, self._threads))
+                uses = uses.joined(self._under_way[-1])
+            self._buffers.give_back(page, uses)
+        except EngineError as error:
+            self._failure = error
 
-    def finish(self) -> None:
-        """Wait until everything is written.
+    def agree(self) -> int | None:
+        """Wait until everything is written; the first rank of the world that has failed. Collective, once an update."""
+        if self._agreed is None:
+            reads = [read for _, read in self._reads.values()]
+            for blocks in (*self._under_way, *reads):
+                try:
+                    blocks.result()
+                except EngineError as error:
+                    self._failure = self._failure or error
+            self._reads.clear()
+            self._agreed = (self._agreement.first(self._failure is not None),)
+        return self._agreed[0]
 
-        Raises:
-            EngineError: the disk is full or refuses.
-        """
-        for filed in self._filed.values():
-            if filed.writing is not None:
-                with self._noting_failure():
-                    filed.writing.result()
-                filed.writing, filed.version = None, filed.mapped._version
+    def put_back(self) -> None:
+        """Restore moments and weights of this rank as they were before the update."""
+        for number in self._touched:
+            replaced, files = self._replaced.pop(number, None), self._files.get(number)
+            if files is not None and (replaced is not None or files.valid is None):
+                self._files.pop(number).close()
+            if replaced is not None:
+                self._files[number] = replaced
+            if number in self._files:
+                self._files[number].show(self._state)
+        self._restore_weights()
+        self._end_update()
 
     def refuse_failed(self) -> None:
-        """Raise what an update has failed with: some buckets are updated and others are not, so nothing is to be saved.
+        """Refuse to go on, or to save, after optimizer state was lost: on all ranks, since all know of it.
 
         Raises:
             EngineError: the disk has failed before.
         """
-        if self._failure is not None:
-            raise EngineError(f"an update was broken off halfway: {self._failure}")
+        if self._lost is not None:
+            raise EngineError(f"an update was broken off halfway: {self._lost}")
 
     def close(self) -> None:
         """End the threads and delete the files."""
         self._threads.shutdown(wait=True)
-        for filed in self._filed.values():
-            filed.file.close()
-        self._filed.clear()
+        for files in self._files.values():
+            files.close()
+        for file in self._before.values():
+            file.close()
+        self._files.clear()
+        self._before.clear()
         self._folder.close()
 
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except EngineError as error:
-            self._failure = error
-            raise
+    # ------------------------------------------------------------------ parts of it
+
+    def _commit(self) -> None:
+        for number in self._touched:
+            if number in self._files:
+                self._files[number].commit()
+        for files in self._replaced.values():
+            files.close()
+        self._replaced.clear()
+        self._buffers.free_all()
+        self._end_update()
+
+    def _end_update(self) -> None:
+        self._touched.clear()
+        self._pages.clear()
+        self._kept.clear()
+        self._under_way.clear()
+
+    def _refuse(self, failed: int, lost: int | None) -> None:
+        rank = failed if lost is None else lost
+        says = self._agreement.sentence(rank, str(self._lost or self._failure))
+        if lost is None:
+            raise EngineError(
+                f"rank {rank} could not update from disk, also when all ranks repeated it, so no rank makes this step "
+                f"and all have the state from before it, which can be saved on another disk: {says}"
+            )
+        self._lost = EngineError(says)
+        raise EngineError(f"rank {rank} has lost optimizer state, so no rank makes this step: {says}")
+
+    def _found(self, number: int) -> list[FoundMoment]:
+        return [(weights, *each) for weights in self._sets[number] for each in self._state.get(weights, {}).items()]
 
     def _on_disk(self, number: int) -> bool:
-        """Whether the optimizer's state of a set is what its file has."""
-        filed = self._filed.get(number)
-        return filed is not None and all(
-            self._state.get(moment.weights, {}).get(moment.name) is view
-            for moment, view in zip(filed.moments, filed.views, strict=True)
-        )
+        return number in self._files and self._files[number].shown(self._state)
+
+    def _take_moments(self, number: int) -> Tensor:
+        """The page of a set, with its moments if it has any."""
+        if self._on_disk(number):
+            self._start_read(number)
+            page, read = self._reads.pop(number)
+            try:
+                read.result()
+            except EngineError:
+                self._unreadable = True
+                raise
+            self._files[number].lend(page, self._state)
+            return page
+        page, found = self._buffers.take(), self._found(number)
+        if found:
+            self._write_loaded(number, page, found)
+        return page
+
+    def _write_loaded(self, number: int, page: Tensor, found: Sequence[FoundMoment]) -> None:
+        """Bring moments that are no view of a slot, because they were loaded, to disk; if it fails they stay."""
+        if (before := self._files.pop(number, None)) is not None:
+            before.close()
+        files = self._make(number, found)
+        try:
+            files.start_write(page, self._state, self._threads).result()
+        except EngineError:
+            for weights, name, moment in found:
+                self._state[weights][name] = moment
+            files.close()
+            raise
+        files.commit()
+        files.lend(page, self._state)
+        self._files[number] = files
 
     def _start_read(self, number: int) -> None:
-        if number in self._reads:
-            return
-        filed = self._filed[number]
-        if filed.writing is not None:
-            filed.writing.result()
-        filed.page = self._buffers.take()
-        checked = filed.version == filed.mapped._version
-        self._reads[number] = self._threads.submit(filed.file.read, filed.page.numpy().data, checked)
+        if number not in self._reads:
+            page = self._buffers.take()
+            self._reads[number] = page, self._files[number].start_read(page, self._threads)
 
-    def _made(self, number: int, found: Sequence[tuple[Tensor, str, Tensor]]) -> _Filed:
-        moments, end = [], 0
-        for weights, name, moment in found:  # of whole multiples of the layout's alignment, so each begins aligned
-            moments.append(_Moment(weights, name, moment.dtype, end))
-            end += moment.nbytes
-        if (before := self._filed.get(number)) is not None:
-            before.file.close()
-        self._files += 1  # another name each time: what maps the file before may still be read
-        file = BlockFile(self._folder.path / f"bucket-{number}-{self._files}", end)
-        mapped = torch.from_file(str(file.path), shared=True, size=end, dtype=torch.uint8)
-        return _Filed(file, mapped, moments, [moment.of(mapped) for moment in moments])
+    def _read_ahead(self, number: int) -> None:
+        following = next((n for n in range(number + 1, len(self._sets)) if self._on_disk(n)), None)
+        if following is not None and self._buffers.spare:
+            self._start_read(following)
+
+    def _keep_weights(self, number: int, page: Tensor) -> None:
+        """Start to write the weights from before the update, which lie at the end of the page meanwhile."""
+        tensors = self._sets[number]
+        size = whole_sectors(sum(weights.nbytes for weights in tensors))
+        if number not in self._before:
+            self._before[number] = BlockFile(self._folder.path / f"before-{number}", size)
+        start = len(page) - size
+        for weights, place in _places(tensors, page[start:]):
+            place.copy_(weights)
+        self._under_way.append(self._before[number].start_write(page.numpy().data[start:], self._threads))
+        self._kept[number] = page, self._under_way[-1]
+
+    def _restore_weights(self) -> None:
+        """Bring back the weights of the sets that were begun."""
+        written = []
+        for number, (page, write) in self._kept.items():
+            try:
+                write.result()
+                written.append(number)
+            except EngineError:  # a page whose write has failed is not used again, so it has them still
+                self._copy_back(number, page)
+        self._buffers.free_all()
+        for number in written:
+            page = self._buffers.take()
+            self._buffers.free_all()
+            try:
+                self._before[number].read(page.numpy().data[len(page) - self._before[number].size :])
+                self._copy_back(number, page)
+            except EngineError as error:
+                self._lost = error
+        self._buffers.free_all()
+
+    def _copy_back(self, number: int, page: Tensor) -> None:
+        for weights, place in _places(self._sets[number], page[len(page) - self._before[number].size :]):
+            weights.detach().copy_(place)
+
+    def _make(self, number: int, found: Sequence[FoundMoment]) -> BucketFiles:
+        self._made += 1  # another name each time: what maps the file before may still be read
+        files = BucketFiles(self._folder.path, f"{number}-{self._made}", found)
+        if not files.slots[0].direct and not self._told:
+            self._told = True
+            logger.warning(
+                "the file system of %s refuses direct transfers, so moments go through its page cache, which takes "
+                "memory; give a folder on a local disk in zero_optimization.offload_optimizer.nvme_path.",
+                self._folder.path,
+            )
+        return files
+
+
+def _places(tensors: Sequence[Tensor], memory: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Each tensor with its place in ``memory``, uint8 [bytes]."""
+    places, start = [], 0
+    for weights in tensors:
+        places.append((weights, memory[start : start + weights.nbytes].view(weights.dtype).view(weights.shape)))
+        start += weights.nbytes
+    return places

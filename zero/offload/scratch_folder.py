@@ -6,6 +6,9 @@ killed.
 
 The files are of no use to another process, since weights and counters that belong to them are gone; runs go on from
 checkpoints. So what a killed run has left is removed, and never read.
+
+Memory that lies in files beside them (``MappedMemory``) has no names there: the system keeps it in its page cache while
+there is room, and writes it out when not.
 """
 
 import fcntl
@@ -15,6 +18,9 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from engine.errors import EngineError
 
@@ -71,3 +77,38 @@ def delete_left_behind(parent: Path) -> None:
             continue
         finally:
             os.close(lock)
+
+
+class MappedMemory:
+    """Makes tensors in files of ``folder``, which is made if it does not exist.
+
+    They do not count as the data of the process, and a limit on the memory of a group of processes makes the system
+    write them out instead of ending the processes. The files are deleted as soon as they are mapped.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        """``count`` zeros, whose space on the disk is taken.
+
+        Raises:
+            EngineError: the folder cannot be made or written, or the disk is full.
+        """
+        size = count * dtype.itemsize
+        if not size:
+            return torch.zeros(0, dtype=dtype)
+        try:
+            Path(self._folder).mkdir(parents=True, exist_ok=True)
+            file, path = tempfile.mkstemp(prefix=".trine-mapped-", dir=self._folder)
+            try:
+                os.posix_fallocate(file, 0, size)
+                return torch.from_file(path, shared=True, size=count, dtype=dtype)
+            finally:
+                os.close(file)
+                os.unlink(path)
+        except OSError as error:
+            raise EngineError(
+                f"zero_optimization.offload_optimizer.map_memory: no file of {size} bytes can be made in "
+                f"{self._folder} ({error.strerror or error}); free the space or give another folder in nvme_path."
+            ) from error

@@ -39,8 +39,8 @@ class UpdateOrder:
     """The tensors of an optimizer in the sets in which they are updated, one set after another."""
 
     sets: Sequence[Sequence[Tensor]]
-    begins: Callable[[int], None] | None
-    """Called with the number of a set before its update."""
+    begins: Callable[[int], bool] | None
+    """Called with the number of a set before its update; False leaves the set as it is."""
     updated: Callable[[int], None]
     """Called with the number of a set as soon as its update is made, or launched."""
 
@@ -78,9 +78,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             return loss
         group_of = {weight: group for group in self.param_groups for weight in group["params"]}
         for number, chosen in enumerate(self.order.sets):
-            if self.order.begins is not None:
-                self.order.begins(number)
-            for group in self.param_groups:
+            goes_on = self.order.begins is None or self.order.begins(number)
+            for group in self.param_groups if goes_on else ():
                 weights = [weight for weight in chosen if weight.grad is not None and group_of[weight] is group]
                 if weights:
                     self._update_group(weights, group)

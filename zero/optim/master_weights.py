@@ -93,6 +93,6 @@ def full_weights(buckets: Sequence[FlatBucket], comm: Comm) -> Iterator[tuple[st
             whole = torch.zeros(flat.bucket.elements, dtype=flat.weights.dtype, device=flat.params.device)
             whole[flat.owned].copy_(flat.weights)
             if flat.owned == flat.shard:
-                comm.all_gather(whole, whole[flat.shard], "dp", "full state").wait()
+                comm.all_gather(whole, whole[flat.shard], comm.grid.sharding, "full state").wait()
         for slot in flat.bucket.slots:
             yield slot.name, slot_view(whole, slot)

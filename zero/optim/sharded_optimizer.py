@@ -22,22 +22,18 @@ from engine.kernels.ops.adamw import DeviceDecision, fits_adamw_kernel
 from engine.parallel.comm.comm import Comm, Pending
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import gather_masters
-from engine.zero.offload.disk_moments import DiskMoments, MomentBuffers
+from engine.zero.offload.disk_agreement import DiskAgreement
+from engine.zero.offload.disk_moments import DiskMoments
 from engine.zero.offload.host_copies import HostCopies
+from engine.zero.offload.moment_buffers import MomentBuffers
 from engine.zero.offload.scratch_folder import ScratchFolder
 from engine.zero.optim.bf16_updates import RoundedUpdates
-from engine.zero.optim.flat_optimizers import FlatAdam, FlatOptimizer, FusedAdam, UpdateOrder, UpdatePiece
+from engine.zero.optim.elementwise import check_elementwise
+from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatOptimizer, FusedAdam, UpdateOrder, UpdatePiece
 from engine.zero.optim.master_weights import sync_masters
 from engine.zero.optim.optimizer_tensors import OptimizerTensor, group_segments, update_gradient, whole_parameters
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
-
-# Optimizers of torch whose update of an element depends on that element's own history alone, so that updating a shard
-# equals updating the full tensor.
-_ELEMENTWISE = frozenset(
-    {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +127,7 @@ class ShardedOptimizer:
                 rounding.add(place.parameter, place.flat, place.part)
         self._rounding = self.inner.rounding = rounding
 
-    def keep_on_disk(self, folder: ScratchFolder, buffers: MomentBuffers) -> None:
+    def keep_on_disk(self, folder: ScratchFolder, buffers: MomentBuffers, device: torch.device) -> None:
         """Keep the moments of the buckets that the host updates on disk from now on.
 
         Raises:
@@ -147,7 +143,7 @@ class ShardedOptimizer:
             tensors if flat.host_sums is not None else ()
             for flat, tensors in zip(self._buckets, self._bucket_tensors, strict=True)
         ]
-        self.disk = DiskMoments(folder, sets, self.inner.state, buffers)
+        self.disk = DiskMoments(folder, sets, self.inner.state, buffers, DiskAgreement(self._comm, device))
 
     def use(self, kernels: Kernels) -> None:
         """Update with these kernels from now on, where they support the optimizer."""
@@ -199,8 +195,19 @@ class ShardedOptimizer:
         if self._rounding is not None:
             self._rounding.scale = scale
         self._give_gradients()
-        self._step_inner(rounded=False, scale=scale)
+        attempt = partial(self._step_inner, rounded=False, scale=scale)
+        if self.disk is None:
+            attempt()
+        else:
+            self.disk.update(attempt, partial(self._put_back, Bookkeeping.of(self.inner)))
         self.settle()
+
+    def _put_back(self, counted: Bookkeeping) -> None:
+        """Undo an update in which a disk has failed: every rank gathers the weights from before it."""
+        assert self.disk is not None
+        self.disk.put_back()
+        counted.put_back(self.inner)
+        self.refresh(self._buckets)
 
     def _prepare(self, flat: FlatBucket, scale: float) -> None:
         """Make a bucket ready for its update: what was written is in the master, gradients are there and scaled."""
@@ -260,10 +267,12 @@ class ShardedOptimizer:
         self.inner.pieces = {place.parameter: tuple(self._pieces(place)) for place in several}
         gathers: list[Pending | None] = []
 
-        def begin(number: int) -> None:
+        def begin(number: int) -> bool:
+            if self.disk is not None and not self.disk.allows(number):
+                sync_masters(self._buckets[number])
+                return False
             self._prepare(self._buckets[number], scale)
-            if self.disk is not None:
-                self.disk.begin(number)
+            return self.disk is None or self.disk.begin(number)
 
         def end(number: int) -> None:
             gathers.append(self._start_gather(self._buckets[number], rounded))
@@ -276,8 +285,6 @@ class ShardedOptimizer:
         finally:
             self.inner.order = None
         _wait(gathers)
-        if self.disk is not None:
-            self.disk.finish()
 
     def _step_other(self, scale: float) -> None:
         """Step of an optimizer of the user's, which updates everything at once."""
@@ -336,7 +343,7 @@ class ShardedOptimizer:
         if flat.master is not None and not rounded:
             self.copies.give(flat)
         if self._sharded and not flat.sharded:
-            return self._comm.all_gather(flat.params, flat.kept, "dp", "parameters")
+            return self._comm.all_gather(flat.params, flat.kept, self._comm.grid.sharding, "parameters")
         return None
 
 
@@ -378,18 +385,3 @@ def _make(
     factory: OptimizerFactory, groups: Sequence[GroupOptions], members: Mapping[int, list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
     return factory([{"params": members[index], **group.as_kwargs()} for index, group in enumerate(groups)])
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
-    """Refuse an optimizer that is not elementwise, where ``by`` gives it parts of parameters.
-
-    Raises:
-        ConfigError: the optimizer is neither a known one nor marked ``elementwise``.
-    """
-    kind = type(optimizer)
-    known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
-    if not known and not getattr(kind, "elementwise", False):
-        raise ConfigError(
-            f"optimizer {kind.__name__} is given parts of parameters by {by}, which needs an optimizer that works "
-            "element by element: choose another optimizer, or set `elementwise = True` on its class if it does."
-        )

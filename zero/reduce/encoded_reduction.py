@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.wire.block_codec import BlockFormat, encode_blocks, sum_blocks
+from engine.kernels.wire.block_codec import BlockCodec, BlockFormat
 from engine.parallel.comm.comm import Comm, Pending
+from engine.parallel.wire.encoded_sum import sum_messages
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.wire_formats import WireFormats
 
@@ -34,7 +35,7 @@ class EncodedReduction:
     """
 
     def __init__(self, flat: FlatBucket, wire: BlockFormat, formats: WireFormats, comm: Comm, kernels: Kernels) -> None:
-        self._wire, self._comm, self._kernels, self._hops = wire, comm, kernels, formats.hops
+        self._codec, self._comm, self._hops = BlockCodec(wire, kernels), comm, formats.hops
         self._ranks, self._size = formats.ranks, flat.bucket.elements // formats.ranks
         self._members = [formats.members(hop, comm.grid.index("dp")) for hop in range(len(self._hops))]
         self.residuals: tuple[Tensor, ...] = ()
@@ -61,17 +62,16 @@ class EncodedReduction:
         """Add what came from the node, and send it on to the owners on all nodes."""
         sums_As = out.new_empty((self._hops[0].shards, self._size), dtype=torch.float32)
         for sums_s, received_Wm in zip(sums_As, received_WAm.transpose(0, 1).contiguous(), strict=True):
-            sum_blocks(received_Wm, sums_s, self._wire, self._kernels)
+            self._codec.add(received_Wm, sums_s)
         self._send(self._encode(sums_As, 1), 1, out).wait()
 
     def _encode(self, values: Tensor, hop: int) -> Tensor:
         residual = self.residuals[hop] if self.residuals else None
-        return encode_blocks(values, self._wire, self._kernels, residual)
+        return self._codec.encode(values, residual)
 
     def _send(self, given_Rm: Tensor, hop: int, out: Tensor) -> Pending:
-        received_Rm = torch.empty_like(given_Rm)
-        pending = self._comm.all_to_all(received_Rm, given_Rm, self._members[hop], self._hops[hop].label)
-        return pending.then(partial(sum_blocks, received_Rm, out, self._wire, self._kernels))
+        exchange = partial(self._comm.all_to_all, members=self._members[hop], label=self._hops[hop].label)
+        return sum_messages(given_Rm, out, self._codec, exchange)
 
 
 def encoded_reductions(
@@ -88,8 +88,8 @@ def encoded_reductions(
 
 def connect_hops(formats: WireFormats, comm: Comm) -> None:
     """Open the groups of all hops. Every rank of the world calls it."""
-    if formats.gradients is None or len(formats.hops) == 1:
+    if formats.gradients is None or (len(formats.hops) == 1 and formats.ranks == comm.grid.dp):
         return
     for hop in range(len(formats.hops)):
-        for members in sorted({formats.members(hop, index) for index in range(formats.ranks)}):
+        for members in sorted({formats.members(hop, index) for index in range(comm.grid.dp)}):
             comm.connect_data(members)

@@ -25,6 +25,7 @@ from engine.parallel.comm.comm import Pending
 from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
 from engine.zero.reduce.reducer import Backward, ReducerSetup, SharedReduction
+from engine.zero.reduce.replica_sums import summed_over_replicas
 
 BUFFERS = 2
 """Full buckets of gradients that exist at a time."""
@@ -133,6 +134,8 @@ class MicrobatchReducer(SharedReduction):
             if not filling.touched:
                 filling.flat.grads.zero_()
                 self._copies.changed(filling.flat)
+        self._add_replicas()
+        for filling in self._fillings:
             self._add_ties(filling.flat, filling.flat.shard)
         self._free.clear()
         self.reset()
@@ -231,7 +234,7 @@ class MicrobatchReducer(SharedReduction):
             return
         wire = self._on_wire(full)
         shard = filling.flat.shard
-        pending = self._comm.reduce_scatter(wire[shard], wire, "dp", "gradients")
+        pending = self._comm.reduce_scatter(wire[shard], wire, self._comm.grid.sharding, "gradients")
         if wire is not full:
             self._free.append(full)
         self._flights.append(_Flight(filling, wire[shard], pending, last, wire if wire.dtype == full.dtype else None))
@@ -247,7 +250,7 @@ class MicrobatchReducer(SharedReduction):
             flat.grads.copy_(flight.result)
         flight.filling.touched = True
         self._copies.changed(flat)
-        if flight.last:
+        if flight.last and self._comm.grid.size("dp_replicate") == 1:
             self._copies.follow(flat, Pending())
         if flight.buffer is not None:
             self._free.append(flight.buffer)
@@ -262,6 +265,18 @@ class MicrobatchReducer(SharedReduction):
                 return self._free.pop(index)
         self._free.clear()
         return flat.grads.new_empty(elements)  # of shapes alone where these are
+
+    def _add_replicas(self) -> None:
+        """Sum the shards over the shard groups, once a step; all of them are under way at a time."""
+        if self._comm.grid.size("dp_replicate") == 1:
+            return
+        shards = [filling.flat.gradient(filling.flat.shard) for filling in self._fillings]
+        sums = [summed_over_replicas(Pending(), shard, self._comm, self._on_wire) for shard in shards]
+        for _, across in sums:
+            across.cross()
+        for filling, (whole, _) in zip(self._fillings, sums, strict=True):
+            whole.wait()
+            self._copies.changed(filling.flat)
 
     def _add_parts(self) -> None:
         """Sum the gradients that are partial over tensor ranks and reduce them, once a step."""
@@ -284,7 +299,7 @@ class MicrobatchReducer(SharedReduction):
                 self._copies.changed(flat)
                 continue
             wire = self._on_wire(flat.grads)
-            self._comm.reduce_scatter(wire[flat.shard], wire, "dp", "gradients").wait()
+            self._comm.reduce_scatter(wire[flat.shard], wire, self._comm.grid.sharding, "gradients").wait()
             self._copies.changed(flat)
             if wire is not flat.grads:
                 flat.grads[flat.shard].copy_(wire[flat.shard])

@@ -41,8 +41,8 @@ class ReplicaCheck:
     def run(self, sent: Tally) -> PlanError | None:
         """Return the error found, the same on every tensor rank; ``sent`` gets the traffic, which the step leaves out.
 
-        One all-reduce over dp and one all-gather over tp, label "plan check", 8 bytes for each parameter and 8 more;
-        every rank of a stage takes part, also one whose step has failed.
+        One all-reduce over the shards and one all-gather over tp, label "plan check", 8 bytes for each parameter and 8
+        more; every rank of a stage takes part, also one whose step has failed.
         """
         places = self._places
         if not places:
@@ -51,8 +51,8 @@ class ReplicaCheck:
         grads = [flat.gradient(part) for _, flat, part in places]
         infinite = torch.stack([grad.isfinite().logical_not_().sum() for grad in grads]).sum()
         mine = torch.stack([*map(bit_sum, grads), infinite])
-        # sum over dp first: tensor ranks shard their buckets differently, because their cut parameters differ in size
-        self._comm.all_reduce(mine, "dp", PLAN_CHECK).wait()
+        # sum over shards first: tensor ranks shard their buckets differently, as their cut parameters differ in size
+        self._comm.all_reduce(mine, self._comm.grid.sharding, PLAN_CHECK).wait()
         table = gather_from_all(mine, self._comm, mine.device, PLAN_CHECK, "tp")
         for row in self._comm.tally.since(before).rows():
             sent.add(row)

@@ -28,6 +28,7 @@ from engine.parallel.comm.comm import Pending
 from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot
 from engine.zero.reduce.reducer import Backward, ReducerSetup, SharedReduction
+from engine.zero.reduce.replica_sums import ReplicaSum, summed_over_replicas
 
 
 @dataclass(slots=True)
@@ -77,6 +78,7 @@ class GradientReducer(SharedReduction):
         self._scatter = scatter
         self._progress = [_Progress(flat) for flat in setup.buckets]
         self._next = 0
+        self._launched: ReplicaSum | None = None
         self._last = self._eager = False
         self._backward_seen = self._whole_step_seen = False
         self._places = {slot.name: _place(progress, slot) for progress in self._progress for slot in progress.slots}
@@ -128,7 +130,7 @@ class GradientReducer(SharedReduction):
 
     def _empty(self) -> None:
         """Let the next gradient of each parameter be the first one; ``reset`` without the names that had one."""
-        self._next = 0
+        self._next, self._launched = 0, None
         for progress in self._progress:
             if progress.reduction is not None:
                 self._abandoned.append(progress.reduction)
@@ -215,22 +217,32 @@ class GradientReducer(SharedReduction):
             if not place.touched:
                 place.view.zero_()
         grads, shard = progress.flat.grads, progress.flat.shard
+        if before := self._launched:  # a hop behind: it is most likely over, and nothing waits for it here
+            before.cross()
         encoded = self._encoded.get(progress.flat.bucket.index)
         if encoded is not None:
-            progress.reduction = encoded.start(grads, grads[shard])
+            self._follow(progress, encoded.start(grads, grads[shard]), grads[shard])
             self._copies.changed(progress.flat)
             return
         wire = self._on_wire(grads)
         if self._scatter:
-            progress.reduction = self._comm.reduce_scatter(wire[shard], wire, "dp", "gradients")
+            inside = self._comm.reduce_scatter(wire[shard], wire, self._comm.grid.sharding, "gradients")
+            self._follow(progress, inside, wire[shard])
         else:
             progress.reduction = self._comm.all_reduce(wire, "dp", "gradients")
         if wire is not grads:
             kept = self._kept(progress.flat)
             progress.received = partial(grads[kept].copy_, wire[kept])
         self._copies.changed(progress.flat)
-        if progress.received is None and progress.sums is None:
+        alone = progress.received is None and progress.sums is None and self._launched is None
+        if alone and progress.reduction is not None:
             self._copies.follow(progress.flat, progress.reduction)
+
+    def _follow(self, progress: _Progress, inside: Pending, shard: Tensor) -> None:
+        """Let the sum over shard groups follow that within one; buckets cross in their order, on all ranks alike."""
+        progress.reduction, self._launched = inside, None
+        if self._comm.grid.size("dp_replicate") > 1:
+            progress.reduction, self._launched = summed_over_replicas(inside, shard, self._comm, self._on_wire)
 
 
 def _place(progress: _Progress, slot: Slot) -> _Place:

@@ -3,6 +3,7 @@
 It follows from the plan, so every rank knows it for all ranks without communication.
 
 A rank stores its 1/N of every bucket over the data axis, at every ZeRO stage: the shard whose gradient norm it counts.
+Where there are several shard groups, the first one stores.
 Replicated elements (tied stages, rows held by several tensor ranks) are stored by their first holder. Parameters
 outside buckets (frozen and not sharded) are stored by data rank 0.
 
@@ -67,6 +68,15 @@ class SaveOwnership:
             for where, layout in self.plan.layouts.items()
         }
 
+    @property
+    def shards(self) -> int:
+        """Data ranks among which every bucket is divided."""
+        return self.plan.config.shards
+
+    def stores(self, coord: Coord) -> bool:
+        """Whether a rank stores anything of a bucket: the first shard group does, others hold copies of it."""
+        return coord.dp < self.shards
+
     def own(self, row: ShardRow, coord: Coord) -> Piece:
         """This rank's share of a row: a piece of its local part."""
         part = local_region(row, coord.tp)
@@ -74,14 +84,15 @@ class SaveOwnership:
         if found is None:
             return Piece(part, 0, part.elements if coord.dp == 0 else 0)
         bucket, slot = found
-        shard = bucket.shard(coord.dp, self.plan.config.dp)
+        ranks = self.shards
+        shard = bucket.shard(coord.dp % ranks, ranks)
         start = min(max(slot.start, shard.start), slot.stop)
         return Piece(part, start - slot.start, max(start, min(slot.stop, shard.stop)) - slot.start)
 
     def stored(self, row: ShardRow, coord: Coord) -> Piece | None:
         """The piece of a row that this rank stores, or None."""
         part = stored_part(row, coord.tp)
-        if part is None or coord.pp != row.owners[0]:
+        if part is None or coord.pp != row.owners[0] or not self.stores(coord):
             return None
         piece = self.own(row, coord).within(part)
         return piece if piece.elements else None

@@ -186,7 +186,7 @@ class Snapshots:
     def _stored(self, held: Held) -> Piece | None:
         """The piece of ``held`` that this rank stores; None if it is a copy of what another rank stores."""
         part = stored_part(held.row, self._coord.tp)
-        if part is None or held.row.owners[0] != self._coord.pp:
+        if part is None or held.row.owners[0] != self._coord.pp or not self._messages.ownership.stores(self._coord):
             return None
         piece = held.own.within(part)
         return piece if piece.elements else None

@@ -6,6 +6,7 @@
     sequence_parallel_size          ranks that share a sequence: parallel.tensor with sequence_parallel
     elasticity                      a batch that suits many numbers of GPUs (``elasticity``)
     OneBitAdam, ZeroOneAdam         Adam without bias correction; zero_quantized_gradients compresses messages
+    OneBitLamb                      refused: LAMB is not built in, and its messages have keys of their own here
     a file of ``accelerate config`` with deepspeed_config in it
 
 What is rewritten says so in a note with the words "acts as".
@@ -20,6 +21,11 @@ from engine.config.rules import Choice, Flag, Int, Problems
 from engine.config.wording import shown_value
 
 _COMPRESSED_ADAM = ("onebitadam", "zerooneadam")
+_COMPRESSED_LAMB = "onebitlamb"
+_FOUR_BITS = (
+    "zero_optimization.zero_quantized_gradients with zero_quantized_gradients_bits 4 and "
+    "zero_gradient_error_feedback takes the place of its messages"
+)
 _LAUNCHER = (
     "compute_environment", "num_machines", "num_processes", "machine_rank", "main_process_ip",
     "main_process_port", "downcast_bf16", "main_training_function", "rdzv_backend", "same_network", "use_cpu", "debug",
@@ -160,6 +166,12 @@ def _switched_on(section: object, at: str, problems: Problems) -> bool:
 def _compressed_adam(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     section = raw.get("optimizer")
     kind = section.get("type") if isinstance(section, Mapping) else None
+    if isinstance(kind, str) and kind.lower() == _COMPRESSED_LAMB:
+        problems.add(
+            "optimizer.type", f"{shown_value(kind)} needs LAMB, which is not built in; give AdamW, and {_FOUR_BITS}."
+        )
+        raw["optimizer"] = {"type": "AdamW"}
+        return
     if not isinstance(kind, str) or kind.lower() not in _COMPRESSED_ADAM:
         return
     assert isinstance(section, Mapping)
@@ -169,7 +181,7 @@ def _compressed_adam(raw: dict[str, Any], problems: Problems, notes: Notes) -> N
     raw["optimizer"] = {**section, "type": "AdamW", "params": params}
     notes.append(
         f"optimizer.type: {shown_value(kind)} acts as the Adam that it approximates, without bias correction; "
-        "zero_optimization.zero_quantized_gradients with zero_gradient_error_feedback takes the place of its messages."
+        f"{_FOUR_BITS}."
     )
 
 

@@ -150,9 +150,8 @@ _OFF = (False, None)
 _CURRICULUM = "Trine does not change the data; order or cut it in your data loader"
 _SPARSE = "Trine does not compress or drop parts of the model; do it in the model"
 _SCRIPT = "in DeepSpeed too, only a call in the script makes use of it, which has to stand before engine.initialize"
-_LOGGERS = "Trine writes monitor.jsonl and monitor.tensorboard; use those"
+_LOGGERS = "Trine writes monitor.jsonl, csv, tensorboard, wandb and mlflow; use those"
 _GRID = "parallel.tensor says how many ranks share a layer; remove it"
-_ONE_SHARDING = "Trine shards over the whole data axis, once"
 _EXPERTS = "there is no expert axis: the ranks of parallel.tensor and ZeRO share experts, which trains the same"
 _OTHER_ADAM = "AdamW and Adam here are torch's; pass optimizer=... to engine.initialize"
 
@@ -207,8 +206,10 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "cpu_offload": Moved(
             "zero_optimization.offload_optimizer.device", Flag(), _OFF, MappingProxyType({True: "cpu"})
         ),
-        "mics_shard_size": Noted(_ONE_SHARDING, (-1, None)),
-        "mics_hierarchical_params_gather": Noted(_ONE_SHARDING, _OFF),
+        "mics_shard_size": Moved("zero_optimization.shard_size", Int(low=1), (-1, None)),
+        "mics_hierarchical_params_gather": Noted(
+            "zero_optimization.zero_hpz_partition_size gathers within nodes where a shard group lies on several", _OFF
+        ),
         "zenflow": Noted("every step updates every parameter, at once", (None,)),
     },
     "fp16": {

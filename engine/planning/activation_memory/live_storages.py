@@ -52,6 +52,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.bytes += storage.nbytes()
             weakref.finalize(storage, self._forget, number).atexit = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and what would hide the mode from Dynamo runs at each operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # asked of a tensor without content for every look at its device
             return func(*args, **(kwargs or {}))

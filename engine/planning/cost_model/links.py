@@ -5,8 +5,9 @@ hop      a stage sends to the next one; all data and tensor coordinates do so at
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
-from engine.parallel.grid import Axis
+from engine.parallel.grid import Grid
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import TrainingLayout
 
@@ -30,15 +31,14 @@ class Links:
 
     def __init__(self, layout: TrainingLayout, gpu: GpuSpec, node: int) -> None:
         self._layout, self._gpu, self._node = layout, gpu, node
+        self._grid = Grid(pp=layout.pp, dp=layout.dp * layout.cp, tp=layout.tp, order=layout.order)
         self._inside = LinkSpeed(gpu.link_latency, gpu.link_rate * gpu.reached.link)
         self._out = gpu.network_rate * gpu.reached.network
 
-    def ring(self, axis: Axis) -> LinkSpeed:
+    def ring(self, axis: Literal["dp", "tp"]) -> LinkSpeed:
         """Of a step of a ring: latency, and bytes a second of a rank."""
-        layout = self._layout
-        between = layout.tp * (layout.pp if layout.order == "tp-pp-dp" else 1)
-        stride, size = {"tp": (1, layout.tp), "dp": (between, layout.dp * layout.cp)}[axis]
-        if stride * size <= self._node:
+        stride = self._grid.stride(axis)
+        if stride * self._grid.size(axis) <= self._node:
             return self._inside
         groups = min(stride, self._node)  # rings that leave a node, each once; together they have all of its links
         rate = min(self._inside.rate, self._node * self._out / groups)
@@ -48,7 +48,7 @@ class Links:
         """From a stage to the next one."""
         layout = self._layout
         if layout.order == "tp-pp-dp":
-            if layout.tp * layout.pp <= self._node:
+            if self._grid.stride("dp") <= self._node:
                 return self._inside
             sending = min(layout.tp, self._node)  # of a node, its last stage sends to another one
             return LinkSpeed(self._gpu.network_latency, min(self._inside.rate, self._node * self._out / sending))

@@ -3,7 +3,7 @@
 1,024 ranks: grids x ZeRO 0 to 3 x schedules x microbatches x recomputation are some thousands
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from engine.errors import PlanError
 from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
 from engine.planning.cost_model.layout import Reduction, TrainingLayout
+from engine.planning.cost_model.memory import SLACK, RankMemory
 from engine.planning.cost_model.workload import Recomputation, Workload
 
 RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
@@ -132,3 +133,54 @@ def changes(before: TrainingLayout, after: TrainingLayout) -> dict[str, tuple[ob
         if old != new and not (name == "microbatches" and before.dp != after.dp and before.micro == after.micro):
             found[name] = (old[0], new[0]) if len(members) == 1 else (old, new)
     return found
+
+
+MOST_COUNTED = 6
+"""Layouts whose plans are made and counted, until one fits."""
+
+
+class LayoutChoice:
+    """The fastest layouts in turn, passing over those that cannot fit by what was counted of others.
+
+    A closed form has a factor for each mode of recomputation: bytes of activations and buffers that were counted, over
+    its own, of the layout of this mode that was counted last; 1 before.
+
+    Args:
+        ranked: layouts that fit in closed form, the fastest first.
+        limit: bytes that a layout may take.
+    """
+
+    def __init__(self, ranked: Sequence[LayoutEstimate], limit: float) -> None:
+        self._ranked, self._limit = ranked, limit
+        self._factors: dict[Recomputation, float] = {}
+        self._tried: set[TrainingLayout] = set()
+
+    def __next__(self) -> LayoutEstimate:
+        for one in self._ranked:
+            if one.layout not in self._tried and self.need(one) <= self._limit:
+                self._tried.add(one.layout)
+                return one
+        raise StopIteration
+
+    def __iter__(self) -> "LayoutChoice":
+        return self
+
+    def learn(self, estimate: LayoutEstimate, counted: RankMemory) -> None:
+        """Note what was counted of the layout of ``estimate``."""
+        self._tried.add(estimate.layout)
+        closed = estimate.memory.activations + estimate.memory.buffers
+        if closed > 0:
+            self._factors[estimate.layout.recomputation] = (counted.activations + counted.buffers) / closed
+
+    def pass_over(self, layout: TrainingLayout) -> None:
+        """Do not give ``layout``, which has been planned."""
+        self._tried.add(layout)
+
+    def need(self, one: LayoutEstimate) -> float:
+        """Bytes of a rank, as far as they are known."""
+        more = self._factors.get(one.layout.recomputation, 1.0) - 1
+        return one.memory.total + (1 + SLACK) * more * (one.memory.activations + one.memory.buffers)
+
+    def likely(self) -> tuple[LayoutEstimate, ...]:
+        """Layouts that were not tried and fit as far as is known, the fastest first."""
+        return tuple(one for one in self._ranked if one.layout not in self._tried and self.need(one) <= self._limit)

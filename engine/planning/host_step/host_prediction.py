@@ -38,12 +38,20 @@ def predict_on_host(program: Program, plan: Plan, row: Batch, rates: HostRates) 
     Raises:
         PlanError: the rates were measured for another number of busy ranks.
     """
+    return predict_from_calls(plan, trace_operators(program, plan, row), rates)
+
+
+def predict_from_calls(plan: Plan, calls: Sequence[OperatorCall], rates: HostRates) -> StepTime:
+    """The seconds of a step whose microbatches call these operators.
+
+    Raises:
+        PlanError: the rates were measured for another number of busy ranks.
+    """
     if plan.grid(0).world_size != rates.ranks:
         raise PlanError(
             f"the rates are those of {rates.ranks} busy ranks, and the plan has {plan.grid(0).world_size}; measure "
             f"them by trine plan --calibrate FILE --world {plan.grid(0).world_size}."
         )
-    calls = trace_operators(program, plan, row)
     computation = Computation(
         forward=0.0,
         backward=0.0,
@@ -87,9 +95,9 @@ def _sums(plan: Plan, stage: int, rates: HostRates) -> float:
 
 
 def _update(plan: Plan, pp: int, rates: HostRates) -> float:
-    parts = plan.config.dp if plan.config.zero_optimization.stage else 1
+    parts = plan.config.shards if plan.config.zero_optimization.stage else 1
     buckets = [bucket.elements / parts for bucket in plan.layout(Coord(pp, 0, 0)).buckets]
-    shards = [bucket.elements / plan.config.dp for bucket in plan.layout(Coord(pp, 0, 0)).buckets]
+    shards = [bucket.elements / plan.config.shards for bucket in plan.layout(Coord(pp, 0, 0)).buckets]
     norms = sum(rates.seconds("squared norm", size) for size in shards)
     return norms + sum(rates.seconds("update", size) for size in buckets)
 
@@ -97,7 +105,7 @@ def _update(plan: Plan, pp: int, rates: HostRates) -> float:
 def host_axes(grid: Grid, rates: HostRates) -> AxisLinks:
     """The links of a grid whose ranks all run on this host; those of one axis have the speed of that axis alone."""
     found: dict[tuple[Axis, Pattern], LinkSpeed] = {}
-    axes: tuple[Axis, ...] = ("tp", "dp", "replica", "world")
+    axes: tuple[Axis, ...] = ("tp", "dp", *grid.data_axes, "replica", "world")
     for axis in axes:
         ranks = grid.size(axis)
         if ranks == 1:

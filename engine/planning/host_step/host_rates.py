@@ -12,9 +12,10 @@ least that was measured.
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from engine.errors import ConfigError
@@ -117,6 +118,26 @@ def measured_link(table: SecondsTable, share: float) -> MeasuredLink:
         sizes[-1] / table.seconds[-1],
         SecondsTable(sizes=(sizes,), seconds=table.seconds),
     )
+
+
+def typical_rates(rounds: Sequence[HostRates]) -> HostRates:
+    """The median of each number of several measurements of the same tables."""
+    first = rounds[0]
+    engines = [each.engine for each in rounds]
+    return replace(
+        first,
+        operators={name: _typical([each.operators[name] for each in rounds]) for name in first.operators},
+        collectives={name: _typical([each.collectives[name] for each in rounds]) for name in first.collectives},
+        overlap=median(each.overlap for each in rounds),
+        engine=EngineSeconds(
+            **{one.name: median(getattr(each, one.name) for each in engines) for one in fields(EngineSeconds)}
+        ),
+    )
+
+
+def _typical(tables: Sequence[SecondsTable]) -> SecondsTable:
+    seconds = zip(*(table.seconds for table in tables), strict=True)
+    return replace(tables[0], seconds=tuple(map(median, seconds)))
 
 
 def load_host_rates(path: Path) -> HostRates | None:

@@ -65,7 +65,7 @@ def place_axes(grid: Grid, hosts: Sequence[str], links: HostLinks) -> AxisLinks:
     """
     if len(hosts) != grid.world_size:
         raise GridError(f"{len(hosts)} ranks have a host, and the grid has {grid.world_size}; give one host for each.")
-    axes: tuple[Axis, ...] = ("tp", "dp", "replica", "world")
+    axes: tuple[Axis, ...] = ("tp", "dp", *grid.data_axes, "replica", "world")
     groups, lines = list(grid.groups("tp")), list(grid.groups("pp"))
     patterns: tuple[Pattern, ...] = ("ring", "direct")
     return AxisLinks(

@@ -22,7 +22,8 @@ A step as the engine runs it, and what of it counts:
 Ranks that share processors compute as :mod:`~engine.planning.step_time.contention` says: a rank that waits
 leaves its share to others.
 
-What is left out: the processor time of what goes through a network, axes that send at the same moment over one link,
+What is left out: the processor time of what goes through a network, of encoding and decoding, that sums in fewer bits
+do not go through memory, axes that send at the same moment over one link,
 stages that the schedule gives to one rank and that tie parameters, and the first steps, which reduce nothing early.
 """
 
@@ -37,10 +38,12 @@ from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.pipeline.schedule.simulate import StepTimeline
 from engine.parallel.tensor.collectives import COLUMN_INPUTS
 from engine.planning.budgets import (
+    pipeline_format,
     reduces_each_microbatch,
     reduction_traffic,
     shards_parameters,
     stage_traffic,
+    tensor_format,
     wire_formats,
 )
 from engine.planning.cost_model.links import LinkSpeed
@@ -136,7 +139,8 @@ class _Prediction:
         computed = self._busiest(bare)
         communication: dict[Axis, float] = {
             "tp": spans[1] - spans[0] + partial,
-            "dp": spans[2] - spans[1] + self._reductions(reduced, spans[3]) + self._gathered(),
+            self._grid.sharding: spans[2] - spans[1] + self._reductions(reduced, spans[3]) + self._gathered(),
+            "dp_replicate": max(self._replica_sums(pp) for pp in range(self._grid.pp)),
             "pp": spans[3] - spans[2] + ties,
             "replica": self._latency("replica"),
             "world": self._latency("world"),
@@ -183,7 +187,7 @@ class _Prediction:
         if self._computation.owned_update is not None:
             return self._computation.owned_update
         whole = max(1, sum(row.elements for row in self._plan.table))
-        parts = self._grid.dp if self._config.zero_optimization.stage else 1
+        parts = self._config.shards if self._config.zero_optimization.stage else 1
         held = max(sum(bucket.elements for bucket in self._layout(pp)) for pp in range(self._grid.pp))
         return self._computation.update * min(1.0, held / whole) / parts * self._crowd
 
@@ -201,6 +205,11 @@ class _Prediction:
         known = self._links.collectives
         return known[axis, "direct"] if (axis, pattern) not in known else known[axis, pattern]
 
+    def _sums(self, row: Traffic) -> Pattern:
+        """How tensor ranks send: what is in fewer bits goes by exchanges and gathers."""
+        form = tensor_format(self._config)
+        return "direct" if form is not None and row.label in form.labels else "ring"
+
     def _latency(self, axis: Axis) -> float:
         link = self._links.collectives.get((axis, "ring"))
         return link.latency if link is not None else 0.0
@@ -208,8 +217,9 @@ class _Prediction:
     def _tensor_waits(self) -> dict[_Key, float]:
         waits: dict[_Key, float] = {}
         for stage, tally in self._plan.tensor_traffic.items():
-            backward = sum(self._seconds(row, "ring") for row in tally.rows() if row.label == COLUMN_INPUTS)
-            forward = sum(self._seconds(row, "ring") for row in tally.rows() if row.label != COLUMN_INPUTS)
+            seconds = [(row.label == COLUMN_INPUTS, self._seconds(row, self._sums(row))) for row in tally.rows()]
+            backward = sum(one for is_input, one in seconds if is_input)
+            forward = sum(one for is_input, one in seconds if not is_input)
             if self._computation.hides_column_inputs:
                 backward = max(0.0, backward - self._tasks()[Op.BACKWARD_WEIGHT, stage].work)
             waits[Op.FORWARD, stage] = forward
@@ -229,7 +239,9 @@ class _Prediction:
         for pp in range(self._grid.pp) if shards_parameters(self._config) else ():
             passes = self._plan.schedule.passes(pp)
             groups = max(1, len(self._layout(pp)))
-            whole = sum(self._seconds(row, "gather") for row in self._rows(pp, "dp", "parameters")) / len(passes)
+            whole = sum(
+                self._seconds(row, "gather") for row in self._rows(pp, self._grid.sharding, "parameters")
+            ) / len(passes)
             for op, stage, _ in passes:
                 hidden = tasks[op, stage].work * self._crowd * (groups - 1) / groups
                 waited = max(whole / groups, whole - hidden)
@@ -251,7 +263,8 @@ class _Prediction:
         if plan.cut is None or plan.timeline is None:
             return {}
         ranks, values = plan.schedule.rank_of_stage, plan.timeline.values
-        return {stage.stage: stage_traffic(stage, values, ranks, 1).rows() for stage in plan.cut.stages}
+        form = pipeline_format(plan.config)
+        return {stage.stage: stage_traffic(stage, values, ranks, 1, form).rows() for stage in plan.cut.stages}
 
     # ------------------------------------------------------------------ the end of a step
 
@@ -271,10 +284,10 @@ class _Prediction:
         """When the gradients of a pipeline rank are reduced, in seconds from the start of the step."""
         spans = played.spans[pp]
         last = spans[-1]
-        if self._grid.dp == 1:
+        if self._config.shards == 1:
             return last.end
         sharded = self._config.zero_optimization.stage > 0
-        link = self._links.collectives["dp", "direct" if sharded else "ring"]
+        link = self._links.collectives[self._grid.sharding, "direct" if sharded else "ring"]
         buckets = sorted(self._layout(pp), key=lambda bucket: bucket.late)
         sizes = [bucket.sent for bucket in buckets]
         free, made, eager = 0.0, 0, sum(bucket.elements for bucket in buckets if not bucket.late)
@@ -292,10 +305,14 @@ class _Prediction:
         lost = 1 - self._computation.overlap
         if self._grid.dp == 1 or not lost:
             return waited
-        rows = [list(self._rows(pp, "dp", "gradients")) for pp in range(self._grid.pp)]
+        rows = [list(self._rows(pp, self._grid.sharding, "gradients")) for pp in range(self._grid.pp)]
         pattern: Pattern = "direct" if self._config.zero_optimization.stage else "ring"
         longest = max(sum(self._seconds(row, pattern) for row in found) for found in rows)
         return waited + lost * max(0.0, longest - waited)
+
+    def _replica_sums(self, pp: int) -> float:
+        """Sums of the shards over shard groups; that those before the last one may run beside backward is left out."""
+        return sum(self._seconds(row, "ring") for row in self._rows(pp, "dp_replicate", "gradients"))
 
     def _earlier(self, pp: int, played: StepTimeline, seconds: float) -> float:
         """When what was reduced before the last backward is over; all stages of a rank together send ``seconds``."""
@@ -321,7 +338,7 @@ class _Prediction:
         if shards_parameters(self._config):
             return 0.0
         found = [
-            sum(self._seconds(row, "gather") for row in self._rows(pp, "dp", "parameters"))
+            sum(self._seconds(row, "gather") for row in self._rows(pp, self._grid.sharding, "parameters"))
             for pp in range(self._grid.pp)
         ]
         return max(found)

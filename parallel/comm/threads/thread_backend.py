@@ -128,15 +128,15 @@ class ThreadBackend:
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Do nothing: a group is opened by its first use."""
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...]) -> Wait:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
         """Exchange slices."""
-        line, own = self._grid.peers("dp"), members.index(self._grid.index("dp"))
+        line, own = self._grid.peers(axis), members.index(self._grid.index(axis))
 
         def place(parts: list[Tensor]) -> None:
             slices = [part.view(len(members), -1)[own] for part in parts]
             received.copy_(torch.cat(slices).view_as(received))
 
-        return self._meet("all_to_all", ("data", tuple(line[index] for index in members)), given, place)
+        return self._meet("all_to_all", (f"{axis} slices", tuple(line[index] for index in members)), given, place)
 
     def open_gathers(self, within: int | None = None) -> None:
         """Do nothing: a group is opened by its first use."""

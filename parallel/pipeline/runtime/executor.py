@@ -145,7 +145,7 @@ class Executor:
             return
         part = runner.part(action.stage, action.microbatch)
         arrivals = {
-            message: self._transport.receive(message, value.shape, value.dtype)
+            message: self._transport.receive(message, value.shape, value.dtype, exact=not value.grad)
             for message in _arrivals(action, part)
             for value in [part.values[message.value]]
         }
@@ -188,7 +188,8 @@ class Executor:
         for number, stages in part.plan.sends.items():
             tensor = done.sent[number]
             for stage in stages:
-                self._transport.send(Message("forward", number, action.microbatch, action.stage, stage), tensor)
+                message = Message("forward", number, action.microbatch, action.stage, stage)
+                self._transport.send(message, tensor, exact=not part.values[number].grad)
             if tensor.requires_grad:
                 live.edges[number] = get_gradient_edge(tensor)
         if training:
@@ -218,7 +219,8 @@ class Executor:
             leaf = live.leaves.pop(number)
             if part.values[number].grad:
                 grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                self._transport.send(Message("backward", number, action.microbatch, action.stage, stage), grad)
+                message = Message("backward", number, action.microbatch, action.stage, stage)
+                self._transport.send(message, grad, exact=False)
             leaf.grad = None
             self._transport.recycle(leaf)
         for grad in arrived.values():

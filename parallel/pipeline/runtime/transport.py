@@ -12,6 +12,7 @@ given (``output_hidden_states``), and autograd may pass a gradient on as it arri
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from engine.parallel.comm.backend import Channel, Flow, Link
 from engine.parallel.comm.comm import Comm, Pending
+from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 
 
 class Message(NamedTuple):
@@ -40,11 +42,12 @@ Arrival = Callable[[], Tensor]
 class Transport(Protocol):
     """Carries messages. A send never waits for the receiver."""
 
-    def send(self, message: Message, tensor: Tensor) -> None:
-        """Send ``tensor``, which must not be written to until the send has completed."""
+    def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
+        """Send ``tensor``, which must not be written to until the send has completed; not ``exact``: it may be
+        rounded."""
 
-    def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
-        """Offer to receive; offers of a channel are made in the order of its sends."""
+    def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
+        """Offer to receive what is sent as ``exact`` says; offers of a channel are made in the order of its sends."""
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
         """Complete the sends of this stage to its neighbours, which have offered to receive them."""
@@ -65,12 +68,12 @@ class MemoryTransport:
     def __init__(self) -> None:
         self._waiting: dict[Message, Tensor] = {}
 
-    def send(self, message: Message, tensor: Tensor) -> None:
+    def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
         """Keep the tensor for its receiver."""
         assert message not in self._waiting, message
         self._waiting[message] = tensor.detach()
 
-    def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
+    def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """Return the tensor when it is waited for."""
 
         def take() -> Tensor:
@@ -106,10 +109,19 @@ class CommTransport:
 
     A sent tensor is held until its send has completed. For neighbouring stages the schedule tells when waiting for that
     costs no time (``releases``); other sends are held until their gradient returns, or until the end of the step.
+
+    Args:
+        encoder: sends what may be rounded in fewer bits; None: everything is sent as it is.
     """
 
-    def __init__(self, comm: Comm, rank_of_stage: Sequence[int], device: torch.device) -> None:
-        self._comm = comm
+    def __init__(
+        self,
+        comm: Comm,
+        rank_of_stage: Sequence[int],
+        device: torch.device,
+        encoder: MessageEncoder | None = None,
+    ) -> None:
+        self._comm, self._encoder = comm, encoder
         self._rank_of_stage = rank_of_stage
         self._own = MemoryTransport()
         self._buffers = ReceiveBuffers(device)
@@ -118,12 +130,15 @@ class CommTransport:
         self._far: dict[Message, _Sent] = {}
         """Sends past a neighbouring stage."""
 
-    def send(self, message: Message, tensor: Tensor) -> None:
+    def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
         """Send to the rank of the target stage."""
         link = self._link(message)
         if link.source == link.target:
             return self._own.send(message, tensor)
-        tensor = tensor.detach().contiguous()
+        if self._encoder is not None and not exact and self._encoder.encodes(tensor.dtype, tensor.numel()):
+            tensor = self._encoder.encode(tensor, message.flow, (message.value, message.source, message.target))
+        else:
+            tensor = tensor.detach().contiguous()
         sent = _Sent(self._comm.send(tensor, link), tensor)
         if abs(message.target - message.source) == 1:
             self._near.setdefault((message.flow, message.source, message.microbatch), []).append(sent)
@@ -131,17 +146,35 @@ class CommTransport:
             self._far[message] = sent
         return None
 
-    def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype) -> Arrival:
+    def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
         """Receive into a buffer."""
         link = self._link(message)
         if link.source == link.target:
             return self._own.receive(message, shape, dtype)
+        if self._encoder is not None and not exact and self._encoder.encodes(dtype, prod(shape)):
+            return self._receive_encoded(self._encoder, link, tuple(shape), dtype)
         tensor = self._buffers.take(tuple(shape), dtype)
         pending = self._comm.receive(tensor, link)
 
         def arrive() -> Tensor:
             pending.wait()
             return tensor.detach()  # an alias, so that the buffer itself never becomes a leaf of a graph
+
+        return arrive
+
+    def _receive_encoded(
+        self, encoder: MessageEncoder, link: Link, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Arrival:
+        """Receive a message into a buffer of its own, and decode it once it has come."""
+        message = self._buffers.take((encoder.message_bytes(prod(shape)),), torch.uint8)
+        pending = self._comm.receive(message, link)
+
+        def arrive() -> Tensor:
+            pending.wait()
+            tensor = self._buffers.take(shape, dtype)
+            encoder.decode(message, tensor)
+            self._buffers.give(message)
+            return tensor.detach()
 
         return arrive
 

@@ -18,7 +18,7 @@ only where a row is not needed:
     norms         do not differentiate their statistics; a norm over a sharded width then counts as elementwise
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,7 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from engine.parallel.shard_table import Range
-from engine.parallel.tensor.auto.low_rank_weight import gradient_leaves, memory_of
+from engine.parallel.tensor.auto.low_rank_weight import memory_of
+from engine.parallel.tensor.auto.needed_rows import Needed, NeededRows, SharedInput, is_partition
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.rules.attention import multi_head_in_steps
 from engine.parallel.tensor.plan.ranges import cut_parts, ranges_of
@@ -68,31 +69,32 @@ class MatmulRecord:
     """The dim of the full parameter that is summed over."""
 
 
-Needed = dict[str, list[list[list[bool]]]]
-"""For each parameter, rank and dim: whether each row has a gradient from the rank's part of a row layer's input."""
-
-
 class GradientSparsity:
     """One observed run of ``block``; ``groups`` may be called for several numbers of ranks.
 
     ``block``: a copy with random weights in eval mode; ``given``: its arguments, with random hidden states; ``others``:
-    parameters that are sharded by other rules; ``used``: indices of the block's output leaves that are read.
+    parameters that are sharded by other rules; ``used``: indices of the block's output leaves that are read; ``seed``:
+    of the random gradients.
     """
 
     def __init__(
-        self, block: nn.Module, given: Given, others: Collection[str] = (), used: Collection[int] | None = None
+        self,
+        block: nn.Module,
+        given: Given,
+        others: Collection[str] = (),
+        used: Collection[int] | None = None,
+        seed: int = 0,
     ) -> None:
         self._block, self._given, self._others, self._used = block, given, frozenset(others), used
         self._parameters = dict(block.named_parameters())
-        self._leaves = {name: gradient_leaves(parameter) for name, parameter in self._parameters.items()}
-        self._generator = torch.Generator().manual_seed(0)
-        self._seen: dict[tuple[str, int], Needed] = {}
         self._found: dict[int, tuple[CoupledParameters, ...]] = {}
         self._products: list[MatmulRecord] | None = None
         self._widths = {product.weight: product.x.shape[product.x_dim] for product in reversed(self.products)}
         self._multiplied = {product.weight for product in self.products}
         # the bias of a key has a zero gradient (softmax ignores it), so a bias takes the sharding of its weight
         self._bias_of = {product.weight: product.bias for product in self.products if product.bias}
+        self._rows = NeededRows(self._parameters, seed)
+        self._elsewhere: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     @property
     def products(self) -> list[MatmulRecord]:
@@ -155,7 +157,7 @@ class GradientSparsity:
         products = [p for p in self.products if p.weight == row and p.x.requires_grad]
         if not products or any(p.x.shape[p.x_dim] % tp for p in products):
             return None
-        needed = self._needed(row, products, tp)
+        needed = self._rows.of_ranks(self._same_input(products), [SharedInput(p.x, p.x_dim) for p in products], tp)
         cuts = dict(self._cuts(row, needed, taken))
         columns = [name for name in cuts if name in self._multiplied]
         if not columns or self._goes_elsewhere(row, columns):
@@ -164,7 +166,7 @@ class GradientSparsity:
         for product in self.products:  # multi-query keys and values: every rank needs all of their rows
             name = product.weight
             shares = id(product.x) in inputs and name not in cuts and name not in taken and name != row
-            if shares and name in needed and any(needed[name][0][0]):
+            if shares and name in needed and bool(needed[name][0][0].any()):
                 size = self._parameters[name].shape[0]
                 cuts[name] = ParameterCut(0, (Range(0, size, tuple(range(tp))),))
                 columns.append(name)
@@ -176,60 +178,14 @@ class GradientSparsity:
         )
         return CoupledParameters(row, tuple(columns), cuts, ())
 
-    def _needed(self, row: str, products: Sequence[MatmulRecord], tp: int) -> Needed:
-        """For each parameter, rank and dim: the rows that have a gradient. Each number of ranks is tried once.
-
-        What k ranks need together is needed by the one that has their parts, so a multiple of ``tp`` that was tried
-        before answers for ``tp``.
-        """
-        if (row, tp) not in self._seen:
-            more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
-            if more is not None:
-                finer = self._seen[row, more]
-                self._seen[row, tp] = {name: _joined(ranks, more // tp) for name, ranks in finer.items()}
-            else:
-                ranks = [self._nonzero_rows(products, rank, tp) for rank in range(tp)]
-                everywhere = [name for name in self._parameters if all(name in rows for rows in ranks)]
-                self._seen[row, tp] = {name: [rows[name] for rows in ranks] for name in everywhere}
-        return self._seen[row, tp]
-
-    def _nonzero_rows(self, products: Sequence[MatmulRecord], rank: int, tp: int) -> dict[str, list[list[bool]]]:
-        """For each parameter and dim, the rows that have a gradient from one rank's part of a row layer's input.
-
-        A gradient that is zero in theory (a key's bias) is a rounding error, which may be exactly zero by chance. Where
-        such errors are seen, a row is zero only if it is so in several draws.
-        """
-        found: dict[str, list[list[bool]]] = {}
-        for _ in range(_DRAWS):
-            grads = self._gradients(products, rank, tp)
-            for name, own in grads.items():
-                rows = [_nonzero(own, dim, size) for dim, size in enumerate(self._parameters[name].shape)]
-                before = found.get(name, rows)
-                found[name] = [[a or b for a, b in zip(x, y, strict=True)] for x, y in zip(before, rows, strict=True)]
-            tensors = [grad for own in grads.values() for grad in own]
-            largest = max(map(_top, tensors), default=0.0)
-            if not any(_has_rounding(grad, largest) for grad in tensors):
-                break
-        return found
-
-    def _gradients(self, products: Sequence[MatmulRecord], rank: int, tp: int) -> dict[str, tuple[Tensor, ...]]:
-        out = torch.zeros(())
-        for product in products:
-            width = product.x.shape[product.x_dim] // tp
-            part = product.x.narrow(product.x_dim, rank * width, width)
-            noise = torch.randn(part.shape, generator=self._generator, dtype=part.dtype)
-            out = out + (part * noise).sum()
-        return self._of_parameters(out, self._parameters, again=True)
-
-    def _of_parameters(self, out: Tensor, names: Iterable[str], again: bool = False) -> dict[str, tuple[Tensor, ...]]:
-        """The gradients of the parameters that ``out`` depends on; ``again``: its graph is needed once more."""
-        leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
-        grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
-        found: dict[str, tuple[Tensor, ...]] = {}
-        for (name, _), grad in zip(leaves, grads, strict=True):
-            if grad is not None:
-                found[name] = (*found.get(name, ()), grad)
-        return found
+    def _same_input(self, products: Sequence[MatmulRecord]) -> str:
+        """The first parameter whose products have the very inputs of ``products``: it needs the same rows."""
+        inputs = [_elements(product) for product in products]
+        mine: dict[str, list[object]] = {}
+        for product in self.products:
+            if product.x.requires_grad:
+                mine.setdefault(product.weight, []).append(_elements(product))
+        return next(weight for weight, found in mine.items() if found == inputs)
 
     def _cuts(self, row: str, needed: Needed, taken: set[str]) -> Iterator[tuple[str, ParameterCut]]:
         biases = set(self._bias_of.values())
@@ -238,17 +194,23 @@ class GradientSparsity:
                 continue
             for dim in range(self._parameters[name].dim()):
                 rows = [by_dim[dim] for by_dim in ranks]
-                if _is_cut(rows):
-                    yield name, ParameterCut(dim, ranges_of(rows))
+                if is_partition(rows):
+                    yield name, ParameterCut(dim, ranges_of([own.tolist() for own in rows]))
                     break
 
     def _goes_elsewhere(self, row: str, columns: Sequence[str]) -> bool:
         """Whether the columns' outputs also reach an output of the block past the row layer, as a residual does."""
+        asked = row, tuple(sorted(columns))
+        if asked not in self._elsewhere:
+            self._elsewhere[asked] = self._reach_an_output(row, columns)
+        return self._elsewhere[asked]
+
+    def _reach_an_output(self, row: str, columns: Sequence[str]) -> bool:
         outputs = [leaf for leaf in self._outputs((row,)) if leaf.requires_grad]
         total = sum((leaf.double().sum() for leaf in outputs), torch.zeros((), dtype=torch.float64))
         if not total.requires_grad:
             return False
-        found = self._of_parameters(total, columns)
+        found = self._rows.gradients(total, columns)
         return any(bool(grad.any()) for own in found.values() for grad in own)
 
     def _outputs(self, cut_off: Sequence[str]) -> list[Tensor]:
@@ -265,7 +227,14 @@ class GradientSparsity:
         if not inputs or not names:
             return ()
         total: Tensor = torch.stack([x.sum() for x in inputs]).sum()
-        return tuple(self._of_parameters(total, names))
+        return tuple(self._rows.gradients(total, names))
+
+
+def _elements(product: MatmulRecord) -> object:
+    """The same for inputs that are views of the same elements, whose rows of a sum are the same ones."""
+    x, dim = product.x, product.x_dim
+    base = x if x._base is None else x._base
+    return id(base), x.storage_offset(), x.numel(), x.shape[dim], x.stride(dim), x.is_contiguous()
 
 
 def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
@@ -273,40 +242,6 @@ def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
     leaves = pytree.tree_leaves(out, is_leaf=lambda node: isinstance(node, GlobalTensor))
     read = [leaf for number, leaf in enumerate(leaves) if used is None or number in used]
     return [leaf for leaf in read if isinstance(leaf, Tensor | GlobalTensor) and leaf.is_floating_point()]
-
-
-def _joined(ranks: list[list[list[bool]]], together: int) -> list[list[list[bool]]]:
-    """Rows by rank and dim, where each rank takes the parts of ``together`` ranks."""
-    runs = [ranks[first : first + together] for first in range(0, len(ranks), together)]
-    return [[[any(row) for row in zip(*dims, strict=True)] for dims in zip(*run, strict=True)] for run in runs]
-
-
-def _nonzero(grads: tuple[Tensor, ...], dim: int, size: int) -> list[bool]:
-    """Whether each of the ``size`` rows of a parameter has a gradient, by one that was not multiplied along ``dim``."""
-    grad = next(grad for grad in grads if grad.shape[dim] == size)
-    others = [d for d in range(grad.dim()) if d != dim]
-    largest = grad.abs().amax(others) if others else grad.abs()
-    return (largest > 0).tolist()
-
-
-_DRAWS = 4
-_ROUNDING = 1e-11
-"""Gradients below this share of the largest are rounding errors of float64."""
-
-
-def _has_rounding(grad: Tensor, largest: float) -> bool:
-    size = grad.abs()
-    return bool(((size > 0) & (size < _ROUNDING * largest)).any())
-
-
-def _top(grad: Tensor) -> float:
-    return float(grad.abs().max()) if grad.numel() else 0.0
-
-
-def _is_cut(rows: Sequence[Sequence[bool]]) -> bool:
-    """Whether the ranks need different rows that together are all rows."""
-    covered = all(any(held) for held in zip(*rows, strict=True))
-    return covered and not all(all(own) for own in rows) and any(own != rows[0] for own in rows[1:])
 
 
 _LEAK = 0.3

@@ -28,10 +28,10 @@ from engine.parallel.tensor.auto.strategies import Strategy
 
 
 def enclosing_module(group: CoupledParameters) -> str:
-    """Path of the innermost module around all modules of the group's shards; empty for the block itself."""
-    around = [name.split(".")[:-2] for name in group.cuts]
-    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*around, strict=False))
-    return ".".join(parts[0] for parts in shared)
+    """Path of the innermost module that holds all modules of the group's shards; empty for the block itself."""
+    owners = {tuple(name.split(".")[:-1]) for name in group.cuts}
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*owners, strict=False))]
+    return ".".join(shared[:-1] if owners == {tuple(shared)} else shared)
 
 
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:

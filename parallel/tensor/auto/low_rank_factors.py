@@ -191,14 +191,23 @@ class Factors:
         return y.squeeze(-1) if x.ndim == 1 else y
 
     def grouped(self, x_SI: Tensor, groups: Tensor) -> Tensor:
-        """x W of the matrix at ``groups`` [S] of a stack [E, I, O], row by row."""
+        """x W of the matrix at ``groups`` [S] of a stack [E, I, O], row by row.
 
-        def times(rows_SA: Tensor, matrix: Tensor, dim: int) -> Tensor:
-            if self.kinds[0] not in (self.kinds[dim], BOTH):
-                return rows_SA @ matrix.squeeze(0)
-            return (rows_SA.unsqueeze(1) @ matrix.index_select(0, groups)).squeeze(1)
+        A factor that all matrices share is one for all terms, so that few tensors of the size of x exist at once.
+        """
+        inner, outer = zip(*self.between(1, 2), strict=True)
+        if self._stacks(1):
+            thin_SZ = torch.cat([_by_group(x_SI, factor, groups) for factor in inner], -1)
+        else:
+            thin_SZ = x_SI @ _joined(inner)
+        if not self._stacks(2):
+            return thin_SZ @ _joined(outer).mT
+        parts = torch.split(thin_SZ, [factor.shape[-1] for factor in inner], -1)
+        return _total(_by_group(part, factor.mT, groups) for part, factor in zip(parts, outer, strict=True))
 
-        return _total(times(times(x_SI, inner, 1), outer.mT, 2) for inner, outer in self.between(1, 2))
+    def _stacks(self, dim: int) -> bool:
+        """Whether the factor with ``dim`` has one matrix for each of the stack."""
+        return self.kinds[0] in (self.kinds[dim], BOTH)
 
     def embedding(self, ids: Tensor) -> Tensor:
         """The rows of W [V, H] at ``ids``."""
@@ -223,6 +232,16 @@ class Factors:
         return _total(
             torch.einsum(f"{kept}{z},{outer}{z}->{out}", part, other) for part, other in zip(parts, others, strict=True)
         )
+
+
+def _joined(factors: Sequence[Tensor]) -> Tensor:
+    """Factors [1, .., Z] of several terms, side by side."""
+    return torch.cat([factor.squeeze(0) for factor in factors], -1)
+
+
+def _by_group(rows_SA: Tensor, stack_EAB: Tensor, groups: Tensor) -> Tensor:
+    """Each row times the matrix of its group."""
+    return (rows_SA.unsqueeze(1) @ stack_EAB.index_select(0, groups)).squeeze(1)
 
 
 def _total(parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:

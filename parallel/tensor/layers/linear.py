@@ -33,7 +33,7 @@ from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.activation_functions import Activation
 from engine.kernels.ops.linear import LinearForm, linear
 from engine.parallel.shard_table import Range
-from engine.parallel.tensor.collectives import gather_last
+from engine.parallel.tensor.collectives import COLUMN_OUTPUTS, gather_last
 from engine.parallel.tensor.deferred_linear import followed, fused_forward, is_conv1d
 from engine.parallel.tensor.global_tensor.rules.matmul import plus_bias
 from engine.parallel.tensor.layers.parallel_region import Region
@@ -208,9 +208,6 @@ def keep_rows(module: nn.Module, dim: int, ranges: tuple[Range, ...], index: int
 def local_rows(full: Tensor, dim: int, ranges: tuple[Range, ...], index: int) -> Tensor:
     """The ranges of ``full`` that rank ``index`` holds, in order, as a new contiguous tensor."""
     return torch.cat([full.narrow(dim, r.start, r.stop - r.start) for r in ranges if index in r.holders], dim)
-
-
-COLUMN_OUTPUTS = "column outputs"
 
 
 class GatheredColumnLayer(ColumnLayer):

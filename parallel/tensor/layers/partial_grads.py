@@ -36,7 +36,7 @@ class PartialSums:
             by_dtype.setdefault(grad.dtype, []).append((self._rows[name], grad))
         for dtype, members in by_dtype.items():
             sizes = [row.elements for row, _ in members]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=members[0][1].device)
+            flat = members[0][1].new_zeros(sum(sizes), dtype=dtype)
             places = [
                 (place, grad)
                 for (row, grad), full in zip(members, torch.split(flat, sizes), strict=True)

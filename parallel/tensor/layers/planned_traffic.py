@@ -32,6 +32,7 @@ from engine.parallel.tensor.plan.ranges import cut_unevenly
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.tensor.tp_axis import DryAxis, Expected, TensorAxis
 from engine.parallel.trace.model_trace import FreeTensor, FromValue, Glue, ModelTrace, Sample
+from engine.parallel.wire.activation_format import ActivationFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,17 @@ class TrafficRecorder:
     backward needs, so a collective is repeated only if a tensor is saved after it.
     """
 
-    def __init__(self, model: nn.Module, plan: TensorPlan, recomputed: Mapping[str, nn.Module], tp: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TensorPlan,
+        recomputed: Mapping[str, nn.Module],
+        tp: int,
+        wire: ActivationFormat | None = None,
+    ) -> None:
         self._model, self._plan, self._recomputed = model, plan, recomputed
         self._axis = DryAxis(tp, self._note)
+        self._axis.wire = wire
         self._sent: list[Sent] = []
         self._reads = OutsideReads(model, plan)
         self._running: list[str] = []
@@ -238,9 +247,8 @@ def _replay(glue: Glue, timeline: ModelTrace, logits: dict[int, ShardedLogits]) 
     """
     problem = ""
     outputs = [leaf.value if isinstance(leaf, FromValue) else None for leaf in glue.output.leaves]
-    made = [timeline.values[number] for number in glue.makes]
     args, kwargs = tree_map(lambda leaf: _stand_in(leaf, logits), glue.arguments, is_leaf=_is_tensor)
-    with torch.set_grad_enabled(any(value.grad for value in made)):
+    with torch.set_grad_enabled(any(number in timeline.graded for number in glue.makes)):
         assert glue.function is not None
         try:
             found = tree_flatten(call_user_code(glue.function, args, kwargs))[0]

@@ -245,7 +245,9 @@ class SharedInPieces(Shared):
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
     """Whether ``rows`` rows of a rank, with as many bytes as ``part``, are to travel while others are multiplied: in
-    more than one chunk, or tile by tile."""
+    more than one chunk, or tile by tile; not in fewer bits, whose blocks chunks would cut."""
+    if axis.wire is not None:
+        return False
     size = part.numel() * part.element_size()
     return _is_fused(part, axis, operation) or choose_pieces(rows, size, part.device.type, axis) > 1
 

@@ -110,7 +110,7 @@ def test_only_the_clipping_of_trine_has_to_be_right() -> None:
     assert not judge_clipping({"Trine zb-v": float("nan")})[1]
 
 
-@pytest.mark.long  # in an environment that has it: the extra bench-deepspeed
+@pytest.mark.peers
 def test_deepspeed_trains_as_one_process_but_clips_by_the_first_stage() -> None:
     modes = [named(ONE), named("DeepSpeed 1f1b")]
     assert loss_spread(measure(modes, TINY, Effort(rounds=1, steps=2))) <= 1e-5

@@ -117,7 +117,7 @@ def counted_and_told(mode: Mode) -> tuple[tuple[int, int], tuple[int, int]]:
     return (counter.sent, counter.calls), (sent.bytes(), sum(row.calls for row in sent.rows()))
 
 
-@pytest.mark.long  # in an environment that has it: the extra bench-deepspeed
+@pytest.mark.peers
 def test_deepspeed_trains_alike() -> None:
     lineup = make_zero_lineup(2, accumulation=2, stages=(1, 2, 3)).of_peers(["deepspeed"])
     modes = [mode for mode in lineup.modes if mode.kind != "trine"]

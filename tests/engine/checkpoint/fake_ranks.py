@@ -27,12 +27,13 @@ from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.pieces import Piece
 from engine.checkpoint.format.safetensors_file import TensorKind
+from engine.checkpoint.format.step_reader import StepReader
+from engine.checkpoint.load import Loader
 from engine.checkpoint.save import Saver
 from engine.config import load_config
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import Wait
-from engine.parallel.grid import Grid
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.plan import Plan
@@ -79,6 +80,14 @@ class FakeRank:
         """Put the logical tensors where this rank has them; zeros where ``logical`` is empty."""
         for held in self.held():
             held.values.copy_(part_of(logical[held.tensor], held.own)) if logical else held.values.zero_()
+
+    def load(self, reader: StepReader) -> None:
+        """Read this rank's share of a checkpoint, over zeros."""
+        self.fill({})
+        loader = Loader(reader, self.local_tensors, {})
+        loader.check()
+        loader.read_weights()
+        loader.read_moments(self.made)
 
     def held(self) -> list[Held]:
         """Weights, masters and moments."""
@@ -160,7 +169,7 @@ def _world(settings: Mapping[str, Any]) -> int:
 
 
 def _rank(model: nn.Module, plan: Plan, ownership: SaveOwnership, rank: int) -> FakeRank:
-    grid = Grid(plan.config.pp, plan.config.dp, plan.config.tp, rank)
+    grid = plan.grid(rank)
     comm = Comm(grid, RecordingBackend(grid))
     buckets = place_model(model, plan, comm, CPU, TensorAxis(comm), ForwardPatches())
     trained = buckets[: len(plan.layout(grid.coord()).buckets)]

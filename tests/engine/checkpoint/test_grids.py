@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.step_reader import StepReader
-from engine.checkpoint.load import Loader
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from tests.engine.checkpoint.fake_ranks import FakeRun, fake_run, part_of, random_tensors
 from tests.selection import wide
@@ -86,11 +85,7 @@ def checkpoints(logical: dict[str, Tensor], tmp_path_factory: pytest.TempPathFac
 def loads(step: Path, cell: Cell, logical: dict[str, Tensor]) -> None:
     """Every rank of the grid finds in its share, bit for bit, what was saved."""
     for rank in run_on(cell).ranks:
-        rank.fill({})
-        loader = Loader(StepReader(Files(), step), rank.local_tensors, {})
-        loader.check()
-        loader.read_weights()
-        loader.read_moments(rank.made)
+        rank.load(StepReader(Files(), step))
         for held in rank.held():
             assert torch.equal(held.values, part_of(logical[held.tensor], held.own)), (held.tensor, step, cell)
 
@@ -156,11 +151,7 @@ def test_any_dtype_policy_loads_any_other(saved: str, wanted: str, logical: dict
         rank.fill(wide)
     (step, *_) = source.save(tmp_path)
     for rank in target.ranks:
-        rank.fill({})
-        loader = Loader(StepReader(Files(), step), rank.local_tensors, {})
-        loader.check()
-        loader.read_weights()
-        loader.read_moments(rank.made)
+        rank.load(StepReader(Files(), step))
         masters = {held.tensor.partition("/")[2] for held in rank.local_tensors.masters()}
         for held in rank.held():
             kind, name = held.tensor.split("/", 1)

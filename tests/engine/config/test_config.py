@@ -5,7 +5,6 @@ import pickle
 import subprocess
 import sys
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ DESIGN: dict[str, Any] = json.loads("""{
   "activation_checkpointing": {"mode": "none"},
   "kernels": "auto", "seed": 1234,
   "checkpoint": {"folder": null, "every": 0, "keep": 2, "async": true},
-  "monitor": {"jsonl": null, "tensorboard": null, "every": 10},
+  "monitor": {"jsonl": null, "tensorboard": null, "csv": null, "wandb": null, "mlflow": null, "every": 10,
+              "progress": false, "metrics": []},
   "watchdog": {"timeout_seconds": 60, "folder": null, "straggler_factor": 2.0, "straggler_steps": 100,
                "max_skipped_steps": 100}
 }""")
@@ -212,29 +212,6 @@ def test_all_problems_at_once() -> None:
     ]
 
 
-def test_a_file_with_comments_is_read_as_hjson(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    path.write_text('{\n  # rows of a step\n  "train_batch_size": 8,\n  "seed": 1, // fixed\n}')
-    config = load_config(path)
-    assert replace(config, notes=()) == load_config({"train_batch_size": 8, "seed": 1})
-    assert config.notes == (
-        f"{path}: read as Hjson, since it is not JSON at line 2 column 3 (Expecting property name enclosed in double "
-        "quotes).",
-    )
-    path.write_text('{\n  # rows\n  "seed": 1,\n  "seed": 2\n}')
-    assert "seed: given twice in one object; keep one of them." in refusal(path)
-
-
-def test_without_hjson_a_file_with_comments_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "hjson", None)
-    path = tmp_path / "run.json"
-    path.write_text('{\n  // rows\n  "seed": 1}')
-    assert "not JSON at line 2 column 3" in refusal(path)
-    assert refusal(path).endswith("fix it there, or install hjson, which reads comments.")
-
-
 @pytest.mark.parametrize("text", ["seed: 1", '{"seed": 1 "kernels": "auto"', "[1,,]", '{"seed": 1,,\n}'])
 def test_what_is_neither_json_nor_hjson_is_refused_as_json(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.json"
@@ -244,7 +221,7 @@ def test_what_is_neither_json_nor_hjson_is_refused_as_json(tmp_path: Path, text:
 
 def test_file_problems(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    assert refusal(path) == f"{path}: no such file; give the path of a JSON file, or a dict."
+    assert refusal(path) == f"{path}: no such file; give the path of a JSON, TOML or YAML file, or a dict."
     path.write_text('{\n  "seed": 1,,\n}')
     assert f"{path}: not JSON at line 2 column 13" in refusal(path)
     path.write_text('{"optimizer": {"params": {"lr": 1, "lr": 2}}, "seed": -1}')

@@ -172,7 +172,7 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
         ),
         ({"pipeline": {"stags": 2}}, ("pipeline.stags: unknown key. Did you mean pipeline.stages?",)),
         ({"checkpoint": {"tag_validaton": 1}}, ("Did you mean checkpoint.tag_validation?",)),
-        ({"pipeline": 2}, ("pipeline: 2 is a number;", "Did you mean parallel.pipeline?")),
+        ({"pipeline": 2}, ("pipeline: 2 is a number;", "Did you mean parallel.pipeline or wire.pipeline?")),
         ({"zero_optimization": {"overlap_com": True}}, ("Did you mean zero_optimization.overlap_comm?",)),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 5}}},
@@ -207,7 +207,7 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
             "The section recomputes nothing by itself, here as in",
         ),
         ({"activation_checkpointing": {"partition_activations": True}}, 'or "mode": "full" beside it.'),
-        ({"wandb": {"enabled": True}}, "wandb.enabled: accepted, changes nothing here; Trine writes monitor.jsonl"),
+        ({"wandb": {"enabled": True}}, "wandb.enabled: accepted, changes nothing here; Trine writes monitor.jsonl,"),
         (
             {"autotuning": {"enabled": True}},
             "autotuning.enabled: accepted, changes nothing here; nothing is tuned by trial runs",
@@ -224,7 +224,10 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
             {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
             "zero_optimization.zero_quantized_weights gathers frozen parameters in fewer bits too",
         ),
-        ({"zero_optimization": {"mics_shard_size": 2}}, "Trine shards over the whole data axis, once"),
+        (
+            {"zero_optimization": {"mics_hierarchical_params_gather": True}},
+            "zero_optimization.zero_hpz_partition_size gathers within nodes where a shard group lies on several",
+        ),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention: accepted, changes nothing here"),
         ({"expert_parallel": {"enabled": True}}, "there is no expert axis"),
         ({"compile": {"deepcompile": True}}, 'compiles blocks with "compile": true'),
@@ -276,6 +279,23 @@ def test_forms_act_as_present_keys(raw: dict[str, Any], same: dict[str, Any], to
     config = load_config(raw)
     assert replace(config, notes=()) == load_config(same)
     assert any(note.startswith(told) for note in config.notes)
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
+def test_compressed_adams_name_the_keys_that_take_their_place(kind: str) -> None:
+    (note,) = load_config({"optimizer": {"type": kind}}).notes
+    for key in ("zero_quantized_gradients", "zero_quantized_gradients_bits 4", "zero_gradient_error_feedback"):
+        assert key in note
+
+
+def test_the_compressed_lamb_is_refused_in_one_sentence_that_names_the_keys_of_its_messages() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 10, "max_coeff": 10.0}}})
+    assert str(caught.value).endswith(
+        'optimizer.type: "OneBitLamb" needs LAMB, which is not built in; give AdamW, and '
+        "zero_optimization.zero_quantized_gradients with zero_quantized_gradients_bits 4 and "
+        "zero_gradient_error_feedback takes the place of its messages."
+    )
 
 
 def test_a_form_does_not_override_what_is_given() -> None:

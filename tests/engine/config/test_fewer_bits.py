@@ -23,7 +23,11 @@ def test_keys_of_deepspeed_are_honored() -> None:
         ({"zero_quantized_weights_bits": 2}, "zero_quantized_weights_bits: 2 is not a number of bits; give 8 or 4."),
         (
             {"zero_quantized_gradients_bits": 6},
-            "zero_quantized_gradients_bits: 6 is not a number of bits; give 8 or 4.",
+            "zero_quantized_gradients_bits: 6 is not a number of bits; give 8, 4 or 1.",
+        ),
+        (
+            {"zero_quantized_gradients": True, "zero_quantized_gradients_bits": 1},
+            "zero_quantized_gradients_bits: 1 without zero_gradient_error_feedback, so what signs leave out",
         ),
         ({"zero_quantized_block_size": 100}, "zero_quantized_block_size: 100 is not a block size; give 64, 128"),
         ({"zero_quantized_gradients": True, "stage": 0}, "zero_quantized_gradients: true with stage 0: only stages 1"),

@@ -22,9 +22,11 @@ FULL: Tree = json.loads("""{
                         "reduce_bucket_size": 5e6, "zero_quantized_weights": true, "zero_quantized_weights_bits": 4,
                         "zero_quantized_gradients": true, "zero_quantized_gradients_bits": 4,
                         "zero_gradient_error_feedback": false, "zero_quantized_block_size": 512,
-                        "zero_hpz_partition_size": 1,
+                        "zero_hpz_partition_size": 1, "shard_size": 2,
                         "offload_optimizer": {"device": "nvme",
-                         "ratio": 0.5, "pin_memory": false, "nvme_path": "/disk", "buffer_count": 3}},
+                         "ratio": 0.5, "pin_memory": false, "nvme_path": "/disk", "buffer_count": 3,
+                         "map_memory": false}},
+  "wire": {"pipeline": "int8", "tensor": "exact", "block_size": 512, "error_feedback": false},
   "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true,
            "check_grad_overflow": true},
   "fp16": {"enabled": false, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 2,
@@ -44,7 +46,8 @@ FULL: Tree = json.loads("""{
   "checkpoint": {"folder": "out", "every": 10, "keep": 2, "async": true, "on_failure": "stop", "init_from": "weights",
     "memory_every": 5},
   "integrity": {"every": 10, "on_failure": "warn", "rerun": true},
-  "monitor": {"jsonl": "steps.jsonl", "tensorboard": "board", "every": 10},
+  "monitor": {"jsonl": "steps.jsonl", "csv": "steps.csv", "tensorboard": "board", "wandb": "project",
+    "mlflow": "experiment", "every": 10, "progress": true, "metrics": ["accuracy"]},
   "watchdog": {"timeout_seconds": null, "folder": null, "straggler_factor": null, "straggler_steps": 100,
                "max_skipped_steps": 100}
 }""")

@@ -21,18 +21,20 @@ SIZES = DecoderConfig(layers=2, width=64, heads=2, context=64)
 STEPS, LAST, ROWS = 300, 50, 8
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 INT4 = GRADIENTS | {"zero_quantized_gradients_bits": 4}
+SIGNS = GRADIENTS | {"zero_quantized_gradients_bits": 1}
 WAYS: dict[str, dict[str, Any]] = {
     "int8 weights": {"stage": 3} | WEIGHTS,
     "int8 gradients": {"stage": 2} | GRADIENTS,
     "int4 gradients, error feedback": {"stage": 2, "zero_gradient_error_feedback": True} | INT4,
     "int4 gradients": {"stage": 2} | INT4,
+    "signs, error feedback": {"stage": 2, "zero_gradient_error_feedback": True} | SIGNS,
     "int8 weights, int8 gradients": {"stage": 3} | WEIGHTS | GRADIENTS,
 }
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 
 
 def losses(zero: dict[str, Any], changes: dict[str, Any], steps: int) -> tuple[float, int]:
-    """Body of a rank: (mean loss of the last steps, bytes that this rank sends over dp in a step)."""
+    """Body of a rank: (mean loss of the last steps, bytes that rank 0 sends over the axes of the grid in a step)."""
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -49,8 +51,17 @@ def losses(zero: dict[str, Any], changes: dict[str, Any], steps: int) -> tuple[f
             mine = starts.view(2, ROWS)[eng.grid.coord().dp]
             rows = torch.stack([tokens[start : start + SIZES.context + 1] for start in mine.tolist()])
             found.append(eng.train_batch({"input_ids": rows[:, :-1], "labels": rows[:, 1:]}).loss)
-        sent = sum(row.bytes for row in eng.plan.rank(0).traffic if row.axis == "dp")
+        sent = sum(row.bytes for row in eng.plan.rank(0).traffic if row.axis in ("dp", "tp", "pp"))
     return sum(found[-LAST:]) / LAST, sent
+
+
+def off_exact(table: Table, row: str, exact: tuple[float, int], found: tuple[float, int]) -> float:
+    """How far a loss is from that of exact traffic, which goes into the table; of both (loss, bytes)."""
+    table.cells[row, "exact"] = f"{exact[0]:.4f}"
+    table.cells[row, "fewer bits"] = f"{found[0]:.4f}"
+    table.cells[row, "off"] = f"{found[0] / exact[0] - 1:+.2%}"
+    table.cells[row, "bytes a step and rank"] = f"{found[1]:,} instead of {exact[1]:,}"
+    return abs(found[0] / exact[0] - 1)
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +79,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
 @pytest.mark.parametrize("precision", ["fp32", wide("bf16")])
 def test_the_loss_stays_within_one_per_cent(run_ranks: RunRanks, table: Table, precision: str, way: str) -> None:
     changes = PRECISIONS[precision]
-    exact, whole = run_ranks(losses, 2, {"stage": WAYS[way]["stage"]}, changes, STEPS, seconds=500)[0]
-    found, sent = run_ranks(losses, 2, WAYS[way], changes, STEPS, seconds=500)[0]
-    row = f"{way}, {precision}"
-    table.cells[row, "exact"] = f"{exact:.4f}"
-    table.cells[row, "fewer bits"] = f"{found:.4f}"
-    table.cells[row, "off"] = f"{found / exact - 1:+.2%}"
-    table.cells[row, "bytes a step and rank"] = f"{sent:,} instead of {whole:,}"
-    assert abs(found / exact - 1) < 0.01, f"{found} instead of {exact}"
+    exact = run_ranks(losses, 2, {"stage": WAYS[way]["stage"]}, changes, STEPS, seconds=500)[0]
+    found = run_ranks(losses, 2, WAYS[way], changes, STEPS, seconds=500)[0]
+    bound = 0.25 if "signs" in way else 0.01  # signs have no promise: Adam divides by what they make of the variance
+    assert off_exact(table, f"{way}, {precision}", exact, found) < bound, f"{found[0]} instead of {exact[0]}"

@@ -84,10 +84,10 @@ def check(run_ranks: RunRanks, table: Table, name: str, grid: str, ways: Sequenc
 
 
 def train_interpreted(name: str, grid: str, short: bool) -> Parity | None:
-    """Body of a rank: every kernel is Triton's, interpreted."""
+    """Body of a rank: every kernel is Triton's, interpreted, which takes time by the row: four microbatches."""
     repair()
-    batches, model = models.batches_for(name.split()[0], 16, 2), ALL[name]
-    config = settings(grid, WAYS[0]) | {"kernels": "triton"}
+    batches, model = models.batches_for(name.split()[0], 8, 2), ALL[name]
+    config = settings(grid, WAYS[0]) | {"kernels": "triton", "train_batch_size": 8}
     if short:
         batches = [{key: tokens[:4, :6].contiguous() for key, tokens in batch.items()} for batch in batches]
         config, model = config | {"train_batch_size": 4}, partial(models.decoder, layers=1)

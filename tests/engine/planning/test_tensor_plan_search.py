@@ -250,3 +250,20 @@ class NarrowBetween(nn.Module):
 def test_a_width_that_other_sizes_could_share_is_no_miss_where_its_layer_is_cut_already() -> None:
     plan = search(Chain(NarrowBetween(), NarrowBetween()), torch.randn(2, 6, 16))
     assert plan.patterns == {"blocks.*.q_b": "column", "blocks.*.v_b": "column", "blocks.*.out": "row"}
+
+
+class Widening(nn.Module):
+    """Gives float64 whatever it gets, as blocks do that keep their stream in more bits than their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = (x + self.down(self.up(x.to(self.up.weight.dtype)).relu())).double()
+        return out
+
+
+def test_blocks_that_differ_in_the_dtype_of_their_input_are_searched_once() -> None:
+    plan = search(Chain(nn.Linear(16, 16), Widening(), Widening()), torch.randn(2, 6, 16))
+    assert [(reason.pattern, reason.style) for reason in plan.reasons] == [("blocks.*", "up -> down")]

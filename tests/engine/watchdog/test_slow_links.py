@@ -62,6 +62,13 @@ def test_a_link_that_becomes_slow_is_named_where_there_is_no_other() -> None:
     assert "where it took 10 ms before" in sentence
 
 
+def test_a_link_is_not_compared_with_another_that_has_become_slow_too() -> None:
+    slow: Waits = {("dp", (0, 2)): (0.9, 0.9), ("dp", (1, 3)): (0.2, 0.2)}
+    (sentence,) = said(views(100, DP), grown(views(100, DP), views(100, slow)))
+    assert "dp over ranks 0, 2 ('dp') waited 900 ms a step" in sentence
+    assert "where it took 10 ms before" in sentence
+
+
 def grown(before: Mapping[int, RankView], more: Mapping[int, RankView]) -> dict[int, RankView]:
     """The views after as many steps more, of another kind."""
     return {

@@ -1,6 +1,9 @@
 """What calibration measures: a table for every class of operators, on inputs that a cache does not hold."""
 
 import json
+import time
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +11,10 @@ import pytest
 import torch
 
 from engine.launch.cli import main
-from engine.launch.planner import operator_seconds as measuring
-from engine.launch.planner.operator_seconds import MeasuredOperator, measure_operator, measured_operators
+from engine.launch.planner import operator_samples as sampling
+from engine.launch.planner.operator_samples import OperatorSamples
+from engine.launch.planner.operator_seconds import LINE, MeasuredOperator, OperandPool, measured_operators
+from engine.parallel.comm.world import World
 from engine.planning.host_step.operator_classes import ATTENTION, PASSES, describe
 
 
@@ -21,21 +26,82 @@ def test_every_class_has_a_table() -> None:
 
 
 def test_every_operator_runs_on_its_inputs() -> None:
+    pool = OperandPool(1 << 20)
     for _, one in measured_operators():
-        one.call(*one.make(*(steps[0] for steps in one.sizes)))
+        one.call(*one.make(pool, *(steps[0] for steps in one.sizes)))
 
 
-def test_each_combination_of_sizes_is_measured_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "POOL_BYTES", 64)
+def test_attention_finds_its_results_as_its_forward_leaves_them() -> None:
+    operator = dict(measured_operators())["attention backward"]
+    query, key, value, out, sums, grad = operator.make(OperandPool(1 << 20), 32, 64)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    for given, made in zip((out, sums, grad), (*(left := forward(query, key, value)), left[0]), strict=True):
+        assert (given.shape, given.stride()) == (made.shape, made.stride())
+
+
+def test_inputs_lie_one_behind_the_other_and_then_at_the_start() -> None:
+    pool = OperandPool(200)
+    first, second = pool.take(4, 16), pool.take(64)
+    assert first.shape == (4, 16) and (second.data_ptr() - first.data_ptr()) // 4 == 64 + 2 * LINE
+    assert pool.take(64).data_ptr() == first.data_ptr()
+    pool.rewind()
+    assert pool.take(1).data_ptr() == first.data_ptr()
+
+
+class LoneRank:
+    """A job of one rank."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self.world = self.alone = World(0, 1, 0, torch.device("cpu"))
+        self.met: list[int] = []
+        self._seen = seen
+
+    def ready(self) -> None:
+        self.met.append(len(self._seen))
+
+    def mean(self, values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(values)
+
+
+def counted(sizes: tuple[tuple[int, ...], ...], seen: list[Any], share: float = 1.0) -> MeasuredOperator:
+    return MeasuredOperator(
+        sizes=sizes, make=lambda pool, *shape: (pool.take(*shape),), call=seen.append, share=share
+    )  # fmt: skip
+
+
+def test_each_combination_of_sizes_is_sampled_by_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(sampling, "LEAST_SECONDS", 0.0)
     seen: list[Any] = []
-    operator = MeasuredOperator(
-        sizes=((2, 4), (8,)), make=lambda a, b: (torch.ones(a, b),), call=lambda x: seen.append(x.shape), share=0.5
-    )
-    ready: list[int] = []
-    table = measure_operator(operator, lambda: ready.append(len(seen)))
-    assert table.sizes == ((2.0, 4.0), (8.0,)) and len(table.seconds) == 2 and min(table.seconds) > 0
-    assert ready == [2, len(seen) - 3 * (1 + measuring.REPEATS)]  # two calls to see how long one takes
-    assert set(seen) == {(2, 8), (4, 8)}
+    ranks = LoneRank(seen)
+    samples = OperatorSamples([("a", counted(((2, 4), (8,)), seen)), ("b", counted(((3,),), seen))], ranks)
+    assert len(seen) == 2 * 3 and not ranks.met  # two calls of each to see how long one takes
+    tables = samples.sample()
+    assert ranks.met == [6, 6 + 4, 6 + 8] and len(seen) == 6 + 12  # two calls to warm up, and two that count
+    assert {name: (table.sizes, len(table.seconds)) for name, table in tables.items()} == {
+        "a": (((2.0, 4.0), (8.0,)), 2), "b": (((3.0,),), 1),
+    }  # fmt: skip
+    assert [tuple(each.shape) for each in seen[6:]] == [(2, 8)] * 4 + [(4, 8)] * 4 + [(3,)] * 4
+    assert len({seen[place].data_ptr() for place in (6, 10, 14)}) == 1  # what fits a cache stays in it
+
+
+def test_large_inputs_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(sampling, "SMALL_BYTES", 64)
+    seen: list[Any] = []
+    samples = OperatorSamples([("large", counted(((64,),), seen))], LoneRank(seen))
+    del seen[:]
+    samples.sample()
+    samples.sample()
+    assert len(seen) == 2 * 3 and len({each.data_ptr() for each in seen}) == 2 * 2  # one of each sample to warm up
+
+
+def test_seconds_are_those_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(0.0, 0.5)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    operator = counted(((2,),), [], share=0.25)
+    (table,) = OperatorSamples([("slow", operator)], LoneRank([])).sample().values()
+    assert table.seconds == (0.25 * 0.5 / 2,)  # a tick passes over the two calls of a sample
 
 
 @pytest.mark.parametrize(

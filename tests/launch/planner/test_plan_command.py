@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +104,71 @@ def test_what_does_not_fit_says_what_would(llama: Path, tmp_path: Path, capsys: 
     assert "no: " in (text := capsys.readouterr().out) and "the nearest that does: " in text
 
 
+def count_more(monkeypatch: pytest.MonkeyPatch, modes: Sequence[str], gib: float) -> list[str]:
+    """Counting finds so much more where these are recomputed; returns the layouts that are counted."""
+    from engine.launch.planner import counted_memory
+
+    layouts = list[str]()
+
+    def counted(costs: Any, *_: object) -> tuple[Any, str]:
+        layouts.append(str(costs.layout))
+        more = gib * 2**30 if costs.layout.recomputation in modes else 0.0
+        memory = tuple(replace(rank, activations=rank.activations + more) for rank in costs.memory)
+        return replace(costs, memory=memory), "counted"
+
+    monkeypatch.setattr(counted_memory, "counted_costs", counted)
+    return layouts
+
+
+def test_a_layout_that_is_too_large_once_counted_gives_way(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = llama, "--world", 8, "--batch", 32
+    first = planned(capsys, *given)
+    counted = count_more(monkeypatch, ["none", "selective"], 100.0)
+    found = planned(capsys, *given)
+    assert found["fits"] and found["layout"].endswith("recomputation full") and counted[0] == first["layout"]
+    assert [one["layout"] for one in found["passed"]] == counted[:-1] and counted[-1] == found["layout"]
+    assert 2 <= len(counted) == len(set(counted)) <= 6 and first["passed"] == []
+    assert main(["plan", *map(str, given)]) == 0
+    assert "that fit in closed form and do not once counted: " + counted[0] in capsys.readouterr().out
+    searched = planned(capsys, *given, "--search", "--top", 2)["finalists"]
+    assert searched[0]["fits"] and searched[0]["counted"] and searched[0]["layout"].endswith("recomputation full")
+    assert sum(one["fits"] for one in searched[1:]) == 0
+
+
+def test_no_layout_fits_once_counted(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted = count_more(monkeypatch, ["none", "selective", "full"], 100.0)
+    assert main(["plan", str(llama), "--world", "8", "--batch", "32"]) == 0
+    text = capsys.readouterr().out
+    assert "  fits       no: " in text and f"nor does any other of the {len(counted)} layouts that were counted" in text
+    assert not planned(capsys, llama, "--world", 8, "--batch", 32, "--search", "--top", 1)["finalists"][0]["fits"]
+
+
+def test_a_search_keeps_estimates_where_counting_would_take_long(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from engine.launch.planner import counted_memory
+
+    monkeypatch.setattr(counted_memory, "MOST_SEARCHED", 1)
+    out = tmp_path / "best.json"
+    given = llama, "--world", 8, "--batch", 32, "--search", "--top", 1, "--out", out
+    (found,) = planned(capsys, *given)["finalists"]
+    assert found["counted"].startswith("activations and buffers are estimates: a search does not run ")
+    alone = planned(capsys, llama, out, "--world", 8)
+    assert alone["counted"].startswith("activations and buffers of each pipeline rank, by storages on shapes: ")
+
+
 def test_a_function_builds_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine_to_plan.py").write_text(
         "import torch\nfrom torch import nn\n\n\ndef build():\n"
-        "    row = {'input': torch.zeros(1, 8)}\n"
-        "    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4))), row\n\n\n"
+        "    rows = {'input': torch.zeros(16, 8)}\n"
+        "    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)))\n"
+        "    return model, rows, lambda output, batch: output.square().mean()\n\n\n"
         "def broken():\n    return nn.Linear(2, 2).weight.sum().item()\n"
     )
     monkeypatch.chdir(tmp_path)

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engine.parallel.comm.comm import Comm, Pending
@@ -40,3 +42,39 @@ def test_each_rank_gets_its_slice_from_every_member(run_ranks: RunRanks) -> None
         assert set(found) == {members for members in GROUPS if rank in members}
         for members, slices in found.items():
             assert slices == [10 * member + members.index(rank) for member in members]
+
+
+def large() -> list[list[str]]:
+    """Body of a rank: what it asks gloo for, in order, in an exchange, a reduce-scatter and a gather of 64 KB."""
+    rank, posted, asked = dist.get_rank(), list[list[str]](), list[str]()
+    grid, elements = Grid(dp=2, rank=rank), 1 << 13
+    comm = Comm(grid, TorchBackend(grid, torch.device("cpu")))
+    plain = {name: getattr(dist, name) for name in ("isend", "irecv")}
+
+    def listened(name: str, *given: Any, **named: Any) -> Any:
+        asked.append(name)
+        return plain[name](*given, **named)
+
+    given, received, shard = torch.arange(2.0 * elements) + rank, torch.empty(2 * elements), torch.empty(elements)
+    own = slice(rank * elements, (rank + 1) * elements)
+    calls: list[Callable[[], Pending]] = [
+        lambda: comm.all_to_all(received, given, (0, 1), "x"),
+        lambda: comm.reduce_scatter(shard, given, "dp", "x"),
+        lambda: comm.all_gather(given, given[own].clone(), "dp", "x"),
+    ]
+    values = torch.arange(2.0 * elements)
+    expected = [torch.cat([values[own], values[own] + 1]), 2 * values[own] + 1, values + values.ge(elements)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in plain:
+            patch.setattr(dist, name, partial(listened, name))
+        for call, result, right in zip(calls, (received, shard, given), expected, strict=True):
+            asked.clear()
+            call().wait()
+            assert torch.equal(result, right)
+            posted.append(list(asked))
+    comm.close()
+    return posted
+
+
+def test_large_slices_arrive_and_receives_are_posted_first(run_ranks: RunRanks) -> None:
+    assert run_ranks(large, 2) == [[["irecv", "isend"]] * 3] * 2

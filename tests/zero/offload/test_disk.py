@@ -13,7 +13,7 @@ import torch
 import engine
 from engine.errors import EngineError
 from engine.zero.offload.block_file import BLOCK, BlockFile
-from engine.zero.offload.disk_moments import MomentBuffers
+from engine.zero.offload.moment_buffers import MomentBuffers
 from engine.zero.offload.scratch_folder import PREFIX, ScratchFolder
 from tests.zero.offload.test_offloaded_training import bits, settings, trained, unequal
 from tests.zero.small import batch, start
@@ -52,10 +52,12 @@ def test_bits_are_those_of_training_without_an_offload(tmp_path: Path) -> None:
 def test_bytes_on_disk_are_those_of_the_plan(tmp_path: Path) -> None:
     with start(on_disk(tmp_path)) as eng:
         eng.train_batch(batch(eng, 0))
-        files = [path.stat().st_size for path in tmp_path.glob(f"{PREFIX}*/bucket-*")]
+        files = {path.name: path.stat().st_size for path in tmp_path.glob(f"{PREFIX}*/*-*")}
+        slots = {name.split("-")[1]: size for name, size in files.items() if name.endswith("-a")}
         plan = eng.plan.rank(0)
-        assert sum(files) == plan.disk_bytes > 0
-        assert plan.host_bytes["buffers"] == 2 * max(files)
+        assert len(files) == 3 * len(slots) and sum(files.values()) == plan.disk_bytes > 0
+        pages = [size + files[f"before-{number}"] for number, size in slots.items()]
+        assert plan.host_bytes["buffers"] == 2 * max(pages)
 
 
 def test_what_the_program_writes_into_moments_is_used(tmp_path: Path) -> None:
@@ -155,3 +157,21 @@ def test_a_buffer_is_free_when_its_write_has_ended() -> None:
         assert not wait([taken], timeout=0.05).done
         write.set_result(None)
         assert taken.result() is page
+
+
+def test_a_folder_without_permission_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tempfile.mkdtemp", refused)
+    with pytest.raises(EngineError, match=r"nvme_path: no folder can be made in .* \(Permission denied\); give a "):
+        ScratchFolder(str(tmp_path), 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("elements", [1, 10**9])
+def test_sizes_that_no_sector_divides(tmp_path: Path, elements: int) -> None:
+    plain, disk = settings(CASE, "none"), on_disk(tmp_path)
+    for changes in (plain, disk):
+        changes["zero_optimization"]["reduce_bucket_size"] = elements
+    assert not unequal(trained(plain)[1], trained(disk)[1])

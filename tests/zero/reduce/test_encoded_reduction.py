@@ -114,9 +114,9 @@ def test_a_nan_arrives_at_its_owner_and_leaves_no_trace_in_later_steps(within: i
 
 
 @cache
-def bias(within: int, steps: int, feedback: bool) -> float:
-    """The mean over steps of what was sent, less that of the true sums: the largest of all elements, in 4 bits."""
-    outs = [outs for outs, _ in reduce_on_all(formats(4, within, BlockFormat(4, 64), feedback), steps)]
+def bias(within: int, steps: int, feedback: bool, bits: int = 4) -> float:
+    """The mean over steps of what was sent, less that of the true sums: the largest of all elements."""
+    outs = [outs for outs, _ in reduce_on_all(formats(4, within, BlockFormat(bits, 64), feedback), steps)]
     sent = [torch.cat([own[step] for own in outs]).double() for step in range(steps)]
     true = [sum(gradient(rank, step, sent[0].numel()).double() for rank in range(4)) for step in range(steps)]
     return float(torch.stack([a - b for a, b in zip(sent, true, strict=True)]).mean(0).abs().max())
@@ -127,3 +127,8 @@ def test_with_error_feedback_the_bias_falls_as_one_over_the_steps(within: int) -
     few, many = bias(within, 6, True), bias(within, 48, True)
     assert many < few / 5, f"{few} after 6 steps, {many} after 48"
     assert many < bias(within, 48, False) / 2, "without feedback it falls as the root of the steps"
+
+
+def test_the_bias_of_signs_falls_as_well() -> None:
+    few, many = bias(4, 20, True, bits=1), bias(4, 160, True, bits=1)
+    assert many < few / 4, f"{few} after 20 steps, {many} after 160"

@@ -1,6 +1,7 @@
 """Tables of measured seconds: between sizes, beyond them, and through JSON."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from engine.planning.host_step.host_rates import (
     SecondsTable,
     load_host_rates,
     measured_link,
+    typical_rates,
 )
 
 LINE = SecondsTable(sizes=((10.0, 100.0, 1000.0),), seconds=(1e-6, 4e-6, 4e-5))
@@ -52,6 +54,21 @@ RATES = HostRates(
     overlap=0.5,
     engine=EngineSeconds(step=1.0, microbatch=2.0, operator=3.0),
 )
+
+
+def test_the_median_of_each_number_of_several_rounds() -> None:
+    tables = [replace(LINE, seconds=seconds) for seconds in ((1.0, 5.0, 3.0), (2.0, 4.0, 9.0), (3.0, 6.0, 1.0))]
+    rounds = [
+        replace(
+            RATES, overlap=overlap, operators={"add": table}, collectives={"dp all_reduce": table},
+            engine=EngineSeconds(step=overlap, microbatch=1 - overlap, operator=7.0, gather=2 * overlap),
+        )
+        for table, overlap in zip(tables, (0.1, 0.9, 0.4), strict=True)
+    ]  # fmt: skip
+    found = typical_rates(rounds)
+    assert found.operators["add"] == found.collectives["dp all_reduce"] == replace(LINE, seconds=(2.0, 5.0, 3.0))
+    assert (found.ranks, found.overlap, found.engine.step, found.engine.operator) == (2, 0.4, 0.4, 7.0)
+    assert found.engine.microbatch == pytest.approx(0.6) and found.engine.gather == pytest.approx(0.8)
 
 
 def test_an_operator_that_was_not_measured_takes_what_a_sum_takes() -> None:

@@ -31,6 +31,12 @@ def test_groups_share_the_way_out_of_a_host() -> None:
     assert links.collectives["tp", "ring"] == LINKS.memory and links.through_memory
 
 
+def test_shard_groups_of_a_host_leave_it_with_their_replicas_only() -> None:
+    links = place_axes(Grid(dp=8, shard_size=2), FOUR_BY_TWO, LINKS)
+    assert links.collectives["dp_shard", "direct"] == LinkSpeed(1e-5, 1000.0)
+    assert links.collectives["dp_replicate", "ring"] == LinkSpeed(6e-3, 60.0)  # both ranks of a host send
+
+
 def test_tensor_ranks_of_two_hosts_send_messages() -> None:
     links = place_axes(Grid(dp=2, tp=4), FOUR_BY_TWO, LINKS)
     assert links.collectives["tp", "ring"] == LinkSpeed(6e-3, 120.0) and not links.through_memory

@@ -55,7 +55,9 @@ def loss(output: Tensor, batch: Any) -> Tensor:
 
 
 @cache
-def planned(choice: GridChoice, microbatches: int = 4, schedule: str = "1f1b", **zero: Any) -> Plan:
+def planned(
+    choice: GridChoice, microbatches: int = 4, schedule: str = "1f1b", wire: str = "exact", **zero: Any
+) -> Plan:
     world = choice.dp * choice.tp * choice.pp
     virtual = 2 if schedule in ("interleaved", "zb-v") else 1
     layout = {"schedule": schedule, "virtual_stages": virtual}
@@ -64,6 +66,7 @@ def planned(choice: GridChoice, microbatches: int = 4, schedule: str = "1f1b", *
         "gradient_accumulation_steps": microbatches,
         "parallel": {"data": choice.dp, "tensor": choice.tp, "pipeline": choice.pp, **layout},
         "zero_optimization": {"stage": choice.stage, **zero},
+        "wire": {"tensor": wire, "pipeline": wire},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     config, model = load_config(settings, world), Chain()
@@ -140,6 +143,17 @@ def test_sums_over_tensor_ranks_are_waited_for() -> None:
     )
 
 
+def test_sums_in_fewer_bits_are_exchanges_and_gathers() -> None:
+    choice = GridChoice(dp=1, tp=2, pp=1)
+    exact, plan = planned(choice), planned(choice, wire="int8")
+    slow = HostLinks(within=FREE.within, between=LinkSpeed(0.01, 1e5))
+    rows = [row for row in plan.rank(0).traffic if row.axis == "tp"]
+    assert {row.label for row in rows} == {"column inputs", "row outputs"}
+    time = predict_step(plan, ONE, links(choice, slow))
+    assert time.communication["tp"] == pytest.approx(sum(row.calls * 0.01 + row.bytes / 1e5 for row in rows))
+    assert [row.calls for row in rows] == [2 * row.calls for row in exact.rank(0).traffic if row.axis == "tp"]
+
+
 def test_what_exceeds_weight_gradients_counts_where_they_hide_it() -> None:
     choice = GridChoice(dp=1, tp=2, pp=1)
     slow = HostLinks(within=FREE.within, between=LinkSpeed(0.0, 1e4))
@@ -158,6 +172,17 @@ def test_one_bucket_is_reduced_after_the_last_backward(stage: int) -> None:
     sizes = [sent(plan, "dp", "gradients").bytes, *(sent(plan, "dp", "parameters").bytes for _ in range(stage))]
     assert time.communication["dp"] == pytest.approx(sum(sizes) / 1e4)
     assert time.computation == pytest.approx(3.0 + 0.5 / (4 if stage else 1))
+
+
+def test_shard_groups_inside_hosts_wait_for_what_crosses_only() -> None:
+    choice = GridChoice(dp=4, tp=1, pp=1, stage=1)
+    plan, slow = planned(choice, 1, shard_size=2), HostLinks(within=FREE.within, between=LinkSpeed(0.0, 1e4))
+    time = predict_step(plan, ONE, place_axes(plan.grid(0), tuple("aabb"), slow))
+    across = sent(plan, "dp_replicate", "gradients").bytes
+    assert across == sent(plan, "dp_shard", "gradients").bytes, "a half of the half, twice"
+    # both ranks of a host send what crosses, over its one link
+    assert time.communication == pytest.approx({"dp_shard": 0.0, "dp_replicate": 2 * across / 1e4, "world": 0.0})
+    assert time.computation == pytest.approx(3.0 + 0.5 / 2)
 
 
 def test_buckets_are_reduced_beside_the_last_backward() -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
 from engine.parallel.tensor.auto.enclosing_module import enclosing_module, group_inside, reference_inside
 from engine.parallel.tensor.auto.equivalence import BlockReference, Verdict
 from engine.parallel.tensor.auto.search import Decided, Search
+from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 from tests.parallel.tensor.auto.blocks import LENGTH, WIDTH, Gated, Thirds, groups_of, truth_of
 
 
@@ -118,6 +120,16 @@ def test_names_inside() -> None:
     inside = group_inside(perceptron, "perceptron")
     assert (inside.row, inside.columns) == ("down.weight", ("gate_up.weight",)) and "gate_up.bias" in inside.cuts
     assert enclosing_module(inside) == ""
+
+
+def test_a_module_with_a_shard_of_its_own_holds_the_shards_of_its_layers() -> None:
+    def path(*names: str) -> str:
+        cuts = {name: ParameterCut(0, ()) for name in names}
+        return enclosing_module(CoupledParameters(row=names[-1], columns=names[:1], cuts=cuts, partial=()))
+
+    assert path("mixer.inner.weight", "mixer.decay", "mixer.outer.weight") == "mixer"
+    assert path("mlp.experts.up", "mlp.experts.down") == "mlp"  # experts are called by the module around them
+    assert path("decay", "inner.weight", "outer.weight") == "" == path("up", "down")
 
 
 def test_outputs_count_that_the_block_uses() -> None:

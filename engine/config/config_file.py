@@ -1,0 +1,202 @@
+"""Reads a configuration file: JSON, with comments too, TOML and YAML.
+
+What a file says twice in one object is noted in every format, and a number such as ``3e-4`` is one in every format.
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any, ClassVar
+
+from engine.config.rules import Problems
+from engine.config.wording import join_path, show_path
+from engine.errors import ConfigError
+
+_DEPTH = 8
+_TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+_COMMENT = re.compile(_TEXT + r"|(?://|#)[^\n]*|/\*.*?\*/", flags=re.DOTALL)
+"""A comment, or a text, in which no comment begins."""
+_LAST_COMMA = re.compile(_TEXT + r"|,(?=\s*[}\]])", flags=re.DOTALL)
+
+
+class FileObject(dict[str, Any]):
+    """An object of a file, which remembers keys that were given twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        dict.__init__(self, pairs)
+        self.remark = ""
+        """How the file was read, if not in the format of its name."""
+        self.twice = tuple(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+
+
+def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mapping[str, Any]:
+    """Read the object in a file, whose suffix tells the format, and note duplicate keys.
+
+    Raises:
+        ConfigError: the file is unreadable or is not of its format.
+    """
+    name = show_path(os.fsdecode(path))
+    text = _text(os.fsdecode(path), name)
+    suffix = PurePath(os.fsdecode(path)).suffix.lower()
+    if suffix == ".toml":
+        raw = _parsed_toml(text, name)
+    elif suffix in (".yaml", ".yml"):
+        raw = _parsed_yaml(text, name)
+    else:
+        raw = _parsed_json(text, name)
+    note_twice(raw, "", problems)
+    return raw  # type: ignore[no-any-return]
+
+
+def remarks(raw: object) -> tuple[str, ...]:
+    """How the file of this object was read, if not in the format of its name."""
+    return (raw.remark,) if isinstance(raw, FileObject) and raw.remark else ()
+
+
+def _text(path: str, name: str) -> str:
+    give = "give the path of a JSON, TOML or YAML file"
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{name}: no such file; {give}, or a dict.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: not readable (it is not UTF-8 text); {give}.") from None
+    except OSError as why:
+        raise ConfigError(f"{name}: not readable ({why.strerror}); {give}.") from None
+    except ValueError:  # a zero byte, or half of a surrogate pair
+        raise ConfigError(f"{name}: not the name of a file; {give}, or a dict.") from None
+
+
+def _too_deep(name: str) -> ConfigError:
+    return ConfigError(f"{name}: nested too deeply, or a number is too long; write a plain config object.")
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+
+
+def _parsed_json(text: str, name: str) -> Any:
+    """The value of JSON text, in which comments and a comma after a last entry are allowed."""
+    try:
+        return _strict_json(text, name)
+    except json.JSONDecodeError:  # most files are plain JSON, and looking for comments takes longer than reading
+        plain = _COMMENT.sub(_blanked, text)
+    try:
+        return _strict_json(plain, name)
+    except json.JSONDecodeError as why:
+        first = why
+    try:
+        return _strict_json(_LAST_COMMA.sub(_blanked, plain), name)
+    except json.JSONDecodeError:
+        return _parsed_hjson(text, name, first)
+
+
+def _strict_json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=FileObject)
+    except json.JSONDecodeError:
+        raise
+    except (RecursionError, ValueError):
+        raise _too_deep(name) from None
+
+
+def _blanked(found: re.Match[str]) -> str:
+    """Blanks in place of what is no text, so that every character keeps its line and column."""
+    return found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0])
+
+
+def _parsed_hjson(text: str, name: str, why: json.JSONDecodeError) -> Any:
+    """The value of a file without some commas or quotes, which DeepSpeed reads too, where hjson is installed."""
+    not_json = f"not JSON at line {why.lineno} column {why.colno} ({why.msg})"
+    try:
+        import hjson
+    except ImportError:
+        raise ConfigError(f"{name}: {not_json}; fix it there.") from None
+    try:
+        found = hjson.loads(text, object_pairs_hook=FileObject)
+    except (RecursionError, ValueError):
+        found = None
+    if not isinstance(found, FileObject) or not text.lstrip().startswith(("{", "#", "/")):
+        raise ConfigError(f"{name}: {not_json}; fix it there.") from None
+    found.remark = f"{name}: read as Hjson, since it is {not_json}."
+    return found
+
+
+def note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
+    """Note the keys of ``raw``, which stands at the key ``at``, that were given twice in one object."""
+    if depth > _DEPTH:
+        return  # no section is nested so deeply; the reader reports the key that holds this as unknown
+    if isinstance(raw, list):
+        for i, entry in enumerate(raw):
+            note_twice(entry, f"{at}[{i}]", problems, depth + 1)
+    if isinstance(raw, FileObject):
+        for key in raw.twice:
+            problems.add(join_path(at, key), "given twice in one object; keep one of them.")
+        for key, entry in raw.items():
+            if isinstance(entry, (list, FileObject)):
+                note_twice(entry, join_path(at, key), problems, depth + 1)
+
+
+# ------------------------------------------------------------------------------------------------ TOML, YAML
+
+
+def _parsed_toml(text: str, name: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as why:  # a key that is given twice, too
+        raise ConfigError(f"{name}: not TOML ({why}); fix it there.") from None
+    except (RecursionError, ValueError):
+        raise _too_deep(name) from None
+
+
+def _parsed_yaml(text: str, name: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            f"{name}: YAML is read by PyYAML, which is not installed; install it (pip install pyyaml), or write JSON "
+            "or TOML, which need nothing."
+        ) from None
+    try:
+        return yaml.load(text, Loader=_yaml_loader())
+    except yaml.MarkedYAMLError as why:
+        mark = why.problem_mark
+        at = f" at line {mark.line + 1} column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{name}: not YAML{at} ({why.problem}); fix it there.") from None
+    except yaml.YAMLError:
+        raise ConfigError(f"{name}: not YAML (it holds characters that YAML refuses); fix it there.") from None
+    except (RecursionError, ValueError):
+        raise _too_deep(name) from None
+
+
+def _yaml_loader() -> Any:
+    """A loader with the scalars of YAML 1.2, which are JSON's: PyYAML's own takes ``3e-4`` for text and ``off`` for
+    false."""
+    from yaml import SafeLoader
+    from yaml.nodes import MappingNode
+
+    class Yaml12(SafeLoader):  # type: ignore[misc]
+        yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+
+        def mapping(self, node: MappingNode) -> FileObject:
+            twice = Counter(key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
+            self.flatten_mapping(node)  # what an anchor brings in, own keys win
+            build = self.construct_object
+            made = FileObject([(build(key, True), build(entry, True)) for key, entry in node.value])
+            made.twice = tuple(key for key, times in twice.items() if times > 1)
+            return made
+
+    for kind, pattern, first in (
+        ("null", r"~|null|Null|NULL|", "~nN\0"),
+        ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+        ("int", r"[-+]?\d+|0x[0-9a-fA-F]+", "-+0123456789"),
+        ("float", r"[-+]?(\.\d+|\d+\.?\d*)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+        ("merge", r"<<", "<"),
+    ):
+        letters = ["" if letter == "\0" else letter for letter in first]
+        Yaml12.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})\Z"), letters)
+    Yaml12.add_constructor("tag:yaml.org,2002:map", Yaml12.mapping)
+    return Yaml12

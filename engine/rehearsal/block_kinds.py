@@ -1,0 +1,104 @@
+"""Which blocks of a list are alike: equal modules, shapes and settings, except for the position that a block keeps."""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+MOST_PERIOD = 6
+"""Blocks after which a pattern of kinds repeats, such as windowed and full attention by turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlikeRun:
+    """Blocks at the end of a list whose kinds repeat."""
+
+    blocks: str
+    """Name of the list."""
+    start: int
+    """Its first block that belongs to the run."""
+    period: int
+    """Blocks after which the kinds repeat."""
+    periods: int
+
+
+def longest_run(model: nn.Module) -> AlikeRun | None:
+    """The run of most periods in any list of blocks; None if no list ends with two of them."""
+    runs = [run for name, kinds in _lists(model) if (run := _run(name, kinds)) is not None]
+    return max(runs, key=lambda run: run.periods, default=None)
+
+
+def _run(name: str, kinds: Sequence[int]) -> AlikeRun | None:
+    for period in range(1, MOST_PERIOD + 1):
+        start = len(kinds) - period
+        while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:
+            start -= 1
+        periods = (len(kinds) - start) // period
+        if periods > 1:
+            return AlikeRun(blocks=name, start=len(kinds) - periods * period, period=period, periods=periods)
+    return None
+
+
+class KindNames:
+    """Names of modules and parameters in which the kind of a block takes the place of its number."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kinds: Mapping[str, int] = {
+            f"{name}.{index}".removeprefix("."): kind
+            for name, kinds in _lists(model)
+            for index, kind in enumerate(kinds)
+        }
+
+    def of(self, name: str) -> str:
+        """``layers.7.down.weight`` -> ``layers.#0.down.weight``, which blocks of one kind share."""
+        parts = name.split(".")
+        for index, part in enumerate(parts):
+            kind = self._kinds.get(".".join(name.split(".")[: index + 1])) if part.isdecimal() else None
+            parts[index] = part if kind is None else f"#{kind}"
+        return ".".join(parts)
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[str, list[int]]]:
+    """Each list of modules with the kind of each member."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
+            yield name, _kinds(list(module))
+
+
+def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
+    """A number for each block; alike blocks have the same."""
+    settings = [dict(_settings(block)) for block in blocks]
+    positions = {key for key in settings[0] if _is_position([one.get(key) for one in settings])}
+    seen: dict[Hashable, int] = {}
+    kinds = []
+    for one in settings:
+        described = tuple(item for item in one.items() if item[0] not in positions)
+        kinds.append(seen.setdefault(described, len(seen)))
+    return kinds
+
+
+def _is_position(values: Sequence[Hashable]) -> bool:
+    """Every block keeps its own place in the list."""
+    return all(type(value) is int and value == at for at, value in enumerate(values))
+
+
+def _settings(block: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
+    """All that decides what a block does to memory, by (module, attribute)."""
+    for name, module in block.named_modules():
+        yield (name, ""), id(type(module))
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            yield (name, key), _described(tensor)
+        for key, value in vars(module).items():
+            if not key.startswith("_") and _is_plain(value):
+                yield (name, key), repr(value) if isinstance(value, list | tuple) else value
+
+
+def _described(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(one, str | bool | int | float | None) for one in value)
+    return value is None or isinstance(value, str | bool | int | float | torch.dtype)

@@ -1,0 +1,79 @@
+"""Attention of a GPU on shapes that claim the CPU, whose own kernels write all scores in cases where a GPU's do not."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.parallel.model.placeholders import is_plain
+
+MOST_WIDTH = 256
+"""Of a head, in kernels of a GPU."""
+WIDTHS = 8
+"""Of which the width of a head is a multiple there."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@contextmanager
+def attention_of_gpu() -> Iterator[None]:
+    """Inside, ``scaled_dot_product_attention`` keeps what a GPU's does: inputs, output, a sum for each row.
+
+        dropout                     the flash kernel of the CPU, which refuses dropout, stands for the kernels of a GPU;
+                                    of its mask these keep a seed
+        values of another width     the memory-efficient kernel of the GPU (DeepSeek: keys of 192, values of 128)
+        all else                    what torch chooses on a CPU: flash attention, or all scores
+
+    A model whose own code writes its scores ("eager") never comes here. The function takes the place of torch's, since
+    a mode would change the path of products and heads, which see by it that somebody follows them.
+    """
+    own, module = functional.scaled_dot_product_attention, cast(Any, functional)
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        given = _ORDER.bind(*args, **kwargs).arguments
+        if not _runs_on_gpu(**given):
+            return own(*args, **kwargs)
+        if given["query"].shape[-1] == given["value"].shape[-1]:
+            return own(**{**given, "dropout_p": 0.0})
+        return _efficient(**given)
+
+    module.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        module.scaled_dot_product_attention = own
+
+
+_ORDER = signature(
+    lambda query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False: None
+)
+
+
+def _runs_on_gpu(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> bool:
+    """A kernel of the GPU takes it."""
+    widths = {query.shape[-1], key.shape[-1], value.shape[-1]}
+    alike = query.dtype == key.dtype == value.dtype and query.dtype in DTYPES
+    fits = query.dim() == 4 and max(widths) <= MOST_WIDTH and not any(width % WIDTHS for width in widths)
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if len(widths) > 1:  # the kernel is called by name, where torch neither casts, repeats heads nor asks shards
+        plain = is_plain(query) and not torch.is_autocast_enabled("cpu") and not options.get("enable_gqa", False)
+        return alike and fits and not learned and plain
+    return alike and fits and not learned
+
+
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    bias = attn_mask
+    if bias is not None and bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, float("-inf"))
+    if bias is not None:
+        bias = bias.expand(*query.shape[:2], query.shape[-2], key.shape[-2])
+    kept = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+    given = query, key, value, bias, kept, dropout_p, options.get("is_causal", False)
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*given, scale=options.get("scale"))[0]
+    return out

@@ -1,0 +1,59 @@
+"""All pipeline ranks of a plan, with no more of it rehearsed than differs: alike ranks and blocks count once."""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from engine.build.request import Request
+from engine.kernels.dispatch import Kernels
+from engine.planning.plan import Plan
+from engine.program.batch import Batch
+from engine.rehearsal.rank_forecast import RankForecast, forecast_of
+from engine.rehearsal.rank_likeness import RankLikeness
+from engine.rehearsal.rehearsed_rank import RehearsedRank, RehearsedStep
+from engine.rehearsal.shortened_models import PlanOf, shortened_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRehearsal:
+    """What is needed to rehearse ranks of a plan; nothing is computed, sent, or changed in the model."""
+
+    model: nn.Module
+    """As it was given to the plan."""
+    plan: Plan
+    request: Request
+    """Loss and rows of the run."""
+    example: Batch
+    """One microbatch; on the meta device it stands for zeros."""
+    kernels: Kernels | None = None
+    """Choices for a device that is not here; None: those of the CPU."""
+    plan_of: PlanOf | None = None
+    """Plans a model with fewer blocks; None: all blocks are rehearsed."""
+
+    def forecasts(self) -> Iterator[RankForecast]:
+        """The first data and tensor rank of each pipeline rank, in order."""
+        likeness, known = RankLikeness(self.model, self.plan), dict[Hashable, tuple[tuple[int, ...], RehearsedStep]]()
+        before = list[RehearsedRank]()
+        for pp in range(self.plan.config.pp):
+            rank, stages, key = self.plan.grid(0).rank_at(pp, 0, 0), self.plan.stages(pp), likeness.of(pp)
+            if key not in known:
+                known[key] = stages, self._step(rank, before)
+            rehearsed, step = known[key]
+            yield forecast_of(self.plan, rank, step.on_stages(dict(zip(rehearsed, stages, strict=True))))
+
+    def _step(self, rank: int, before: list[RehearsedRank]) -> RehearsedStep:
+        """``before``: the first rank that was rehearsed, whose traces serve others."""
+
+        def rehearse(model: nn.Module, plan: Plan) -> RehearsedStep:
+            rehearsed = RehearsedRank(model, plan, rank, self.request, self.example, self.kernels)
+            if plan is self.plan:
+                for other in before:
+                    rehearsed.trace_like(other)
+                before[:] = before or [rehearsed]
+            return rehearsed.step()
+
+        short = None
+        if self.plan_of is not None and self.plan.config.pp == 1:
+            short = shortened_step(self.model, self.plan, rehearse, self.plan_of)
+        return rehearse(self.model, self.plan) if short is None else short

@@ -1,0 +1,212 @@
+"""``trine init MODEL``: a script and a configuration to begin with, for a Hugging Face folder or a module of yours."""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from engine.errors import ConfigError
+
+SCRIPT, CONFIG = "train.py", "engine.json"
+
+_CONFIG = Template("""{
+  // rows of a step, over all data ranks; the rest is accumulated
+  "train_batch_size": 8,
+  "train_micro_batch_size_per_gpu": 1,
+  // "auto" takes the ranks that the other axes leave; what a grid costs and whether it fits: trine plan
+  "parallel": {"data": "auto", "tensor": 1, "pipeline": 1},
+  // 1 shards the optimizer's state over the data ranks, 2 the gradients too, 3 the parameters too
+  "zero_optimization": {"stage": 1},
+  // true on GPUs
+  "bf16": {"enabled": false},
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+  "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 20, "total_num_steps": 1000}},
+  "gradient_clipping": 1.0,
+  "checkpoint": {"folder": $runs, "every": 100}
+}
+""")
+
+_HEAD = Template('''"""Train $name.
+
+    torchrun --nproc_per_node 2 train.py$files [KEY=VALUE ...]
+
+The same command goes on from the last checkpoint, on any number of processes. engine.json says grid, batch and
+optimizer; a word such as optimizer.params.lr=1e-4 changes one key of it.
+"""
+
+import sys
+from pathlib import Path
+
+''')
+
+_FOLDER = Template("""import engine
+import torch
+from engine.data import Sampler
+from transformers import $imported
+
+FOLDER, CONTEXT, STEPS = $folder, $context, 1000
+
+words = sys.argv[1:]
+config = engine.load_config(Path(__file__).with_name("engine.json"), overrides=[word for word in words if "=" in word])
+text = "\\n".join(Path(word).read_text(encoding="utf-8") for word in words if "=" not in word)
+$tokens
+if len(tokens) < CONTEXT:
+    sys.exit(f"{len(tokens)} tokens are less than a row of {CONTEXT}; name text files that hold more")
+rows = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)
+
+
+def build():
+    return $made
+
+
+def batch(indices):
+    return {"input_ids": rows[indices], "labels": rows[indices]}  # the model shifts the labels
+
+""")
+
+_FUNCTION = Template("""import engine
+import torch
+from engine.data import Sampler
+${found}from $module import $function as make_model
+
+STEPS = 1000
+
+config = engine.load_config(Path(__file__).with_name("engine.json"), overrides=sys.argv[1:])
+$parts
+
+def batch(indices):
+    return torch.utils._pytree.tree_map(lambda tensor: tensor[indices], rows)
+
+""")
+
+_MODEL_ALONE = '''
+
+def all_rows():
+    """The training rows: a dict or a tuple of tensors, one row each along the first dim, as forward takes them."""
+    raise SystemExit("train.py: write all_rows(), which returns your training rows")
+
+
+build, rows, loss_fn = make_model, all_rows(), None  # loss_fn(output, batch), if forward gives no loss
+'''
+
+_WITH_ROWS = """
+
+def build():
+    return make_model()[0]
+
+
+_, rows, *rest = make_model()
+loss_fn = rest[0] if rest else None
+"""
+
+_LOOP = Template("""
+with engine.initialize(build, config$loss) as eng:
+    count = len($counted)
+    sampler = Sampler(count, eng.config.train_batch_size, eng.config.seed, eng.grid.coord().dp, eng.grid.dp)
+    eng.register_for_checkpointing(data=sampler)
+    eng.load_checkpoint(missing_ok=True)
+    while eng.step_count < STEPS:
+        report = eng.train_batch(batch(torch.from_numpy(next(sampler))))
+        if eng.grid.rank == 0:
+            print(f"step {report.step} loss {report.loss:.6f}")
+    $saved
+""")
+
+
+def add_init_options(command: ArgumentParser) -> None:
+    """Add the arguments of ``trine init``."""
+    command.add_argument("model", metavar="MODEL", help=(
+        "Hugging Face folder; or module:function that returns the model, or (model, rows), or (model, rows, loss_fn)"
+    ))  # fmt: skip
+    command.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="folder to write into (default: .)")
+    command.set_defaults(run=write_starter)
+
+
+def write_starter(options: Namespace) -> None:
+    """Write ``train.py`` and ``engine.json``, and say how to go on.
+
+    Raises:
+        ConfigError, PlanError: a file is there already, or there is no such model; one sentence.
+    """
+    for name in (SCRIPT, CONFIG):
+        if (options.out / name).exists():
+            raise ConfigError(f"{options.out / name} exists and is kept; remove it, or give --out another folder.")
+    folder = Path(options.model)
+    if ":" in options.model and not folder.exists():
+        name, script = _for_function(options.model, options.out)
+        given = ""
+    else:
+        name, script = _for_folder(folder)
+        given = " FILE.txt"
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / SCRIPT).write_text(script, encoding="utf-8")
+    (options.out / CONFIG).write_text(_CONFIG.substitute(runs=json.dumps(f"runs/{name}")), encoding="utf-8")
+    print(f"{options.out / SCRIPT} and {options.out / CONFIG} are written; go on with:")
+    print(f"  trine check {options.out / CONFIG} --world 2")
+    print(f"  torchrun --nproc_per_node 2 {options.out / SCRIPT}{given}")
+
+
+def _for_folder(folder: Path) -> tuple[str, str]:
+    """Name of the run and script for a folder of a Hugging Face model."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json; give the folder of a Hugging Face model, or module:function.")
+    from engine.models.huggingface_class import has_language_model_head, huggingface_class, import_transformers
+
+    config = import_transformers().AutoConfig.from_pretrained(folder)
+    kind = huggingface_class(config)
+    if kind is None or not has_language_model_head(kind, config) or config.is_encoder_decoder:
+        raise ConfigError(
+            f"{folder} is a {config.model_type}, which does not continue text; give module:function that returns "
+            "(model, rows, loss_fn)."
+        )
+    name = folder.resolve().name
+    words = _folder_words(folder, config, kind.__name__)
+    head = _HEAD.substitute(name=f"{name} on text files", files=" FILE.txt ...")
+    return name, head + _FOLDER.substitute(words) + _LOOP.substitute(words, loss="", counted="rows")
+
+
+def _folder_words(folder: Path, config: Any, kind: str) -> dict[str, Any]:
+    """What depends on the folder in the script: whether it has a tokenizer, and weights."""
+    tokenizer = any(folder.glob("tokenizer*")) or any(folder.glob("*.model")) or (folder / "vocab.json").is_file()
+    weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    if not tokenizer and config.vocab_size < 256:
+        raise ConfigError(
+            f"{folder} has no tokenizer, and its {config.vocab_size} tokens are too few for bytes; put the tokenizer "
+            "into it, or give module:function."
+        )
+    read = "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n" + 'tokens = torch.tensor(tokenizer(text)["input_ids"])'
+    as_bytes = "tokens = torch.tensor(list(text.encode()))  # the folder has no tokenizer: tokens are bytes"
+    imported = [*["AutoConfig"] * (not weights), *["AutoTokenizer"] * tokenizer, kind]
+    saved = '\n    if eng.grid.rank == 0:\n        tokenizer.save_pretrained("trained")' if tokenizer else ""
+    return {
+        "folder": json.dumps(str(folder.resolve())),
+        "imported": ", ".join(imported),
+        "context": min(256, getattr(config, "max_position_embeddings", None) or 256),
+        "tokens": read if tokenizer else as_bytes,
+        "made": f"{kind}.from_pretrained(FOLDER)" if weights else f"{kind}(AutoConfig.from_pretrained(FOLDER))",
+        "saved": f'eng.save_pretrained("trained"){saved}',
+    }
+
+
+def _for_function(name: str, out: Path) -> tuple[str, str]:
+    """Name of the run and script for a function that builds the model."""
+    from engine.program.module_function import build_named, find_function, model_and_rows
+
+    module, _, function = name.partition(":")
+    _, rows, _ = model_and_rows(name, build_named(name, find_function(name)))
+    parts = _MODEL_ALONE if rows is None else _WITH_ROWS
+    found = _found_from(module, out)
+    script = _FUNCTION.substitute(module=module, function=function, parts=parts, found=found)
+    counted = "torch.utils._pytree.tree_leaves(rows)[0]"
+    loop = _LOOP.substitute(loss=", loss_fn=loss_fn", counted=counted, saved="eng.save_checkpoint()")
+    return function, _HEAD.substitute(name=name, files="") + script + loop
+
+
+def _found_from(module: str, out: Path) -> str:
+    """The line by which a script in another folder finds a module of this one."""
+    here, file = Path.cwd(), sys.modules[module].__file__
+    if out.resolve() == here or file is None or not Path(file).resolve().is_relative_to(here):
+        return ""
+    return f"\nsys.path.insert(0, {json.dumps(str(here))})  # where {module} lies\n"

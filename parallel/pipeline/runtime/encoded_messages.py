@@ -1,0 +1,76 @@
+"""Messages between stages in fewer bits: values forward, their gradients backward (straight-through).
+
+    value [..]  ->  message [m], uint8  ->  value [..] of the receiver, a leaf of its graph
+    gradient of the leaf  ->  message [m]  ->  gradient of what the sender has computed
+
+Only values through which a gradient flows are encoded: masks, positions and whatever else is no activation may hold
+infinities or integers, and go as they are. An element errs by half a scale of its block.
+
+Error feedback (Seide et al. 2014), for gradients alone: what a message leaves out of the gradient of a value is added
+to the next gradient of that value, of another microbatch. The sum of what was sent then differs from that of the true
+gradients by one residual, however many there were. Activations of two microbatches have nothing to do with each other.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.kernels.dispatch import Kernels
+from engine.kernels.wire.block_codec import make_codec
+from engine.parallel.comm.backend import Flow
+from engine.parallel.wire.activation_format import ActivationFormat
+
+
+class MessageEncoder:
+    """Encodes and decodes the messages of this rank's stages.
+
+    Args:
+        feedback: what messages leave out of gradients is added to the next ones; 4 bytes an element of each gradient.
+    """
+
+    def __init__(self, form: ActivationFormat, kernels: Kernels, feedback: bool) -> None:
+        self._form, self._codec, self._feedback = form, make_codec(form.wire, kernels), feedback
+        self._residuals: dict[tuple[int, int, int], Tensor] = {}
+        """What the last message has left out, fp32 [1, s], by value, sending and receiving stage."""
+
+    @property
+    def residuals(self) -> tuple[Tensor, ...]:
+        """What the last gradients have left out."""
+        return tuple(self._residuals.values())
+
+    def encodes(self, dtype: torch.dtype, elements: int) -> bool:
+        """A message of so many numbers is encoded."""
+        return self._form.shortens(dtype, elements)
+
+    def message_bytes(self, elements: int) -> int:
+        """Bytes of a message of so many numbers."""
+        return self._form.message_bytes(elements)
+
+    @torch.no_grad()
+    def encode(self, tensor: Tensor, flow: Flow, place: tuple[int, int, int]) -> Tensor:
+        """The message [m] of ``tensor``, of any strides; ``place``: its value, and the stages it goes from and to."""
+        values = tensor.detach().reshape(1, -1)
+        size = self._form.wire.padded(values.shape[1])
+        if size > values.shape[1]:
+            values = functional.pad(values, (0, size - values.shape[1]))
+        kept = self._feedback and flow == "backward"
+        return self._codec.encode(values, self._residual(place, values) if kept else None).view(-1)
+
+    @torch.no_grad()
+    def decode(self, message_m: Tensor, out: Tensor) -> None:
+        """Write what a message stands for into ``out``, which is contiguous."""
+        size = self._form.wire.padded(out.numel())
+        if size == out.numel():
+            self._codec.decode(message_m.view(1, -1), out.view(1, -1))
+            return
+        values = out.new_empty((1, size))
+        self._codec.decode(message_m.view(1, -1), values)
+        out.view(-1).copy_(values.view(-1)[: out.numel()])
+
+    def _residual(self, place: tuple[int, int, int], values: Tensor) -> Tensor:
+        """That of a value; zeros where none is kept, or one of another shape."""
+        kept = self._residuals.get(place)
+        if kept is None or kept.shape != values.shape:
+            kept = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
+            self._residuals[place] = kept
+        return kept

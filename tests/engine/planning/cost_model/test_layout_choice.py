@@ -1,0 +1,53 @@
+"""The next layout: the fastest that fits by what was counted of others of its recomputation."""
+
+from dataclasses import replace
+
+import pytest
+
+from engine.planning.cost_model.decoder_shape import DecoderShape
+from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
+from engine.planning.cost_model.hardware import load_gpu
+from engine.planning.cost_model.layout import TrainingLayout
+from engine.planning.cost_model.memory import SLACK
+from engine.planning.cost_model.search import LayoutChoice, Wish, search_layouts
+
+GPU = load_gpu("h100")
+WORK = DecoderShape(layers=32, width=4096, heads=32, vocabulary=32000, context=4096).workload()
+LIMIT = 70 * 2**30
+
+
+def ranked() -> tuple[LayoutEstimate, ...]:
+    wish = Wish(world=32, rows=512, node=8, memory_bytes=LIMIT / 0.94)
+    return search_layouts(WORK, StepModel(WORK, GPU, 8), wish).ranked
+
+
+def test_the_fastest_in_turn() -> None:
+    every = ranked()
+    assert list(LayoutChoice(every, LIMIT)) == list(every)
+
+
+def test_what_was_counted_decides_on_others() -> None:
+    every = ranked()
+    choice = LayoutChoice(every, LIMIT)
+    first = next(choice)
+    counted = replace(first.memory, activations=3 * first.memory.activations, buffers=3 * first.memory.buffers)
+    before = choice.need(first)
+    choice.learn(first, counted)
+    assert choice.need(first) - before == pytest.approx(
+        2 * (1 + SLACK) * (first.memory.activations + first.memory.buffers)
+    )
+    likely = choice.likely()
+    assert next(choice) == likely[0] != first
+    mode = first.layout.recomputation
+    left_out = [one for one in every if one not in likely]
+    assert len(left_out) > 1 and all(one.layout.recomputation == mode for one in left_out)
+    assert all(choice.need(one) > LIMIT for one in left_out if one != first)
+
+
+def test_what_was_planned_does_not_come_again() -> None:
+    every = ranked()
+    choice = LayoutChoice(every, LIMIT)
+    choice.pass_over(every[0].layout)
+    assert next(choice) == every[1]
+    choice.pass_over(TrainingLayout())
+    assert len(list(choice)) == len(every) - 2

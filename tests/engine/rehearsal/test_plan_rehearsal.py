@@ -1,0 +1,153 @@
+"""What is rehearsed once for alike ranks and blocks is what rehearsing each of them says, byte for byte."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from engine.build.request import Request
+from engine.config import load_config
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.parallel.pipeline.schedule.actions import Op
+from engine.planning.activation_memory.schedule_walk import ActionMemory
+from engine.planning.analysis import PlanRequest
+from engine.planning.plan import Plan, build_plan
+from engine.precision.dtypes import make_precision
+from engine.program.program import Program
+from engine.rehearsal.plan_rehearsal import PlanRehearsal
+from engine.rehearsal.rank_forecast import forecast_rank
+from engine.rehearsal.rank_likeness import RankLikeness
+from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank, RehearsedStep
+from engine.rehearsal.shortened_models import PERIODS, continued, shortened_step
+from tests.engine.rehearsal.measured_peak import LENGTH, ROWS, VOCABULARY, WIDTH, Way, batch_of, hugging_face
+from tests.selection import wide
+
+PIPELINES = {
+    "1f1b": Way(pp=4),
+    "interleaved": Way(pp=4, schedule="interleaved", virtual=2),
+    "zb-v, full recomputation": Way(pp=4, schedule="zb-v", virtual=2, recompute={"mode": "full"}),
+    "zb-h1, ZeRO 1": Way(dp=2, pp=4, stage=1, schedule="zb-h1", microbatches=8),
+    "tp2, ZeRO 3": Way(dp=2, tp=2, pp=4, stage=3, sequence=True),
+}
+ALONE = {
+    "ZeRO 3 of every microbatch, selective": Way(dp=4, stage=3, reduce="microbatch", recompute={"mode": "selective"}),
+    "one rank": Way(),
+    "ZeRO 1, bf16": Way(dp=2, stage=1, bf16=True),
+    "ZeRO 2, full": Way(dp=2, stage=2, recompute={"mode": "full"}),
+    "tp2, ZeRO 3": Way(dp=2, tp=2, stage=3, sequence=True),
+}
+
+
+def deep(layers: int) -> nn.Module:
+    with torch.device("meta"):
+        sizes = DecoderConfig(vocabulary=VOCABULARY, layers=layers, width=WIDTH, heads=4, context=LENGTH)
+        return Decoder(sizes)
+
+
+def sliding(layers: int) -> nn.Module:
+    """Windowed and full attention by turns, experts in every block."""
+    with torch.device("meta"):
+        return hugging_face(
+            "GptOssForCausalLM", hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2,
+            sliding_window=16, max_position_embeddings=LENGTH,
+        )  # fmt: skip
+
+
+def planned(model: nn.Module, way: Way, bucket: int = 20_000) -> Plan:
+    settings = way.settings()
+    settings["zero_optimization"]["reduce_bucket_size"] = bucket
+    config = load_config(settings, way.world)
+    loss = loss_sum if isinstance(model, Decoder) else None
+    program = Program(model, loss, make_precision(config, model), torch.device("cpu"))
+    return build_plan(config, PlanRequest(program, batch_of(ROWS, 0)))
+
+
+def request_of(model: nn.Module) -> Request:
+    return Request(loss_sum if isinstance(model, Decoder) else None)
+
+
+@pytest.mark.parametrize("name", ["1f1b", *(wide(name) for name in PIPELINES if name != "1f1b")])
+def test_alike_ranks_are_rehearsed_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    way, model = PIPELINES[name], deep(8 if name == "1f1b" else 16)
+    plan = planned(model, way)
+    alone = [
+        forecast_rank(model, plan, plan.grid(0).rank_at(pp, 0, 0), request_of(model), batch_of(ROWS, 0))
+        for pp in range(way.pp)
+    ]
+    played, step = list[RehearsedRank](), RehearsedRank.step
+
+    def noted(self: RehearsedRank) -> RehearsedStep:
+        played.append(self)
+        return step(self)
+
+    monkeypatch.setattr(RehearsedRank, "step", noted)
+    request, example = request_of(model), batch_of(ROWS, 0)
+    together = list(PlanRehearsal(model=model, plan=plan, request=request, example=example).forecasts())
+    assert together == alone
+    likeness = RankLikeness(model, plan)
+    kinds = len({likeness.of(pp) for pp in range(way.pp)})
+    assert len(played) == kinds
+    assert kinds < way.pp or way.schedule == "zb-v"  # whose eight stages are cut unevenly here
+
+
+@pytest.mark.parametrize("name", ["one rank", *(wide(name) for name in ALONE if name != "one rank")])
+def test_a_long_model_is_counted_by_short_ones(name: str) -> None:
+    whole, short = by_both(deep(10 if name == "one rank" else 12), ALONE[name])
+    assert short == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in ALONE if "tp2" not in name])
+def test_blocks_by_turns_are_continued_by_pairs(name: str) -> None:
+    whole, short = by_both(sliding(20), ALONE[name])
+    assert short == whole
+
+
+def by_both(model: nn.Module, way: Way) -> tuple[RehearsedStep, RehearsedStep | None]:
+    """The step of the whole model, and that continued from short ones, all of which are rehearsed."""
+
+    def rehearse(one: nn.Module, its: Plan) -> RehearsedStep:
+        sizes.append(len(list(one.parameters())))
+        return RehearsedRank(one, its, 0, request_of(one), batch_of(ROWS, 0)).step()
+
+    alone = 1  # each parameter in a bucket of its own: buckets repeat as blocks do
+    sizes, plan = list[int](), planned(model, way, alone)
+    short = shortened_step(model, plan, rehearse, lambda one: planned(one, way, alone))
+    assert len(sizes) == len(PERIODS) and sizes == sorted(set(sizes)) and sizes[-1] < len(list(model.parameters()))
+    return rehearse(model, plan), short
+
+
+def steps(*left_and_rise: tuple[int, int]) -> list[RehearsedStep]:
+    return [
+        RehearsedStep(actions={(Op.FORWARD, 0, FIRST): ActionMemory(left=left, rise=rise)}, base=7, end_rise=1)
+        for left, rise in left_and_rise
+    ]
+
+
+def test_only_lines_are_continued() -> None:
+    found = continued(steps((20, 25), (30, 35), (40, 45)), 10)
+    assert found is not None and found.actions[Op.FORWARD, 0, FIRST] == ActionMemory(left=100, rise=105)
+    freed = continued(steps((-20, 5), (-30, 5), (-40, 5)), 10)
+    assert freed is not None and freed.actions[Op.FORWARD, 0, FIRST] == ActionMemory(left=-100, rise=5)
+    assert continued(steps((20, 25), (30, 35), (41, 46)), 10) is None  # no line
+    assert continued(steps((20, 99), (30, 99), (40, 99)), 10) is None  # what grows will pass the level of the start
+    assert continued(steps((20, 25), (30, 35), (40, 46)), 10) is None
+    two = steps((20, 25), (30, 35), (40, 45))
+    assert continued([*two[:2], replace(two[2], end_rise=2)], 10) is None
+    grows = [replace(step, end_rise=end) for step, end in zip(two, (5, 7, 9), strict=True)]
+    assert (longer := continued(grows, 10)) is not None and longer.end_rise == 21
+    assert continued([*two[:2], replace(two[2], base=8)], 10) is None
+
+
+def test_a_model_with_few_or_uneven_blocks_is_rehearsed_whole() -> None:
+    def never(one: nn.Module, its: Plan) -> RehearsedStep:
+        raise AssertionError("rehearsed")
+
+    few = deep(sum(PERIODS))
+    assert shortened_step(few, planned(few, Way()), never, never) is None  # type: ignore[arg-type]
+    straddling = Way(dp=2, stage=1)  # buckets of 20,000 elements beside blocks of 12,672
+    assert shortened_step(deep(12), planned(deep(12), straddling), never, lambda one: planned(one, straddling)) is None
+    many, every = deep(12), Way(recompute={"mode": "selective", "every": 2})
+    assert shortened_step(many, planned(many, every), never, never) is None  # type: ignore[arg-type]

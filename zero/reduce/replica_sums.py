@@ -1,0 +1,53 @@
+"""The second hop of a reduction where ZeRO shards over a part of the data axis: shards are summed over its replicas.
+
+    shard groups 0: ranks 0 1   1: ranks 2 3
+    inside    reduce-scatter over dp_shard        0 and 2 have the first half, 1 and 3 the second one
+    across    all-reduce over dp_replicate        0 + 2, 1 + 3: half of the bytes, once a step
+
+All replicas of a shard get equal bits of the sum, so their optimizers make equal updates of it. (Zhang et al. 2022,
+MiCS, 2-hop gradient synchronization; HSDP of PyTorch.)
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from engine.parallel.comm.comm import Comm, Pending
+
+OnWire = Callable[[Tensor], Tensor]
+"""Makes of gradients what is sent: themselves, or a copy in the dtype of the wire."""
+
+
+class ReplicaSum:
+    """Sum of one reduced shard over axis dp_replicate; on an axis of one rank it is the shard.
+
+    Args:
+        inside: the reduction within the shard group, which leaves its sum in ``shard``.
+        comm: communication; one all-reduce over dp_replicate, label "gradients".
+    """
+
+    def __init__(self, inside: Pending, shard: Tensor, comm: Comm, on_wire: OnWire) -> None:
+        self._inside, self._shard, self._comm, self._on_wire = inside, shard, comm, on_wire
+        self._across: Pending | None = None
+        self._sent = shard
+
+    def cross(self) -> None:
+        """Wait for the sum within the group, and send it on. A second call does nothing."""
+        if self._across is None:
+            self._inside.wait()
+            self._sent = self._on_wire(self._shard)
+            self._across = self._comm.all_reduce(self._sent, "dp_replicate", "gradients")
+
+    def wait(self) -> None:
+        """Complete the sum."""
+        self.cross()
+        assert self._across is not None
+        self._across.wait()
+        if self._sent is not self._shard:
+            self._shard.copy_(self._sent)
+
+
+def summed_over_replicas(inside: Pending, shard: Tensor, comm: Comm, on_wire: OnWire) -> tuple[Pending, ReplicaSum]:
+    """(the whole reduction, whose wait sends what was not sent before, and its second hop)."""
+    across = ReplicaSum(inside, shard, comm, on_wire)
+    return Pending().then(across.wait), across
