@@ -41,6 +41,11 @@ _REFUSED: Mapping[str, str] = MappingProxyType({
     "parallelism_config": "give parallel in engine_config",
     "torch_compile": 'give "compile": true in engine_config',
     "auto_find_batch_size": "a plan holds for one size; give per_device_train_batch_size",
+    "activation_checkpointing": "give activation_checkpointing in engine_config",
+    "gradient_checkpointing": "give activation_checkpointing in engine_config",
+    "bf16_full_eval": "its weights keep the dtype of training; leave it out",
+    "eval_use_gather_object": "ranks gather tensors; leave it out",
+    "fp16_full_eval": "its weights keep the dtype of training; leave it out",
 })  # fmt: skip
 
 

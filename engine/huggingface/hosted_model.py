@@ -1,4 +1,4 @@
-"""The engine as the module that a training loop of another library calls."""
+"""The engine as the module that the training loop of another library calls."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.engine import Engine
+from engine.parallel.tensor.logits.sharded_logits import gather_logits
 
 
 class HostedModel(nn.Module):
@@ -15,10 +16,10 @@ class HostedModel(nn.Module):
     Attributes that it lacks are the model's. With a pipeline it predicts only, since its stages train in one schedule.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, trained: Engine) -> None:
         super().__init__()
-        self.module = engine.module
-        self.engine = engine
+        self.module = trained.module
+        self.trained = trained
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -27,26 +28,27 @@ class HostedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for this data rank's rows; on every stage of a pipeline, outside of training."""
-        if self.engine.config.pp == 1 or torch.is_grad_enabled():
-            return self.engine(*args, **kwargs)
-        batch = args[0] if len(args) == 1 and not kwargs else kwargs or args
-        self.engine.complete(batch)
-        return _with_one_loss(self.engine.predict(batch), batch, self.engine.config.micro)
+        """The model's output for this data rank's rows, plain tensors where no gradient is needed.
 
-    def generate(self, inputs: Tensor, **options: Any) -> Any:
-        """Generate with the engine's weights, see :meth:`engine.Engine.generate`."""
-        return self.engine.generate(inputs, **options)
+        With a pipeline, outside of training: on every stage.
+        """
+        if torch.is_grad_enabled():
+            return self.trained(*args, **kwargs)
+        if self.trained.config.pp == 1:
+            return gather_logits(self.trained(*args, **kwargs))
+        batch = args[0] if len(args) == 1 and not kwargs else kwargs or args
+        self.trained.complete(batch)
+        return with_one_loss(self.trained.predict(batch), batch, self.trained.config.micro or 1)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last update."""
-        self.engine.zero_grad()
+        self.trained.zero_grad()
 
 
-def _with_one_loss(output: Any, batch: Any, micro: int) -> Any:
+def with_one_loss(output: Any, batch: Any, micro: int) -> Any:
     """``output``, whose losses of microbatches are made the loss of the batch.
 
-    Losses divided by the number of items of the whole batch are added up; means are weighted by their rows.
+    Losses that are divided by the number of items of the whole batch are added up; means are weighted by their rows.
     """
     losses = output.get("loss") if isinstance(output, Mapping) else None
     if losses is None or not losses.ndim:
