@@ -1,7 +1,7 @@
 """Training runs of Hugging Face's Trainer, alone or over the engine, as jobs of a launcher's processes."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,10 @@ class Case:
     resume: str | None = None
     own_loss: bool = False
     """With ``compute_loss_func``."""
+    stream: bool = False
+    """The rows have no length and are read in their order."""
+    twice: bool = False
+    """Evaluate, train, and train once more, of which the account is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,17 @@ def metrics_of(found: Any) -> dict[str, float]:
     }
 
 
+def streamed(rows: list[dict[str, Any]]) -> Any:
+    """A dataset that can only be read from its begin."""
+    from torch.utils.data import IterableDataset
+
+    class Stream(IterableDataset[dict[str, Any]]):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter(rows)
+
+    return Stream()
+
+
 def make_trainer(case: Case) -> Any:
     """The Trainer of a case with a callback that counts, in ``trainer.counted``."""
     import transformers
@@ -135,6 +150,8 @@ def make_trainer(case: Case) -> Any:
         "callbacks": [Counting()], "processing_class": tokenizer(),
         "data_collator": transformers.default_data_collator,
     }  # fmt: skip
+    if case.stream:
+        given["train_dataset"] = streamed(given["train_dataset"])
     if case.own_loss:
         given["compute_loss_func"] = summed_loss
     if case.config is None:
@@ -151,6 +168,10 @@ def make_trainer(case: Case) -> Any:
 def train(line: Line, case: Case) -> None:
     """Train, predict, and say what was seen; rank 0's is the :class:`Ran`, of others the losses."""
     trainer = make_trainer(case)
+    if case.twice:
+        trainer.evaluate()
+        trainer.train()
+        trainer.counted.clear()
     trainer.train(resume_from_checkpoint=case.resume)
     predicted = trainer.predict(dataset(10, 2))
     history = list(trainer.state.log_history)

@@ -14,6 +14,7 @@ EXACT = 1e-5
 """Largest relative difference of a loss in fp32."""
 HALF = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 """Rows of each of two data ranks, where the host alone has twice as many."""
+PLAIN = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False}
 Grid = tuple[int, Mapping[str, Any], Mapping[str, Any]]
 """Ranks, the engine's configuration, arguments."""
 GRIDS: Mapping[str, Grid] = {
@@ -107,7 +108,7 @@ def test_the_last_step_of_an_epoch_may_have_fewer_rows(grid: str, runs: Runs) ->
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_label_smoothing(grid: str, runs: Runs) -> None:
-    smooth = {"label_smoothing_factor": 0.1, "eval_strategy": "no", "load_best_model_at_end": False}
+    smooth = PLAIN | {"label_smoothing_factor": 0.1}
     found, host = (runs(name, arguments=smooth)[0] for name in (grid, "host"))
     assert_same(found, host, "loss")
     assert host.of("loss")[1] != runs("host")[0].of("loss")[1]
@@ -117,6 +118,29 @@ def test_label_smoothing(grid: str, runs: Runs) -> None:
 def test_a_loss_of_the_users(grid: str, runs: Runs) -> None:
     found, host = (runs(name, own_loss=True)[0] for name in (grid, "host"))
     assert_same(found, host, "loss")
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_bf16_is_autocast_as_the_host_has_it(grid: str, runs: Runs) -> None:
+    found, host = (runs(name, arguments=PLAIN | {"bf16": True})[0].of("loss") for name in (grid, "host"))
+    exact = runs("host")[0].of("loss")
+    assert list(found) == list(exact) and list(found.values()) != list(exact.values())
+    assert list(found.values()) == pytest.approx(list(host.values()), rel=2e-3)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_stream_of_rows(grid: str, runs: Runs) -> None:
+    """It has no first microbatch for the plan, which is made when one comes."""
+    found, host = (runs(name, stream=True, rows=64, arguments=PLAIN | {"max_steps": 5})[0] for name in (grid, "host"))
+    assert_same(found, host, "loss")
+    assert found.calls == {"step begin": 5, "step end": 5, "substep end": 5}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_evaluation_may_come_first_and_training_twice(grid: str, runs: Runs) -> None:
+    found, host = (runs(name, twice=True, arguments=PLAIN)[0] for name in (grid, "host"))
+    assert_same(found, host, "loss", "learning_rate")
+    assert found.of("loss")[1] < runs("host")[0].of("loss")[1]
 
 
 def refuse(line: Line, folder: str) -> None:
