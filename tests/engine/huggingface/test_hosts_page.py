@@ -1,6 +1,7 @@
 """The script of docs/hosts.md, as it stands there, on its grids."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,7 @@ def test_the_script_prints_the_same_losses_on_its_grids_and_goes_on(inputs: Path
     evaluations("zero3.json", inputs, tmp_path / "zero3")
     ((lacks, layers, _),) = in_a_process(load_folders, str(tmp_path / "pp2/tuned"))
     assert not lacks and layers == 4
+    newest = max((tmp_path / "pp2/tuned").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    shutil.rmtree(newest)
+    again = evaluations("tp2.json", inputs, tmp_path / "pp2")
+    assert again == {0: pytest.approx(pipeline[1], rel=1e-3)}, "it goes on after the first epoch, on another grid"
