@@ -108,7 +108,8 @@ class TraceCache:
         return TracedForward(trace, repartition(trace, self._plan.cut.boundaries, held))
 
     def _trace(self, run: ForwardCall) -> ModelTrace:
-        with self._axis.dry_run():
+        """Trace a forward, with the dtypes that it has when it runs."""
+        with self._axis.dry_run(), self._program.precision.forward(self._program.device):
             stages = self._plan.schedule.stages
             units = units_for_split(self._program.model, self._plan.config.parallel.split, stages)
             return trace_model(self._program.model, run, units, stages)

@@ -8,6 +8,7 @@ from tests.faults.fault import Fault
 from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.host_memory import HOST_MEMORY
+from tests.faults.hosts import HOSTS
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
 from tests.faults.offload import OFFLOAD
 from tests.faults.pipeline import PIPELINE
@@ -36,6 +37,7 @@ AREAS = {
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,
     "host memory": HOST_MEMORY,
+    "hosts": HOSTS,
     "kernels and planning": KERNELS_AND_PLANNING,
     "communicating kernels": COMMUNICATING_KERNELS,
     "data": DATA,

@@ -127,3 +127,20 @@ def without_example(grid: str) -> tuple[list[float], list[float]]:
 def test_a_plan_made_at_the_first_batch_sees_autocast_too(run_ranks: RunRanks, grid: str) -> None:
     seen, late = run_ranks(without_example, 2, grid)[0]
     assert seen == late
+
+
+def predicted_rows() -> Any:
+    """Body of a rank: what the model computes for one row, where the plan has seen two."""
+    batch = models.batches_for("decoder", ROWS, 1)[0]
+    given: dict[str, Any] = {"train_batch_size": 2, "parallel": {"pipeline": 2}, "optimizer": ADAMW}
+    given |= {"torch_autocast": {"enabled": True}}
+    with engine.initialize(models.decoder(layers=4), given, loss_sum, take_rows(batch, 0, 2)) as eng:
+        return eng.predict(take_rows(batch, 0, 1))
+
+
+def test_rows_that_the_plan_has_not_seen_have_the_dtypes_of_autocast_on_every_stage(run_ranks: RunRanks) -> None:
+    with autocast(), torch.no_grad():
+        expected = models.decoder(layers=4).eval()(**take_rows(models.batches_for("decoder", ROWS, 1)[0], 0, 1))
+    for found in run_ranks(predicted_rows, 2):
+        assert found.dtype == expected.dtype == torch.bfloat16
+        assert torch.equal(found, expected)

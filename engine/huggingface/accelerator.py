@@ -1,0 +1,160 @@
+"""The ``Accelerator`` that the Trainer's loop calls, with an engine behind it.
+
+gather, num_processes    of data ranks, since the ranks of a replica work on the same rows
+backward                 eng.backward; the last backward of an accumulation carries the weight of the step
+finish_step              eng.step, which clips and updates; its norm is then in ``grad_norm``
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from engine.engine import Engine
+from engine.errors import ConfigError, EngineError
+from engine.huggingface.hosted_model import HostedModel
+from engine.kernels.device import is_host
+from engine.parallel.comm.world import read_world
+from engine.parallel.grid import Grid
+from engine.reporting.step_report import StepReport
+
+
+class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """``accelerate.Accelerator`` of a loop whose model is on the grid of an engine."""
+
+    grid: Grid
+    hosted: HostedModel | None
+    """The module that the loop calls; None until the engine is made."""
+    grad_norm: Tensor
+    """Norm of the gradients of the last step before clipping, 0-dim; NaN before the first step."""
+    skipped: bool
+    """The last step made no update."""
+
+    @classmethod
+    def around(cls, host: accelerate.Accelerator, grid: Grid) -> Self:
+        """The accelerator that a library has made, over a grid.
+
+        Raises:
+            ConfigError: the library sees other ranks, or another kind of device, than the launcher has started.
+        """
+        world = read_world()
+        if world.size != host.state.num_processes:
+            raise ConfigError(
+                f"the launcher has started {world.size} rank(s) and TrainingArguments see {host.state.num_processes}; "
+                "on CPUs give use_cpu=True."
+            )
+        if is_host(world.device) != is_host(host.device):
+            raise ConfigError(
+                f"TrainingArguments put the model on {host.device} and the engine computes on {world.device}; leave "
+                "use_cpu out, or hide the other devices from the process."
+            )
+        made = cls.__new__(cls)
+        made.__dict__.update(vars(host))
+        made.grid, made.hosted, made.skipped = grid, None, False
+        made.grad_norm = torch.full((), math.nan, device=made.device)
+        return made
+
+    @property
+    def trained(self) -> Engine:
+        """The engine.
+
+        Raises:
+            EngineError: neither training nor evaluation has begun.
+        """
+        if self.hosted is None:
+            raise EngineError(
+                "the engine is made when training or evaluation begins, and neither has; call train() or evaluate() "
+                "before."
+            )
+        return self.hosted.trained
+
+    # ------------------------------------------------------------------ ranks
+
+    @property
+    def num_processes(self) -> int:
+        """Number of data ranks."""
+        return self.grid.dp
+
+    @property
+    def process_index(self) -> int:
+        """This process's data rank."""
+        return self.grid.coord().dp
+
+    def gather(self, tensor: Any) -> Any:
+        """Rows of all data ranks, in their order; one all-gather over the world."""
+        return recursively_apply(self._of_replicas, super().gather(tensor))
+
+    def _of_replicas(self, gathered: Tensor) -> Tensor:
+        if self.grid.size("replica") == 1:
+            return gathered
+        parts = gathered.chunk(self.grid.world_size)
+        return torch.cat([parts[self.grid.rank_at(0, dp, 0)] for dp in range(self.grid.dp)])
+
+    # ------------------------------------------------------------------ prepare
+
+    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """The model as it is: the engine has placed it."""
+        return model
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
+        """A loader over this data rank's batches, whose workers draw what those of the same replica draw."""
+        start: Any = data_loader.worker_init_fn
+        if isinstance(start, partial) and "rank" in start.keywords:
+            ranked = start.keywords | {"rank": self.process_index}
+            data_loader.worker_init_fn = partial(start.func, *start.args, **ranked)
+        if self.grid.size("replica") > 1:
+            self.dataloader_config.dispatch_batches = False  # rank 0 would send every rank rows of its own
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
+        """An optimizer whose step is the engine's."""
+        if not isinstance(optimizer, HostedOptimizer):
+            optimizer = HostedOptimizer(optimizer, self.finish_step)
+        if not any(each is optimizer for each in self._optimizers):
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The user's model; its parameters are the engine's views."""
+        return model.module if isinstance(model, HostedModel) else super().unwrap_model(model, *args, **kwargs)
+
+    # ------------------------------------------------------------------ a step
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of a microbatch: gradients are those of the sum of its losses, averaged over data ranks."""
+        last = bool(self.sync_gradients)
+        self.trained.set_gradient_accumulation_boundary(last)
+        self.trained.backward((loss, 1.0 if last else 0.0), bool(kwargs.get("retain_graph")))
+        if not last:
+            self.trained.step()
+
+    def finish_step(self) -> bool:
+        """Clip and update; whether the step was skipped. With a pipeline the step has made its update already."""
+        if self.grid.pp == 1 and (report := self.trained.step()) is not None:
+            self.record(report)
+        return self.skipped
+
+    def record(self, report: StepReport) -> None:
+        """Keep what the loop asks of a step that was made."""
+        self.grad_norm.fill_(report.grad_norm)
+        self.skipped = report.skipped
+
+
+class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """The host's optimizer: its groups are those of the engine's, and ``step`` is the engine's update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], bool]) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self._update = update
+
+    def step(self, closure: Any = None) -> None:
+        """Update at the end of an accumulation, else nothing."""
+        if self.gradient_state.sync_gradients:
+            self._is_overflow = self._update()

@@ -1,0 +1,142 @@
+"""``TrainingArguments`` and the engine's configuration: each value has one owner.
+
+The arguments own what they name: sizes, clipping, optimizer, schedule, precision. The configuration leaves it out,
+says "auto", or says the same; anything else is refused.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from engine.deepspeed.auto_values import fill_auto
+from engine.errors import ConfigError
+
+
+class _Owned(NamedTuple):
+    """A value of the arguments."""
+
+    name: str
+    value: Callable[[Any], Any]
+
+
+_TAKEN: Mapping[str, _Owned] = MappingProxyType({
+    "train_micro_batch_size_per_gpu":
+        _Owned("per_device_train_batch_size", lambda args: args.per_device_train_batch_size),
+    "gradient_accumulation_steps": _Owned("gradient_accumulation_steps", lambda args: args.gradient_accumulation_steps),
+    "gradient_clipping": _Owned("max_grad_norm", lambda args: float(args.max_grad_norm)),
+    "seed": _Owned("seed", lambda args: args.seed),
+})  # fmt: skip
+
+_OF_ADAM: Mapping[str, _Owned] = MappingProxyType({
+    "lr": _Owned("learning_rate", lambda args: args.learning_rate),
+    "betas": _Owned("adam_beta1, adam_beta2", lambda args: [args.adam_beta1, args.adam_beta2]),
+    "eps": _Owned("adam_epsilon", lambda args: args.adam_epsilon),
+    "weight_decay": _Owned("weight_decay", lambda args: args.weight_decay),
+})  # fmt: skip
+
+_REFUSED: Mapping[str, str] = MappingProxyType({
+    "deepspeed": "engine_config says what DeepSpeed's file does",
+    "fsdp": "give zero_optimization in engine_config",
+    "parallelism_config": "give parallel in engine_config",
+    "torch_compile": 'give "compile": true in engine_config',
+    "auto_find_batch_size": "a plan holds for one size; give per_device_train_batch_size",
+    "activation_checkpointing": "give activation_checkpointing in engine_config",
+    "gradient_checkpointing": "give activation_checkpointing in engine_config",
+    "bf16_full_eval": "its weights keep the dtype of training; leave it out",
+    "eval_use_gather_object": "ranks gather tensors; leave it out",
+    "fp16_full_eval": "its weights keep the dtype of training; leave it out",
+})  # fmt: skip
+
+
+def refuse_arguments(args: Any) -> None:
+    """Refuse arguments that put the model on its ranks in another way.
+
+    Raises:
+        ConfigError: such an argument; a best model without checkpoints that hold the engine's state.
+    """
+    for name, remedy in _REFUSED.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"TrainingArguments has {name}, and the engine places the model: {remedy}.")
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"one process sees {args.n_gpu} GPUs, over which Trainer would copy the model; start one process for each "
+            "GPU with torchrun."
+        )
+    if args.save_only_model and args.load_best_model_at_end:
+        raise ConfigError(
+            "TrainingArguments has save_only_model and load_best_model_at_end, and the best weights are read from the "
+            "engine's checkpoint; leave one of them out."
+        )
+
+
+def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """The engine's configuration with the values of ``TrainingArguments``, without optimizer and schedule.
+
+    Raises:
+        ConfigError: a value that differs from that of the arguments.
+    """
+    config = fill_auto({"initial_weights": "rank0"} | dict(raw), args)
+    for key, owned in _TAKEN.items():
+        given, value = raw.get(key, "auto"), owned.value(args)
+        if given not in ("auto", None) and given != value:
+            raise _conflict(key, given, owned.name, value)
+        config[key] = value
+    if config.get("train_batch_size") == "auto":
+        del config["train_batch_size"]
+    _take_precision(config, args)
+    _check_optimizer(config.pop("optimizer", None) or {}, args)
+    _check_schedule(raw.get("scheduler") or {}, args)
+    return config | {"optimizer": None, "scheduler": None}
+
+
+def _take_precision(config: dict[str, Any], args: Any) -> None:
+    """bf16 of the arguments is autocast over fp32 weights, unless the configuration has a section for it."""
+    for key in ("bf16", "fp16"):
+        asked = bool(getattr(args, key))
+        if key not in config:
+            if asked:
+                config["torch_autocast" if key == "bf16" else "fp16"] = {"enabled": True}
+        elif bool(config[key].get("enabled")) != asked:
+            raise _conflict(f"{key}.enabled", bool(config[key].get("enabled")), key, asked)
+
+
+def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
+    kind, optim = str(section.get("type", "AdamW")), str(getattr(args.optim, "value", args.optim))
+    if section and kind.lower() not in optim:
+        raise _conflict("optimizer.type", kind, "optim", optim)
+    for key in section:
+        if key not in ("type", "params"):
+            raise ConfigError(
+                f"optimizer.{key} in engine_config, and TrainingArguments describe the optimizer; leave it out, or "
+                "give Trainer an optimizer with groups of its own in optimizers=."
+            )
+    for key, given in (section.get("params") or {}).items():
+        if key not in _OF_ADAM:
+            raise ConfigError(f"optimizer.params.{key} in engine_config; give it in optim_args of TrainingArguments.")
+        owned = _OF_ADAM[key]
+        value = owned.value(args)
+        if given != "auto" and not _equal(given, value):
+            raise _conflict(f"optimizer.params.{key}", given, owned.name, value)
+
+
+def _check_schedule(section: Mapping[str, Any], args: Any) -> None:
+    for key, given in (section.get("params") or {}).items():
+        if given != "auto":
+            raise ConfigError(
+                f"scheduler.params.{key} is {given} in engine_config, and TrainingArguments describe the schedule "
+                f"(lr_scheduler_type, learning_rate, warmup_steps); leave scheduler out of engine_config."
+            )
+
+
+def _equal(given: Any, value: Any) -> bool:
+    if isinstance(value, list):
+        return len(given) == len(value) and all(map(_equal, given, value))
+    return math.isclose(given, value)
+
+
+def _conflict(key: str, given: Any, name: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"{key} is {given} in engine_config and {name} is {value} in TrainingArguments, and a run has one; give the "
+        f'same value, or "auto" in engine_config.'
+    )

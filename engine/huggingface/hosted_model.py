@@ -1,0 +1,63 @@
+"""The engine as the module that the training loop of another library calls."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.engine import Engine
+from engine.parallel.tensor.logits.sharded_logits import gather_logits
+
+
+class HostedModel(nn.Module):
+    """Forwards of the engine under the calls of a module, as DistributedDataParallel has them.
+
+    Attributes that it lacks are the model's. With a pipeline it predicts only, since its stages train in one schedule.
+    """
+
+    def __init__(self, trained: Engine) -> None:
+        super().__init__()
+        self.module = trained.module
+        self.trained = trained
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for this data rank's rows, plain tensors where no gradient is needed.
+
+        With a pipeline, outside of training: on every stage.
+        """
+        if torch.is_grad_enabled():
+            return self.trained(*args, **kwargs)
+        if self.trained.config.pp == 1:
+            return gather_logits(self.trained(*args, **kwargs))
+        batch = args[0] if len(args) == 1 and not kwargs else kwargs or args
+        self.trained.complete(batch)
+        return with_one_loss(self.trained.predict(batch), batch, self.trained.config.micro or 1)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last update."""
+        self.trained.zero_grad()
+
+
+def with_one_loss(output: Any, batch: Any, micro: int) -> Any:
+    """``output``, whose losses of microbatches are made the loss of the batch.
+
+    Losses that are divided by the number of items of the whole batch are added up; means are weighted by their rows.
+    """
+    losses = output.get("loss") if isinstance(output, Mapping) else None
+    if losses is None or not losses.ndim:
+        return output
+    if isinstance(batch, Mapping) and batch.get("num_items_in_batch") is not None:
+        loss = losses.sum()
+    else:
+        rows = next(len(part) for part in batch.values() if isinstance(part, Tensor) and part.ndim)
+        weights = torch.tensor([min(micro, rows - first) for first in range(0, rows, micro)], device=losses.device)
+        loss = (losses * weights).sum() / rows
+    output["loss"] = loss
+    return output

@@ -1,0 +1,235 @@
+"""``transformers.Trainer`` whose model is on the grid of an engine.
+
+The host keeps its loop, data, logs, callbacks, optimizer and schedule. What is the engine's is entered where the host
+lets its subclasses enter: the accelerator, the wrapped model, the step, and checkpoints.
+
+    checkpoint-N/                  weights, configuration and tokenizer for from_pretrained, the host's own files
+    checkpoint-N/engine/step-N/    the engine's checkpoint, from which a run goes on on any grid
+"""
+
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+from engine.api import initialize
+from engine.config import ConfigSource, load_config, load_raw
+from engine.engine import Engine
+from engine.errors import CheckpointError, ConfigError
+from engine.huggingface.accelerator import EngineAccelerator
+from engine.huggingface.arguments import refuse_arguments, settled
+from engine.huggingface.hosted_model import HostedModel
+from engine.huggingface.whole_steps import OwnLoss, WholeSteps
+
+_STATE = "engine"
+"""Folder of the engine's checkpoint inside one of the host's."""
+_SCHEDULE = "scheduler.pt"
+
+
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer`` with ``engine_config``, a dict or the path of a file; all else is the host's.
+
+    ``TrainingArguments`` own sizes, precision, optimizer, schedule and clipping; the configuration says the grid, ZeRO
+    and what the arguments have no word for. ``per_device_train_batch_size`` counts rows of a data rank.
+
+    With a pipeline a step runs as one: ``on_pre_optimizer_step`` is called after the update, and the loss is the
+    model's, ``compute_loss_func``'s or that of label smoothing.
+
+    Raises:
+        ConfigError: the configuration contradicts the arguments; an argument that places the model in another way.
+    """
+
+    accelerator: EngineAccelerator
+
+    def __init__(self, *args: Any, engine_config: ConfigSource, **kwargs: Any) -> None:
+        self._raw = load_raw(engine_config)
+        self._steps: WholeSteps | None = None
+        self._parameters = 0
+        """Of the whole model, without embeddings; counted before the engine places it."""
+        super().__init__(*args, **kwargs)
+        if self.accelerator.grid.pp > 1:
+            self._refuse_own_steps()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; it is made when training or evaluation begins."""
+        return self.accelerator.trained
+
+    # ------------------------------------------------------------------ placing
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Accelerate's object over the engine's grid, in the place of the host's."""
+        refuse_arguments(self.args)
+        super().create_accelerator_and_postprocess()
+        config = load_config(settled(self._raw, self.args), self.args.world_size)
+        self.accelerator = EngineAccelerator.around(self.accelerator, config.grid(self.args.process_index))
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the engine moves what a rank holds."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        hosted = self.accelerator.hosted
+        if hosted is not None and hosted.module is self.model:
+            return hosted
+        if hosted is not None:
+            hosted.trained.close()  # model_init has made another model
+        self.accelerator.hosted = self._place()
+        return self.accelerator.hosted
+
+    def _place(self) -> HostedModel:
+        """Put the model on the grid, with the host's optimizer."""
+        model: Any = self.model
+        if hasattr(model, "num_parameters"):
+            self._parameters = model.num_parameters(exclude_embeddings=True)
+        optimizer: Any = self.create_optimizer()
+        config, own = settled(self._raw, self.args), self._own_loss()
+        if self.accelerator.grid.pp > 1:
+            counts = bool(self.model_accepts_loss_kwargs) or self.compute_loss_func is not None
+            self._steps = WholeSteps(self.args, self.accelerator, own, counts)
+        example = self._example()
+        if self._steps is None or own is None:
+            return HostedModel(initialize(model, config, None, example, optimizer))
+        loss, inputs = self._steps.loss, self._steps.inputs
+        return HostedModel(initialize(model, config, loss, example, optimizer, inputs=inputs))
+
+    def _example(self) -> Any:
+        """The first microbatch of the dataset, for the plan; None for data that cannot be indexed, and without need."""
+        dataset: Any = self.train_dataset if self.train_dataset is not None else self.eval_dataset
+        rows = self.args.per_device_train_batch_size
+        if self.accelerator.grid.size("replica") == 1 or isinstance(dataset, Mapping):
+            return None
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) < rows:
+            return None
+        with _unchanged_random_state():
+            collate = self._get_collator_with_removed_columns(self.data_collator)
+            inputs: Any = self._prepare_inputs(collate([dataset[index] for index in range(rows)]))
+        count = self._get_num_items_in_batch([inputs], self.args.device)
+        if self._steps is not None:
+            return self._steps.microbatch(inputs, count)
+        counted = count is not None and self.model_accepts_loss_kwargs
+        return dict(inputs) | ({"num_items_in_batch": count} if counted else {})
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of a step over all data ranks."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """This rank's share of the operations of a forward and backward over a data rank's rows, as the host counts."""
+        main: Any = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if main is None:
+            return 0
+        return int(6 * main.numel() * self._parameters / self.accelerator.grid.size("replica"))
+
+    # ------------------------------------------------------------------ a step
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of a microbatch; with a pipeline the whole step, after its last microbatch."""
+        if self._steps is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        found = self._steps.add(self._prepare_inputs(inputs), num_items_in_batch)
+        return torch.zeros((), device=self.args.device) if found is None else found
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """The norm of the step, whose value is there once the engine has clipped by it and updated."""
+        return self.accelerator.grad_norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
+        return self.accelerator.grad_norm
+
+    def _own_loss(self) -> OwnLoss | None:
+        """The loss in place of the model's: that of ``compute_loss_func``, or label smoothing."""
+        given, smoother = self.compute_loss_func, self.label_smoother
+        if given is not None:
+            return lambda output, labels, count: given(output, labels, num_items_in_batch=count)
+        if smoother is None:
+            return None
+        shifts = bool(self._loss_shifts_labels)
+        return lambda output, labels, count: smoother(output, labels, shift_labels=shifts, num_items_in_batch=count)
+
+    def _refuse_own_steps(self) -> None:
+        for name in ("compute_loss", "training_step"):
+            owner = next(kind for kind in type(self).__mro__ if name in vars(kind))
+            if owner not in (Trainer, transformers.Trainer):
+                raise ConfigError(
+                    f"{owner.__name__}.{name} with parallel.pipeline {self.accelerator.grid.pp}: no stage alone has "
+                    "the model's output; give compute_loss_func, or leave parallel.pipeline out."
+                )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a folder for ``from_pretrained``, with the processing class and the arguments. Collective."""
+        if self.accelerator.hosted is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = output_dir if output_dir is not None else str(self.args.output_dir)
+        if isinstance(self.model, transformers.PreTrainedModel):
+            self.engine.save_pretrained(folder)
+            if self.args.should_save:
+                self._save_beside_weights(folder)
+        else:
+            state = self.engine.full_state_dict()
+            if self.args.should_save:
+                self._save(folder, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_beside_weights(self, folder: str) -> None:
+        processing: Any = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+        torch.save(self.args, Path(folder, "training_args.bin"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.engine.save_checkpoint(Path(output_dir, _STATE)).wait()
+        if self.args.should_save:
+            schedule: Any = self.lr_scheduler
+            torch.save(schedule.state_dict(), Path(output_dir, _SCHEDULE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing yet: weights and optimizer state are read once the model is placed."""
+        if not Path(resume_from_checkpoint, _STATE).is_dir():
+            raise CheckpointError(
+                f"{resume_from_checkpoint} has no folder {_STATE!r} with the engine's state, from which training goes "
+                "on; give a checkpoint that this Trainer has written without save_only_model."
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self.engine.load_checkpoint(Path(checkpoint, _STATE))
+        schedule: Any = self.lr_scheduler
+        schedule.load_state_dict(torch.load(Path(checkpoint, _SCHEDULE), weights_only=True))
+        for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Nothing: the engine's checkpoint has its loss scale."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing, as :meth:`_save_scaler`."""
+
+    def _load_best_model(self) -> None:
+        best: Any = self.state.best_model_checkpoint
+        self.engine.load_checkpoint(Path(os.fspath(best), _STATE), load_module_only=True)
+
+
+@contextmanager
+def _unchanged_random_state() -> Iterator[None]:
+    """Reading the example draws no number that training would draw."""
+    kept = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(kept[0])
+            np.random.set_state(kept[1])

@@ -1,0 +1,159 @@
+"""TrainingArguments and the engine's configuration: each value has one owner, and libraries are of a tested version."""
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import engine
+from engine.config import load_config
+from engine.huggingface import versions
+from engine.huggingface.arguments import refuse_arguments, settled
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    """The attributes of TrainingArguments that are read, with the host's defaults."""
+    given: dict[str, Any] = {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "seed": 42,
+        "learning_rate": 5e-5, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0,
+        "bf16": False, "fp16": False, "optim": "adamw_torch_fused", "n_gpu": 0, "save_only_model": False,
+        "load_best_model_at_end": False, "warmup_steps": 0, "max_steps": -1,
+    }  # fmt: skip
+    return SimpleNamespace(**(given | changes))
+
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+    "zero_optimization": {"stage": 2},
+}
+"""As DeepSpeed's pages write it for the Trainer."""
+
+
+@pytest.mark.parametrize("raw", [{}, AUTO, {"gradient_clipping": 1.0, "optimizer": {"params": {"lr": 5e-5}}}])
+def test_what_is_left_out_auto_or_the_same_is_that_of_the_arguments(raw: dict[str, Any]) -> None:
+    config = load_config(settled(raw, arguments()), 2)
+    assert (config.micro, config.accumulation, config.train_batch_size) == (4, 2, 16)
+    assert config.gradient_clipping == 1.0 and config.seed == 42
+    assert config.optimizer is None and config.scheduler is None and not config.bf16.enabled
+
+
+def test_bf16_is_autocast_unless_the_configuration_has_a_section_for_it() -> None:
+    assert load_config(settled({}, arguments(bf16=True)), 1).torch_autocast.enabled
+    stated = load_config(settled({"bf16": {"enabled": "auto"}}, arguments(bf16=True)), 1)
+    assert stated.bf16.enabled and not stated.torch_autocast.enabled
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "sentence"),
+    [
+        (
+            {"gradient_accumulation_steps": 4}, {},
+            "gradient_accumulation_steps is 4 in engine_config and gradient_accumulation_steps is 2 in "
+            'TrainingArguments, and a run has one; give the same value, or "auto" in engine_config.',
+        ),
+        (
+            {"gradient_clipping": 0.5}, {},
+            "gradient_clipping is 0.5 in engine_config and max_grad_norm is 1.0 in TrainingArguments, and a run has "
+            'one; give the same value, or "auto" in engine_config.',
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {},
+            "optimizer.params.lr is 0.001 in engine_config and learning_rate is 5e-05 in TrainingArguments, and a run "
+            'has one; give the same value, or "auto" in engine_config.',
+        ),
+        (
+            {"optimizer": {"type": "SGD"}}, {},
+            "optimizer.type is SGD in engine_config and optim is adamw_torch_fused in TrainingArguments, and a run has "
+            'one; give the same value, or "auto" in engine_config.',
+        ),
+        (
+            {"optimizer": {"groups": []}}, {},
+            "optimizer.groups in engine_config, and TrainingArguments describe the optimizer; leave it out, or give "
+            "Trainer an optimizer with groups of its own in optimizers=.",
+        ),
+        (
+            {"optimizer": {"params": {"momentum": 0.9}}}, {},
+            "optimizer.params.momentum in engine_config; give it in optim_args of TrainingArguments.",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}, {},
+            "scheduler.params.warmup_num_steps is 10 in engine_config, and TrainingArguments describe the schedule "
+            "(lr_scheduler_type, learning_rate, warmup_steps); leave scheduler out of engine_config.",
+        ),
+        (
+            {"bf16": {"enabled": True}}, {},
+            "bf16.enabled is True in engine_config and bf16 is False in TrainingArguments, and a run has one; give "
+            'the same value, or "auto" in engine_config.',
+        ),
+    ],
+)  # fmt: skip
+def test_two_owners_are_refused(raw: dict[str, Any], changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(engine.ConfigError) as caught:
+        settled(raw, arguments(**changes))
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"fsdp": "full_shard"},
+            "TrainingArguments has fsdp, and the engine places the model: give zero_optimization in engine_config.",
+        ),
+        (
+            {"gradient_checkpointing": True},
+            "TrainingArguments has gradient_checkpointing, and the engine places the model: give "
+            "activation_checkpointing in engine_config.",
+        ),
+        (
+            {"n_gpu": 2},
+            "one process sees 2 GPUs, over which Trainer would copy the model; start one process for each GPU with "
+            "torchrun.",
+        ),
+        (
+            {"save_only_model": True, "load_best_model_at_end": True},
+            "TrainingArguments has save_only_model and load_best_model_at_end, and the best weights are read from the "
+            "engine's checkpoint; leave one of them out.",
+        ),
+    ],
+)
+def test_arguments_that_place_the_model_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(engine.ConfigError) as caught:
+        refuse_arguments(arguments(**changes))
+    assert str(caught.value) == sentence
+
+
+def test_versions_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version", {"transformers": "5.23.1", "accelerate": "1.14.0"}.__getitem__)
+    versions.refuse_untested("transformers")
+    with pytest.raises(engine.ConfigError) as caught:
+        versions.refuse_untested("transformers", "accelerate")
+    assert str(caught.value) == (
+        "accelerate is 1.14.0, and the engine is tested inside the loop of accelerate 1.15; install it with "
+        'pip install "accelerate==1.15.*".'
+    )
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", missing)
+    with pytest.raises(engine.ConfigError, match=r"^transformers is not installed, .*; install it with pip install"):
+        versions.refuse_untested("transformers")
+
+
+@pytest.mark.long
+def test_the_engine_imports_no_host() -> None:
+    code = "import sys, engine, engine.huggingface; print({'transformers', 'accelerate'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"
