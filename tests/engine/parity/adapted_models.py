@@ -35,13 +35,18 @@ def build(base: Architecture, kind: str, settings: Mapping[str, Any]) -> nn.Modu
 
 
 _DECODERS: Mapping[str, Architecture] = MappingProxyType(
-    {name: FOUR[name + HEADS] for name in ("Llama", "GPT-2", "OPT", "Phi", "Mixtral")}
+    {name: FOUR[name + HEADS] for name in ("Llama", "GPT-2", "OPT", "Phi")}
     | {"Mistral": face("MistralForCausalLM", "", **GROUPED), "Qwen2": face("Qwen2ForCausalLM", "", **GROUPED)}
 )
 ADAPTED: Mapping[str, Architecture] = MappingProxyType(
     {f"{name} with LoRA": adapted(model) for name, model in _DECODERS.items()}
-    | {"T5 with LoRA": adapted(FOUR["T5" + HEADS], task_type="SEQ_2_SEQ_LM")}
+    | {
+        "T5 with LoRA": adapted(FOUR["T5" + HEADS], task_type="SEQ_2_SEQ_LM"),
+        "Mixtral with LoRA": adapted(FOUR["Mixtral" + HEADS], target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]),
+    }
 )
+EXPERTS = adapted(FOUR["Mixtral" + HEADS])
+"""PEFT puts pairs beside the stacked matrices of experts too, and writes their products into them while it runs."""
 DORA: Mapping[str, Architecture] = MappingProxyType(
     {f"{name} with DoRA": adapted(_DECODERS[name], use_dora=True) for name in ("Llama", "Qwen2")}
 )
