@@ -267,11 +267,10 @@ def merged_logits(line: Line, base: str, adapters: str, merged: str) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    ids = torch.arange(40).view(2, 20)
+    ids, load = torch.arange(40).view(2, 20), AutoModelForCausalLM.from_pretrained
+    models: list[Any] = [load(base), load(merged), PeftModel.from_pretrained(load(base), adapters)]
     with torch.no_grad():
-        plain, whole = (AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits for folder in (base, merged))
-        adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapters)
-        tuned = adapted.eval()(ids).logits
+        plain, whole, tuned = (model.eval()(ids).logits for model in models)
     line((float((whole - tuned).abs().max()), float((plain - tuned).abs().max())))
 
 

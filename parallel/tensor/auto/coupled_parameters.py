@@ -225,8 +225,8 @@ class GradientSparsity:
         owner = ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         edges = {self._parameters[first].shape[1], second.shape[0]}
         inputs = {_elements(p) for p in self.products if p.weight == first}
-        beside = {p.weight for p in self.products if _elements(p) in inputs and is_inside(p.weight, owner)} - {first, row}
-        shapes = [self._parameters[name].shape for name in beside]
+        others = (p.weight for p in self.products if _elements(p) in inputs and is_inside(p.weight, owner))
+        shapes = [self._parameters[name].shape for name in {*others} - {first, row}]
         return any(set(shape) == edges and second.shape[1] < min(shape) for shape in shapes)
 
     def _cuts(self, row: str, needed: Needed, taken: set[str]) -> Iterator[tuple[str, ParameterCut]]:
@@ -247,7 +247,7 @@ class GradientSparsity:
         """
         before = [p for p in self.products if p.weight in columns]
         inputs, same = {_elements(p) for p in before}, {id(p.x) for p in before}
-        others = (p for p in self.products if p.dropped and p.weight not in cuts and _PEFT not in p.weight)
+        others = (p for p in self.products if p.dropped and p.weight not in cuts and not _is_peft(p.weight, columns))
         return any(_elements(p) in inputs and id(p.x) not in same for p in others)
 
     def _goes_elsewhere(self, rows: Sequence[str], columns: Sequence[str]) -> bool:
@@ -285,6 +285,12 @@ class GradientSparsity:
         return tuple(self._rows.gradients(total, names))
 
 
+def _is_peft(weight: str, columns: Sequence[str]) -> bool:
+    """Whether this is the first half of a pair that PEFT has put beside one of the columns."""
+    layer, _, adapter = weight.partition(".lora_A.")
+    return f"{layer}.base_layer.weight" in columns and adapter not in ("", "weight")
+
+
 def _elements(product: MatmulRecord) -> object:
     """The same for inputs that are views of the same elements, whose rows of a sum are the same ones."""
     x, dim = product.x, product.x_dim
@@ -300,7 +306,6 @@ def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
 
 
 _LEAK = 0.3
-_PEFT = ".lora_A."
 DROPOUTS = frozenset(
     (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
      functional.feature_alpha_dropout, torch.dropout, torch.alpha_dropout, torch.feature_dropout)

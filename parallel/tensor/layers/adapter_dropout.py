@@ -6,6 +6,7 @@
 Otherwise the first product of the adapter, which every rank holds whole, would get other gradients on each rank.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ class AdapterDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the module's own forward."""
-        with self.tensor_region.drawing(x.device, self.tensor_stream):
+        stream = self.tensor_region.drawing(x.device, self.tensor_stream) if self.training else nullcontext()
+        with stream:
             dropped: Tensor = super().forward(x)
             return dropped
 

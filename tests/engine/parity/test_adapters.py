@@ -12,12 +12,17 @@ import engine
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.verify import Parity, TrainingRecord, train_alone
-from tests.engine.parity.adapted_models import ADAPTED, RANK, adapted
+from tests.engine.parity.adapted_models import ADAPTED, DORA, PROMPTS, RANK, adapted
+from tests.engine.parity.architectures import Architecture
 from tests.engine.parity.launches import compare, settings
 from tests.engine.parity.tensor_models import FOUR, HEADS
 from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
+STEPS = 2
+MODELS: Mapping[str, Architecture] = {**ADAPTED, **DORA, **PROMPTS}
+BASE = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
+"""Elements of the weights of a Llama's linear layers: two blocks with q and o, k and v, gate, up and down."""
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # PEFT asks for it
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
@@ -38,8 +43,8 @@ def shares(model: nn.Module) -> dict[str, int]:
 
 def rank(name: str, config: Mapping[str, Any], folder: str, world: World) -> tuple[TrainingRecord, dict[str, int]]:
     """Body of a rank: train, and save the adapters."""
-    model = ADAPTED[name]
-    batches = model.batches(config["train_batch_size"])
+    model = MODELS[name]
+    batches = model.batches(config["train_batch_size"])[:STEPS]
     example = take_rows(batches[0], 0, config["train_micro_batch_size_per_gpu"])
     with engine.initialize(model.build, dict(config), example_batch=example, world=world) as eng:
         reports = [eng.train_batch(batch) for batch in batches]
@@ -51,30 +56,42 @@ def rank(name: str, config: Mapping[str, Any], folder: str, world: World) -> tup
     return record, held
 
 
-def test_a_base_is_shared_with_its_adapters_and_peft_loads_what_was_saved(tmp_path: Path) -> None:
+def trains_and_is_saved(name: str, folder: Path) -> tuple[list[dict[str, int]], dict[str, int]]:
+    """What each of two tensor ranks holds of a model, and the whole; it trains as in one process, and PEFT loads it."""
     from peft import PeftModel
 
-    name, config = "Llama with LoRA", settings(1, parallel={"tensor": 2})
-    ranks = run_thread_ranks(2, lambda world: rank(name, config, str(tmp_path / "adapters"), world))
-    model = ADAPTED[name]
-    whole = shares(model.build())
-    batches = model.batches(config["train_batch_size"])
+    model, config = MODELS[name], settings(1, parallel={"tensor": 2}, train_batch_size=4)
+    ranks = run_thread_ranks(2, lambda world: rank(name, config, str(folder), world))
+    batches = model.batches(config["train_batch_size"])[:STEPS]
     parity = Parity(ranks[0][0], train_alone(model.build, config | {"parallel": {"data": 1}}, batches))
     assert parity.holds() and min(parity.reference.norms) > config["gradient_clipping"], str(parity)
-    for _, held in ranks:
-        assert 2 * held[".base_layer.weight"] == whole[".base_layer.weight"]
-    # seven layers in a block of width 32 with a perceptron of 48: inputs of o and down are shared, and outputs of q, k,
-    # v, gate and up
-    assert [held[".lora_A."] for _, held in ranks] == [2 * RANK * (5 * 32 + 32 // 2 + 48 // 2)] * 2
-    assert [held[".lora_B."] for _, held in ranks] == [2 * RANK * ((32 + 2 * 16 + 2 * 48) // 2 + 2 * 32)] * 2
-    base: Any = model.build()
-    loaded = PeftModel.from_pretrained(base.unload(), tmp_path / "adapters").eval()
+    given: Any = model.build()
+    whole = shares(given)
+    base = given.get_base_model() if name in PROMPTS else given.unload()
+    loaded: Any = PeftModel.from_pretrained(base, folder)
     trained: Any = model.build()
     trained.load_state_dict(ranks[0][0].weights)
     with torch.no_grad():
-        assert torch.equal(loaded(**batches[0]).logits, trained.eval()(**batches[0]).logits)
-    stored = {file.name for file in (tmp_path / "adapters").iterdir()}
-    assert stored == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+        assert torch.equal(loaded.eval()(**batches[0]).logits, trained.eval()(**batches[0]).logits)
+    assert {file.name for file in folder.iterdir()} == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    return [held for _, held in ranks], whole
+
+
+def test_a_base_is_shared_with_its_adapters_and_peft_loads_what_was_saved(tmp_path: Path) -> None:
+    ranks, whole = trains_and_is_saved("Llama with LoRA", tmp_path / "adapters")
+    # seven layers in a block of width 32 with a perceptron of 48: inputs of o and down are shared, and outputs of q, k,
+    # v, gate and up
+    first, second = 2 * RANK * (5 * 32 + 32 // 2 + 48 // 2), 2 * RANK * ((32 + 2 * 16 + 2 * 48) // 2 + 2 * 32)
+    assert whole[".base_layer.weight"] == BASE
+    for held in ranks:
+        assert held == {".base_layer.weight": BASE // 2, ".lora_A.": first, ".lora_B.": second}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", DORA)
+def test_other_adapters_train_over_tensor_ranks_and_are_saved(name: str, tmp_path: Path) -> None:
+    ranks, _ = trains_and_is_saved(name, tmp_path / "adapters")
+    assert [held[".base_layer.weight"] for held in ranks] == [BASE // 2] * 2
 
 
 GRIDS: Mapping[str, dict[str, Any]] = {
@@ -129,6 +146,7 @@ def with_dropout(world: World) -> dict[str, torch.Tensor]:
         }
 
 
+@pytest.mark.long
 def test_dropout_before_a_pair_keeps_the_ranks_equal() -> None:
     first, second = run_thread_ranks(2, with_dropout)
     assert len(first) == 6
