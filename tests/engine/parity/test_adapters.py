@@ -20,6 +20,8 @@ from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
 STEPS = 2
+CLIPPING = 1e-4
+"""Of prompts, whose gradients are small."""
 MODELS: Mapping[str, Architecture] = {**ADAPTED, **DORA, **PROMPTS}
 BASE = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
 """Elements of the weights of a Llama's linear layers: two blocks with q and o, k and v, gate, up and down."""
@@ -61,6 +63,7 @@ def trains_and_is_saved(name: str, folder: Path) -> tuple[list[dict[str, int]], 
     from peft import PeftModel
 
     model, config = MODELS[name], settings(1, parallel={"tensor": 2}, train_batch_size=4)
+    config["gradient_clipping"] = CLIPPING if name in PROMPTS else 0.05
     ranks = run_thread_ranks(2, lambda world: rank(name, config, str(folder), world))
     batches = model.batches(config["train_batch_size"])[:STEPS]
     parity = Parity(ranks[0][0], train_alone(model.build, config | {"parallel": {"data": 1}}, batches))
@@ -88,10 +91,18 @@ def test_a_base_is_shared_with_its_adapters_and_peft_loads_what_was_saved(tmp_pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", DORA)
+@pytest.mark.parametrize("name", [*DORA, *PROMPTS])
 def test_other_adapters_train_over_tensor_ranks_and_are_saved(name: str, tmp_path: Path) -> None:
     ranks, _ = trains_and_is_saved(name, tmp_path / "adapters")
-    assert [held[".base_layer.weight"] for held in ranks] == [BASE // 2] * 2
+    assert [held[".base_layer.weight"] for held in ranks] == [BASE // 2 if name in DORA else 0] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", [{"data": 2}, {"pipeline": 2}], ids=["dp2", "pp2"])
+def test_prompts_train_on_other_axes(run_ranks: RunRanks, parallel: dict[str, int]) -> None:
+    config = settings(parallel.get("pipeline", 1), parallel=parallel, gradient_clipping=CLIPPING)
+    for name, result in compare(run_ranks, [*PROMPTS], config).items():
+        assert not isinstance(result, str) and not result.uncounted, f"{name}: {result}"
 
 
 GRIDS: Mapping[str, dict[str, Any]] = {
