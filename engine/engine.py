@@ -331,7 +331,10 @@ class Engine(TrainingLoop, NamedState, Inference):
             self._checkpoints.copy_weights(other._checkpoints)
 
     def save_pretrained(self, folder: Path_) -> None:
-        """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective."""
+        """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective.
+
+        Of a ``PeftModel`` the adapters alone are written, for ``PeftModel.from_pretrained``.
+        """
         self._resources.refuse_closed("save_pretrained")
         self._comm.announce("save_pretrained")
         self._checkpoints.save_pretrained(folder)

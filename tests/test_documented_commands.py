@@ -137,6 +137,8 @@ TESTED = {
         f"{EXAMPLES}test_losses_are_the_same_on_every_grid",
     "torchrun --nproc_per_node 2 lora.py tp2.json MODEL text.txt adapters.safetensors":
         f"{EXAMPLES}test_lora_saves_adapters_alone",
+    "torchrun --nproc_per_node 2 peft_lora.py tp2.json MODEL text.txt adapters":
+        f"{EXAMPLES}test_adapters_of_peft_are_saved_and_merged",
     "torchrun --nproc_per_node 2 unet.py dp2.json": f"{EXAMPLES}test_unet_prints_the_same_losses_on_every_grid",
     "torchrun --nproc_per_node 2 distill.py pp2.json teacher.json MODEL text.txt student":
         f"{EXAMPLES}test_a_student_learns_from_its_teacher",

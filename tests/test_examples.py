@@ -261,6 +261,33 @@ def test_lora_saves_adapters_alone(runs: Runs) -> None:
     assert all(abs(weight).max() > 0 for weight in saved.values()), "what was zero at the start has learned"
 
 
+def merged_logits(line: Line, base: str, adapters: str, merged: str) -> None:
+    """Say how far the logits of a merged folder are from those of its base with adapters, and how far from the base."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    ids, load = torch.arange(40).view(2, 20), AutoModelForCausalLM.from_pretrained
+    models: list[Any] = [load(base), load(merged), PeftModel.from_pretrained(load(base), adapters)]
+    with torch.no_grad():
+        plain, whole, tuned = (model.eval()(ids).logits for model in models)
+    line((float((whole - tuned).abs().max()), float((plain - tuned).abs().max())))
+
+
+@pytest.mark.long
+def test_adapters_of_peft_are_saved_and_merged(runs: Runs) -> None:
+    from safetensors.numpy import load_file
+
+    printed = runs("peft_lora", "tp2.json")
+    assert printed.falls()
+    saved = load_file(printed.folder / "adapters/adapter_model.safetensors")
+    assert len(saved) == 4 * 7 * 2, "a pair beside each of seven layers in four blocks"
+    assert all(abs(weight).max() > 0 for weight in saved.values()), "what was zero at the start has learned"
+    folders = (runs.inputs / "MODEL", printed.folder / "adapters", printed.folder / "adapters-merged")
+    ((merged, learned),) = in_a_process(merged_logits, *map(str, folders))
+    assert merged < 1e-5 and learned > 1e-2
+
+
 def test_unet_prints_the_same_losses_on_every_grid(runs: Runs) -> None:
     import torch
 
@@ -301,6 +328,7 @@ def test_the_diff_is_that_of_the_script() -> None:
     [
         ("finetune", ("zero3.json", "pp2.json")),
         ("lora", ("tp2.json", "zero2.json")),
+        ("peft_lora", ("tp2.json", "zero3.json")),
         ("distill", ("pp2.json", "zero3.json")),
     ],
 )

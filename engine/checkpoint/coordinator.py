@@ -4,7 +4,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.checkpoint.contents.adapter_folder import is_peft_model, write_adapters
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
 from engine.checkpoint.foreign import open_checkpoint
 from engine.checkpoint.format.filesystem import Files, resolved
@@ -171,11 +172,11 @@ class CheckpointCoordinator:
         user = self._begin(request, update) if self._run is None else self._resume(request)
         return ClientState(user) if isinstance(user, dict) else user
 
-    def gather_full_state(self) -> dict[str, torch.Tensor]:
-        """See :meth:`engine.Engine.full_state_dict`; the engine is built."""
+    def gather_full_state(self, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """See :meth:`engine.Engine.full_state_dict`; the engine is built. ``keys``: only these, on all ranks alike."""
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
-        return self._run.full_state.gather((*runtime.buckets, *runtime.frozen))
+        return self._run.full_state.gather((*runtime.buckets, *runtime.frozen), keys)
 
     def copy_weights(self, source: "CheckpointCoordinator") -> None:
         """See :meth:`engine.Engine.copy_weights_from`; both engines are built."""
@@ -186,8 +187,14 @@ class CheckpointCoordinator:
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """See :meth:`engine.Engine.save_pretrained`."""
-        refuse_adapters(self._model)
         self.refuse_spoiled()
+        if is_peft_model(self._model):
+            run = self._placed("save_pretrained")
+            given = run.full_state.entries, self.gather_full_state, self._comm, self.device
+            with run.runtime.saving():
+                write_adapters(resolved(folder), self._model, *given)
+            return
+        refuse_adapters(self._model)
         checkpoints, run = self._writer("save_pretrained")
         with run.runtime.saving():
             checkpoints.export(resolved(folder))
@@ -341,7 +348,7 @@ class CheckpointCoordinator:
         self._request = replace(request, begun=not request.options.module_only)
         return reader.manifest.user
 
-    def _writer(self, call: str) -> tuple[CheckpointWriter, RunState]:
+    def _placed(self, call: str) -> RunState:
         if self._run is None:
             raise EngineError(
                 f"{call} was called before the model is placed on the grid, which needs a batch; pass "
@@ -349,10 +356,14 @@ class CheckpointCoordinator:
             )
         if self._run.runtime.gatherer is not None:
             self._run.runtime.gatherer.refuse_opened(call)
+        return self._run
+
+    def _writer(self, call: str) -> tuple[CheckpointWriter, RunState]:
+        run = self._placed(call)
         self._renew_group()
         if self._checkpoints is None:
-            self._checkpoints = CheckpointWriter(self._run, self._group())
-        return self._checkpoints, self._run
+            self._checkpoints = CheckpointWriter(run, self._group())
+        return self._checkpoints, run
 
     def _group(self) -> TorchHostGroup:
         if self._host is None:

@@ -5,7 +5,7 @@ every row      is assembled over tp on its first stage         label "full state
 then           is sent from there to stage 0, row after row    label "full state"
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -62,30 +62,39 @@ class FullState:
         self._device = next(model.parameters()).device
 
     @torch.no_grad()
-    def gather(self, buckets: Sequence[FlatBucket]) -> dict[str, Tensor]:
-        """Keys and dtypes of the user's ``model.state_dict()``, values on the CPU of rank 0; empty on other ranks."""
-        held = self._local(buckets)
+    def gather(self, buckets: Sequence[FlatBucket], keys: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Keys and dtypes of the user's ``model.state_dict()``, values on the CPU of rank 0; empty on other ranks.
+
+        ``keys``: those that are wanted, the same on all ranks; None: all.
+        """
+        entries = {key: entry for key, entry in self.entries.items() if keys is None or key in keys}
+        wanted = {entry.name for entry in entries.values() if entry.kind == "parameter"}
+        rows = [row for row in self._plan.table if keys is None or row.name in wanted]
+        held = self._local(buckets, {row.name for row in rows})
         weights: dict[str, Tensor] = {}
         if self._coord.dp == 0:
-            for row in self._plan.table:
+            for row in rows:
                 whole = self._whole(row, held)
                 if whole is not None and self._comm.grid.rank == 0:
                     weights[row.name] = whole.cpu()
         live = dict(self._model.named_buffers())
         buffers = {
             entry.name: self._buffer(entry.name, live[entry.name])
-            for entry in self.entries.values()
+            for entry in entries.values()
             if entry.kind == "buffer" and self._coord.dp == 0
         }
-        return self._named(weights, buffers) if self._comm.grid.rank == 0 else {}
+        return self._named(weights, buffers, entries) if self._comm.grid.rank == 0 else {}
 
-    def _local(self, buckets: Sequence[FlatBucket]) -> dict[str, Tensor]:
-        """This rank's part of each row, full over dp; on the CPU, so that the device holds one gathered bucket."""
-        held = {name: weight.cpu() for name, weight in full_weights(buckets, self._comm) if self._coord.dp == 0}
+    def _local(self, buckets: Sequence[FlatBucket], wanted: Set[str]) -> dict[str, Tensor]:
+        """This rank's part of each wanted row, full over dp; on the CPU, so that the device holds one gathered
+        bucket."""
+        names = [[slot.name for slot in flat.bucket.slots] for flat in buckets]
+        chosen = [flat for flat, own in zip(buckets, names, strict=True) if not wanted.isdisjoint(own)]
+        held = {name: weight.cpu() for name, weight in full_weights(chosen, self._comm) if self._coord.dp == 0}
         parameters = dict(self._model.named_parameters())
-        filled = {slot.name for flat in buckets for slot in flat.bucket.slots}
+        filled = {name for own in names for name in own}
         for row in self._plan.table.held_by(self._coord.pp):
-            if row.name not in filled:
+            if row.name in wanted and row.name not in filled:
                 held[row.name] = parameters[row.name].detach()
         return held
 
@@ -137,9 +146,13 @@ class FullState:
             return buffer if moved is None else moved
         return buffer
 
-    def _named(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        state: dict[str, Any] = dict(self._model.state_dict(keep_vars=True))
-        for key, entry in self.entries.items():
+    def _named(
+        self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], entries: Mapping[str, Entry]
+    ) -> dict[str, Tensor]:
+        whole = len(entries) == len(self.entries)
+        live = self._model.state_dict(keep_vars=True)
+        state: dict[str, Any] = {key: value for key, value in live.items() if whole or key in entries}
+        for key, entry in entries.items():
             if entry.kind == "other" or entry.dtype is None:
                 continue
             tensor = weights[entry.name] if entry.kind == "parameter" else buffers[entry.name]

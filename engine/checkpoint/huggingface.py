@@ -97,9 +97,10 @@ class PretrainedFolder:
 
 
 def model_files(model: nn.Module) -> dict[str, bytes]:
-    """ "config.json" and "generation_config.json" of a Hugging Face model; empty for other models."""
+    """ "config.json" and "generation_config.json" of a Hugging Face model; empty for other models, and for those that
+    wrap one, whose keys ``from_pretrained`` would not find."""
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string") or not hasattr(model, "base_model_prefix"):
+    if not hasattr(config, "to_json_string") or not hasattr(type(model), "base_model_prefix"):
         return {}
     settings = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
     files = {"config.json": _text(settings)}

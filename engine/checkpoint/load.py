@@ -65,6 +65,8 @@ class Loader:
     """"buffer/..." -> the live buffer."""
     strict: bool = True
     """Refuse a source that lacks tensors of the model, or has more; if not, what it lacks keeps its values."""
+    left_out: frozenset[str] = frozenset()
+    """What the source was written without, "param/..."; it keeps its values in any case."""
 
     def check(self) -> None:
         """Compare the names, shapes and dtypes of the source with those of the model.
@@ -124,13 +126,14 @@ class Loader:
 
     def _left_out(self, tensor: str) -> bool:
         """Whether a tensor keeps its values, because the source may lack it and does."""
-        return not self.strict and tensor not in self._kinds
+        return tensor not in self._kinds and (not self.strict or tensor in self.left_out)
 
     def _wanted(self) -> list[str]:
         return [*(f"param/{row.name}" for row in self.local_tensors.ownership.plan.table), *self.buffers]
 
     def _absent(self) -> list[str]:
-        return [name.partition("/")[2] for name in self._wanted() if name not in self._kinds]
+        absent = (name for name in self._wanted() if name not in self._kinds and name not in self.left_out)
+        return [name.partition("/")[2] for name in absent]
 
     def _surplus(self) -> list[str]:
         known = set(self._wanted())

@@ -150,7 +150,7 @@ class Resume:
         run = self._run
         with loading(self._host, self._step, self._advice):
             reader = self._open()
-        loader = Loader(reader, run.local_tensors, run.buffers, self._options.strict)
+        loader = Loader(reader, run.local_tensors, run.buffers, self._options.strict, self._left_out(reader))
         with loading(self._host, self._step):  # what fails here is another model, and no damage
             self._check(reader, loader)
         self.touched = True
@@ -172,6 +172,12 @@ class Resume:
                 if not file.endswith(".safetensors"):
                     reader.check_file(file)
         return reader
+
+    def _left_out(self, reader: OpenCheckpoint) -> frozenset[str]:
+        """Frozen parameters of this model, if the checkpoint was written without any."""
+        written = reader.manifest.info.get("config", {}).get("checkpoint", {})
+        table = self._run.runtime.plan.table
+        return frozenset(f"param/{row.name}" for row in table if not (row.trainable or written.get("frozen", True)))
 
     def _check(self, reader: OpenCheckpoint, loader: Loader) -> None:
         runtime, manifest = self._run.runtime, reader.manifest

@@ -82,6 +82,12 @@ class RunState:
         kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}
         return model_tensors(self.ownership, parameters, {n.partition("/")[2]: kind for n, kind in kinds.items()})
 
+    @cached_property
+    def stored(self) -> tuple[ModelTensor, ...]:
+        """Those of them that a checkpoint has (``checkpoint.frozen``)."""
+        whole = self.config.checkpoint.frozen
+        return tuple(tensor for tensor in self.tensors if whole or tensor.row is None or tensor.row.trainable)
+
     @property
     def local_tensors(self) -> LocalTensors:
         """Views of the tensors that this rank holds."""
@@ -110,8 +116,8 @@ class RunState:
         pieces = [*local_tensors.masters(), *local_tensors.state(moments_by_bucket(self.runtime.optimizer))]
         return Ours(weights, self.buffers, pieces, self.own_state(), group_scalars(self.runtime.optimizer))
 
-    def contents(self, user: Any) -> Contents:
-        """Manifest fields other than tensors; ``user`` is the caller's ``client_state``."""
+    def contents(self, user: Any, whole: bool = False) -> Contents:
+        """Manifest fields other than tensors; ``user``: the caller's ``client_state``; ``whole``: with all weights."""
         scheduler = self.runtime.learning_rate.scheduler
         progress = {
             "update": self.trainer_state.update.state_dict(),
@@ -131,7 +137,7 @@ class RunState:
                 self.runtime.optimizer, self.runtime.plan.table, self.runtime.learning_rate.governs
             ),
             user=_json("client_state", user),
-            model_files=with_dtype(self.model_files, self._dtype()),
+            model_files=with_dtype(self.model_files if whole or self.stored == self.tensors else {}, self._dtype()),
         )
 
     def _info(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class CheckpointWriter:
 
     def __init__(self, run: RunState, host: HostGroup) -> None:
         self._run, self._config = run, run.config.checkpoint
-        self._saver = Saver(run.ownership, run.tensors, host, run.files, run.locks.hold)
+        self._saver = Saver(run.ownership, run.stored, host, run.files, run.locks.hold)
         self._pending: PendingSave | None = None
         others = [key for key, entry in run.full_state.entries.items() if entry.kind == "other"]
         if others and run.comm.grid.rank == 0:
@@ -148,7 +148,10 @@ class CheckpointWriter:
     def export(self, folder: Path) -> None:
         """Write the model folder alone and wait until it is written."""
         self.drain()
-        self._saver.export(self._snapshot(None, weights_only=True), folder)
+        saver, run = self._saver, self._run
+        if run.stored != run.tensors:  # a folder of a model has all of it
+            saver = Saver(run.ownership, run.tensors, saver.host, run.files, run.locks.hold)
+        saver.export(self._snapshot(None, weights_only=True, saver=saver), folder)
 
     def _warn_of_unsaved_state(self) -> None:
         """Warn once of state that the optimizer keeps where a checkpoint does not look for it."""
@@ -163,10 +166,10 @@ class CheckpointWriter:
                 place,
             )
 
-    def _snapshot(self, user: Any, weights_only: bool = False) -> Snapshot | Exception:
+    def _snapshot(self, user: Any, weights_only: bool = False, saver: Saver | None = None) -> Snapshot | Exception:
         """This rank's snapshot, or the reason why it could take none, which all ranks have to learn."""
         try:
-            return self._saver.snapshot(self._run.ours(weights_only), self._run.contents(user))
+            return (saver or self._saver).snapshot(self._run.ours(weights_only), self._run.contents(user, weights_only))
         except Exception as error:
             return error
 

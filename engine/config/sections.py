@@ -234,6 +234,8 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 writes them only on request."""
     keep: int = setting(2, SIZE)
     """Number of the newest checkpoints to keep."""
+    frozen: bool = setting(True, Flag())
+    """Store frozen parameters too; false: a load leaves those of the model as they are, a base under adapters."""
     memory_every: int = setting(0, COUNT)
     """Steps between copies in the memory of two hosts, from which a job goes on that has lost one of them; 0: none."""
     asynchronous: bool = setting(True, Flag(), key="async")

@@ -11,6 +11,13 @@ whose gradient is exactly zero are not needed.
 If the ranks need different rows that together are all of them, R is a row layer and the weights before it are its
 columns. Heads and module classes need not be known; rows keep their order, as the code expects.
 
+Other products with the very input of R are row layers too. An adapter is such a pair of thin products beside a layer:
+beside a column layer its first is whole and its second a column, beside a row layer its first is a row and its second
+whole.
+
+    x ─┬─ W ─────── + ── y sharded        x sharded ─┬─ W ── sum ────── + ── y
+       └─ A ── B ───┘                                └─ A ── sum ── B ──┘
+
 A function mode around one run of the block records its products. It changes some functions, so that a gradient is zero
 only where a row is not needed:
 
@@ -20,6 +27,7 @@ only where a row is not needed:
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -29,6 +37,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.auto.low_rank_weight import memory_of
 from engine.parallel.tensor.auto.needed_rows import Needed, NeededRows, SharedInput, is_partition
@@ -54,6 +63,8 @@ class CoupledParameters:
     holders."""
     partial: tuple[str, ...]
     """Replicated parameters used between columns and row: each rank has a partial gradient of them."""
+    beside: tuple[str, ...] = ()
+    """Parameters whose products have the row layer's very input, and are summed as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,8 @@ class MatmulRecord:
     """The dim of x that is summed over."""
     weight_dim: int
     """The dim of the full parameter that is summed over."""
+    dropped: bool = False
+    """Whether x comes straight from a dropout."""
 
 
 class GradientSparsity:
@@ -94,7 +107,8 @@ class GradientSparsity:
         # the bias of a key has a zero gradient (softmax ignores it), so a bias takes the sharding of its weight
         self._bias_of = {product.weight: product.bias for product in self.products if product.bias}
         self._rows = NeededRows(self._parameters, seed)
-        self._elsewhere: dict[tuple[str, tuple[str, ...]], bool] = {}
+        self._elsewhere: dict[tuple[tuple[str, ...], tuple[str, ...]], bool] = {}
+        self._direct: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
 
     @property
     def products(self) -> list[MatmulRecord]:
@@ -157,35 +171,63 @@ class GradientSparsity:
         products = [p for p in self.products if p.weight == row and p.x.requires_grad]
         if not products or any(p.x.shape[p.x_dim] % tp for p in products):
             return None
-        needed = self._rows.of_ranks(self._same_input(products), [SharedInput(p.x, p.x_dim) for p in products], tp)
+        alike = self._same_input(products)
+        needed = self._rows.of_ranks(alike[0], [SharedInput(p.x, p.x_dim) for p in products], tp)
         cuts = dict(self._cuts(row, needed, taken))
         columns = [name for name in cuts if name in self._multiplied]
-        if not columns or self._goes_elsewhere(row, columns):
+        rows = [row, *(name for name in alike if name != row and name not in taken and name not in columns)]
+        if not columns or self._is_adapter(row, columns) or self._draws_beside(columns, cuts):
             return None
-        inputs = {id(p.x) for p in self.products if p.weight in columns}
-        for product in self.products:  # multi-query keys and values: every rank needs all of their rows
-            name = product.weight
-            shares = id(product.x) in inputs and name not in cuts and name not in taken and name != row
-            if shares and name in needed and bool(needed[name][0][0].any()):
+        if self._goes_elsewhere(rows, columns):
+            return None
+        for name in self._used_whole(rows, columns, taken):
+            if name in needed and bool(needed[name][0][0].any()):
                 size = self._parameters[name].shape[0]
                 cuts[name] = ParameterCut(0, (Range(0, size, tuple(range(tp))),))
                 columns.append(name)
         for name in columns:
             if (bias := self._bias_of.get(name)) is not None:
                 cuts[bias] = ParameterCut(0, cuts[name].ranges)
-        cuts[row] = ParameterCut(
-            products[0].weight_dim, cut_parts(self._parameters[row].shape[products[0].weight_dim], tp)
-        )
-        return CoupledParameters(row, tuple(columns), cuts, ())
+        for name in rows:
+            dim = next(p.weight_dim for p in self.products if p.weight == name)
+            cuts[name] = ParameterCut(dim, cut_parts(self._parameters[name].shape[dim], tp))
+        return CoupledParameters(row, tuple(columns), cuts, (), tuple(rows[1:]))
 
-    def _same_input(self, products: Sequence[MatmulRecord]) -> str:
-        """The first parameter whose products have the very inputs of ``products``: it needs the same rows."""
+    def _same_input(self, products: Sequence[MatmulRecord]) -> list[str]:
+        """The parameters whose products have the very inputs of ``products``: they need the same rows."""
         inputs = [_elements(product) for product in products]
         mine: dict[str, list[object]] = {}
         for product in self.products:
             if product.x.requires_grad:
                 mine.setdefault(product.weight, []).append(_elements(product))
-        return next(weight for weight, found in mine.items() if found == inputs)
+        return [weight for weight, found in mine.items() if found == inputs]
+
+    def _used_whole(self, rows: Sequence[str], columns: Sequence[str], taken: Collection[str]) -> list[str]:
+        """Products beside the columns that reach the row layer on a way of their own: multi-query keys and values, of
+        which every rank needs all rows. The first product of an adapter reaches it through a column alone."""
+        inputs = {id(p.x) for p in self.products if p.weight in columns}
+        others = dict.fromkeys(p.weight for p in self.products if id(p.x) in inputs)
+        found = [name for name in others if not (name in columns or name in taken or name in rows)]
+        asked = rows[0], tuple(sorted(columns))
+        if found and asked not in self._direct:  # the same for every number of ranks
+            self._direct[asked] = self._reaching(rows[0], columns, list(self._parameters))
+        return [name for name in found if name in self._direct[asked]]
+
+    def _is_adapter(self, row: str, columns: Sequence[str]) -> bool:
+        """Whether the product of ``columns`` and ``row`` has a low rank and lies beside a layer of the same edges.
+
+        The layer decides how such a pair is sharded.
+        """
+        (first, *more), second = columns, self._parameters[row]
+        if more or second.dim() != 2:
+            return False
+        pairs = zip(first.split("."), row.split("."), strict=False)
+        owner = ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        edges = {self._parameters[first].shape[1], second.shape[0]}
+        inputs = {_elements(p) for p in self.products if p.weight == first}
+        others = (p.weight for p in self.products if _elements(p) in inputs and is_inside(p.weight, owner))
+        shapes = [self._parameters[name].shape for name in {*others} - {first, row}]
+        return any(set(shape) == edges and second.shape[1] < min(shape) for shape in shapes)
 
     def _cuts(self, row: str, needed: Needed, taken: set[str]) -> Iterator[tuple[str, ParameterCut]]:
         biases = set(self._bias_of.values())
@@ -198,15 +240,25 @@ class GradientSparsity:
                     yield name, ParameterCut(dim, ranges_of([own.tolist() for own in rows]))
                     break
 
-    def _goes_elsewhere(self, row: str, columns: Sequence[str]) -> bool:
-        """Whether the columns' outputs also reach an output of the block past the row layer, as a residual does."""
-        asked = row, tuple(sorted(columns))
+    def _draws_beside(self, columns: Sequence[str], cuts: Collection[str]) -> bool:
+        """Whether a dropout leads from the input of the columns to a whole product: between columns and row each rank
+        draws its own mask, and the product would get other gradients on each. PEFT's dropouts draw alike there
+        (``layers.adapter_dropout``).
+        """
+        before = [p for p in self.products if p.weight in columns]
+        inputs, same = {_elements(p) for p in before}, {id(p.x) for p in before}
+        others = (p for p in self.products if p.dropped and p.weight not in cuts and not _is_peft(p.weight, columns))
+        return any(_elements(p) in inputs and id(p.x) not in same for p in others)
+
+    def _goes_elsewhere(self, rows: Sequence[str], columns: Sequence[str]) -> bool:
+        """Whether the columns' outputs also reach an output of the block past the row layers, as a residual does."""
+        asked = tuple(rows), tuple(sorted(columns))
         if asked not in self._elsewhere:
-            self._elsewhere[asked] = self._reach_an_output(row, columns)
+            self._elsewhere[asked] = self._reach_an_output(rows, columns)
         return self._elsewhere[asked]
 
-    def _reach_an_output(self, row: str, columns: Sequence[str]) -> bool:
-        outputs = [leaf for leaf in self._outputs((row,)) if leaf.requires_grad]
+    def _reach_an_output(self, rows: Sequence[str], columns: Sequence[str]) -> bool:
+        outputs = [leaf for leaf in self._outputs(rows) if leaf.requires_grad]
         total = sum((leaf.double().sum() for leaf in outputs), torch.zeros((), dtype=torch.float64))
         if not total.requires_grad:
             return False
@@ -221,13 +273,22 @@ class GradientSparsity:
 
     def _between(self, group: CoupledParameters) -> tuple[str, ...]:
         """Replicated parameters that reach the row layer even when its columns are detached."""
-        products = self._run([name for name in group.cuts if name != group.row])
-        inputs = [p.x for p in products if p.weight == group.row and p.x.requires_grad]
         names = [name for name in self._parameters if name not in group.cuts]
+        return self._reaching(group.row, [name for name in group.cuts if name != group.row], names)
+
+    def _reaching(self, row: str, cut_off: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+        """Those of ``names`` that reach the input of ``row`` when the products of ``cut_off`` are detached."""
+        inputs = [p.x for p in self._run(cut_off) if p.weight == row and p.x.requires_grad]
         if not inputs or not names:
             return ()
         total: Tensor = torch.stack([x.sum() for x in inputs]).sum()
         return tuple(self._rows.gradients(total, names))
+
+
+def _is_peft(weight: str, columns: Sequence[str]) -> bool:
+    """Whether this is the first half of a pair that PEFT has put beside one of the columns."""
+    layer, _, adapter = weight.partition(".lora_A.")
+    return f"{layer}.base_layer.weight" in columns and adapter not in ("", "weight")
 
 
 def _elements(product: MatmulRecord) -> object:
@@ -245,6 +306,10 @@ def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
 
 
 _LEAK = 0.3
+DROPOUTS = frozenset(
+    (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
+     functional.feature_alpha_dropout, torch.dropout, torch.alpha_dropout, torch.feature_dropout)
+)  # fmt: skip
 
 
 class _Form(NamedTuple):
@@ -276,6 +341,7 @@ class MatmulTrace(TorchFunctionMode):
         super().__init__()
         self.seen: list[MatmulRecord] = []
         self._cut_off = cut_off
+        self._dropped: list[Tensor] = []
         self._owner = {memory_of(p): (name, p) for name, p in block.named_parameters()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -285,6 +351,9 @@ class MatmulTrace(TorchFunctionMode):
                 return multi_head_in_steps(*args, **kwargs)
         if func in _BY_FUNCTION and self._note(_BY_FUNCTION[func], args, kwargs):
             return func(*args, **kwargs).detach()
+        if func in DROPOUTS and (args[1] if len(args) > 1 else kwargs.get("p", 0.5)):
+            self._dropped.append(func(*args, **kwargs).view_as(args[0]))  # no dropout here, but another tensor
+            return self._dropped[-1]
         if func in _RELUS:
             return functional.leaky_relu(args[0], _LEAK)
         if func in _STATISTICS and kwargs.get("keepdim"):
@@ -308,9 +377,8 @@ class MatmulTrace(TorchFunctionMode):
         if form.bias is not None:
             bias = self._owner_of(args[form.bias] if len(args) > form.bias else kwargs.get("bias"))
         is_vector = bias is not None and bias[1].dim() == 1
-        self.seen.append(
-            MatmulRecord(name, bias[0] if bias and is_vector else None, args[form.x], form.x_dim, dims[-1])
-        )
+        x, dropped = args[form.x], any(args[form.x] is one for one in self._dropped)
+        self.seen.append(MatmulRecord(name, bias[0] if bias and is_vector else None, x, form.x_dim, dims[-1], dropped))
         return name in self._cut_off
 
     def _owner_of(self, tensor: Any) -> tuple[str, nn.Parameter] | None:

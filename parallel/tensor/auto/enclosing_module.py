@@ -49,6 +49,7 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
         columns=tuple(map(local, group.columns)),
         cuts={local(name): cut for name, cut in group.cuts.items()},
         partial=tuple(local(name) for name in group.partial if is_inside(name, path)),
+        beside=tuple(map(local, group.beside)),
     )
 
 

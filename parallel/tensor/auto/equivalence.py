@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from engine.errors import first_line
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.user_code import is_own_mistake
-from engine.parallel.tensor.auto.coupled_parameters import Given, float_leaves
+from engine.parallel.tensor.auto.coupled_parameters import DROPOUTS, Given, float_leaves
 from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight, WholeWeightError, gradient_leaves
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
@@ -324,10 +324,6 @@ def _top(tensor: Tensor) -> float:
 
 _GROUPED = frozenset({torch._grouped_mm, getattr(functional, "grouped_mm", torch._grouped_mm)})
 _FLOAT = frozenset((Tensor.float,))
-_DROPOUTS = frozenset(
-    (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
-     functional.feature_alpha_dropout, torch.dropout, torch.alpha_dropout, torch.feature_dropout)
-)  # fmt: skip
 
 
 _DRAWS = frozenset(
@@ -347,7 +343,7 @@ class Exact(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {key: _widened(value) for key, value in (kwargs or {}).items()}
         args = tuple(map(_widened, args))
-        if func in _DROPOUTS:
+        if func in DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func in _DRAWS:
             kwargs.setdefault("generator", self._generator)

@@ -36,7 +36,8 @@ class Strategy(NamedTuple):
 
 def local(block: nn.Module, group: CoupledParameters, tp: int) -> Strategy | None:
     """The strategy with plain tensors; None if code multiplies with a parameter that is not a linear layer's weight."""
-    weights = (*group.columns, group.row)
+    rows = (group.row, *group.beside)
+    weights = (*group.columns, *rows)
     owners = {_owner(name) for name in weights}
     styles = {name: "partial" for name in group.partial}
     if len(owners) == 1:
@@ -50,7 +51,7 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> Strategy | Non
         if name in weights:
             if not (is_linear(module) and name.endswith("weight") and _called(block, _owner(name))):
                 return None
-            kind = "row" if name == group.row else "column"
+            kind = "row" if name in rows else "column"
             styles[_owner(name)] = _words(block, _owner(name), kind, piece, tp)
         elif not (_owner(name) in owners and name.endswith("bias")):
             styles[name] = _cut_style(block, name, piece, tp)

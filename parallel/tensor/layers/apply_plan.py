@@ -23,6 +23,7 @@ from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor, show_parameter
 from engine.parallel.tensor.global_tensor.index_sets import Index
 from engine.parallel.tensor.global_tensor.rules.table import global_context
+from engine.parallel.tensor.layers.adapter_dropout import BASE, place_dropouts
 from engine.parallel.tensor.layers.linear import (
     ColumnLayer,
     ColumnLinear,
@@ -165,11 +166,14 @@ class _Installer:
             self.patches.hook(parent, PatchLayer.TENSOR, handle, "forgets its global tensors at the end of its forward")
 
     def wrap_layers(self) -> None:
-        for name, cut in self.plan.layers.items():
+        for number, (name, cut) in enumerate(self.plan.layers.items()):
             module = self.modules[name]
             with self.patches.changing(module, PatchLayer.TENSOR, f"is sharded over axis tp: {cut.kind}"):
                 self._swap(module, cut.kind)
                 self._prepare(module, cut)
+            if name.endswith(BASE) and cut.kind in ("column", "row"):
+                stream = number if cut.kind == "column" else None
+                place_dropouts(self.modules[name.removesuffix(BASE)], self._region(cut), stream, self.patches)
 
     def _prepare(self, module: nn.Module, cut: LayerCut) -> None:
         if cut.kind == "column":

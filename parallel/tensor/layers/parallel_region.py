@@ -11,12 +11,14 @@ agrees on all ranks, and seeds from it twice: by rank when it opens, and equally
 no counter, so a block that runs again from the same random state draws the same masks.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.parallel.model.rng_streams import draw_alike, draw_apart
+from engine.parallel.model.rng_streams import draw_alike, draw_apart, keyed_generators
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import add_rows, cut_rows, gather_global, stream_dim
@@ -111,6 +113,18 @@ class Region:
         if self._drawn is not None:
             draw_alike(device, self._drawn)
             self._drawn = None
+
+    @contextmanager
+    def drawing(self, device: torch.device, stream: int | None) -> Iterator[None]:
+        """Inside, all ranks draw the numbers of ``stream``, though the region is open; None: each rank draws its own,
+        though the region is closed."""
+        key: tuple[int, ...] = ()
+        if stream is None and self.axis.size > 1 and not self.axis.dry:
+            key = int(torch.empty((), dtype=torch.int64, device="cpu").random_()), self.axis.index + 1
+        elif stream is not None and self._drawn is not None:
+            key = self._drawn, 0, stream
+        with keyed_generators(device, *key) if key else nullcontext():
+            yield
 
     def _open(self, training: bool, device: torch.device) -> None:
         self._close()

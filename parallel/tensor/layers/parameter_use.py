@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from engine.errors import PlanError
 from engine.parallel.model.placeholders import trainable
 from engine.parallel.tensor.global_tensor.global_tensor import has_views
+from engine.parallel.tensor.layers.adapter_dropout import BASE
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.torch_function import Operation
 
@@ -85,6 +86,8 @@ class OutsideReads(TorchFunctionMode):
         self._cut = {
             id(p): name for name, p in model.named_parameters() if name in plan.parameters and id(p) in of_layers
         }
+        # what is drawn around a layer may read it, and the proof of its block covers that (DoRA's norm of weights)
+        self._layers += [model.get_submodule(name.removesuffix(BASE)) for name in plan.layers if name.endswith(BASE)]
         self._running: list[frozenset[int]] = []
         """The parameters of each running planned layer, the innermost layer last."""
 

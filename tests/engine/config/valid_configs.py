@@ -44,7 +44,7 @@ FULL: Tree = json.loads("""{
     "inputs": "host"},
   "kernels": "auto", "compile": false, "seed": 1234, "initial_weights": "rank0",
   "checkpoint": {"folder": "out", "every": 10, "keep": 2, "async": true, "on_failure": "stop", "init_from": "weights",
-    "memory_every": 5},
+    "memory_every": 5, "frozen": false},
   "integrity": {"every": 10, "on_failure": "warn", "rerun": true},
   "monitor": {"jsonl": "steps.jsonl", "csv": "steps.csv", "tensorboard": "board", "wandb": "project",
     "mlflow": "experiment", "every": 10, "progress": true, "metrics": ["accuracy"], "report": "run", "profile": null},

@@ -1,0 +1,165 @@
+"""Adapters of PEFT and their frozen base, shared by tensor ranks: equal to one process, and each holds half."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import engine
+from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.world import World
+from engine.verify import Parity, TrainingRecord, train_alone
+from tests.engine.parity.adapted_models import ADAPTED, DORA, PROMPTS, RANK, adapted
+from tests.engine.parity.architectures import Architecture
+from tests.engine.parity.launches import compare, settings
+from tests.engine.parity.tensor_models import FOUR, HEADS
+from tests.models import take_rows
+
+RunRanks = Callable[..., list[Any]]
+STEPS = 2
+CLIPPING = 1e-4
+"""Of prompts, whose gradients are small."""
+MODELS: Mapping[str, Architecture] = {**ADAPTED, **DORA, **PROMPTS}
+BASE = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
+"""Elements of the weights of a Llama's linear layers: two blocks with q and o, k and v, gate, up and down."""
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # PEFT asks for it
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:peft"),
+]
+
+
+def shares(model: nn.Module) -> dict[str, int]:
+    """Elements of the weights of base layers, and of the halves of the pairs beside them, on this rank; without
+    routers of experts, which every rank holds."""
+    found = {".base_layer.weight": 0, ".lora_A.": 0, ".lora_B.": 0}
+    for name, parameter in model.named_parameters():
+        for part in found:
+            if part in name and ".mlp.gate." not in name:
+                found[part] += parameter.numel()
+    return found
+
+
+def rank(name: str, config: Mapping[str, Any], folder: str, world: World) -> tuple[TrainingRecord, dict[str, int]]:
+    """Body of a rank: train, and save the adapters."""
+    model = MODELS[name]
+    batches = model.batches(config["train_batch_size"])[:STEPS]
+    example = take_rows(batches[0], 0, config["train_micro_batch_size_per_gpu"])
+    with engine.initialize(model.build, dict(config), example_batch=example, world=world) as eng:
+        reports = [eng.train_batch(batch) for batch in batches]
+        eng.save_pretrained(folder)
+        held = shares(eng.module)
+        record = TrainingRecord(
+            tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict()
+        )
+    return record, held
+
+
+def trains_and_is_saved(name: str, folder: Path) -> tuple[list[dict[str, int]], dict[str, int]]:
+    """What each of two tensor ranks holds of a model, and the whole; it trains as in one process, and PEFT loads it."""
+    from peft import PeftModel
+
+    model, config = MODELS[name], settings(1, parallel={"tensor": 2}, train_batch_size=4)
+    config["gradient_clipping"] = CLIPPING if name in PROMPTS else 0.05
+    ranks = run_thread_ranks(2, lambda world: rank(name, config, str(folder), world))
+    batches = model.batches(config["train_batch_size"])[:STEPS]
+    parity = Parity(ranks[0][0], train_alone(model.build, config | {"parallel": {"data": 1}}, batches))
+    assert parity.holds() and min(parity.reference.norms) > config["gradient_clipping"], str(parity)
+    given: Any = model.build()
+    whole = shares(given)
+    base = given.get_base_model() if name in PROMPTS else given.unload()
+    loaded: Any = PeftModel.from_pretrained(base, folder)
+    trained: Any = model.build()
+    trained.load_state_dict(ranks[0][0].weights)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**batches[0]).logits, trained.eval()(**batches[0]).logits)
+    assert {file.name for file in folder.iterdir()} == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    return [held for _, held in ranks], whole
+
+
+def test_a_base_is_shared_with_its_adapters_and_peft_loads_what_was_saved(tmp_path: Path) -> None:
+    ranks, whole = trains_and_is_saved("Llama with LoRA", tmp_path / "adapters")
+    # seven layers in a block of width 32 with a perceptron of 48: inputs of o and down are shared, and outputs of q, k,
+    # v, gate and up
+    first, second = 2 * RANK * (5 * 32 + 32 // 2 + 48 // 2), 2 * RANK * ((32 + 2 * 16 + 2 * 48) // 2 + 2 * 32)
+    assert whole[".base_layer.weight"] == BASE
+    for held in ranks:
+        assert held == {".base_layer.weight": BASE // 2, ".lora_A.": first, ".lora_B.": second}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*DORA, *PROMPTS])
+def test_other_adapters_train_over_tensor_ranks_and_are_saved(name: str, tmp_path: Path) -> None:
+    ranks, _ = trains_and_is_saved(name, tmp_path / "adapters")
+    assert [held[".base_layer.weight"] for held in ranks] == [BASE // 2 if name in DORA else 0] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", [{"data": 2}, {"pipeline": 2}], ids=["dp2", "pp2"])
+def test_prompts_train_on_other_axes(run_ranks: RunRanks, parallel: dict[str, int]) -> None:
+    config = settings(parallel.get("pipeline", 1), parallel=parallel, gradient_clipping=CLIPPING)
+    for name, result in compare(run_ranks, [*PROMPTS], config).items():
+        assert not isinstance(result, str) and not result.uncounted, f"{name}: {result}"
+
+
+GRIDS: Mapping[str, dict[str, Any]] = {
+    "tp2": {"parallel": {"tensor": 2}},
+    "tp2, sequence": {"parallel": {"tensor": 2, "sequence_parallel": True}},
+    "ZeRO 3 x dp2": {"parallel": {"data": 2}, "zero_optimization": {"stage": 3}},
+    "ZeRO 3 x dp2 x tp2": {"parallel": {"data": 2, "tensor": 2}, "zero_optimization": {"stage": 3}},
+    "pp2": {"parallel": {"pipeline": 2}},
+    "tp2 x pp2": {"parallel": {"tensor": 2, "pipeline": 2}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_family_trains_as_in_one_process(run_ranks: RunRanks, grid: str) -> None:
+    changes = dict(GRIDS[grid])
+    config = settings(changes["parallel"].get("pipeline", 1), **changes)
+    for name, result in compare(run_ranks, list(ADAPTED), config).items():
+        assert not isinstance(result, str), f"{name}: {result}"
+        assert not result.uncounted, f"{name}: {result.uncounted}"
+
+
+def held(name: str, world: World) -> tuple[dict[str, int], set[str]]:
+    """Body of a rank: what it holds of the model, and how its layers are shared."""
+    model, config = ADAPTED[name], settings(1, parallel={"tensor": 2})
+    example = take_rows(model.batches(2)[0], 0, 2)
+    with engine.initialize(model.build, config, example_batch=example, world=world) as eng:
+        assert eng.plan.tensor is not None
+        return shares(eng.module), {reason.how for reason in eng.plan.tensor.reasons}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ADAPTED)
+def test_every_rank_holds_half_of_the_base(name: str) -> None:
+    whole = shares(ADAPTED[name].build())[".base_layer.weight"]
+    for mine, how in run_thread_ranks(2, lambda world: held(name, world)):
+        assert 2 * mine[".base_layer.weight"] == whole and "replicate" not in how
+
+
+def with_dropout(world: World) -> dict[str, torch.Tensor]:
+    """Body of a rank: the halves of pairs that every rank holds, after two steps."""
+    model = adapted(FOUR["Llama" + HEADS], lora_dropout=0.5)
+    config = settings(1, parallel={"tensor": 2})
+    batches = model.batches(config["train_batch_size"])
+    with engine.initialize(model.build, config, example_batch=take_rows(batches[0], 0, 2), world=world) as eng:
+        for batch in batches[:2]:
+            eng.train_batch(batch)
+        return {
+            name: parameter.detach().clone()
+            for name, parameter in eng.module.named_parameters()
+            if ("q_proj.lora_A" in name or "o_proj.lora_B" in name or "down_proj.lora_B" in name)
+        }
+
+
+@pytest.mark.long
+def test_dropout_before_a_pair_keeps_the_ranks_equal() -> None:
+    first, second = run_thread_ranks(2, with_dropout)
+    assert len(first) == 6
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
