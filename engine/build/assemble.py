@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from engine.integrity.guard import Integrity
 from engine.integrity.held import Holdings
 from engine.integrity.reruns import ComputedGradients
 from engine.kernels.dispatch import Kernels
+from engine.optim.built_in import built_in_optimizer
 from engine.optim.given_optimizer import show_inner
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
@@ -66,8 +66,7 @@ from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.host_copies import HostCopies
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.elementwise import check_elementwise
-from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
-from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.own_backward import OwnBackward
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
@@ -248,18 +247,23 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
         if (node := ranks_with_secondary_shards(plan.config)) > 1:
             comm.open_gathers(node)
     connect_hops(wire_formats(plan.config, plan.precision), comm)
+    for members in plan.matrix_owners.data_groups if plan.matrix_owners is not None else ():
+        comm.connect_data(members)
     return axis
 
 
 def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request) -> ShardedOptimizer:
     config, shaped = plan.config, request.optimizer is not None
     round_initial(buckets, comm)
-    factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
+    factory = request.optimizer or built_in_optimizer(config.optimizer or OptimizerConfig())
     sharded = config.zero_optimization.stage > 0
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped)
     if not plan.precision.master:
         optimizer.round(_rounding(plan, comm.grid.coord().tp))
     optimizer.use(request.changes.kernels)
+    owners = plan.matrix_owners
+    if owners is not None and (routes := owners.routes(comm.grid.coord())) is not None:
+        optimizer.gather_matrices(routes)
     if config.tp > 1:
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     return optimizer
@@ -309,15 +313,3 @@ def _gatherer(
     gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm, own_backward.start, gathers.within)
     GatheredModules(model, plan.gather_groups, gathers.order, gatherer, patches)
     return gatherer
-
-
-def _factory(config: OptimizerConfig) -> OptimizerFactory:
-    kinds: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-        "AdamW": (FlatAdam, {"decoupled": True}),
-        "Adam": (FlatAdam, {"decoupled": False}),
-        "SGD": (FlatSGD, {}),
-        "Lion": (FlatLion, {}),
-    }
-    kind, extra = kinds[config.type]
-    options = dict(config.params) | extra
-    return lambda groups: kind(groups, **options)

@@ -31,6 +31,7 @@ from engine.config.optim_sections import (
     OPTIMIZERS,
     SCHEDULERS,
     GroupConfig,
+    MatchedOptimizerConfig,
     OptimizerConfig,
     SchedulerConfig,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "Fp16Config",
     "GroupConfig",
     "IntegrityConfig",
+    "MatchedOptimizerConfig",
     "MonitorConfig",
     "OffloadConfig",
     "OptimizerConfig",
@@ -116,9 +118,10 @@ class Config:
     keep_fp32: tuple[str, ...] = setting((), GLOBS)
     """Name patterns of modules that stay in fp32 under bf16 or fp16."""
     optimizer: OptimizerConfig | None = setting(
-        OptimizerConfig(), Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, null=True)
+        OptimizerConfig(), Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, several=MatchedOptimizerConfig, null=True)
     )
-    """The optimizer; null uses the one given to engine.initialize."""
+    """The optimizer; null uses the one given to engine.initialize. A list has an optimizer for each ``match``, the last
+    one for the rest."""
     scheduler: SchedulerConfig | None = setting(None, Typed(cls=SchedulerConfig, kinds=SCHEDULERS, null=True))
     """Learning rate schedule; null keeps the rate constant."""
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
@@ -270,7 +273,7 @@ def _read(source: "ConfigSource | Config", problems: Problems, overrides: Sequen
 def _check_between(config: Config, problems: Problems) -> None:
     """Check the rules between keys."""
     check_precision(config.bf16, config.fp16, config.torch_autocast, problems)
-    check_optimizer(config.optimizer, problems)
+    check_optimizer(config.optimizer, config.zero_optimization, config.bf16, problems)
     check_recomputation(config.activation_checkpointing, problems)
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)

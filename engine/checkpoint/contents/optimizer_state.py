@@ -279,7 +279,8 @@ def _device_of_numbers(group: Mapping[str, Any], parameter: nn.Parameter) -> tor
 
 
 def _type(optimizer: ShardedOptimizer) -> str:
-    return type(optimizer.inner).__name__.removeprefix("Flat")
+    inner = optimizer.inner
+    return inner.kind if isinstance(inner, FlatOptimizer) else type(inner).__name__.removeprefix("Flat")
 
 
 def _grouped(optimizer: ShardedOptimizer) -> Iterator[tuple[int, OptimizerTensor]]:
