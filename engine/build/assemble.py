@@ -31,6 +31,7 @@ from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
+from engine.parallel.grid import Grid
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
@@ -67,6 +68,7 @@ from engine.zero.offload.host_copies import HostCopies
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.elementwise import check_elementwise
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
@@ -132,7 +134,7 @@ def assemble_rank(
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
     with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
-    own_backward, (buckets, frozen) = OwnBackward(), _parted(placed, len(plan.layout(comm.grid.coord()).buckets))
+    own_backward, encoder, (buckets, frozen) = OwnBackward(), _encoder(config, kernels), _parts(placed, plan, comm.grid)
     optimizer, program = _optimizer(plan, buckets, comm, request), request.program(model, plan.precision, device)
     place_on_disk(optimizer, plan, comm, device)
     reducer = _reducer(model, plan, comm, optimizer.copies, own_backward, kernels)
@@ -141,7 +143,6 @@ def assemble_rank(
         make_heads_lazy(model, [h for h in request.changes.heads if plan.is_last(f"{h}.weight")], axis, patches)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     _keep_out(model, plan, patches)
-    encoder = _encoder(config, kernels)
     on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
     return RankRuntime(
         plan=plan,
@@ -165,6 +166,7 @@ def assemble_rank(
         own_backward=own_backward,
         gradient_guard=_guard(model, plan, reducer, patches),
         optimizer=optimizer,
+        average=WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None,
         learning_rate=_learning_rate(model, optimizer, config, request),
         kernels=kernels,
         replica_check=ReplicaCheck(plan.table, buckets, comm, config.parallel.verify_plan),
@@ -189,8 +191,9 @@ def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:
     return MessageEncoder(form, kernels, config.wire.error_feedback) if form is not None else None
 
 
-def _parted(placed: Sequence[FlatBucket], trained: int) -> tuple[Sequence[FlatBucket], Sequence[FlatBucket]]:
+def _parts(placed: Sequence[FlatBucket], plan: Plan, grid: Grid) -> tuple[Sequence[FlatBucket], Sequence[FlatBucket]]:
     """The buckets of trained parameters, and those of frozen ones."""
+    trained = len(plan.layout(grid.coord()).buckets)
     return placed[:trained], placed[trained:]
 
 

@@ -41,6 +41,7 @@ from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.world import timeout_seconds
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
+from engine.zero.optim.weight_average import WeightAverage
 
 logger = logging.getLogger("trine")
 
@@ -171,11 +172,11 @@ class CheckpointCoordinator:
         user = self._begin(request, update) if self._run is None else self._resume(request)
         return ClientState(user) if isinstance(user, dict) else user
 
-    def gather_full_state(self) -> dict[str, torch.Tensor]:
+    def gather_full_state(self, average: WeightAverage | None = None) -> dict[str, torch.Tensor]:
         """See :meth:`engine.Engine.full_state_dict`; the engine is built."""
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
-        return self._run.full_state.gather((*runtime.buckets, *runtime.frozen))
+        return self._run.full_state.gather((*runtime.buckets, *runtime.frozen), average)
 
     def copy_weights(self, source: "CheckpointCoordinator") -> None:
         """See :meth:`engine.Engine.copy_weights_from`; both engines are built."""

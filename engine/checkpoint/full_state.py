@@ -21,6 +21,7 @@ from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 from engine.planning.plan import Plan
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.master_weights import full_weights
+from engine.zero.optim.weight_average import WeightAverage, average_dtype
 
 LABEL = "full state"
 
@@ -62,13 +63,16 @@ class FullState:
         self._device = next(model.parameters()).device
 
     @torch.no_grad()
-    def gather(self, buckets: Sequence[FlatBucket]) -> dict[str, Tensor]:
-        """Keys and dtypes of the user's ``model.state_dict()``, values on the CPU of rank 0; empty on other ranks."""
-        held = self._local(buckets)
+    def gather(self, buckets: Sequence[FlatBucket], average: WeightAverage | None = None) -> dict[str, Tensor]:
+        """Keys and dtypes of the user's ``model.state_dict()``, values on the CPU of rank 0; empty on other ranks.
+
+        ``average``: its values in place of those of trained parameters.
+        """
+        held = self._local(buckets, average)
         weights: dict[str, Tensor] = {}
         if self._coord.dp == 0:
             for row in self._plan.table:
-                whole = self._whole(row, held)
+                whole = self._whole(row, held, average is not None)
                 if whole is not None and self._comm.grid.rank == 0:
                     weights[row.name] = whole.cpu()
         live = dict(self._model.named_buffers())
@@ -79,9 +83,11 @@ class FullState:
         }
         return self._named(weights, buffers) if self._comm.grid.rank == 0 else {}
 
-    def _local(self, buckets: Sequence[FlatBucket]) -> dict[str, Tensor]:
+    def _local(self, buckets: Sequence[FlatBucket], average: WeightAverage | None) -> dict[str, Tensor]:
         """This rank's part of each row, full over dp; on the CPU, so that the device holds one gathered bucket."""
-        held = {name: weight.cpu() for name, weight in full_weights(buckets, self._comm) if self._coord.dp == 0}
+        values = average.of if average is not None else None
+        found = full_weights(buckets, self._comm, values)
+        held = {name: weight.cpu() for name, weight in found if self._coord.dp == 0}
         parameters = dict(self._model.named_parameters())
         filled = {slot.name for flat in buckets for slot in flat.bucket.slots}
         for row in self._plan.table.held_by(self._coord.pp):
@@ -89,14 +95,16 @@ class FullState:
                 held[row.name] = parameters[row.name].detach()
         return held
 
-    def _whole(self, row: ShardRow, held: Mapping[str, Tensor]) -> Tensor | None:
+    def _whole(self, row: ShardRow, held: Mapping[str, Tensor], averaged: bool) -> Tensor | None:
         """The full row, on rank 0 and on its first stage; None elsewhere."""
         stage, here = row.owners[0], self._coord.pp
         whole: Tensor | None = None
         if here == stage:
             whole = self._over_tensor_ranks(row, held[row.name])
         if stage and self._coord.tp == 0:
-            whole = self._to_first_stage(whole, row.shape, self._dtype(row), stage)
+            dtype = self._dtype(row)
+            dtype = average_dtype(dtype) if averaged and row.trainable else dtype
+            whole = self._to_first_stage(whole, row.shape, dtype, stage)
         return whole
 
     def _over_tensor_ranks(self, row: ShardRow, part: Tensor) -> Tensor:

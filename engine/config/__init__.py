@@ -42,6 +42,7 @@ from engine.config.sections import (
     ActivationCheckpointingConfig,
     Bf16Config,
     CheckpointConfig,
+    EmaConfig,
     Fp16Config,
     IntegrityConfig,
     MonitorConfig,
@@ -62,6 +63,7 @@ __all__ = [
     "Bf16Config",
     "CheckpointConfig",
     "Config",
+    "EmaConfig",
     "Fp16Config",
     "GroupConfig",
     "IntegrityConfig",
@@ -124,6 +126,8 @@ class Config:
     one for the rest."""
     scheduler: SchedulerConfig | None = setting(None, Typed(cls=SchedulerConfig, kinds=SCHEDULERS, null=True))
     """Learning rate schedule; null keeps the rate constant."""
+    ema: EmaConfig | None = setting(None, Section(cls=EmaConfig, null=True))
+    """Moving average of the weights; null keeps none."""
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
     """Maximum global gradient norm; 0 switches clipping off."""
     activation_checkpointing: ActivationCheckpointingConfig = setting(

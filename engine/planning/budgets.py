@@ -23,6 +23,7 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, WITHIN, SecondaryLayo
 from engine.zero.layout import Bucket, FlatLayout
 from engine.zero.offload.direct_io import whole_sectors
 from engine.zero.offload.host_copies import offloaded_buckets
+from engine.zero.optim.weight_average import average_dtype
 from engine.zero.wire_formats import WireFormats
 
 CONTROL_SCALARS = 9
@@ -108,6 +109,9 @@ def state_bytes(
         state["parameters"] += bucket.elements // parts * widths.compute.itemsize
         place = host if bucket.index in hosted else state
         place["optimizer"] += values(bucket) * widths.moments.itemsize
+        if config.ema is not None:
+            size = average_dtype(widths.master or widths.compute).itemsize
+            place["average"] = place.get("average", 0) + owned * size
         if bucket.index in hosted:
             host["master"] += owned * (widths.master or widths.compute).itemsize
             host["gradients"] += owned * widths.sums.itemsize
@@ -152,8 +156,8 @@ def hosted_buckets(layout: FlatLayout, config: Config) -> frozenset[int]:
     return offloaded_buckets(layout, offload.ratio) if offload.device != "none" else frozenset()
 
 
-def stored_bytes(table: ShardTable, precision: Precision, values: Sequence[int]) -> int:
-    """Bytes of all weights, masters and moments of a run, each once: what a checkpoint stores, less its buffers.
+def stored_bytes(table: ShardTable, precision: Precision, config: Config, values: Sequence[int]) -> int:
+    """Bytes of all weights, masters, moments and averages, each once: what a checkpoint stores, less its buffers.
 
     ``values``: optimizer values of an element of each group.
     """
@@ -165,7 +169,8 @@ def stored_bytes(table: ShardTable, precision: Precision, values: Sequence[int])
             continue
         widths = precision.widths(str(precision.parameter(row.name, row.dtype)).removeprefix("torch."))
         master = widths.master.itemsize if widths.master else 0
-        total += elements * (widths.compute.itemsize + master + widths.moments.itemsize * values[row.group])
+        average = average_dtype(widths.master or widths.compute).itemsize if config.ema is not None else 0
+        total += elements * (widths.compute.itemsize + master + average + widths.moments.itemsize * values[row.group])
     return total
 
 

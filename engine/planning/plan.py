@@ -180,7 +180,7 @@ class Plan:
     @property
     def stored_bytes(self) -> int:
         """Bytes of a checkpoint, all ranks together, without buffers and random states."""
-        return stored_bytes(self.table, self.precision, self._moments)
+        return stored_bytes(self.table, self.precision, self.config, self._moments)
 
     @property
     def _moments(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 _PARITY = "tests/engine/parity/test_parity_optimizers.py"
 _OWNERS = "tests/zero/optim/test_owner_exchange.py"
+_AVERAGE = "tests/zero/optim/test_weight_average.py"
 _GROUPS = "tests/engine/optim/test_param_groups.py"
 
 MATRIX_OPTIMIZERS = (
@@ -81,6 +82,22 @@ MATRIX_OPTIMIZERS = (
         old="            parts.append(Tally(self.matrix_owners.traffic(coord)))\n",
         new="            pass\n",
         tests=(f"{_PARITY}::test_bytes_sent_and_kept_are_those_of_the_plan",),
+    ),
+    Fault(
+        name="average-counted-twice",
+        about="The moving average of the weights takes each update in twice.",
+        file="engine/step/update.py",
+        old="            runtime.average.update()\n",
+        new="            runtime.average.update()\n            runtime.average.update()\n",
+        tests=(f"{_AVERAGE}::test_the_average_is_that_of_the_full_weights_after_each_update",),
+    ),
+    Fault(
+        name="average-not-restored",
+        about="A run that goes on from a checkpoint begins a new average.",
+        file="zero/optim/weight_average.py",
+        old='if all(f"{FAMILY}/{name}" in stored for name in place.names()):',
+        new="if not place.names():",
+        tests=(f"{_AVERAGE}::test_a_process_goes_on_with_its_average",),
     ),
     Fault(
         name="state-of-one-kind-planned",
