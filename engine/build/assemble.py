@@ -260,6 +260,8 @@ def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: R
     round_initial(buckets, comm)
     factory = request.optimizer or built_in_optimizer(config.optimizer or OptimizerConfig())
     sharded = config.zero_optimization.stage > 0
+    if sharded and request.given is not None:  # before its constructor is given flat parts
+        check_elementwise(request.given.optimizer, "zero_optimization.stage 1 or more")
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped)
     if not plan.precision.master:
         optimizer.round(_rounding(plan, comm.grid.coord().tp))
