@@ -52,7 +52,7 @@ def history(eng: Engine) -> list[str]:
     ("ranks", "parallel", "zero", "changes"),
     [
         (2, {"data": 2}, {"stage": 1}, BF16),
-        (2, {"data": 2}, {"stage": 3}, {}),
+        wide(2, {"data": 2}, {"stage": 3}, {}),
         wide(2, {"data": 2}, {"stage": 0}, {}),
         wide(2, {"tensor": 2}, {"stage": 0}, BF16),
         wide(2, {"pipeline": 2}, {"stage": 0}, BF16),
