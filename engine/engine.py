@@ -246,8 +246,10 @@ class Engine(TrainingLoop, NamedState, Inference):
 
     # ------------------------------------------------------------------ state
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self, ema: bool = False) -> dict[str, Tensor]:
         """The whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
+
+        With ``ema``, the moving average of the trained parameters in their place.
 
         Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
 
@@ -257,8 +259,14 @@ class Engine(TrainingLoop, NamedState, Inference):
         self._resources.refuse_closed("full_state_dict")
         if self._runtime.gatherer is not None:
             self._runtime.gatherer.refuse_opened("full_state_dict")
+        average = self._runtime.average
+        if ema and average is None:
+            raise EngineError(
+                'full_state_dict(ema=True) of a run that keeps no average; give "ema": {"decay": 0.999} in the '
+                "configuration."
+            )
         with self._runtime.changing():
-            return self._checkpoints.gather_full_state()
+            return self._checkpoints.gather_full_state(average if ema else None)
 
     def register_for_checkpointing(self, **things: Any) -> None:
         """Save and load other objects too, such as ``data=sampler``; its ``state_dict`` is JSON, equal on all ranks."""

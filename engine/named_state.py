@@ -17,6 +17,7 @@ from engine.step.user_loop import UserLoop
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.full_parameters import ShardedModel, full_parameters
 from engine.zero.gather.full_tensors import HeldPart, NamedShards, full_tensors, local_tensors
+from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.master_weights import sync_masters
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
@@ -127,10 +128,12 @@ class NamedState(ABC):
         names = json.loads(from_first(lambda: json.dumps(own).encode(), runtime.comm, runtime.program.device))
         with runtime.changing(), ExitStack() as stack:
             found: dict[str, dict[str, Tensor]] = {}
+            groups = {row.name: row.group for row in runtime.plan.table}
             for name in names:
                 opened = self._opened("optimizer_state", _state_pieces(runtime.optimizer, name), pattern, local)
                 for parameter, tensor in stack.enter_context(opened).items():
-                    found.setdefault(parameter, {})[name] = tensor
+                    if _keeps(runtime.optimizer, name, groups[parameter]):
+                        found.setdefault(parameter, {})[name] = tensor
             yield found
 
     @property
@@ -185,4 +188,15 @@ def _state_pieces(optimizer: ShardedOptimizer, name: str) -> list[HeldPart]:
         value = optimizer.inner.state.get(place.parameter, {}).get(name)
         if isinstance(value, Tensor) and value.shape == place.parameter.shape:
             pieces.append(HeldPart(place.flat, place.part, value.view(-1)))
+    inner = optimizer.inner
+    if isinstance(inner, CompositeOptimizer):  # a rank that has none of it takes part in its gathers
+        for place in optimizer.places:
+            none = torch.empty(0, dtype=inner.moment_dtype(place.parameter), device=place.parameter.device)
+            pieces.append(HeldPart(place.flat, slice(place.part.start, place.part.start), none))
     return pieces
+
+
+def _keeps(optimizer: ShardedOptimizer, name: str, group: int) -> bool:
+    """True if parameters of a group have this state; of several optimizers each has its own."""
+    inner = optimizer.inner
+    return not isinstance(inner, CompositeOptimizer) or inner.keeps(name, group)

@@ -7,6 +7,7 @@ The reference uses as little of Trine as possible: a loop over all microbatches 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from engine.api import initialize
 from engine.build.place_model import make_model
 from engine.config import Config, load_config
+from engine.config.optim_sections import OptimizerConfig
+from engine.optim.built_in import plain_optimizer
 from engine.optim.lr_schedules import SchedulerArgument, check_scheduler, make_learning_rate
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
@@ -29,7 +32,6 @@ from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.program.loss import LossFunction, find_loss
-from engine.zero.optim.flat_optimizers import FlatLion
 from engine.zero.optim.sharded_optimizer import OptimizerFactory
 
 
@@ -205,7 +207,9 @@ class _Reference:
         for name, group in assigned.items():
             members[group].append(self.masters[name])
         options = [{"params": m, **g.as_kwargs()} for m, g in zip(members, groups, strict=True) if m]
-        self.optimizer = wishes.optimizer(options) if wishes.optimizer else _plain_optimizer(config, options)
+        assert wishes.optimizer is not None or config.optimizer is not None  # initialize() has refused a run without
+        built_in = partial(plain_optimizer, config.optimizer or OptimizerConfig())
+        self.optimizer = (wishes.optimizer or built_in)(options)
         self.rate = make_learning_rate(self.optimizer, config.scheduler, wishes.lr_scheduler)
 
     def train(self, batches: Sequence[Batch]) -> TrainingRecord:
@@ -258,29 +262,6 @@ class _Reference:
         self.rate.done()
         for name, master in self.masters.items():
             self.parameters[name].copy_(master)
-
-
-def _plain_optimizer(config: Config, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    kinds: dict[str, type[torch.optim.Optimizer]] = {
-        "AdamW": torch.optim.AdamW,
-        "Adam": torch.optim.Adam,
-        "SGD": torch.optim.SGD,
-        "Lion": FlatLion,
-    }
-    assert config.optimizer is not None  # initialize() has already refused a run without an optimizer
-    params = dict(config.optimizer.params)
-    corrected = params.pop("bias_correction", True)
-    made = kinds[config.optimizer.type](groups, **params)
-    if not corrected:
-        switch_off_bias_correction(made)
-    return made
-
-
-def switch_off_bias_correction(adam: torch.optim.Optimizer) -> None:
-    """Start torch's Adam, which always corrects, at an update whose correction is a division by one."""
-    for weight in [weight for group in adam.param_groups for weight in group["params"]]:
-        averages = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-        adam.state[weight] = {"step": torch.tensor(1e9), **averages}
 
 
 def _worst(ours: Sequence[float], reference: Sequence[float]) -> float:

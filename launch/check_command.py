@@ -42,12 +42,14 @@ def unchecked(config: Config, sized: bool) -> Iterator[str]:
         yield f"parallel.tensor {parallel.tensor}: whether the model's layers can be sharded so"
     if parallel.pipeline != 1:
         yield f"parallel.pipeline {parallel.pipeline}: whether the model can be cut so"
+    entries = config.optimizer.entries if config.optimizer is not None else ()
     patterns = {
         "parallel.tensor_plan": parallel.tensor != 1 and parallel.tensor_plan != "auto",
         "parallel.split": parallel.pipeline != 1 and parallel.split != "auto",
         "keep_fp32": config.keep_fp32,
-        "optimizer.no_weight_decay": config.optimizer is not None and config.optimizer.no_weight_decay,
-        "optimizer.groups": config.optimizer is not None and config.optimizer.groups,
+        "optimizer.match": config.optimizer is not None and config.optimizer.before,
+        "optimizer.no_weight_decay": any(entry.no_weight_decay for entry in entries),
+        "optimizer.groups": any(entry.groups for entry in entries),
     }
     for key, given in patterns.items():
         if given:

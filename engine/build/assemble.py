@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,11 +25,13 @@ from engine.integrity.guard import Integrity
 from engine.integrity.held import Holdings
 from engine.integrity.reruns import ComputedGradients
 from engine.kernels.dispatch import Kernels
+from engine.optim.built_in import built_in_optimizer
 from engine.optim.given_optimizer import show_inner
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
+from engine.parallel.grid import Grid
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
@@ -66,8 +67,8 @@ from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.host_copies import HostCopies
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.elementwise import check_elementwise
-from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
-from engine.zero.optim.sharded_optimizer import OptimizerFactory, ShardedOptimizer
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
@@ -133,7 +134,7 @@ def assemble_rank(
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
     with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
-    own_backward, (buckets, frozen) = OwnBackward(), _parted(placed, len(plan.layout(comm.grid.coord()).buckets))
+    own_backward, encoder, (buckets, frozen) = OwnBackward(), _encoder(config, kernels), _parts(placed, plan, comm.grid)
     optimizer, program = _optimizer(plan, buckets, comm, request), request.program(model, plan.precision, device)
     place_on_disk(optimizer, plan, comm, device)
     reducer = _reducer(model, plan, comm, optimizer.copies, own_backward, kernels)
@@ -142,7 +143,6 @@ def assemble_rank(
         make_heads_lazy(model, [h for h in request.changes.heads if plan.is_last(f"{h}.weight")], axis, patches)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     _keep_out(model, plan, patches)
-    encoder = _encoder(config, kernels)
     on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
     return RankRuntime(
         plan=plan,
@@ -166,6 +166,7 @@ def assemble_rank(
         own_backward=own_backward,
         gradient_guard=_guard(model, plan, reducer, patches),
         optimizer=optimizer,
+        average=WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None,
         learning_rate=_learning_rate(model, optimizer, config, request),
         kernels=kernels,
         replica_check=ReplicaCheck(plan.table, buckets, comm, config.parallel.verify_plan),
@@ -190,8 +191,9 @@ def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:
     return MessageEncoder(form, kernels, config.wire.error_feedback) if form is not None else None
 
 
-def _parted(placed: Sequence[FlatBucket], trained: int) -> tuple[Sequence[FlatBucket], Sequence[FlatBucket]]:
+def _parts(placed: Sequence[FlatBucket], plan: Plan, grid: Grid) -> tuple[Sequence[FlatBucket], Sequence[FlatBucket]]:
     """The buckets of trained parameters, and those of frozen ones."""
+    trained = len(plan.layout(grid.coord()).buckets)
     return placed[:trained], placed[trained:]
 
 
@@ -248,18 +250,25 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
         if (node := ranks_with_secondary_shards(plan.config)) > 1:
             comm.open_gathers(node)
     connect_hops(wire_formats(plan.config, plan.precision), comm)
+    for members in plan.matrix_owners.data_groups if plan.matrix_owners is not None else ():
+        comm.connect_data(members)
     return axis
 
 
 def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request) -> ShardedOptimizer:
     config, shaped = plan.config, request.optimizer is not None
     round_initial(buckets, comm)
-    factory = request.optimizer or _factory(config.optimizer or OptimizerConfig())
+    factory = request.optimizer or built_in_optimizer(config.optimizer or OptimizerConfig())
     sharded = config.zero_optimization.stage > 0
+    if sharded and request.given is not None:  # before its constructor is given flat parts
+        check_elementwise(request.given.optimizer, "zero_optimization.stage 1 or more")
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped)
     if not plan.precision.master:
         optimizer.round(_rounding(plan, comm.grid.coord().tp))
     optimizer.use(request.changes.kernels)
+    owners = plan.matrix_owners
+    if owners is not None and (routes := owners.routes(comm.grid.coord())) is not None:
+        optimizer.gather_matrices(routes)
     if config.tp > 1:
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     return optimizer
@@ -309,15 +318,3 @@ def _gatherer(
     gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm, own_backward.start, gathers.within)
     GatheredModules(model, plan.gather_groups, gathers.order, gatherer, patches)
     return gatherer
-
-
-def _factory(config: OptimizerConfig) -> OptimizerFactory:
-    kinds: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-        "AdamW": (FlatAdam, {"decoupled": True}),
-        "Adam": (FlatAdam, {"decoupled": False}),
-        "SGD": (FlatSGD, {}),
-        "Lion": (FlatLion, {}),
-    }
-    kind, extra = kinds[config.type]
-    options = dict(config.params) | extra
-    return lambda groups: kind(groups, **options)

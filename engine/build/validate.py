@@ -26,6 +26,11 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     offloaded_blocks(model, config.activation_checkpointing)
     check_installed(config.monitor)
     trained = any(parameter.requires_grad for parameter in model.parameters())
+    if request.optimizer is not None and config.optimizer is not None and config.optimizer.before:
+        raise ConfigError(
+            "optimizer is a list in the configuration, whose entries assign parameters, and optimizer=... was passed; "
+            "keep one of them."
+        )
     if trained and config.optimizer is None and request.optimizer is None:
         raise ConfigError(
             "optimizer: null, and no optimizer was passed to initialize; name one in the config, or pass optimizer=...."

@@ -4,13 +4,13 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.checkpoint.contents.adapter_folder import is_peft_model, write_adapters
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
@@ -42,6 +42,7 @@ from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.world import timeout_seconds
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
+from engine.zero.optim.weight_average import WeightAverage
 
 logger = logging.getLogger("trine")
 
@@ -172,11 +173,13 @@ class CheckpointCoordinator:
         user = self._begin(request, update) if self._run is None else self._resume(request)
         return ClientState(user) if isinstance(user, dict) else user
 
-    def gather_full_state(self, keys: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+    def gather_full_state(
+        self, average: WeightAverage | None = None, keys: Set[str] | None = None
+    ) -> dict[str, Tensor]:
         """See :meth:`engine.Engine.full_state_dict`; the engine is built. ``keys``: only these, on all ranks alike."""
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
-        return self._run.full_state.gather((*runtime.buckets, *runtime.frozen), keys)
+        return self._run.full_state.gather((*runtime.buckets, *runtime.frozen), average, keys)
 
     def copy_weights(self, source: "CheckpointCoordinator") -> None:
         """See :meth:`engine.Engine.copy_weights_from`; both engines are built."""
@@ -190,7 +193,7 @@ class CheckpointCoordinator:
         self.refuse_spoiled()
         if is_peft_model(self._model):
             run = self._placed("save_pretrained")
-            given = run.full_state.entries, self.gather_full_state, self._comm, self.device
+            given = run.full_state.entries, (lambda keys: self.gather_full_state(keys=keys)), self._comm, self.device
             with run.runtime.saving():
                 write_adapters(resolved(folder), self._model, *given)
             return

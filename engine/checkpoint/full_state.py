@@ -5,7 +5,7 @@ every row      is assembled over tp on its first stage         label "full state
 then           is sent from there to stage 0, row after row    label "full state"
 """
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,6 +21,7 @@ from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 from engine.planning.plan import Plan
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.master_weights import full_weights
+from engine.zero.optim.weight_average import WeightAverage, average_dtype
 
 LABEL = "full state"
 
@@ -62,19 +63,25 @@ class FullState:
         self._device = next(model.parameters()).device
 
     @torch.no_grad()
-    def gather(self, buckets: Sequence[FlatBucket], keys: Collection[str] | None = None) -> dict[str, Tensor]:
+    def gather(
+        self,
+        buckets: Sequence[FlatBucket],
+        average: WeightAverage | None = None,
+        keys: Set[str] | None = None,
+    ) -> dict[str, Tensor]:
         """Keys and dtypes of the user's ``model.state_dict()``, values on the CPU of rank 0; empty on other ranks.
 
-        ``keys``: those that are wanted, the same on all ranks; None: all.
+        ``average``: its values in place of those of trained parameters. ``keys``: those that are wanted, the same on
+        all ranks; None: all.
         """
         entries = {key: entry for key, entry in self.entries.items() if keys is None or key in keys}
         wanted = {entry.name for entry in entries.values() if entry.kind == "parameter"}
         rows = [row for row in self._plan.table if keys is None or row.name in wanted]
-        held = self._local(buckets, {row.name for row in rows})
+        held = self._local(buckets, average, {row.name for row in rows})
         weights: dict[str, Tensor] = {}
         if self._coord.dp == 0:
             for row in rows:
-                whole = self._whole(row, held)
+                whole = self._whole(row, held, average is not None)
                 if whole is not None and self._comm.grid.rank == 0:
                     weights[row.name] = whole.cpu()
         live = dict(self._model.named_buffers())
@@ -85,12 +92,15 @@ class FullState:
         }
         return self._named(weights, buffers, entries) if self._comm.grid.rank == 0 else {}
 
-    def _local(self, buckets: Sequence[FlatBucket], wanted: Set[str]) -> dict[str, Tensor]:
+    def _local(
+        self, buckets: Sequence[FlatBucket], average: WeightAverage | None, wanted: Set[str]
+    ) -> dict[str, Tensor]:
         """This rank's part of each wanted row, full over dp; on the CPU, so that the device holds one gathered
         bucket."""
         names = [[slot.name for slot in flat.bucket.slots] for flat in buckets]
         chosen = [flat for flat, own in zip(buckets, names, strict=True) if not wanted.isdisjoint(own)]
-        held = {name: weight.cpu() for name, weight in full_weights(chosen, self._comm) if self._coord.dp == 0}
+        found = full_weights(chosen, self._comm, average.of if average is not None else None)
+        held = {name: weight.cpu() for name, weight in found if self._coord.dp == 0}
         parameters = dict(self._model.named_parameters())
         filled = {name for own in names for name in own}
         for row in self._plan.table.held_by(self._coord.pp):
@@ -98,14 +108,16 @@ class FullState:
                 held[row.name] = parameters[row.name].detach()
         return held
 
-    def _whole(self, row: ShardRow, held: Mapping[str, Tensor]) -> Tensor | None:
+    def _whole(self, row: ShardRow, held: Mapping[str, Tensor], averaged: bool) -> Tensor | None:
         """The full row, on rank 0 and on its first stage; None elsewhere."""
         stage, here = row.owners[0], self._coord.pp
         whole: Tensor | None = None
         if here == stage:
             whole = self._over_tensor_ranks(row, held[row.name])
         if stage and self._coord.tp == 0:
-            whole = self._to_first_stage(whole, row.shape, self._dtype(row), stage)
+            dtype = self._dtype(row)
+            dtype = average_dtype(dtype) if averaged and row.trainable else dtype
+            whole = self._to_first_stage(whole, row.shape, dtype, stage)
         return whole
 
     def _over_tensor_ranks(self, row: ShardRow, part: Tensor) -> Tensor:

@@ -241,6 +241,8 @@ class Resume:
             runtime, families = self._run.runtime, Families(reader.kinds, reader.manifest.optimizer)
             made = make_moments(runtime.optimizer, families, runtime.plan.table)
             loader.read_moments(made)
+        if (average := self._run.runtime.average) is not None:
+            loader.read_moments(average.prepare(reader.kinds if self._states else {}))
         return made
 
     def _restore(self, reader: OpenCheckpoint) -> None:

@@ -113,7 +113,9 @@ class RunState:
         weights = [*local_tensors.weights(), *local_tensors.whole()]
         if weights_only:
             return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
-        pieces = [*local_tensors.masters(), *local_tensors.state(moments_by_bucket(self.runtime.optimizer))]
+        average = self.runtime.average.tensors() if self.runtime.average is not None else {}
+        moments = local_tensors.state(moments_by_bucket(self.runtime.optimizer))
+        pieces = [*local_tensors.masters(), *moments, *local_tensors.state(average)]
         return Ours(weights, self.buffers, pieces, self.own_state(), group_scalars(self.runtime.optimizer))
 
     def contents(self, user: Any, whole: bool = False) -> Contents:

@@ -32,6 +32,7 @@ from engine.config.optim_sections import (
     OPTIMIZERS,
     SCHEDULERS,
     GroupConfig,
+    MatchedOptimizerConfig,
     OptimizerConfig,
     SchedulerConfig,
 )
@@ -42,6 +43,7 @@ from engine.config.sections import (
     ActivationCheckpointingConfig,
     Bf16Config,
     CheckpointConfig,
+    EmaConfig,
     Fp16Config,
     IntegrityConfig,
     MonitorConfig,
@@ -62,9 +64,11 @@ __all__ = [
     "Bf16Config",
     "CheckpointConfig",
     "Config",
+    "EmaConfig",
     "Fp16Config",
     "GroupConfig",
     "IntegrityConfig",
+    "MatchedOptimizerConfig",
     "MonitorConfig",
     "OffloadConfig",
     "OptimizerConfig",
@@ -117,11 +121,14 @@ class Config:
     keep_fp32: tuple[str, ...] = setting((), GLOBS)
     """Name patterns of modules that stay in fp32 under bf16 or fp16."""
     optimizer: OptimizerConfig | None = setting(
-        OptimizerConfig(), Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, null=True)
+        OptimizerConfig(), Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, several=MatchedOptimizerConfig, null=True)
     )
-    """The optimizer; null uses the one given to engine.initialize."""
+    """The optimizer; null uses the one given to engine.initialize. A list has an optimizer for each ``match``, the last
+    one for the rest."""
     scheduler: SchedulerConfig | None = setting(None, Typed(cls=SchedulerConfig, kinds=SCHEDULERS, null=True))
     """Learning rate schedule; null keeps the rate constant."""
+    ema: EmaConfig | None = setting(None, Section(cls=EmaConfig, null=True))
+    """Moving average of the weights; null keeps none."""
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
     """Maximum global gradient norm; 0 switches clipping off."""
     activation_checkpointing: ActivationCheckpointingConfig = setting(
@@ -271,7 +278,7 @@ def _read(source: "ConfigSource | Config", problems: Problems, overrides: Sequen
 def _check_between(config: Config, problems: Problems) -> None:
     """Check the rules between keys."""
     check_precision(config.bf16, config.fp16, config.torch_autocast, problems)
-    check_optimizer(config.optimizer, problems)
+    check_optimizer(config.optimizer, config.zero_optimization, config.bf16, problems)
     check_recomputation(config.activation_checkpointing, problems)
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)

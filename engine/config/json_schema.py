@@ -8,6 +8,7 @@ import ast
 import inspect
 import json
 import textwrap
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -44,7 +45,8 @@ def _rule(rule: Rule) -> Schema:
     body = _shape(rule)
     if rule.null and body.get("type") == "object":
         return {**body, "type": ["object", "null"]}
-    return {"anyOf": [body, {"type": "null"}]} if rule.null else body
+    options = body.get("anyOf", [body])
+    return {"anyOf": [*options, {"type": "null"}]} if rule.null else body
 
 
 def _shape(rule: Rule) -> Schema:
@@ -68,7 +70,7 @@ def _shape(rule: Rule) -> Schema:
         case AnyOf():
             return {"anyOf": [_rule(each) for each in rule.rules]}
         case Typed():
-            return _typed(rule)
+            return _typed(rule) if rule.several is None else {"anyOf": [_typed(rule), _listed(rule, rule.several)]}
         case Sections():
             return {"type": "array", "items": _section(rule.cls)}
         case Section():
@@ -87,10 +89,18 @@ def _number(rule: Real) -> Schema:
     return {"type": "integer" if isinstance(rule, Int) else "number", **bounds}
 
 
+def _listed(rule: Typed, several: type[Any]) -> Schema:
+    """Return the schema of a list of such sections, of which all but the last one have a ``match``."""
+    entry = _typed(replace(rule, cls=several))
+    entry.pop("required", None)
+    return {"type": "array", "minItems": 1, "items": entry}
+
+
 def _typed(rule: Typed) -> Schema:
     """Return the schema of a section whose ``type`` decides which ``params`` it takes."""
     body = _section(rule.cls)
-    body["properties"]["params"] = {"type": "object", "description": _field_docs(rule.cls)["params"]}  # type: ignore[arg-type]
+    docs = {name: doc for base in reversed(rule.cls.__mro__) for name, doc in _field_docs(base).items()}
+    body["properties"]["params"] = {"type": "object", "description": docs["params"]}
     default = settings(rule.cls)["type"].default
     cases = []
     for name, cls in rule.kinds.items():

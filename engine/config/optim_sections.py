@@ -89,6 +89,32 @@ class LionParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MuonParams:
+    """Parameters of Muon, with torch's defaults: momentum whose singular values are brought near one."""
+
+    lr: float = setting(1e-3, NOT_NEGATIVE)
+    """Learning rate."""
+    weight_decay: float = setting(0.1, NOT_NEGATIVE)
+    """Decoupled weight decay."""
+    momentum: float = setting(0.95, FACTOR)
+    """Decay rate of the momentum."""
+    nesterov: bool = setting(True, Flag())
+    """Nesterov momentum."""
+    ns_coefficients: tuple[float, float, float] = setting((3.4445, -4.775, 2.0315), ListOf(
+        each=Real(), length=3, noun="a list of three numbers"))  # fmt: skip
+    """Coefficients of the Newton-Schulz polynomial, of x, x^3 and x^5."""
+    eps: float = setting(1e-7, NOT_NEGATIVE)
+    """Least norm by which a matrix is divided."""
+    ns_steps: int = setting(5, Int(low=1, below=100))
+    """Newton-Schulz steps."""
+    ns_dtype: Literal["bf16", "fp32"] = setting("bf16", one_of("bf16", "fp32", noun="a dtype of Newton-Schulz steps"))
+    """Dtype of their products; bf16 as in torch."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = setting("original", one_of(
+        "original", "match_rms_adamw", noun="an adjustment"))  # fmt: skip
+    """Factor of the rate of an A x B matrix: sqrt(max(1, A/B)), or 0.2 sqrt(max(A, B)), the RMS of AdamW's updates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LRRangeTestParams:
     """Learning rate that grows step by step, to find the range that trains."""
 
@@ -173,8 +199,10 @@ class WarmupCosineLRParams:
 
 
 OPTIMIZERS: Mapping[str, type[Any]] = MappingProxyType(
-    {"AdamW": AdamWParams, "Adam": AdamParams, "SGD": SgdParams, "Lion": LionParams}
+    {"AdamW": AdamWParams, "Adam": AdamParams, "SGD": SgdParams, "Lion": LionParams, "Muon": MuonParams}
 )
+MATRIX_OPTIMIZERS = frozenset({"Muon"})
+"""Those that update a matrix as a whole, and take nothing but matrices."""
 SCHEDULERS: Mapping[str, type[Any]] = MappingProxyType({
     "LRRangeTest": LRRangeTestParams, "OneCycle": OneCycleParams, "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams, "WarmupCosineLR": WarmupCosineLRParams, **TORCH_SCHEDULERS,
@@ -197,10 +225,10 @@ class GroupConfig:
 class OptimizerConfig:
     """The optimizer and its parameter groups."""
 
-    type: Literal["AdamW", "Adam", "SGD", "Lion"] = setting("AdamW", Choice(
+    type: Literal["AdamW", "Adam", "SGD", "Lion", "Muon"] = setting("AdamW", Choice(
         options=tuple(OPTIMIZERS), noun="built in", fold=True,
-        remedy="give AdamW, Adam, SGD or Lion, or pass optimizer=... to engine.initialize"))  # fmt: skip
-    """AdamW, Adam, SGD or Lion, in any letter case."""
+        remedy="give AdamW, Adam, SGD, Lion or Muon, or pass optimizer=... to engine.initialize"))  # fmt: skip
+    """AdamW, Adam, SGD, Lion or Muon, in any letter case."""
     params: Mapping[str, Any] = stored(AdamWParams())
     """Settings of the chosen optimizer, with all defaults filled in."""
     no_weight_decay: tuple[str, ...] = setting((), GLOBS)
@@ -211,6 +239,31 @@ class OptimizerConfig:
     """Update parameters without a gradient in a step by decay and momentum, as DeepSpeed does; false: as torch, no."""
     include_frozen: tuple[str, ...] = setting((), GLOBS)
     """Name patterns of frozen parameters that may be thawed later, with memory for gradient and optimizer state."""
+    before: tuple["MatchedOptimizerConfig", ...] = ()
+    """Optimizers of a list before the last one: each takes the parameters that it is the first to match."""
+
+    @property
+    def entries(self) -> "tuple[OptimizerConfig, ...]":
+        """All optimizers of a list in order; this one, which takes the rest, is the last."""
+        return (*self.before, self)
+
+    @property
+    def kind(self) -> str:
+        """The types of all entries, such as "Muon + AdamW"."""
+        return " + ".join(dict.fromkeys(entry.type for entry in self.entries))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchedOptimizerConfig(OptimizerConfig):
+    """An optimizer of a list, before the last one."""
+
+    match: str | tuple[str, ...] = setting((), AnyOf(rules=(Text(), GLOBS)), required=True)
+    """Name patterns of the parameters that it updates."""
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """``match`` as a list."""
+        return (self.match,) if isinstance(self.match, str) else self.match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,7 @@ _KEYS: Mapping[str, str] = MappingProxyType({
     "optimizer.params.eps": "adam_epsilon adam_eps epsilon",
     "optimizer.params.weight_decay": "wd decay weight_decay adam_weight_decay l2",
     "optimizer.params.momentum": "sgd_momentum",
+    "ema.decay": "ema_decay use_ema",
     "optimizer.groups": "param_groups parameter_groups optimizer.param_groups lr_groups optimizer_groups",
     "optimizer.no_weight_decay": "no_decay no_weight_decay_params weight_decay_exclude decay_exclude",
     "scheduler": "lr_scheduler lr_schedule learning_rate_schedule learning_rate_scheduler",
@@ -182,7 +183,7 @@ _NOT_KEYS: Mapping[str, str] = MappingProxyType({
         " ds_config deepspeed_path config_file",
     "profile your loop with torch.profiler; the step report has seconds, FLOPs and bytes":
         "profile profiler profiling enable_profiling use_profiler memory_profiling enable_memory_snapshot",
-    "the engine trains one set of weights; average them in your loop": "ema ema_decay swa use_ema",
+    "the engine keeps an exponential average, ema; average others in your loop": "swa",
 })  # fmt: skip
 
 _ANSWERS = MappingProxyType({word: key for key, words in _KEYS.items() for word in words.split()})

@@ -5,7 +5,7 @@ section, so a new key takes one line at its declaration and none here.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -53,18 +53,46 @@ class Typed(Section):
     """A section with ``type`` and ``params``, where ``type`` decides which params exist."""
 
     kinds: Mapping[str, type[Any]]
+    several: type[Any] | None = None
+    """Section of an entry of a list before the last one, with a key ``match``; None: no list is taken."""
 
     def read(self, value: object, at: str, problems: Problems) -> object:
+        if self.several is not None and isinstance(value, (list, tuple)):
+            return self._read_list(value, at, problems)
+        return None if value is None and self.null else self._read_one(self.cls, value, at, problems)
+
+    def _read_list(self, entries: Sequence[object], at: str, problems: Problems) -> Any:
+        """The last entry as the section, with those before it as ``before``."""
+        if not entries:
+            problems.add(at, "[] has no entry; give at least one, whose type takes all that no pattern matches.")
+            return None
+        before = tuple(
+            self._read_one(self.several or self.cls, entry, f"{at}[{index}]", problems)
+            for index, entry in enumerate(entries[:-1])
+        )
+        rest, last = entries[-1], f"{at}[{len(before)}]"
+        if isinstance(rest, Mapping) and "match" in rest:
+            problems.add(f"{last}.match", "given in the last entry, which takes the rest; add an entry behind it.")
+            rest = {key: entry for key, entry in rest.items() if key != "match"}
+        return dataclasses.replace(self._read_one(self.cls, rest, last, problems), before=before)
+
+    def _read_one(self, cls: type[Any], value: object, at: str, problems: Problems) -> Any:
         if not isinstance(value, Mapping):
-            return None if value is None and self.null else read_section(self.cls, value, at, problems, ("params",))
+            return read_section(cls, value, at, problems, ("params",))
         rest = {key: entry for key, entry in value.items() if key != "params"}
-        section = read_section(self.cls, rest, at, problems, beside=("params",))
+        section = read_section(cls, rest, at, problems, beside=("params",))
         if problems.touch(f"{at}.type"):
             return section
         params = read_section(self.kinds[section.type], value.get("params", {}), f"{at}.params", problems)
         return dataclasses.replace(section, params=stored(params))
 
     def dump(self, value: Any) -> Any:
+        before = getattr(value, "before", ())
+        if not before or not isinstance(before, tuple):
+            return self._dump_one(value)
+        return [*map(self._dump_one, before), self._dump_one(value)]
+
+    def _dump_one(self, value: Any) -> Any:
         if not isinstance(value, self.cls) or value.type not in tuple(self.kinds):
             return Section.dump(self, value)
         if not isinstance(value.params, Mapping):

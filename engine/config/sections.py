@@ -247,6 +247,14 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmaConfig:
+    """Exponential moving average of the weights, kept beside the optimizer state."""
+
+    decay: float = setting(0.999, Real(low=0, below=1))
+    """Part of the average that an update leaves; the weights have the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorConfig:
     """Destinations of the figures of each step."""
 

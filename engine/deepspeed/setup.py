@@ -110,6 +110,11 @@ def _take_groups(model: nn.Module, given: Sequence[Any], raw: dict[str, Any]) ->
         patterns = [glob.escape(names[id(p)]) for p in group["params"] if id(p) in trained]
         if own and patterns:
             options.append({"params": patterns, **own})
+    if options and isinstance(raw["optimizer"], list):
+        raise ConfigError(
+            "model_parameters has groups, and the configuration a list of optimizers; keep one of them, since a list "
+            "assigns parameters by its patterns."
+        )
     if options:
         raw["optimizer"] = dict(raw["optimizer"]) | {"groups": options}
 

@@ -1,6 +1,6 @@
 """The budgets of a plan: formulas for the state and traffic of every rank, which the counters must equal exactly."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -23,6 +23,7 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, WITHIN, SecondaryLayo
 from engine.zero.layout import Bucket, FlatLayout
 from engine.zero.offload.direct_io import whole_sectors
 from engine.zero.offload.host_copies import offloaded_buckets
+from engine.zero.optim.weight_average import average_dtype
 from engine.zero.wire_formats import WireFormats
 
 CONTROL_SCALARS = 9
@@ -82,11 +83,16 @@ class StateBytes:
 
 
 def state_bytes(
-    layout: FlatLayout, frozen: tuple[tuple[ShardRow, int], ...], precision: Precision, config: Config, moments: int
+    layout: FlatLayout,
+    frozen: tuple[tuple[ShardRow, int], ...],
+    precision: Precision,
+    config: Config,
+    values: Callable[[Bucket], int],
 ) -> StateBytes:
     """Bytes that a rank holds between steps.
 
-    ``frozen``: frozen rows outside of all buckets, each with the elements that this rank holds.
+    ``frozen``: frozen rows outside of all buckets, each with the elements that this rank holds. ``values``: counts the
+    optimizer values that it has of a bucket.
     """
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     formats = wire_formats(config, precision)
@@ -102,7 +108,10 @@ def state_bytes(
         state["gradients"] += bucket.elements // kept * widths.sums.itemsize
         state["parameters"] += bucket.elements // parts * widths.compute.itemsize
         place = host if bucket.index in hosted else state
-        place["optimizer"] += owned * widths.moments.itemsize * moments
+        place["optimizer"] += values(bucket) * widths.moments.itemsize
+        if config.ema is not None:
+            size = average_dtype(widths.master or widths.compute).itemsize
+            place["average"] = place.get("average", 0) + owned * size
         if bucket.index in hosted:
             host["master"] += owned * (widths.master or widths.compute).itemsize
             host["gradients"] += owned * widths.sums.itemsize
@@ -115,16 +124,24 @@ def state_bytes(
     if config.zero_optimization.offload_optimizer.device != "nvme":
         return StateBytes(state, _held(host), 0)
     del host["optimizer"]
-    buckets = [layout.buckets[index] for index in hosted] if moments else []
-    host["buffers"], disk = _disk_bytes([(b.elements // share, precision.widths(b.dtype)) for b in buckets], moments)
+    buckets = [bucket for bucket in layout.buckets if bucket.index in hosted and values(bucket)]
+    sizes = [(b.elements // share, values(b), precision.widths(b.dtype)) for b in buckets]
+    host["buffers"], disk = _disk_bytes(sizes)
     host["buffers"] *= min(config.zero_optimization.offload_optimizer.buffer_count, len(buckets))
     return StateBytes(state, _held(host), disk)
 
 
-def _disk_bytes(owned: Sequence[tuple[int, Widths]], moments: int) -> tuple[int, int]:
-    """(bytes of a page that any of the buckets fits into, bytes of their files): elements and widths of each."""
-    slots = [whole_sectors(elements * widths.moments.itemsize * moments) for elements, widths in owned]
-    before = [whole_sectors(elements * (widths.master or widths.compute).itemsize) for elements, widths in owned]
+def optimizer_values(bucket: Bucket, groups: Sequence[int], dp: int, config: Config) -> int:
+    """Optimizer values that a data rank has of a bucket; ``groups``: of an element of each group."""
+    ranks = config.shards if config.zero_optimization.stage else 1
+    owned = bucket.segments(bucket.shard(dp % ranks, ranks))
+    return sum((segment.stop - segment.start) * groups[segment.group] for segment in owned)
+
+
+def _disk_bytes(owned: Sequence[tuple[int, int, Widths]]) -> tuple[int, int]:
+    """(bytes of a page that any of the buckets fits into, bytes of their files): elements, values, widths of each."""
+    slots = [whole_sectors(values * widths.moments.itemsize) for _, values, widths in owned]
+    before = [whole_sectors(elements * (widths.master or widths.compute).itemsize) for elements, _, widths in owned]
     pages = [sum(page) for page in zip(slots, before, strict=True)]
     return max(pages, default=0), 2 * sum(slots) + sum(before)
 
@@ -139,8 +156,11 @@ def hosted_buckets(layout: FlatLayout, config: Config) -> frozenset[int]:
     return offloaded_buckets(layout, offload.ratio) if offload.device != "none" else frozenset()
 
 
-def stored_bytes(table: ShardTable, precision: Precision, moments: int) -> int:
-    """Bytes of all weights, masters and moments of a run, each once: what a checkpoint stores, less its buffers."""
+def stored_bytes(table: ShardTable, precision: Precision, config: Config, values: Sequence[int]) -> int:
+    """Bytes of all weights, masters, moments and averages, each once: what a checkpoint stores, less its buffers.
+
+    ``values``: optimizer values of an element of each group.
+    """
     total = 0
     for row in table:
         elements = prod(row.shape)
@@ -149,7 +169,8 @@ def stored_bytes(table: ShardTable, precision: Precision, moments: int) -> int:
             continue
         widths = precision.widths(str(precision.parameter(row.name, row.dtype)).removeprefix("torch."))
         master = widths.master.itemsize if widths.master else 0
-        total += elements * (widths.compute.itemsize + master + widths.moments.itemsize * moments)
+        average = average_dtype(widths.master or widths.compute).itemsize if config.ema is not None else 0
+        total += elements * (widths.compute.itemsize + master + average + widths.moments.itemsize * values[row.group])
     return total
 
 

@@ -6,12 +6,14 @@ partition, schedule and layouts from it, and measured bytes are compared with it
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import nn
 
 from engine.config import Config
+from engine.optim.built_in import matrix_groups, values_per_element
+from engine.optim.matrix_routes import MatrixOwners
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
@@ -38,6 +40,7 @@ from engine.planning.budgets import (
     gradient_traffic,
     held_elements,
     hosted_buckets,
+    optimizer_values,
     pipeline_format,
     ranks_with_secondary_shards,
     scale_tally,
@@ -69,8 +72,8 @@ class Plan:
     groups: tuple[GroupOptions, ...]
     precision: Precision
     schedule: Schedule
-    moments: int | None
-    """Optimizer values per element; None for the user's own optimizer, whose state is unknown."""
+    moments: tuple[int, ...] | None
+    """Optimizer values of an element, by group; None for the user's own optimizer, whose state is unknown."""
     notes: tuple[str, ...]
     tensor: TensorPlan | None = None
     """How layers are sharded over tp; None without tensor parallelism."""
@@ -158,7 +161,8 @@ class Plan:
         sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
         frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
-        state = state_bytes(self.layout(coord), frozen, self.precision, self.config, self.moments or 0)
+        values = partial(optimizer_values, groups=self._moments, dp=coord.dp, config=self.config)
+        state = state_bytes(self.layout(coord), frozen, self.precision, self.config, values)
         device = dict(state.device)
         if (gathers := self.gathers(coord)) is not None and gathers.within.buckets:
             device["secondary shards"] = gathers.secondary_bytes
@@ -176,7 +180,17 @@ class Plan:
     @property
     def stored_bytes(self) -> int:
         """Bytes of a checkpoint, all ranks together, without buffers and random states."""
-        return stored_bytes(self.table, self.precision, self.moments or 0)
+        return stored_bytes(self.table, self.precision, self.config, self._moments)
+
+    @property
+    def _moments(self) -> tuple[int, ...]:
+        return self.moments or (0,) * len(self.groups)
+
+    @cached_property
+    def matrix_owners(self) -> MatrixOwners | None:
+        """Who updates which matrix as a whole; None if none is, or if the optimizer is the user's."""
+        groups = matrix_groups(self.config.optimizer, self.groups) if self.moments is not None else frozenset[int]()
+        return MatrixOwners(self.config, self.table.rows, groups, self.layouts) if groups else None
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
         """The gathers of sharded parameters at a position; None if parameters are not sharded."""
@@ -205,6 +219,8 @@ class Plan:
         parts = [gradient_traffic(self.layout(coord), rows, self.config, self.precision)]
         if (gathers := self.gathers(coord)) is not None:
             parts.append(gather_traffic(gathers, self.config))
+        if self.matrix_owners is not None:
+            parts.append(Tally(self.matrix_owners.traffic(coord)))
         parts.append(control_traffic(self.config, self.grid(0).world_size))
         for stage in self.stages(coord.pp):
             parts.append(scale_tally(self.tensor_traffic.get(stage, Tally()), microbatches))
@@ -251,7 +267,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         groups=groups,
         precision=precision,
         schedule=schedule,
-        moments=None if request.own_optimizer else _moments(config),
+        moments=None if request.own_optimizer else values_per_element(config.optimizer, groups),
         notes=tuple(notes),
         tensor=analysis.tensor,
         timeline=analysis.timeline,
@@ -296,14 +312,6 @@ def _made(config: Config, kind: str, cost: Cost) -> Schedule:
     schedule = make_schedule(kind, config.pp, config.accumulation, config.parallel.virtual_stages, cost)
     check(schedule)
     return schedule
-
-
-def _moments(config: Config) -> int | None:
-    if config.optimizer is None:
-        return None
-    if config.optimizer.type == "SGD":
-        return int(config.optimizer.params["momentum"] != 0)
-    return 1 if config.optimizer.type == "Lion" else 2
 
 
 def _notes(program: Program, config: Config, precision: Precision) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.reducer import Backward, Reducer
@@ -73,6 +74,8 @@ class RankRuntime:
     gradient_guard: GradientGuard
     """Guards ``p.grad`` between a backward of the user's loop and its step."""
     optimizer: ShardedOptimizer
+    average: WeightAverage | None
+    """Moving average of the weights; None: there is none."""
     learning_rate: LearningRate
     kernels: Kernels
     replica_check: ReplicaCheck

@@ -227,6 +227,8 @@ class Update:
             except EngineError:  # a disk has failed on some rank: the step is none on all of them
                 runtime.buffers.put_back()
                 raise
+        if runtime.average is not None:
+            runtime.average.update()
         runtime.buffers.forget()
         scaled = runtime.optimizer.scales_in_place
         self.used_factor = lambda flat: 1.0 if scaled(flat) and not launched else factor

@@ -8,6 +8,7 @@ pipeline off     dp2 x tp2 x  1 , ZeRO 2, full recomputation     off by 3e-2
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
+from typing import TypeVar
 
 from engine.config import ActivationCheckpointingConfig as Recomputation
 from engine.config import (
@@ -17,6 +18,7 @@ from engine.config import (
     Fp16Config,
     IntegrityConfig,
     MonitorConfig,
+    OptimizerConfig,
     ParallelConfig,
     TorchAutocastConfig,
     WatchdogConfig,
@@ -26,6 +28,8 @@ from engine.config import (
 from engine.config.rules import FrozenMap
 from engine.launch.verifier.subject import Subject
 from engine.verify import Parity, verify
+
+Chosen = TypeVar("Chosen", bound=OptimizerConfig)
 
 MOST_DATA = 2
 """Data ranks of a trial; more of them repeat what two do."""
@@ -43,8 +47,9 @@ def small_config(config: Config) -> Config:
     What a run keeps, shows or watches is off, since nothing of it changes a number.
     """
     optimizer = config.optimizer
-    if optimizer is not None and "eps" in optimizer.params:
-        optimizer = replace(optimizer, params=FrozenMap({**optimizer.params, "eps": EPS}))
+    if optimizer is not None:
+        before = tuple(_steadied(entry) for entry in optimizer.before)
+        optimizer = replace(_steadied(optimizer), before=before)
     plain = replace(
         config,
         bf16=Bf16Config(), fp16=Fp16Config(), torch_autocast=TorchAutocastConfig(), communication_data_type=None,
@@ -57,6 +62,13 @@ def small_config(config: Config) -> Config:
     )
     data = 2 * MOST_DATA if grouped else min(config.dp, MOST_DATA)
     return _resized(plain, plain.parallel, (data, config.tp, config.pp))
+
+
+def _steadied(optimizer: Chosen) -> Chosen:
+    """The optimizer with what keeps a rounding error as small as it is."""
+    kept = {"eps": EPS} if {"betas", "eps"} <= optimizer.params.keys() else {}
+    exact = {"ns_dtype": "fp32"} if "ns_dtype" in optimizer.params else {}
+    return replace(optimizer, params=FrozenMap({**optimizer.params, **kept, **exact}))
 
 
 def switched_off(config: Config) -> Iterator[tuple[str, Config]]:

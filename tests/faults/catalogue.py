@@ -10,6 +10,7 @@ from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.hosts import HOSTS
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
+from tests.faults.matrix_optimizers import MATRIX_OPTIMIZERS
 from tests.faults.offload import OFFLOAD
 from tests.faults.pipeline import PIPELINE
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
@@ -26,6 +27,7 @@ AREAS = {
     "tensor": TENSOR,
     "pipeline": PIPELINE,
     "zero": ZERO,
+    "matrix optimizers": MATRIX_OPTIMIZERS,
     "offload": OFFLOAD,
     "failing disk": FAILING_DISK,
     "products into buckets": PRODUCTS_INTO_BUCKETS,

@@ -56,6 +56,16 @@ class FlatOptimizer(torch.optim.Optimizer):
     order: UpdateOrder | None = None
     """Sets of tensors to update one after another; None: a group after another."""
 
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """Names of the values that it keeps of every element, once it has made a step."""
+        return ()
+
+    @property
+    def kind(self) -> str:
+        """Name of the rule, by which checkpoints know it."""
+        return type(self).__name__.removeprefix("Flat")
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch does, but without its guard against torch.compile, whose import is half of the start of a rank."""
         unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
@@ -218,6 +228,11 @@ class FlatAdam(FlatOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"decoupled": decoupled, "bias_correction": bias_correction})
 
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """Both averages."""
+        return ("exp_avg", "exp_avg_sq")
+
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         if self.fused is None:
             super()._update_group(weights, group)
@@ -259,6 +274,11 @@ class FlatSGD(FlatOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"nesterov": nesterov})
 
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """The momentum, if there is one."""
+        return ("momentum_buffer",) if any(group["momentum"] for group in self.param_groups) else ()
+
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         rule = SGDRule(
             float(group["lr"]), group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"]
@@ -280,6 +300,11 @@ class FlatLion(FlatOptimizer):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """The momentum."""
+        return ("exp_avg",)
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         rule = LionRule(float(group["lr"]), tuple(group["betas"]), group["weight_decay"])

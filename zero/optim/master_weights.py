@@ -7,7 +7,7 @@ they were.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -80,8 +80,12 @@ def _take_written(kept: Tensor, master: Tensor, among: Tensor | None = None) -> 
 
 
 @torch.no_grad()
-def full_weights(buckets: Sequence[FlatBucket], comm: Comm) -> Iterator[tuple[str, Tensor]]:
+def full_weights(
+    buckets: Sequence[FlatBucket], comm: Comm, average: Callable[[FlatBucket], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (name of the parameter, its values over all of dp, in their widest dtype), bucket by bucket.
+
+    ``average``: gives values [owned] in place of the weights.
 
     Each bucket with sharded masters or parameters takes one all-gather over dp, label "full state"; every rank must
     consume all items. A tensor is a view of the parameters or of one gathered bucket.
@@ -89,9 +93,10 @@ def full_weights(buckets: Sequence[FlatBucket], comm: Comm) -> Iterator[tuple[st
     for flat in buckets:
         sync_masters(flat)
         whole = flat.params
-        if flat.sharded or flat.wide is not None:
-            whole = torch.zeros(flat.bucket.elements, dtype=flat.weights.dtype, device=flat.params.device)
-            whole[flat.owned].copy_(flat.weights)
+        if flat.sharded or flat.wide is not None or average is not None:
+            weights = flat.weights if average is None else average(flat)
+            whole = torch.zeros(flat.bucket.elements, dtype=weights.dtype, device=flat.params.device)
+            whole[flat.owned].copy_(weights)
             if flat.owned == flat.shard:
                 comm.all_gather(whole, whole[flat.shard], comm.grid.sharding, "full state").wait()
         for slot in flat.bucket.slots:

@@ -1,12 +1,14 @@
 """The tensors that an inner optimizer is given: runs of a bucket, or whole parameters, with the gradients they read."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Slot
+from engine.zero.optim.flat_optimizers import UpdatePiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,32 @@ def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
     if flat.host_sums is None:
         return flat.gradient(part)
     return flat.host_sums[part.start - flat.owned.start : part.stop - flat.owned.start]
+
+
+def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mapping[str, int]) -> Iterator[UpdatePiece]:
+    """Yield runs of parameters that are updated and have missed the same number of updates."""
+    run: UpdatePiece | None = None
+    for slot, part in place.slots():
+        behind = None if slot.name in unused else missed.get(slot.name, 0)
+        if run is not None and behind == run.missed:
+            run = UpdatePiece(slice(run.part.start, part.stop), run.missed)
+            continue
+        if run is not None:
+            yield run
+        run = None if behind is None else UpdatePiece(part, behind)
+    if run is not None:
+        yield run
+
+
+def unused_parts(
+    place: OptimizerTensor, unused: Collection[str], state: Mapping[Tensor, Mapping[str, Any]]
+) -> Iterator[Tensor]:
+    """Yield the values and moments that the step of an optimizer of the user's must leave."""
+    weights = place.parameter.detach()
+    for part in [part for slot, part in place.slots() if slot.name in unused]:
+        for value in (weights, *state.get(place.parameter, {}).values()):
+            if isinstance(value, Tensor) and value.shape == weights.shape:
+                yield value.view(-1)[part]
 
 
 def group_segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:

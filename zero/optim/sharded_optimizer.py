@@ -8,7 +8,7 @@ Where the kernels of Adam update a master, they also write its narrow weights, i
 gathered: there is no pass that casts or copies.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,10 +28,19 @@ from engine.zero.offload.host_copies import HostCopies
 from engine.zero.offload.moment_buffers import MomentBuffers
 from engine.zero.offload.scratch_folder import ScratchFolder
 from engine.zero.optim.bf16_updates import RoundedUpdates
+from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.elementwise import check_elementwise
-from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatOptimizer, FusedAdam, UpdateOrder, UpdatePiece
+from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatOptimizer, FusedAdam, UpdateOrder
 from engine.zero.optim.master_weights import sync_masters
-from engine.zero.optim.optimizer_tensors import OptimizerTensor, group_segments, update_gradient, whole_parameters
+from engine.zero.optim.matrix_updates import MatrixRoutes, MatrixUpdates
+from engine.zero.optim.optimizer_tensors import (
+    OptimizerTensor,
+    group_segments,
+    unused_parts,
+    update_gradient,
+    update_pieces,
+    whole_parameters,
+)
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -44,10 +53,12 @@ class GroupOptions:
     weight_decay: float | None = None
     others: tuple[tuple[str, Any], ...] = ()
     """Options of a group of the user's own optimizer."""
+    entry: int | None = None
+    """Number of the optimizer that updates it, where a list has several; None: there is one."""
 
     def as_kwargs(self) -> dict[str, Any]:
         """Return the overrides as keys of a torch parameter group."""
-        values = {"lr": self.lr, "weight_decay": self.weight_decay}
+        values = {"lr": self.lr, "weight_decay": self.weight_decay, "entry": self.entry}
         return {name: value for name, value in values.items() if value is not None} | dict(self.others)
 
 
@@ -97,6 +108,7 @@ class ShardedOptimizer:
         """Copies to and from the buckets that the host updates."""
         self.disk: DiskMoments | None = None
         """Moments on disk, if there are any."""
+        self._matrices: MatrixUpdates | None = None
         self._make = partial(_make, factory, groups, members)
         self.inner = self._make()
         self.configured = tuple(_options(group) for group in self.inner.param_groups)
@@ -144,6 +156,10 @@ class ShardedOptimizer:
             for flat, tensors in zip(self._buckets, self._bucket_tensors, strict=True)
         ]
         self.disk = DiskMoments(folder, sets, self.inner.state, buffers, DiskAgreement(self._comm, device))
+
+    def gather_matrices(self, routes: MatrixRoutes) -> None:
+        """Update matrices that lie in parts as a whole from now on, by the ways to their owners."""
+        self._matrices = MatrixUpdates(self.places, self.inner, routes, self._comm)
 
     def use(self, kernels: Kernels) -> None:
         """Update with these kernels from now on, where they support the optimizer."""
@@ -239,7 +255,12 @@ class ShardedOptimizer:
 
     @property
     def state_names(self) -> list[str]:
-        """Names of the states that have a value for each element on this rank, such as "exp_avg", sorted."""
+        """Names of the states that have a value for each element on this rank, such as "exp_avg", sorted.
+
+        Of several optimizers those of all of them, whichever elements this rank has.
+        """
+        if isinstance(self.inner, CompositeOptimizer) and self.inner.state:
+            return list(self.inner.moment_names)
         states = ((place.parameter, self.inner.state.get(place.parameter, {})) for place in self.places)
         return sorted(
             {
@@ -264,8 +285,11 @@ class ShardedOptimizer:
             return
         apart = self.unused.union(self.missed)
         several = [place for place in self.places if not apart.isdisjoint(place.names())] if apart else []
-        self.inner.pieces = {place.parameter: tuple(self._pieces(place)) for place in several}
+        pieces = ((place.parameter, update_pieces(place, self.unused, self.missed)) for place in several)
+        self.inner.pieces = {parameter: tuple(found) for parameter, found in pieces}
         gathers: list[Pending | None] = []
+        matrices = self._matrices
+        late = [n for n, flat in enumerate(self._buckets) if matrices is not None and matrices.waits(flat)]
 
         def begin(number: int) -> bool:
             if self.disk is not None and not self.disk.allows(number):
@@ -279,18 +303,27 @@ class ShardedOptimizer:
             if self.disk is not None:
                 self.disk.end(number)
 
-        self.inner.order = UpdateOrder(self._bucket_tensors, None if rounded else begin, end)
+        def end_now(number: int) -> None:
+            if number not in late:
+                end(number)
+
+        self.inner.order = UpdateOrder(self._bucket_tensors, None if rounded else begin, end_now)
         try:
             self._call_step()
         finally:
             self.inner.order = None
+        if matrices is not None:
+            matrices.run(self.unused)
+        gathers += [self._start_gather(self._buckets[number], rounded) for number in late]
         _wait(gathers)
 
     def _step_other(self, scale: float) -> None:
         """Step of an optimizer of the user's, which updates everything at once."""
         for flat in self._buckets:
             self._prepare(flat, scale)
-        kept = [(part, part.clone()) for place in self.places for part in self._unused_parts(place)]
+        places = [place for place in self.places if not self.unused.isdisjoint(place.names())]
+        parts = [part for place in places for part in unused_parts(place, self.unused, self.inner.state)]
+        kept = [(part, part.clone()) for part in parts]
         self._call_step()
         for part, before in kept:
             part.copy_(before)
@@ -302,30 +335,6 @@ class ShardedOptimizer:
             self.inner.step()
         finally:
             self._stepping = False
-
-    def _pieces(self, place: OptimizerTensor) -> Iterator[UpdatePiece]:
-        """Yield runs of parameters that are updated and have missed the same number of updates."""
-        run: UpdatePiece | None = None
-        for slot, part in place.slots():
-            missed = None if slot.name in self.unused else self.missed.get(slot.name, 0)
-            if run is not None and missed == run.missed:
-                run = UpdatePiece(slice(run.part.start, part.stop), run.missed)
-                continue
-            if run is not None:
-                yield run
-            run = None if missed is None else UpdatePiece(part, missed)
-        if run is not None:
-            yield run
-
-    def _unused_parts(self, place: OptimizerTensor) -> Iterator[Tensor]:
-        """Yield the values and moments that the step of an optimizer of the user's must leave."""
-        parts = [part for slot, part in place.slots() if slot.name in self.unused]
-        if not parts:
-            return
-        weights = place.parameter.detach()
-        for value in (weights, *self.inner.state.get(place.parameter, {}).values()):
-            if isinstance(value, Tensor) and value.shape == weights.shape:
-                yield from (value.view(-1)[part] for part in parts)
 
     def _refuse_own_step(self, *_: object) -> None:
         if not self._stepping:

@@ -24,6 +24,7 @@ from engine.parallel.shard_table import ShardTable
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.optim.weight_average import FAMILY
 
 Moments = dict[nn.Parameter, dict[str, Tensor]]
 Numbers = dict[str, dict[str, list[Any]]]
@@ -153,7 +154,7 @@ class Families:
 
     def __init__(self, kinds: Mapping[str, TensorKind], stored: Mapping[str, Any]) -> None:
         named = [(name.partition("/")[0], name.partition("/")[2], kind) for name, kind in kinds.items()]
-        self.kinds = {family: kind for family, _, kind in named if family not in ("param", "buffer", "master")}
+        self.kinds = {family: kind for family, _, kind in named if family not in ("param", "buffer", "master", FAMILY)}
         """Dtype and shape of each moment, taken from one of its parameters."""
         groups = {name: index for index, group in enumerate(stored["groups"]) for name in group["params"]}
         found: dict[int | None, set[str]] = {}
@@ -279,7 +280,8 @@ def _device_of_numbers(group: Mapping[str, Any], parameter: nn.Parameter) -> tor
 
 
 def _type(optimizer: ShardedOptimizer) -> str:
-    return type(optimizer.inner).__name__.removeprefix("Flat")
+    inner = optimizer.inner
+    return inner.kind if isinstance(inner, FlatOptimizer) else type(inner).__name__.removeprefix("Flat")
 
 
 def _grouped(optimizer: ShardedOptimizer) -> Iterator[tuple[int, OptimizerTensor]]:

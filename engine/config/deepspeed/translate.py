@@ -176,15 +176,23 @@ def _settle_adam(own: dict[str, Any], torch_adam: bool, problems: Problems) -> N
     Its default decay is that of DeepSpeed's own Adam, 0, or with ``torch_adam`` that of torch's AdamW.
     """
     section = own.get("optimizer")
+    if isinstance(section, list):
+        entries = [_settled_adam(each, torch_adam, f"optimizer[{i}]", problems) for i, each in enumerate(section)]
+        own["optimizer"] = entries
+    elif section is not None:
+        own["optimizer"] = _settled_adam(section, torch_adam, "optimizer", problems)
+
+
+def _settled_adam(section: Any, torch_adam: bool, at: str, problems: Problems) -> Any:
     if not isinstance(section, dict) or not isinstance(section.get("params", {}), Mapping):
-        return
+        return section
     name = section.get("type", "AdamW")
     if not isinstance(name, str) or name.lower() not in ("adam", "adamw"):
-        return
+        return section
     params = dict(section.get("params", {}))
-    decoupled = Flag().read(params.pop("adam_w_mode", True), "optimizer.params.adam_w_mode", problems)
+    decoupled = Flag().read(params.pop("adam_w_mode", True), f"{at}.params.adam_w_mode", problems)
     if name.lower() == "adam" and decoupled is False:
-        return
+        return section
     if name.lower() == "adam" and not torch_adam:
         params = {"weight_decay": 0.0, **params}
-    own["optimizer"] = {**section, "type": "AdamW", "params": params}
+    return {**section, "type": "AdamW", "params": params}

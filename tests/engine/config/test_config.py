@@ -160,7 +160,7 @@ def test_params_are_read_only() -> None:
         ),
         (
             {"optimizer": {"type": "Lamb"}},
-            'optimizer.type: "Lamb" is not built in; give AdamW, Adam, SGD or Lion, or '
+            'optimizer.type: "Lamb" is not built in; give AdamW, Adam, SGD, Lion or Muon, or '
             "pass optimizer=... to engine.initialize.",
         ),
         (

@@ -39,7 +39,7 @@ FULL: Tree = json.loads("""{
                 "no_weight_decay": ["*.bias"], "groups": [{"params": ["head.*"], "lr": 1e-4, "weight_decay": 0}]},
   "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000, "warmup_min_ratio": 0.1,
                 "warmup_num_steps": 100, "cos_min_ratio": 0.01, "warmup_type": "linear"}},
-  "gradient_clipping": 1.0,
+  "ema": {"decay": 0.99}, "gradient_clipping": 1.0,
   "activation_checkpointing": {"mode": "offload", "save": ["matmul", "aten.bmm"], "every": 2, "others": "selective",
     "inputs": "host"},
   "kernels": "auto", "compile": false, "seed": 1234, "initial_weights": "rank0",

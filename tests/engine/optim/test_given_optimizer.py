@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import engine
+from engine.errors import ConfigError
+from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.world import World
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "gradient_clipping": 0}
 
@@ -127,3 +130,20 @@ def test_a_scheduler_over_another_optimizer_is_refused() -> None:
         with pytest.raises(engine.ConfigError) as caught:
             engine.initialize(model, CONFIG, loss_of, optimizer=optimizer, lr_scheduler=scheduler)
         assert text in str(caught.value)
+
+
+def test_an_instance_that_takes_matrices_alone_is_refused_where_parameters_are_sharded() -> None:
+    """torch's Muon refuses flat parts in its constructor, with a sentence that names shapes nobody has seen."""
+
+    def body(world: World) -> str:
+        model = nn.Linear(6, 6, bias=False)
+        config = {"train_batch_size": 4, "parallel": {"data": 2}, "zero_optimization": {"stage": 1}}
+        with pytest.raises(ConfigError) as caught:
+            engine.initialize(
+                model, config, optimizer=torch.optim.Muon(model.parameters()), example_batch=torch.ones(2, 6),
+                world=world,
+            )  # fmt: skip
+        return str(caught.value)
+
+    for said in run_thread_ranks(2, body):
+        assert said.startswith("optimizer Muon is given parts of parameters by zero_optimization.stage 1 or more, ")

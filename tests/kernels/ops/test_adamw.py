@@ -11,8 +11,8 @@ from engine.kernels.dispatch import Kernels, Mode
 from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_, adamw_reference_
 from engine.kernels.optim.stochastic_rounding import Lines, StochasticRounding
 from engine.kernels.optim.update_rules import AdamRule
+from engine.optim.built_in import switch_off_bias_correction
 from engine.parallel.model.rng_streams import derive_seed
-from engine.verify import switch_off_bias_correction
 
 MODES: tuple[Mode, ...] = ("reference", "triton")
 RULES = {

@@ -1,0 +1,85 @@
+"""Several optimizers as one: each group of parameters is updated by the rule of its own optimizer.
+
+The groups and the state are those of the parts, so that schedules, checkpoints and the sharded update see one
+optimizer whose groups differ in more than their options.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.zero.optim.flat_optimizers import FlatOptimizer
+
+ENTRY = "entry"
+"""Key of a group: the number of the optimizer that updates it."""
+
+Groups = list[dict[str, Any]]
+
+
+class CompositeOptimizer(FlatOptimizer):
+    """Flat optimizers that update the groups named by ``group["entry"]``.
+
+    Args:
+        groups: torch parameter groups; those of parameters that other ranks hold have none.
+        makers: makes the optimizer of each entry from its groups.
+        kind: name for checkpoints and messages.
+    """
+
+    def __init__(self, groups: Groups, makers: Sequence[Callable[[Groups], torch.optim.Optimizer]], kind: str) -> None:
+        self.parts: dict[int, FlatOptimizer] = {}
+        """Optimizer of each entry that has a group."""
+        for entry, own in _by_entry(groups).items():
+            made = makers[entry](own)
+            assert isinstance(made, FlatOptimizer)
+            self.parts[entry] = made
+        super().__init__(groups, {})
+        self.defaults = {name: value for part in self.parts.values() for name, value in part.defaults.items()}
+        for part in self.parts.values():
+            part.state = self.state
+        self._kind = kind
+
+    @property
+    def kind(self) -> str:
+        """The kinds of all entries."""
+        return self._kind
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """Those of all entries, sorted."""
+        return tuple(sorted({name for part in self.parts.values() for name in part.moment_names}))
+
+    def moment_dtype(self, weight: Tensor) -> torch.dtype:
+        """The dtype of the moments of a tensor."""
+        rounded = self.rounding is not None and weight.dtype == torch.bfloat16
+        return self.rounding.moments if rounded and self.rounding is not None else weight.dtype
+
+    def keeps(self, name: str, group: int) -> bool:
+        """True if the parameters of a group have this moment."""
+        return name in self.parts[self.param_groups[group][ENTRY]].moment_names
+
+    def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        part = self.parts[group[ENTRY]]
+        part.pieces, part.rounding = self.pieces, self.rounding
+        part._update_group(weights, group)
+
+
+class PlainComposite(torch.optim.Optimizer):
+    """Optimizers of torch that update the groups named by ``group["entry"]``; for one process."""
+
+    def __init__(self, groups: Groups, makers: Sequence[Callable[[Groups], torch.optim.Optimizer]]) -> None:
+        self.parts = [makers[entry](own) for entry, own in _by_entry(groups).items()]
+        super().__init__(groups, {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every group once."""
+        for part in self.parts:
+            part.step()
+
+
+def _by_entry(groups: Groups) -> dict[int, Groups]:
+    found: dict[int, Groups] = {}
+    for group in groups:
+        found.setdefault(group[ENTRY], []).append(group)
+    return found
