@@ -52,7 +52,7 @@ from engine.reporting.last_words import LastWords
 from engine.resources import EngineResources
 from engine.step.runtime import RankRuntime
 from engine.watchdog.watchdog import Watchdog, open_watchdog
-from engine.zero.optim.sharded_optimizer import OptimizerFactory
+from engine.zero.optim.inner_optimizer import OptimizerFactory
 
 logger = logging.getLogger("trine")
 

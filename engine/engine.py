@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, Self, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.build.request import BuildRuntime
 from engine.checkpoint.coordinator import CheckpointCoordinator
@@ -75,6 +75,7 @@ class Engine(TrainingLoop, NamedState, Inference):
             entries = state_entries(self._model)
             self._built = self._build(example, problem)
             self._resources.add(self._built.close)
+            self._resources.refuse_by(self._built.away.refuse)
             self._runner = StepRunner(self._model, self._built, self._update, self._checkpoints)
             self._loop = UserLoop(self._runner, self._built, self._control)
             self._reports.built(self._built)
@@ -246,28 +247,6 @@ class Engine(TrainingLoop, NamedState, Inference):
 
     # ------------------------------------------------------------------ state
 
-    def full_state_dict(self, ema: bool = False) -> dict[str, Tensor]:
-        """The whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
-
-        With ``ema``, the moving average of the trained parameters in their place.
-
-        Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
-
-        Raises:
-            EngineError: inside ``full_parameters`` with sharded parameters, whose changes take effect at its end.
-        """
-        self._resources.refuse_closed("full_state_dict")
-        if self._runtime.gatherer is not None:
-            self._runtime.gatherer.refuse_opened("full_state_dict")
-        average = self._runtime.average
-        if ema and average is None:
-            raise EngineError(
-                'full_state_dict(ema=True) of a run that keeps no average; give "ema": {"decay": 0.999} in the '
-                "configuration."
-            )
-        with self._runtime.changing():
-            return self._checkpoints.gather_full_state(average if ema else None)
-
     def register_for_checkpointing(self, **things: Any) -> None:
         """Save and load other objects too, such as ``data=sampler``; its ``state_dict`` is JSON, equal on all ranks."""
         self._resources.refuse_closed("register_for_checkpointing")
@@ -315,6 +294,8 @@ class Engine(TrainingLoop, NamedState, Inference):
         """
         self._refuse_unfinished("load_checkpoint")
         self._comm.announce("load_checkpoint")
+        if self._built is not None:
+            self._built.settle()
         options = LoadOptions(module_only=load_module_only, optimizer_states=load_optimizer_states, strict=strict)
         return self._checkpoints.load(folder, self._update, options, missing_ok)
 
@@ -335,7 +316,7 @@ class Engine(TrainingLoop, NamedState, Inference):
             if (gatherer := eng._runtime.gatherer) is not None:
                 gatherer.refuse_opened("copy_weights_from")
         self._comm.announce("copy_weights_from")
-        with self._runtime.changing():
+        with self._runtime.changing(), other._runtime.changing():
             self._checkpoints.copy_weights(other._checkpoints)
 
     def save_pretrained(self, folder: Path_) -> None:

@@ -1,13 +1,14 @@
-"""Gradients, weights and optimizer state by the name of the parameter, between the steps of an engine."""
+"""Gradients, weights and optimizer state between the steps of an engine: by name of the parameter, or moved away."""
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import from_first
 from engine.resources import EngineResources
@@ -20,6 +21,7 @@ from engine.zero.gather.full_tensors import HeldPart, NamedShards, full_tensors,
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.master_weights import sync_masters
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.phases.offloaded_states import chosen_kinds
 
 
 class NamedState(ABC):
@@ -28,11 +30,39 @@ class NamedState(ABC):
     _resources: EngineResources
     _update: Update
     _loop: UserLoop | None
+    _built: RankRuntime | None
+    _checkpoints: CheckpointCoordinator
+
+    @abstractmethod
+    def _refuse_unfinished(self, call: str) -> None:
+        """Refuse a call after ``close`` and inside an accumulation."""
 
     @property
     @abstractmethod
     def _runtime(self) -> RankRuntime:
         """The parts of this rank."""
+
+    def full_state_dict(self, ema: bool = False) -> dict[str, Tensor]:
+        """The whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
+
+        With ``ema``, the moving average of the trained parameters in their place.
+
+        Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
+
+        Raises:
+            EngineError: inside ``full_parameters`` with sharded parameters, whose changes take effect at its end.
+        """
+        self._resources.refuse_closed("full_state_dict")
+        if self._runtime.gatherer is not None:
+            self._runtime.gatherer.refuse_opened("full_state_dict")
+        average = self._runtime.average
+        if ema and average is None:
+            raise EngineError(
+                'full_state_dict(ema=True) of a run that keeps no average; give "ema": {"decay": 0.999} in the '
+                "configuration."
+            )
+        with self._runtime.changing():
+            return self._checkpoints.gather_state(average if ema else None)
 
     @contextmanager
     def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
@@ -87,7 +117,7 @@ class NamedState(ABC):
         else:
             raise EngineError("gradients before the first step: there is none yet; call backward or train_batch first.")
         readable = update.used_factor is not None
-        with self._opened("gradients", pieces, pattern, local) as found:
+        with runtime.away.held(), self._opened("gradients", pieces, pattern, local) as found:
             before_step = {name: tensor._version for name, tensor in found.items()}
             yield found
             if readable and any(tensor._version != before_step[name] for name, tensor in found.items()):
@@ -135,6 +165,48 @@ class NamedState(ABC):
                     if _keeps(runtime.optimizer, name, groups[parameter]):
                         found.setdefault(parameter, {})[name] = tensor
             yield found
+
+    def offload_states(
+        self,
+        include: Iterable[object] | None = None,
+        device: object = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move state of the trained model to host memory, until ``reload_states``; its bytes stay as they are.
+
+        A call that needs what is away raises. ``non_blocking``: copies may still run when this returns.
+
+        Args:
+            include: DeepSpeed's names: "optim_states" (moments), "hp_params" (fp32 masters), "lp_params" (parameters,
+                or this rank's shards of them, also frozen ones), "lp_grads" (gradients and residuals); None: all.
+            device: "cpu", the only place.
+            pin_memory: page-lock the copies, which then travel as fast as the link allows.
+
+        Nothing is communicated. What ``offload_optimizer`` or ``offload_param`` keeps on the host is there already.
+
+        Raises:
+            EngineError: another device, an unknown name, too little memory; inside an accumulation, or a
+                `with` block that refers to the state.
+        """
+        self._refuse_unfinished("offload_states")
+        kinds, place = chosen_kinds(include), str(getattr(device, "value", device))
+        if place != "cpu":
+            raise EngineError(f'offload_states was given device {place!r}; state is moved to host memory: give "cpu".')
+        if (runtime := self._built) is not None:
+            runtime.away.refuse_held()
+            with runtime.changing():
+                runtime.away.expire(kinds)
+            runtime.away.offload(kinds, pin_memory, not non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back all that ``offload_states`` has moved. Nothing is communicated.
+
+        ``non_blocking``: copies may still run when this returns; what uses the state waits for them on the device.
+        """
+        self._resources.refuse_closed("reload_states")
+        if self._built is not None:
+            self._built.away.reload(blocking=not non_blocking)
 
     @property
     def _sharded(self) -> bool:

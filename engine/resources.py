@@ -20,6 +20,7 @@ class EngineResources:
     def __init__(self) -> None:
         self._closers = ExitStack()
         self._closed = False
+        self._refusals: list[Callable[[str], object]] = []
         self._process = os.getpid()
 
     def add(self, close: Callable[[], object]) -> None:
@@ -31,17 +32,23 @@ class EngineResources:
         self._closed = True
         self._closers.close()
 
+    def refuse_by(self, check: Callable[[str], object]) -> None:
+        """Ask ``check`` too before a call; it raises if it has a reason against the call of that name."""
+        self._refusals.append(check)
+
     def refuse_closed(self, call: str) -> None:
-        """Refuse ``call`` after ``close``.
+        """Refuse ``call`` after ``close``, and whenever a check of ``refuse_by`` does.
 
         Raises:
-            EngineError: everything has been given back.
+            EngineError: everything has been given back, or what the call needs is not there.
         """
         if self._closed:
             raise EngineError(
                 f"{call} after close(), which has given back the engine's parts; build a new engine with "
                 "engine.initialize."
             )
+        for check in self._refusals:
+            check(call)
 
     def __del__(self) -> None:
         """Close; not in a forked child, whose parent still uses everything, nor when the interpreter ends."""

@@ -32,7 +32,7 @@ from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.program.loss import LossFunction, find_loss
-from engine.zero.optim.sharded_optimizer import OptimizerFactory
+from engine.zero.optim.inner_optimizer import OptimizerFactory
 
 
 @dataclass(frozen=True, slots=True)

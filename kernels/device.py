@@ -149,6 +149,11 @@ def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.zeros(count, dtype=dtype, pin_memory=_is_accelerator(device))
 
 
+def host_bytes(count: int, pinned: bool) -> torch.Tensor:
+    """``count`` bytes of host memory, their content undefined; page-locked if ``pinned``."""
+    return torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
+
+
 def peak_allocated(device: torch.device) -> int | None:
     """The most bytes that were allocated at once on ``device``; None on the host, which does not count them."""
     return _module(device.type).max_memory_allocated(device) if _is_accelerator(device) else None

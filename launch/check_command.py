@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from engine.config import Config, load_config
-from engine.config.between import check_installed, check_plans
+from engine.config.sections import check_installed, check_plans
 
 
 def check_configuration(options: Namespace) -> None:

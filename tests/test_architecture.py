@@ -25,7 +25,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.zero": (
         "layout", "wire_formats", "flat_buckets", "attachment", "own_backward", "offload", "gather", "reduce",
-        "optim",
+        "optim", "phases",
     ),
     "engine.parallel": (
         "grid", "shard_table", "comm", "wire", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",

@@ -3,10 +3,11 @@
     layout          flat layout of the parameters in buckets; pure arithmetic
     flat_buckets    flat tensors with that layout, and the parameters as views of them
     attachment      check that the model's parameters are still those views
-    offload/        optimizer state on the host or on disk: copies between the two memories, files of moments
+    offload/        state on the host or on disk: copies between the two memories, files of moments, delayed updates
     gather/         ZeRO 3: sharded parameters are gathered for the modules that run, and freed again
     reduce/         gradients from the backward to the rank that owns them, by step or by microbatch
     optim/          update of the owned elements, master weights, and the gather of the updated parameters
+    phases/         state that waits in host memory between two phases of a run
 
 Glossary, for one bucket of S elements on N data ranks:
 

@@ -9,9 +9,10 @@ For each bucket (glossary in ``zero/__init__.py``), here with N = 4 and an fp32 
     master   fp32            [ shard 1 ]                       on the rank that owns shard 1, on the device or the host
     host_sums fp32           [ shard 1 ]                       copy of its gradients on the host, if the master is there
 
-If parameters are fp32, or bf16 without a master (``optim/bf16_updates``), the optimizer updates ``kept`` directly. At
-ZeRO 3 ``params`` has memory only while it is gathered; views of it, also those that autograd has saved, become valid
-again with every gather.
+At ZeRO 3 ``kept`` may lie on the host too, and is copied into its place in ``params`` before each gather; the host then
+needs no copy of parameters that have no master. If parameters are fp32, or bf16 without a master
+(``optim/bf16_updates``), the optimizer updates ``kept`` directly. At ZeRO 3 ``params`` has memory only while it is
+gathered; views of it, also those that autograd has saved, become valid again with every gather.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -63,6 +64,8 @@ class FlatBucket:
     """This rank counts its shard in the norm; False: the same shard of another group does."""
     host_sums: Tensor | None = None
     """Gradients [owned] in host memory, where the master then lies too and the update is made; else None."""
+    kept_on_host: bool = False
+    """``kept`` lies in host memory."""
 
     @property
     def rounds_in_gathers(self) -> bool:
@@ -154,6 +157,12 @@ class Ownership:
     """Page-lock the memory of the host that an accelerator copies from or to."""
     mapped: Callable[[int, torch.dtype], Tensor] | None = None
     """Makes zeros on the host: elements that the system can write out. None: ordinary memory."""
+    hosted_parameters: bool = False
+    """Keep the shards of the parameters in host memory (ZeRO 3)."""
+    pinned_parameters: bool = True
+    """Page-lock that memory."""
+    delayed: bool = False
+    """Updates run beside steps that still compute with the weights from before them."""
 
 
 def reserve(
@@ -201,7 +210,12 @@ def _reserve(
         return torch.zeros(part.stop - part.start, dtype=dtype, device=device)
 
     params = torch.empty(bucket.elements, dtype=dtype, device=device) if who.sharded_parameters else zeros(whole, dtype)
-    kept = zeros(owned, dtype) if who.sharded_parameters else params[owned]
+    if not who.sharded_parameters:
+        kept = params[owned]
+    elif who.hosted_parameters:
+        kept = _on_host(owned, dtype, who, device, "offload_param")
+    else:
+        kept = zeros(owned, dtype)
     # .data: gathers write into the bucket, which autograd must not count as a change of the parameter
     views = tuple(slot_view(params, slot).data for slot in bucket.slots)
     if who.sharded_parameters:
@@ -209,7 +223,9 @@ def _reserve(
     grads = zeros(held if trainable else slice(0, 0), wide)
     master = host_sums = None
     if trainable and bucket.index in who.hosted:
-        master, host_sums = (_on_host(owned.stop - owned.start, wide, who, device) for _ in range(2))
+        host_sums = _on_host(owned, wide, who, device, "offload_optimizer")
+        if wide != dtype or not who.hosted_parameters or who.delayed:
+            master = _on_host(owned, wide, who, device, "offload_optimizer")
     elif wide != dtype:
         master = zeros(owned, wide)
     members = tuple(parameters[slot.name] for slot in bucket.slots)
@@ -227,20 +243,23 @@ def _reserve(
         sharded=who.sharded_parameters,
         counts=who.first,
         host_sums=host_sums,
+        kept_on_host=who.hosted_parameters,
     )
 
 
-def _on_host(count: int, dtype: torch.dtype, who: Ownership, device: torch.device) -> Tensor:
-    """Zeros in host memory, for a copy of what ``device`` holds."""
+def _on_host(owned: slice, dtype: torch.dtype, who: Ownership, device: torch.device, section: str) -> Tensor:
+    """Zeros [owned] in host memory, for a copy of what ``device`` holds, as a section of ``zero_optimization`` asks."""
+    count = owned.stop - owned.start
     if who.mapped is not None:
         return who.mapped(count, dtype)
+    pinned = who.pinned_parameters if section == "offload_param" else who.pinned
     try:
-        return host_zeros(count, dtype, device if who.pinned else torch.device("cpu"))
+        return host_zeros(count, dtype, device if pinned else torch.device("cpu"))
     except RuntimeError as error:
-        kind = "page-locked " * who.pinned
+        kind, lower = "page-locked " * pinned, "lower ratio, " * (section == "offload_optimizer")
         raise EngineError(
-            f"zero_optimization.offload_optimizer: the system gives no {count * dtype.itemsize} bytes of {kind}memory "
-            f"({str(error).splitlines()[0]}); raise its limit (ulimit -l), set pin_memory to false, lower ratio, or "
+            f"zero_optimization.{section}: the system gives no {count * dtype.itemsize} bytes of {kind}memory "
+            f"({str(error).splitlines()[0]}); raise its limit (ulimit -l), set pin_memory to false, {lower}or "
             "use more data ranks."
         ) from error
 

@@ -30,7 +30,8 @@ from engine.parallel.grid import Grid
 from engine.zero.flat_buckets import Ownership, allocate
 from engine.zero.layout import Item, build_layout
 from engine.zero.optim.flat_optimizers import FlatAdam
-from engine.zero.optim.sharded_optimizer import GroupOptions, ShardedOptimizer
+from engine.zero.optim.inner_optimizer import GroupOptions
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 CORNER = "AdamW on the host"
 

@@ -26,7 +26,8 @@ from engine.zero.offload.direct_io import DEPTH, DiskCalls, sector_memory, whole
 from engine.zero.offload.moment_buffers import MomentBuffers
 from engine.zero.offload.scratch_folder import ScratchFolder
 from engine.zero.optim.flat_optimizers import FlatAdam
-from engine.zero.optim.sharded_optimizer import GroupOptions, ShardedOptimizer
+from engine.zero.optim.inner_optimizer import GroupOptions
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 BUCKETS = 8
 READ, WRITTEN = 8, 12

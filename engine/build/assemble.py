@@ -70,6 +70,7 @@ from engine.zero.optim.elementwise import check_elementwise
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward
+from engine.zero.phases.offloaded_states import OffloadedStates, StateTensors
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
@@ -134,16 +135,15 @@ def assemble_rank(
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
     with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
-    own_backward, encoder, (buckets, frozen) = OwnBackward(), _encoder(config, kernels), _parts(placed, plan, comm.grid)
-    optimizer, program = _optimizer(plan, buckets, comm, request), request.program(model, plan.precision, device)
-    place_on_disk(optimizer, plan, comm, device)
+    own_backward, program = OwnBackward(), request.program(model, plan.precision, device)
+    encoder, (buckets, frozen) = _encoder(config, kernels), _parts(placed, plan, comm.grid)
+    optimizer = _optimizer(plan, buckets, comm, request, device)
     reducer = _reducer(model, plan, comm, optimizer.copies, own_backward, kernels)
-    with all_or_none(comm, device):
-        fuse_activations(model, request.changes, patches)
-        make_heads_lazy(model, [h for h in request.changes.heads if plan.is_last(f"{h}.weight")], axis, patches)
+    _fuse(model, plan, comm, device, request, axis)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     _keep_out(model, plan, patches)
     on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
+    encoder, gatherer = _encoder(config, kernels), _gatherer(model, plan, comm, placed, patches, own_backward)
     return RankRuntime(
         plan=plan,
         comm=comm,
@@ -161,7 +161,7 @@ def assemble_rank(
         evaluation=rank_schedule(plan.evaluation, rank),
         buckets=buckets,
         frozen=frozen,
-        gatherer=_gatherer(model, plan, comm, placed, patches, own_backward),
+        gatherer=gatherer,
         reducer=reducer,
         own_backward=own_backward,
         gradient_guard=_guard(model, plan, reducer, patches),
@@ -175,7 +175,16 @@ def assemble_rank(
         absent=_absent(model, plan, rank),
         on_host=on_host,
         integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
+        away=_away(model, (buckets, frozen), optimizer, (reducer, encoder), gatherer, device),
     )
+
+
+def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:
+    """Put fused operators into the model, on all ranks or on none."""
+    heads = [head for head in request.changes.heads if plan.is_last(f"{head}.weight")]
+    with all_or_none(comm, device):
+        fuse_activations(model, request.changes, request.patches)
+        make_heads_lazy(model, heads, axis, request.patches)
 
 
 def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
@@ -183,6 +192,24 @@ def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
     if plan.config.compile and plan.tensor is not None:
         leave_out_of_compilation(model, plan.tensor.layers, patches)
     keep_in_fp32(model, plan.precision.kept.modules, plan.precision.compute, patches)
+
+
+def _away(
+    model: nn.Module, buckets: tuple[Sequence[FlatBucket], Sequence[FlatBucket]], optimizer: ShardedOptimizer,
+    senders: tuple[Reducer, MessageEncoder | None], gatherer: ParameterGatherer | None, device: torch.device,
+) -> OffloadedStates:  # fmt: skip
+    """What can wait on the host; ``senders``: what sends in fewer bits, and keeps what it has left out."""
+    (trained, frozen), (reducer, encoder) = buckets, senders
+    tensors = StateTensors(
+        model=model,
+        trained=trained,
+        frozen=frozen,
+        optimizer=optimizer,
+        reducer=reducer,
+        encoder=encoder,
+        gatherer=gatherer,
+    )
+    return OffloadedStates(tensors, device)
 
 
 def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:
@@ -255,7 +282,9 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
     return axis
 
 
-def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request) -> ShardedOptimizer:
+def _optimizer(
+    plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request, device: torch.device
+) -> ShardedOptimizer:
     config, shaped = plan.config, request.optimizer is not None
     round_initial(buckets, comm)
     factory = request.optimizer or built_in_optimizer(config.optimizer or OptimizerConfig())
@@ -271,6 +300,9 @@ def _optimizer(plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: R
         optimizer.gather_matrices(routes)
     if config.tp > 1:
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
+    if config.zero_optimization.offload_optimizer.delayed_update:
+        optimizer.delay()
+    place_on_disk(optimizer, plan, comm, device)
     return optimizer
 
 

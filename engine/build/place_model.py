@@ -17,7 +17,7 @@ from engine.parallel.model.placeholders import replace_absent
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.tensor.layers.apply_plan import apply_plan, local_shard
 from engine.parallel.tensor.tp_axis import TensorAxis
-from engine.planning.budgets import reduces_each_microbatch, shards_parameters, wire_formats
+from engine.planning.budgets import hosts_parameters, reduces_each_microbatch, shards_parameters, wire_formats
 from engine.planning.plan import Plan
 from engine.precision.dtypes import place_rest
 from engine.zero.flat_buckets import FlatBucket, Ownership, fill, reserve
@@ -148,6 +148,9 @@ def _ownership(plan: Plan, coord: Coord) -> Ownership:
         sharded_parameters=shards_parameters(config),
         master=plan.precision.master,
         hosted=plan.hosted(coord),
+        delayed=offload.delayed_update,
+        hosted_parameters=hosts_parameters(config),
+        pinned_parameters=config.zero_optimization.offload_param.pin_memory,
         first=coord.dp < config.shards,
         pinned=offload.pin_memory,
         mapped=MappedMemory(str(offload.nvme_path)).zeros if mapped else None,

@@ -21,7 +21,7 @@ from engine.program.forward_inputs import ForwardInputs
 from engine.program.loss import LossFunction
 from engine.program.program import Program
 from engine.step.runtime import RankRuntime
-from engine.zero.optim.sharded_optimizer import OptimizerFactory
+from engine.zero.optim.inner_optimizer import OptimizerFactory
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 

@@ -7,8 +7,7 @@ from torch import nn
 
 from engine.build.request import Request
 from engine.config import Config
-from engine.config.between import check_installed
-from engine.config.sections import Bf16Config
+from engine.config.sections import Bf16Config, check_installed
 from engine.errors import ConfigError, PlanError
 from engine.parallel.activation_checkpointing.blocks import find_operators, offloaded_blocks, recomputed_blocks
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer

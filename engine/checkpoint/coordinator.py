@@ -173,9 +173,7 @@ class CheckpointCoordinator:
         user = self._begin(request, update) if self._run is None else self._resume(request)
         return ClientState(user) if isinstance(user, dict) else user
 
-    def gather_full_state(
-        self, average: WeightAverage | None = None, keys: Set[str] | None = None
-    ) -> dict[str, Tensor]:
+    def gather_state(self, average: WeightAverage | None = None, keys: Set[str] | None = None) -> dict[str, Tensor]:
         """See :meth:`engine.Engine.full_state_dict`; the engine is built. ``keys``: only these, on all ranks alike."""
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
@@ -193,7 +191,7 @@ class CheckpointCoordinator:
         self.refuse_spoiled()
         if is_peft_model(self._model):
             run = self._placed("save_pretrained")
-            given = run.full_state.entries, (lambda keys: self.gather_full_state(keys=keys)), self._comm, self.device
+            given = run.full_state.entries, (lambda keys: self.gather_state(keys=keys)), self._comm, self.device
             with run.runtime.saving():
                 write_adapters(resolved(folder), self._model, *given)
             return

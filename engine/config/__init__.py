@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 from engine.config.between import (
+    check_average,
     check_copies,
     check_integrity,
     check_nodes,
@@ -48,6 +49,7 @@ from engine.config.sections import (
     IntegrityConfig,
     MonitorConfig,
     OffloadConfig,
+    OffloadParamConfig,
     ParallelConfig,
     ScheduleCosts,
     TorchAutocastConfig,
@@ -71,6 +73,7 @@ __all__ = [
     "MatchedOptimizerConfig",
     "MonitorConfig",
     "OffloadConfig",
+    "OffloadParamConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "ScheduleCosts",
@@ -285,6 +288,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_parallel(config.parallel, problems)
     check_integrity(config.integrity, problems)
     check_reruns(config.integrity, config.zero_optimization, problems)
+    check_average(config.ema, config.zero_optimization, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)
 

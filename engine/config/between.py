@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from engine.config.optim_sections import MATRIX_OPTIMIZERS, OptimizerConfig
@@ -11,9 +10,11 @@ from engine.config.sections import (
     ActivationCheckpointingConfig,
     Bf16Config,
     CheckpointConfig,
+    EmaConfig,
     Fp16Config,
     IntegrityConfig,
     MonitorConfig,
+    OffloadConfig,
     ParallelConfig,
     TorchAutocastConfig,
     WatchdogConfig,
@@ -21,7 +22,6 @@ from engine.config.sections import (
     ZeroConfig,
 )
 from engine.config.wording import shown_value
-from engine.errors import ConfigError
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.schedule.kinds import training_schedule
 from engine.parallel.tensor.plan.styles import parse_style, read_setting
@@ -131,17 +131,7 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
 
 def check_zero(zero: ZeroConfig, problems: Problems) -> None:
     """Note settings that need another stage, or a folder."""
-    offload = zero.offload_optimizer
-    if offload.device == "nvme" and offload.nvme_path is None:
-        problems.add(
-            "zero_optimization.offload_optimizer.nvme_path",
-            'missing, and device is "nvme": give a folder on a disk of every host, or set device to "cpu".',
-        )
-    if offload.map_memory and offload.device != "nvme":
-        problems.add(
-            "zero_optimization.offload_optimizer.map_memory",
-            f'true, and device is "{offload.device}": set device to "nvme" and give nvme_path, or leave it out.',
-        )
+    _check_offload(zero.offload_optimizer, problems)
     if zero.reduce == "microbatch" and zero.stage < 2:
         problems.add(
             "zero_optimization.reduce",
@@ -162,6 +152,42 @@ def check_zero(zero: ZeroConfig, problems: Problems) -> None:
         )
     check_secondary_shards(zero, problems)
     check_fewer_bits(zero, problems)
+
+
+def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
+    """Note settings of an offload that lack another one, or that need another place."""
+    if offload.device == "nvme" and offload.nvme_path is None:
+        problems.add(
+            "zero_optimization.offload_optimizer.nvme_path",
+            'missing, and device is "nvme": give a folder on a disk of every host, or set device to "cpu".',
+        )
+    if offload.ratio == "auto" and offload.memory_limit is None:
+        problems.add(
+            "zero_optimization.offload_optimizer.memory_limit",
+            'missing, and ratio is "auto": give the GiB of a GPU that state may take.',
+        )
+    if offload.ratio == "auto" and offload.device == "none":
+        problems.add(
+            "zero_optimization.offload_optimizer.ratio",
+            '"auto", and device is "none": set device to "cpu" or "nvme", or leave it out.',
+        )
+    if offload.ratio != "auto" and offload.memory_limit is not None:
+        problems.add(
+            "zero_optimization.offload_optimizer.ratio",
+            f'{shown_value(offload.ratio)} with a memory_limit, which is for "auto"; give "auto", or leave it out.',
+        )
+    if offload.delayed_update and (offload.device != "cpu" or offload.ratio != 1.0):
+        other = f'device "{offload.device}"' if offload.device != "cpu" else f"ratio {shown_value(offload.ratio)}"
+        problems.add(
+            "zero_optimization.offload_optimizer.delayed_update",
+            f"true with {other}: only an update that the host makes as a whole, in its memory, runs beside the next "
+            'step; set device to "cpu" and ratio to 1, or leave it out.',
+        )
+    if offload.map_memory and offload.device != "nvme":
+        problems.add(
+            "zero_optimization.offload_optimizer.map_memory",
+            f'true, and device is "{offload.device}": set device to "nvme" and give nvme_path, or leave it out.',
+        )
 
 
 def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
@@ -300,6 +326,15 @@ def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problem
         )
 
 
+def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -> None:
+    """Note an average of weights that are updated while it would be taken."""
+    if ema is not None and zero.offload_optimizer.delayed_update:
+        problems.add(
+            "zero_optimization.offload_optimizer.delayed_update",
+            "true with ema, which would read weights while their update runs beside the step; leave one of them out.",
+        )
+
+
 def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
     """Note settings of formats that are not chosen, and ways to communicate that send numbers as they are."""
     blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
@@ -358,13 +393,3 @@ def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Pr
             f"{shown_value(given)} with watchdog.timeout_seconds null, and the watchdog's flight recorder is what is "
             "read; give a number of seconds.",
         )
-
-
-def check_installed(monitor: MonitorConfig) -> None:
-    """Refuse a log whose package is not installed, on every rank, before anything is started."""
-    for key, install in (("tensorboard", "'trine[ui]'"), ("wandb", "wandb"), ("mlflow", "mlflow")):
-        if (value := getattr(monitor, key)) and find_spec(key) is None:
-            raise ConfigError(
-                f"monitor.{key}: {shown_value(value)} needs the package {key}, which is not installed; "
-                f"pip install {install}, or leave it out."
-            )

@@ -6,11 +6,14 @@ Schema.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 from engine.config.optim_sections import COUNT, NOT_NEGATIVE, SIZE, one_of
 from engine.config.reader import Section, setting
 from engine.config.rules import AnyOf, Choice, Flag, FrozenMap, Int, ListOf, OperatorName, Real, Text, TextMap
+from engine.config.wording import shown_value
+from engine.errors import ConfigError
 from engine.parallel.grid import Order
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v", "auto")
@@ -91,8 +94,11 @@ class OffloadConfig:
 
     device: Literal["none", "cpu", "nvme"] = setting("none", one_of("none", "cpu", "nvme", noun="a place for state"))
     """none: on the GPU; cpu: in host memory, updated by the host; nvme: moments on disk, the rest as with cpu."""
-    ratio: float = setting(1.0, Real(low=0, high=1))
-    """Part of the elements whose state is placed there, in whole buckets; the rest stays on the GPU."""
+    ratio: float | Literal["auto"] = setting(1.0, AnyOf(
+        rules=(AUTO, Real(low=0, high=1)), remedy='give a number from 0 to 1, or "auto"'))  # fmt: skip
+    """Part of the elements whose state is placed there, in whole buckets; "auto": the smallest within memory_limit."""
+    memory_limit: float | None = setting(None, Real(above=0, null=True))
+    """GiB of a GPU that state may take by the plan, for ratio "auto"; activations come beside it."""
     pin_memory: bool = setting(True, Flag())
     """Page-lock the memory of the host that is copied from or to, so that copies run beside computation."""
     nvme_path: str | None = setting(None, FOLDER)
@@ -101,6 +107,18 @@ class OffloadConfig:
     """Buckets whose moments may be in host memory at a time, for device nvme."""
     map_memory: bool = setting(False, Flag())
     """For device nvme: all other state in host memory lies in files there too, written out when memory is short."""
+    delayed_update: bool = setting(False, Flag())
+    """Update beside the next step, whose gradients are then computed with weights that lack it; for device cpu."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadParamConfig:
+    """Placement of the shards of parameters at stage 3; a bucket is on the device while it is gathered."""
+
+    device: Literal["none", "cpu", "nvme"] = setting("none", one_of("none", "cpu", "nvme", noun="a place for weights"))
+    """none: on the GPU; cpu: in host memory; nvme: as cpu, which a note says."""
+    pin_memory: bool = setting(True, Flag())
+    """Page-lock that memory, so that copies run beside computation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +154,8 @@ class ZeroConfig:
     """Data ranks that share one copy of what the stage shards, side by side (MiCS, HSDP); null: all of them."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
     """Placement of the optimizer state."""
+    offload_param: OffloadParamConfig = setting(OffloadParamConfig(), Section(cls=OffloadParamConfig))
+    """Placement of parameters, at stage 3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,3 +329,13 @@ class WatchdogConfig:
     """Steps over which this is compared."""
     max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
     """Skipped steps in a row, because of non-finite gradients, that stop the run; 0 never stops it."""
+
+
+def check_installed(monitor: MonitorConfig) -> None:
+    """Refuse a log whose package is not installed, on every rank, before anything is started."""
+    for key, install in (("tensorboard", "'trine[ui]'"), ("wandb", "wandb"), ("mlflow", "mlflow")):
+        if (value := getattr(monitor, key)) and find_spec(key) is None:
+            raise ConfigError(
+                f"monitor.{key}: {shown_value(value)} needs the package {key}, which is not installed; "
+                f"pip install {install}, or leave it out."
+            )

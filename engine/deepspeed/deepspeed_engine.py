@@ -277,14 +277,19 @@ class DeepSpeedEngine(EngineState):
 
     # ------------------------------------------------------------------ memory and compilation
 
-    def offload_states(self, *_: Any, **__: Any) -> None:
-        """Nothing, which the log says: the configuration places optimizer state."""
-        logger.warning(
-            "offload_states: nothing is moved; zero_optimization.offload_optimizer says where optimizer state lies."
-        )
+    def offload_states(
+        self,
+        include: Iterable[object] | None = None,
+        device: object = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move state to host memory until ``reload_states``, at every stage; see :meth:`Engine.offload_states`."""
+        self.engine.offload_states(include, device, pin_memory, non_blocking)
 
-    def reload_states(self, *_: Any, **__: Any) -> None:
-        """Nothing: all state is where the configuration places it."""
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what ``offload_states`` has moved."""
+        self.engine.reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
         """Nothing: gathered parameters are freed after their use."""

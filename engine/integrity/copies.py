@@ -142,7 +142,7 @@ class ReplicaCopies:
         whole = memory.view(_INTEGERS[memory.element_size()])
         for first in range(start, stop, _PIECE):
             last = min(first + _PIECE, stop)
-            values = whole[first - part.start : last - part.start].to(torch.int64)
+            values = whole[first - part.start : last - part.start].to(device, torch.int64)
             total += (values * odd_factors(first - slot.start, last - slot.start, device)).sum()
         return total
 

@@ -9,8 +9,8 @@ import torch
 from engine.config.optim_sections import MATRIX_OPTIMIZERS, OptimizerConfig
 from engine.zero.optim.composite import CompositeOptimizer, PlainComposite
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
+from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory
 from engine.zero.optim.muon import FlatMuon
-from engine.zero.optim.sharded_optimizer import GroupOptions, OptimizerFactory
 
 
 def built_in_optimizer(config: OptimizerConfig) -> OptimizerFactory:

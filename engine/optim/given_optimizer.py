@@ -16,7 +16,7 @@ from torch import nn
 
 from engine.config.optim_sections import OptimizerConfig
 from engine.errors import ConfigError
-from engine.zero.optim.sharded_optimizer import GroupOptions, OptimizerFactory, refuse_own_step
+from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory, refuse_own_step
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import nn
 from engine.config.optim_sections import MATRIX_OPTIMIZERS, OptimizerConfig
 from engine.errors import ConfigError
 from engine.parallel.model.name_patterns import refuse_unmatched
-from engine.zero.optim.sharded_optimizer import GroupOptions
+from engine.zero.optim.inner_optimizer import GroupOptions
 
 
 def assign_groups(

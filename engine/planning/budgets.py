@@ -41,7 +41,8 @@ class RankPlan:
     """Bytes on the device for each kind of state: parameters, frozen parameters, gradients, master,
     optimizer, error feedback."""
     host_bytes: Mapping[str, int]
-    """Bytes in host memory for each kind of state: master, gradients, optimizer; empty without an offload."""
+    """Bytes in host memory for each kind of state: parameters, frozen parameters, master, gradients, optimizer; empty
+    without an offload."""
     disk_bytes: int
     """Bytes on disk: two slots of moments, and the weights from before the last update."""
     traffic: tuple[Traffic, ...]
@@ -98,27 +99,30 @@ def state_bytes(
     formats = wire_formats(config, precision)
     if formats.feedback:
         state["error feedback"] = sum(4 * formats.residual_elements(bucket) for bucket in layout.buckets)
-    host = {"master": 0, "gradients": 0, "optimizer": 0}
+    host = {"parameters": 0, "frozen parameters": 0, "master": 0, "gradients": 0, "optimizer": 0}
+    held = host if hosts_parameters(config) else state
     share = config.shards if config.zero_optimization.stage else 1
     parts = config.shards if shards_parameters(config) else 1
-    hosted = hosted_buckets(layout, config)
+    hosted = hosted_buckets(layout, config, precision)
     for bucket in layout.buckets:
         widths, owned = precision.widths(bucket.dtype), bucket.elements // share
         kept = config.shards if reduces_each_microbatch(config) and not bucket.partial else 1
         state["gradients"] += bucket.elements // kept * widths.sums.itemsize
-        state["parameters"] += bucket.elements // parts * widths.compute.itemsize
+        held["parameters"] += bucket.elements // parts * widths.compute.itemsize
         place = host if bucket.index in hosted else state
         place["optimizer"] += values(bucket) * widths.moments.itemsize
         if config.ema is not None:
             size = average_dtype(widths.master or widths.compute).itemsize
             place["average"] = place.get("average", 0) + owned * size
         if bucket.index in hosted:
-            host["master"] += owned * (widths.master or widths.compute).itemsize
+            # where the host has the parameters, it needs a copy of them only beside a step that still uses them
+            if widths.master or held is state or config.zero_optimization.offload_optimizer.delayed_update:
+                host["master"] += owned * (widths.master or widths.compute).itemsize
             host["gradients"] += owned * widths.sums.itemsize
         elif widths.master:
             state["master"] += owned * widths.master.itemsize
     for bucket in layout.frozen:
-        state["frozen parameters"] += bucket.elements // parts * getattr(torch, bucket.dtype).itemsize
+        held["frozen parameters"] += bucket.elements // parts * getattr(torch, bucket.dtype).itemsize
     for row, elements in frozen:
         state["frozen parameters"] += elements * precision.frozen(row.name, row.dtype).itemsize
     if config.zero_optimization.offload_optimizer.device != "nvme":
@@ -150,10 +154,17 @@ def _held(kinds: Mapping[str, int]) -> dict[str, int]:
     return {kind: count for kind, count in kinds.items() if count}
 
 
-def hosted_buckets(layout: FlatLayout, config: Config) -> frozenset[int]:
-    """Indices of the trained buckets that the host updates, as ``zero_optimization.offload_optimizer`` asks."""
+def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> frozenset[int]:
+    """Indices of the trained buckets that the host updates, as ``zero_optimization.offload_optimizer`` asks.
+
+    Parameters on the host that have no master are updated where they lie, whatever part it asks for.
+    """
     offload = config.zero_optimization.offload_optimizer
-    return offloaded_buckets(layout, offload.ratio) if offload.device != "none" else frozenset()
+    ratio = 1.0 if offload.ratio == "auto" else offload.ratio  # a plan has a number
+    asked = offloaded_buckets(layout, ratio) if offload.device != "none" else frozenset()
+    if not hosts_parameters(config):
+        return asked
+    return asked | {b.index for b in layout.buckets if precision.widths(b.dtype).master is None}
 
 
 def stored_bytes(table: ShardTable, precision: Precision, config: Config, values: Sequence[int]) -> int:
@@ -180,8 +191,13 @@ def reduces_each_microbatch(config: Config) -> bool:
 
 
 def shards_parameters(config: Config) -> bool:
-    """A rank keeps only its shard of the parameters between their uses."""
-    return config.zero_optimization.stage == 3 and config.shards > 1
+    """A rank has parameters on its device only while they are used, and its shard of them between their uses."""
+    return config.zero_optimization.stage == 3 and (config.shards > 1 or hosts_parameters(config))
+
+
+def hosts_parameters(config: Config) -> bool:
+    """Between their uses, the shards of parameters lie in host memory."""
+    return config.zero_optimization.stage == 3 and config.zero_optimization.offload_param.device != "none"
 
 
 def wire_formats(config: Config, precision: Precision) -> WireFormats:
@@ -257,6 +273,8 @@ def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
     Those of which nodes keep a secondary shard go over dp once, and then within the nodes, as they are.
     """
     gathers, ranks, axis = plan.gathers, config.shards, config.grid(0).sharding
+    if ranks == 1:
+        return Tally()
     moved = [
         times * sent_bytes("all_gather", size, ranks) for size, times in zip(plan.wire, gathers.times, strict=True)
     ]

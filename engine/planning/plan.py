@@ -5,7 +5,7 @@ partition, schedule and layouts from it, and measured bytes are compared with it
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -34,6 +34,7 @@ from engine.planning.analysis import Analysis, PlanRequest, analyze
 from engine.planning.budgets import (
     GatherPlan,
     RankPlan,
+    StateBytes,
     control_traffic,
     feedback_bytes,
     gather_traffic,
@@ -52,13 +53,15 @@ from engine.planning.budgets import (
 )
 from engine.planning.cost_model.placement import tensor_groups_cross
 from engine.planning.flat_layouts import Users, flat_layouts
+from engine.planning.host_state.host_placement import refuse_limit, refuse_unknown, smallest_ratio, with_ratio
+from engine.planning.host_state.setting_notes import exact_weights, offload_notes, unused_formats
 from engine.precision.dtypes import Precision, half_note, make_precision
 from engine.program.program import Program
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather.gather_schedule import gather_order
 from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
 from engine.zero.layout import FlatLayout
-from engine.zero.optim.sharded_optimizer import GroupOptions
+from engine.zero.optim.inner_optimizer import GroupOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +104,7 @@ class Plan:
 
     def hosted(self, coord: Coord) -> frozenset[int]:
         """Indices of the trained buckets of a position that the host updates."""
-        return hosted_buckets(self.layout(coord), self.config)
+        return hosted_buckets(self.layout(coord), self.config, self.precision)
 
     def owner_of_buffer(self, name: str) -> int:
         """The pipeline rank with the current copy of a buffer: the last that writes it or runs its module."""
@@ -156,8 +159,13 @@ class Plan:
     def rank(self, rank: int) -> RankPlan:
         """State and traffic of ``rank``; pure arithmetic."""
         coord = self.grid(rank).coord()
+        held = sum(held_elements(row, coord.tp) for row in self.table.held_by(coord.pp))
+        state = self.state(coord)
+        return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
+
+    def state(self, coord: Coord) -> StateBytes:
+        """Where the bytes of a position's state are between steps."""
         rows = self.table.held_by(coord.pp)
-        held = sum(held_elements(row, coord.tp) for row in rows)
         sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
         frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
@@ -168,7 +176,7 @@ class Plan:
             device["secondary shards"] = gathers.secondary_bytes
         if kept := self._feedback_bytes(coord.pp):
             device["error feedback"] = device.get("error feedback", 0) + kept
-        return RankPlan(coord, held, device, state.host, state.disk, self._traffic(coord))
+        return StateBytes(device, state.host, state.disk)
 
     def _feedback_bytes(self, pp: int) -> int:
         """Bytes of what the messages of a pipeline rank leave out of gradients."""
@@ -260,7 +268,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
     notes = [*_notes(request.program, config, precision), *schedule.notes, *analysis.notes]
     users = Users(schedule.stages_of_rank, analysis.cut, analysis.timeline, gathers)
-    return Plan(
+    plan = Plan(
         config=config,
         table=table,
         layouts=flat_layouts(table, config, precision, users),
@@ -277,6 +285,34 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         decision=analysis.decision,
         replacements=request.replacements,
     )
+    return _settled(plan)
+
+
+def _settled(plan: Plan) -> Plan:
+    """``plan`` with the smallest part of the optimizer state on the host that fits, if the configuration says "auto".
+
+    Raises:
+        PlanError: nothing fits, or the state of the optimizer is unknown.
+    """
+    offload = plan.config.zero_optimization.offload_optimizer
+    if offload.ratio != "auto" or offload.memory_limit is None:
+        return plan
+    if plan.moments is None:
+        raise refuse_unknown()
+    positions = [plan.grid(0).rank_at(pp, 0, tp) for pp, tp in plan.layouts]
+
+    def at(ratio: float) -> Plan:
+        return replace(plan, config=with_ratio(plan.config, ratio))
+
+    def fullest(planned: Plan) -> tuple[int, int]:
+        return max((sum(planned.state(plan.grid(rank).coord()).device.values()), rank) for rank in positions)
+
+    limit = offload.memory_limit * 2**30
+    ratio = smallest_ratio(plan.layouts.values(), lambda ratio: fullest(at(ratio))[0] <= limit)
+    if ratio is None:
+        rank = fullest(at(1.0))[1]
+        raise refuse_limit(offload.memory_limit, rank, at(1.0).state(plan.grid(rank).coord()).device)
+    return at(ratio)
 
 
 def _division(config: Config, analysis: Analysis, schedule: Schedule) -> Division:
@@ -342,8 +378,9 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
             f"zero: zero_hpz_partition_size {config.shards} puts all ranks that share a shard into one node, whose "
             "secondary shards would be the shards once more, so none are kept"
         )
-    notes += _unused_formats(config, precision)
-    notes += _exact_weights(model, config, precision)
+    notes += unused_formats(config, precision)
+    notes += exact_weights(model, wire_formats(config, precision), precision)
+    notes += offload_notes(model, config, precision)
     if (half := half_note(model, precision)) is not None:
         notes.append(half)
     if precision.compute is not None:
@@ -361,40 +398,3 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
                 more = f" and {len(names) - 2} more" * (len(names) > 2)
                 notes.append(f"{kind} are rounded to {short}, as Module.to does it: {', '.join(names[:2])}{more}")
     return tuple(notes)
-
-
-def _unused_formats(config: Config, precision: Precision) -> list[str]:
-    """Notes about formats of activations by which nothing becomes shorter."""
-    notes, computed = [], precision.compute or precision.autocast
-    given = (("tensor", config.tp, config.wire.tensor), ("pipeline", config.pp, config.wire.pipeline))
-    for axis, ranks, name in given:
-        if ranks == 1 and name != "exact":
-            notes.append(f"wire.{axis}: there is one {axis} rank, which sends nothing")
-        elif name in ("bf16", "fp16") and computed is not None and computed.itemsize == 2:
-            notes.append(
-                f"wire.{axis}: {name} makes nothing shorter that is computed in 16 bits, so only fp32 is sent in it; "
-                "int8 does"
-            )
-    return notes
-
-
-def _exact_weights(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """A note about weights that are sent as they are where fewer bits were asked for."""
-    formats = wire_formats(config, precision)
-    if formats.weights is None:
-        return []
-    left = [
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad
-        and str(precision.parameter(name, p.dtype)).removeprefix("torch.") not in formats.weight_dtypes
-    ]
-    more = f" and {len(left) - 1} more" * (len(left) > 1)
-    return (
-        [
-            f"zero: {left[0]}{more} are gathered as they are: stages 1 and 2 send fewer bits of weights with a "
-            "master (bf16, fp16), and stage 3 of all but fp64"
-        ]
-        if left
-        else []
-    )

@@ -16,6 +16,7 @@ from engine.parallel.tensor.tp_axis import Overlap
 from engine.planning.budgets import (
     GatherPlan,
     RankPlan,
+    hosts_parameters,
     pipeline_format,
     reduces_each_microbatch,
     tensor_format,
@@ -140,7 +141,7 @@ def _precision_line(plan: Plan) -> str:
 
 def _zero_line(plan: Plan) -> str:
     stage, layout = plan.config.zero_optimization.stage, plan.layout(plan.grid(0).coord())
-    if plan.config.dp == 1:
+    if plan.config.dp == 1 and not hosts_parameters(plan.config):
         return f"stage {stage}: one data rank, so nothing is shared or sent"
     if (gathers := plan.gathers(plan.grid(0).coord())) is not None:
         return _gathers_line(plan, gathers) + _groups_words(plan.config)
@@ -198,8 +199,9 @@ def _gathers_line(plan: Plan, gathers: GatherPlan) -> str:
     inside = f", and {near} times from the other {gathers.within.ranks - 1} of a node" * bool(near)
     over = f" and {megabytes(kept)} over the step" * bool(kept)
     reduced = "microbatch" if reduces_each_microbatch(plan.config) else "step"
+    gathered = "come from host memory" if hosts_parameters(plan.config) else "gathered"
     return (
-        f"stage 3: parameters gathered in {len(order.turns)} groups, {calls} times a step{inside}, at most "
+        f"stage 3: parameters {gathered} in {len(order.turns)} groups, {calls} times a step{inside}, at most "
         f"{megabytes(peak)} whole at a time{over}; gradients reduce-scattered every {reduced}"
     )
 
@@ -307,13 +309,15 @@ def _state_line(plan: Plan, rank: RankPlan) -> str:
 def _offload_line(plan: Plan, rank: RankPlan) -> dict[str, str]:
     """What the host keeps and updates instead of the device, and which part of the elements that is."""
     offload = plan.config.zero_optimization.offload_optimizer
-    if offload.device == "none":
+    if offload.device == "none" and not hosts_parameters(plan.config):
         return {}
     layout, hosted = plan.layout(rank.coord), plan.hosted(rank.coord)
     elements = sum(bucket.elements for bucket in layout.buckets if bucket.index in hosted)
     share = elements / layout.elements if layout.elements else 0.0
     parts = ", ".join(f"{kind} {megabytes(count)}" for kind, count in rank.host_bytes.items())
     disk = f", {megabytes(rank.disk_bytes)} on disk in {offload.nvme_path}" * (offload.device == "nvme")
+    if offload.memory_limit is not None:
+        disk += f"; no smaller part keeps a rank within {offload.memory_limit:g} GiB of state"
     return {
         "offload": f"{len(hosted)} of {len(layout.buckets)} buckets, {share:.1%} of the elements, updated by the host: "
         f"{megabytes(sum(rank.host_bytes.values()))} of its memory a rank ({parts}){disk}"

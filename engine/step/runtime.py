@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from engine.errors import EngineError
 from engine.integrity.guard import Integrity
 from engine.kernels.dispatch import Kernels
 from engine.optim.lr_schedules import LearningRate
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
+from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.rng_streams import RandomStreams
@@ -32,6 +34,7 @@ from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward
+from engine.zero.phases.offloaded_states import PARAMETERS, OffloadedStates
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.reducer import Backward, Reducer
 from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
@@ -87,6 +90,8 @@ class RankRuntime:
     """Activations that wait on the host."""
     integrity: Integrity | None
     """Guard of what the rank holds; None: nothing is checked."""
+    away: OffloadedStates
+    """What waits in host memory between two phases of the run."""
 
     @contextmanager
     def forward(self, *key: int, random: bool = True) -> Iterator[None]:
@@ -146,10 +151,13 @@ class RankRuntime:
         """``finish``, and compare what the update is going to read with what the last one has left."""
         self.finish(reduced)
         if self.integrity is not None:
+            self.join_update()
             self.integrity.before_update()
 
     def close(self) -> None:
-        """Remove every patch from the model and stop gathering."""
+        """Remove every patch from the model and stop gathering; parameters that are away come back."""
+        self.away.reload({PARAMETERS})
+        self.optimizer.end_delayed()
         self.patches.remove()
         if self.absent is not None:
             self.absent.retire()
@@ -163,15 +171,50 @@ class RankRuntime:
         if self.gatherer is not None:
             self.gatherer.forget()
 
-    def changing(self) -> AbstractContextManager[None]:
-        """Context of a call that reads or writes weights or optimizer state between steps."""
-        return self.integrity.changing() if self.integrity else nullcontext()
+    def late_problem(self) -> EngineError | None:
+        """Why the update that runs beside this step cannot be brought; waits for it."""
+        return self.optimizer.delayed.problem() if self.optimizer.delayed is not None else None
 
-    def saving(self) -> AbstractContextManager[None]:
+    def join_update(self) -> None:
+        """Return when no update runs beside a step; its weights may still wait to be brought."""
+        if self.optimizer.delayed is not None:
+            self.optimizer.delayed.join()
+
+    def bring_update(self) -> None:
+        """Finish the update that runs beside a step, and bring its weights to the device. Collective over dp."""
+        if self.optimizer.delayed is not None and self.optimizer.delayed.finish():
+            self.weights_written()
+
+    def settle(self) -> None:
+        """End what runs beside the calls of a user: an update, and copies of parameters that lie on the host.
+
+        Collective if there is an update; if that of one rank cannot be brought, all raise.
+        """
+        if self.optimizer.delayed is not None and self.optimizer.delayed.pending:
+            with all_or_none(self.comm, self.program.device, "has an update that cannot be brought"):
+                if (problem := self.late_problem()) is not None:
+                    raise problem
+            self.bring_update()
+        if self.gatherer is not None:
+            self.gatherer.settle()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Context of a call that reads or writes weights or optimizer state between steps."""
+        self.join_update()
+        with self.away.held(), self.integrity.changing() if self.integrity and not self.away.kinds else nullcontext():
+            self.settle()
+            yield
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
         """Context of a save of weights or optimizer state, which have to be sound."""
         if self.optimizer.disk is not None:
             self.optimizer.disk.refuse_failed()
-        return self.integrity.saving() if self.integrity else nullcontext()
+        self.join_update()
+        with self.integrity.saving() if self.integrity and not self.away.kinds else nullcontext():
+            self.settle()
+            yield
 
     def own(self, tree: Any) -> Any:
         """``tree`` with tensors that outlive a forward: views of gathered parameters are copied."""

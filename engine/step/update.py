@@ -140,9 +140,8 @@ class Update:
         ``stop``: this rank was asked to stop after this step.
         """
         runtime.end_backwards(step.reduced)
-        step.problem = (
-            runtime.replica_check.run(step.sent) or step.problem
-        )  # collective, so it also runs for a failed step
+        # collective, so it also runs for a failed step
+        step.problem = runtime.replica_check.run(step.sent) or step.problem or runtime.late_problem()
         # The control sum comes before the decision: clipping and finiteness need the norm over all shards, and a rank
         # that decided from its own values could skip where others update, or raise where others wait for it.
         squared_norm = gradient_squared_norm(runtime.buckets, runtime.kernels)
@@ -155,6 +154,7 @@ class Update:
         if launched is not None and not made:
             launched.put_back()
         totals = self._check(StepTotals.unpack(sums), step)
+        runtime.bring_update()
         if totals.unused:
             runtime.optimizer.unused = self._find_unused(idle, runtime)
         self._alike += totals.same_batch(self._comm.grid.dp)
@@ -227,6 +227,8 @@ class Update:
             except EngineError:  # a disk has failed on some rank: the step is none on all of them
                 runtime.buffers.put_back()
                 raise
+            if runtime.integrity is not None:  # which takes digests of what the update leaves
+                runtime.join_update()
         if runtime.average is not None:
             runtime.average.update()
         runtime.buffers.forget()

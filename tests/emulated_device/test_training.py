@@ -32,6 +32,22 @@ def offloaded(stage: int, reduce: str = "step", ratio: float = 1.0, **changes: A
     return Trial({"data": 2}, stage, {"zero_optimization": zero, **changes})
 
 
+def hosted(
+    optimizer: float, gather: str = "microbatch", parallel: dict[str, int] | None = None, **changes: Any
+) -> Trial:
+    """Parameters in the memory of the host, and the given part of the optimizer state."""
+    offload = {"device": "cpu", "ratio": optimizer} if optimizer else {"device": "none"}
+    zero = {"stage": 3, "gather": gather, "offload_param": {"device": "cpu"}, "offload_optimizer": offload}
+    return Trial(parallel or {"data": 2}, 3, {"zero_optimization": zero, **changes})
+
+
+def delayed(stage: int, **changes: Any) -> Trial:
+    """Updates on the host beside the next step."""
+    offload = {"device": "cpu", "delayed_update": True}
+    zero = {"stage": stage, "reduce_bucket_size": 6000, "offload_optimizer": offload}
+    return Trial({"data": 2}, stage, {"zero_optimization": zero, **changes})
+
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
 
 
@@ -77,6 +93,15 @@ TRIALS = {
     "offloaded bf16": offloaded(2, "microbatch", bf16={"enabled": True}),
     "offloaded bf16 alone": offloaded(1, bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
     "offloaded, checked for flips": offloaded(1, integrity={"every": 1}),
+    "parameters on the host": hosted(0.0),
+    "parameters on the host, one data rank": hosted(1.0, parallel={}, bf16={"enabled": True}),
+    "parameters on the host, bf16 masters on the device": hosted(0.0, bf16={"enabled": True}),
+    "parameters and state on the host, in part": hosted(0.5, bf16={"enabled": True}),
+    "parameters on the host, gathered by step": hosted(1.0, "step"),
+    "parameters on the host, checked for flips": hosted(1.0, parallel={"data": 2, "tensor": 2}, integrity={"every": 1}),
+    "parameters on the host, recomputed": hosted(1.0, activation_checkpointing={"mode": "full"}),
+    "updated beside the next step": delayed(1, bf16={"enabled": True}),
+    "updated beside the next step, fp32 at ZeRO-3": delayed(3),
     "fp16": Trial({"data": 2}, 1, {"fp16": {"enabled": True, "initial_scale_power": POWER, "hysteresis": 1}}),
 }
 OFTEN: Mapping[str, tuple[Policy, ...]] = MappingProxyType(

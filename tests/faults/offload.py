@@ -38,7 +38,7 @@ OFFLOAD = (
         name="gradients-copied-while-they-are-reduced",
         about="The host copies the sums of a bucket while their reduction runs, so it updates from its own rows.",
         file="zero/offload/host_copies.py",
-        old="        if flat.host_sums is None or (is_host(self._device) and reduction.under_way):\n",
+        old="        if flat.host_sums is None or self.late or (is_host(self._device) and reduction.under_way):\n",
         new="        if flat.host_sums is not None:\n            reduction = Pending()\n        else:\n",
         tests=(f"{_COPIES}::test_sums_that_are_still_reduced_are_left_to_the_wait",),
     ),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.engine import Engine
-from engine.zero.optim.sharded_optimizer import OptimizerFactory
+from engine.zero.optim.inner_optimizer import OptimizerFactory
 
 ROWS = 4
 

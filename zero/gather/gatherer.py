@@ -116,6 +116,7 @@ class ParameterGatherer:
         self._pass = None
         self._whole.free(self._whole.live - self._opened)
         self._whole.secondary.drop()
+        self._whole.settle()
 
     @contextmanager
     def _passing(self, walk: Action, following: Action | None) -> Iterator[None]:
@@ -140,6 +141,8 @@ class ParameterGatherer:
             raise
         self._pass = None
         self._whole.free(self._whole.live - now.kept)
+        if not torch.is_grad_enabled():  # no step follows, before which the host waits for more
+            self._whole.settle()
 
     def _refuse_opened(self) -> None:
         self.refuse_opened("a step")
@@ -309,6 +312,15 @@ class ParameterGatherer:
     def forget(self) -> None:
         """Gather over all data ranks next, because the shards of the parameters have changed. All ranks call it."""
         self._whole.secondary.drop()
+
+    def settle(self) -> None:
+        """Return when the shards that lie on the host have been read, and may be written."""
+        self._whole.settle()
+
+    @property
+    def secondary(self) -> tuple[Tensor, ...]:
+        """The memory of what the node keeps of gathered parameters."""
+        return self._whole.secondary.memory
 
     def without_content(self) -> AbstractContextManager[None]:
         """Context for code that reads the shapes of parameters only."""

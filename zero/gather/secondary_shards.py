@@ -60,6 +60,11 @@ class SecondaryShards:
         """Buckets that can be gathered within the node."""
         return frozenset(self._valid)
 
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """The memory of all shards, whether their values are valid or not."""
+        return tuple(self._shards.values())
+
     def take(self, index: int) -> None:
         """Keep this rank's part of a full bucket, which is about to be freed."""
         shard = self._shards.get(index)

@@ -17,6 +17,7 @@ from engine.parallel.trace.guarded_parameter import conceal, reveal
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import EncodedGather, encoded_gather
 from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, SecondaryShards
+from engine.zero.offload.host_parameters import ShardSource
 
 
 class UnshardedBuckets:
@@ -33,6 +34,7 @@ class UnshardedBuckets:
         self._buckets, self._comm, self._read = buckets, comm, read
         self.secondary = SecondaryShards(buckets, within, comm)
         """What this node keeps of buckets that were gathered before."""
+        self._shards = ShardSource(buckets)
         self._live: dict[int, Pending] = {}
         self._shown: set[int] = set()
         """Live buckets that have arrived."""
@@ -66,17 +68,21 @@ class UnshardedBuckets:
         missing = [index for index in missing if index not in near]
         if not missing:
             return
-        pairs, encoded = [], []
-        for index in missing:
-            flat = self._buckets[index]
+        flats = [self._buckets[index] for index in missing]
+        for flat in flats:
             flat.reserve()
-            gather = None if exact else encoded_gather(flat, flat.kept, self._comm.grid.size("dp_shard"))
-            if gather is None:
-                pairs.append((flat.params, flat.kept))
-            else:
-                pairs.append((gather.full, gather.own))
-                encoded.append(gather)
-        pending = self._comm.gather_parameters(pairs, "parameters").then(partial(_decode, encoded))
+        with self._shards.on_device(flats, beside=exact or not self.encoded.intersection(missing)) as arrival:
+            pairs, encoded = [], []
+            for flat in flats:
+                own = self._shards.of(flat)
+                gather = None if exact else encoded_gather(flat, own, self._comm.grid.size("dp_shard"))
+                if gather is None:
+                    pairs.append((flat.params, own))
+                else:
+                    pairs.append((gather.full, gather.own))
+                    encoded.append(gather)
+            pending = arrival.before(self._comm.gather_parameters(pairs, "parameters"))
+        pending = pending.then(partial(_decode, encoded))
         self._live.update(dict.fromkeys(missing, pending))
 
     def ask_alike(self, indices: frozenset[int], exact: bool = False) -> None:
@@ -90,6 +96,8 @@ class UnshardedBuckets:
         missing = sorted(indices - self._live.keys())
         if not missing:
             return
+        if self._comm.grid.size("dp_shard") == 1:  # the shards come from the host, and there is nobody to compare with
+            return self.ask(frozenset(missing), exact)
         mine = torch.tensor([hash(tuple(missing))], device=self._buckets[0].params.device)
         table = torch.empty(self._comm.grid.size("dp_shard"), dtype=mine.dtype, device=mine.device)
         self._comm.gather_parameters([(table, mine)], "gather check").wait()
@@ -127,6 +135,10 @@ class UnshardedBuckets:
             flat.release()
             # a tensor that is made later may get the number of memory that has ended
             self._index_of[_memory(flat.params)] = self._index_of.pop(before)
+
+    def settle(self) -> None:
+        """Return when gathers have read the shards that lie on the host, which may be written then."""
+        self._shards.settle()
 
     def refuse_written(self, indices: frozenset[int]) -> None:
         """Refuse writes of the model into gathered parameters, which would be lost when the bucket is freed.

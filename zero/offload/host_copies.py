@@ -47,8 +47,10 @@ class HostCopies:
         self.buckets = buckets
         """All trained buckets of this rank."""
         hosted = [flat for flat in buckets if flat.host_sums is not None]
-        self.any = bool(hosted)
-        """The host updates some of the buckets."""
+        self.any = bool(hosted) or any(flat.kept_on_host for flat in buckets)
+        """The host updates some of the buckets, or has their parameters."""
+        self.late = False
+        """Sums are copied by ``wait`` only, because an update may still read those of the step before."""
         self._device = hosted[0].grads.device if hosted else torch.device("cpu")
         self._side = SideStream(self._device)
         self._reduced: torch.Event | None = None
@@ -70,7 +72,7 @@ class HostCopies:
         A side stream of the device waits for it. A host that computes itself would have to stop here, so there the copy
         is left to ``wait``.
         """
-        if flat.host_sums is None or (is_host(self._device) and reduction.under_way):
+        if flat.host_sums is None or self.late or (is_host(self._device) and reduction.under_way):
             return
         with self._side.behind():
             reduction.wait()
@@ -99,6 +101,9 @@ class HostCopies:
     def give(self, flat: FlatBucket) -> None:
         """Copy the master into ``kept``; the host rounds it into the memory of the gradients, which are used by now."""
         assert flat.master is not None
+        if flat.kept_on_host:  # waits for a master on the device, since the host may read what is copied here
+            flat.kept.copy_(flat.master.to(flat.kept.dtype))
+            return
         source = flat.master
         if flat.host_sums is not None and flat.master.dtype != flat.kept.dtype:
             source = flat.host_sums.view(flat.kept.dtype)[: len(flat.kept)]

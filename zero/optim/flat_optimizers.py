@@ -13,6 +13,7 @@ An update may go bucket by bucket (``UpdateOrder``), so that each bucket is gath
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import unwrap
 from types import MappingProxyType
 from typing import Any, NamedTuple, overload
@@ -43,6 +44,8 @@ class UpdateOrder:
     """Called with the number of a set before its update; False leaves the set as it is."""
     updated: Callable[[int], None]
     """Called with the number of a set as soon as its update is made, or launched."""
+    later: Callable[[Callable[[], None]], None] | None = None
+    """Takes the function that makes the counted update, to call it once, on any thread; None: it is made at once."""
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -86,15 +89,22 @@ class FlatOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 self._update_group([weight for weight in group["params"] if weight.grad is not None], group)
             return loss
-        group_of = {weight: group for group in self.param_groups for weight in group["params"]}
-        for number, chosen in enumerate(self.order.sets):
-            goes_on = self.order.begins is None or self.order.begins(number)
-            for group in self.param_groups if goes_on else ():
+        if self.order.later is not None:  # the options of this update; a schedule may change them while it is made
+            self.order.later(partial(self._update_sets, self.order, [dict(group) for group in self.param_groups]))
+        else:
+            self._update_sets(self.order, self.param_groups)
+        return loss
+
+    @torch.no_grad()
+    def _update_sets(self, order: UpdateOrder, groups: Sequence[dict[str, Any]]) -> None:
+        group_of = {weight: group for group in groups for weight in group["params"]}
+        for number, chosen in enumerate(order.sets):
+            goes_on = order.begins is None or order.begins(number)
+            for group in groups if goes_on else ():
                 weights = [weight for weight in chosen if weight.grad is not None and group_of[weight] is group]
                 if weights:
                     self._update_group(weights, group)
-            self.order.updated(number)
-        return loss
+            order.updated(number)
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         rounded = self.rounding is not None

@@ -101,3 +101,15 @@ def full_weights(
                 comm.all_gather(whole, whole[flat.shard], comm.grid.sharding, "full state").wait()
         for slot in flat.bucket.slots:
             yield slot.name, slot_view(whole, slot)
+
+
+def sync_rounded(buckets: Sequence[FlatBucket]) -> None:
+    """Take what the user has written where the kernel cannot tell it from what a gather has left."""
+    for flat in filter(lambda each: each.rounds_in_gathers, buckets):
+        sync_masters(flat)
+
+
+def tell_autograd(buckets: Sequence[FlatBucket]) -> None:
+    """Writes bypassed autograd, which must refuse a backward through a graph of the old weights."""
+    torch.autograd.graph.increment_version([parameter for flat in buckets for parameter in flat.parameters])
+    torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights

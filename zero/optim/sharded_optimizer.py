@@ -8,20 +8,20 @@ Where the kernels of Adam update a master, they also write its narrow weights, i
 gathered: there is no pass that casts or copies.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.ops.adamw import DeviceDecision, fits_adamw_kernel
 from engine.parallel.comm.comm import Comm, Pending
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import gather_masters
+from engine.zero.offload.delayed_update import DelayedUpdate
 from engine.zero.offload.disk_agreement import DiskAgreement
 from engine.zero.offload.disk_moments import DiskMoments
 from engine.zero.offload.host_copies import HostCopies
@@ -31,7 +31,15 @@ from engine.zero.optim.bf16_updates import RoundedUpdates
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.elementwise import check_elementwise
 from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatOptimizer, FusedAdam, UpdateOrder
-from engine.zero.optim.master_weights import sync_masters
+from engine.zero.optim.inner_optimizer import (
+    GroupOptions,
+    OptimizerFactory,
+    built_in,
+    make_inner,
+    own_options,
+    refuse_own_step,
+)
+from engine.zero.optim.master_weights import sync_masters, sync_rounded, tell_autograd
 from engine.zero.optim.matrix_updates import MatrixRoutes, MatrixUpdates
 from engine.zero.optim.optimizer_tensors import (
     OptimizerTensor,
@@ -42,24 +50,7 @@ from engine.zero.optim.optimizer_tensors import (
     whole_parameters,
 )
 
-OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupOptions:
-    """Overrides of an optimizer group; None keeps the optimizer's own value."""
-
-    lr: float | None = None
-    weight_decay: float | None = None
-    others: tuple[tuple[str, Any], ...] = ()
-    """Options of a group of the user's own optimizer."""
-    entry: int | None = None
-    """Number of the optimizer that updates it, where a list has several; None: there is one."""
-
-    def as_kwargs(self) -> dict[str, Any]:
-        """Return the overrides as keys of a torch parameter group."""
-        values = {"lr": self.lr, "weight_decay": self.weight_decay, "entry": self.entry}
-        return {name: value for name, value in values.items() if value is not None} | dict(self.others)
+logger = logging.getLogger("trine")
 
 
 class ShardedOptimizer:
@@ -87,9 +78,7 @@ class ShardedOptimizer:
         sharded: bool,
         shaped: bool = False,
     ) -> None:
-        self._buckets = buckets
-        self._comm = comm
-        self._sharded = sharded
+        self._buckets, self._comm, self._sharded = buckets, comm, sharded
         collect = whole_parameters if shaped and not sharded else group_segments
         members: dict[int, list[nn.Parameter]] = {index: [] for index in range(len(groups))}
         self.places: list[OptimizerTensor] = []
@@ -109,9 +98,11 @@ class ShardedOptimizer:
         self.disk: DiskMoments | None = None
         """Moments on disk, if there are any."""
         self._matrices: MatrixUpdates | None = None
-        self._make = partial(_make, factory, groups, members)
+        self.delayed: DelayedUpdate | None = None
+        """The update that runs beside the next step, if updates do."""
+        self._make = partial(make_inner, factory, groups, members)
         self.inner = self._make()
-        self.configured = tuple(_options(group) for group in self.inner.param_groups)
+        self.configured = tuple(own_options(group) for group in self.inner.param_groups)
         """Options of each group as the inner optimizer was built with."""
         self._stepping = False
         self.unused = frozenset[str]()
@@ -129,15 +120,11 @@ class ShardedOptimizer:
         Raises:
             ConfigError: the inner optimizer is not a built-in one.
         """
-        if not isinstance(self.inner, FlatOptimizer):
-            raise ConfigError(
-                f"bf16.bf16_master_weights_and_grads was given optimizer {type(self.inner).__name__}, but only the "
-                "built-in optimizers round stochastically; choose AdamW, Adam, SGD or Lion in the config."
-            )
+        inner = built_in(self.inner, "bf16.bf16_master_weights_and_grads", "round stochastically")
         for place in self.places:
             if place.parameter.dtype == torch.bfloat16:
                 rounding.add(place.parameter, place.flat, place.part)
-        self._rounding = self.inner.rounding = rounding
+        self._rounding = inner.rounding = rounding
 
     def keep_on_disk(self, folder: ScratchFolder, buffers: MomentBuffers, device: torch.device) -> None:
         """Keep the moments of the buckets that the host updates on disk from now on.
@@ -145,12 +132,11 @@ class ShardedOptimizer:
         Raises:
             ConfigError: the inner optimizer is not a built-in one, and updates all buckets at once.
         """
-        if not isinstance(self.inner, FlatOptimizer):
+        try:
+            built_in(self.inner, 'zero_optimization.offload_optimizer.device "nvme"', "update bucket by bucket")
+        except ConfigError:
             folder.close()
-            raise ConfigError(
-                f'zero_optimization.offload_optimizer.device "nvme" was given optimizer {type(self.inner).__name__}, '
-                'but only the built-in optimizers update bucket by bucket; choose AdamW, Adam, SGD or Lion, or "cpu".'
-            )
+            raise
         sets = [
             tensors if flat.host_sums is not None else ()
             for flat, tensors in zip(self._buckets, self._bucket_tensors, strict=True)
@@ -160,6 +146,31 @@ class ShardedOptimizer:
     def gather_matrices(self, routes: MatrixRoutes) -> None:
         """Update matrices that lie in parts as a whole from now on, by the ways to their owners."""
         self._matrices = MatrixUpdates(self.places, self.inner, routes, self._comm)
+
+    def delay(self) -> None:
+        """Make every update beside the next step from now on; the host updates all buckets.
+
+        Raises:
+            ConfigError: the inner optimizer is not a built-in one.
+        """
+        built_in(self.inner, "zero_optimization.offload_optimizer.delayed_update", "update beside a step")
+        self.copies.late = True
+        self.delayed = DelayedUpdate(self._buckets, partial(self.refresh, self._buckets))
+
+    def end_delayed(self) -> None:
+        """Wait for the update beside a step; its weights are brought as far as that takes no other rank."""
+        if self.delayed is None:
+            return
+        self.delayed.close()
+        if self.delayed.pending and self.delayed.problem() is None:
+            for flat in self._buckets:
+                if flat.master is not None:
+                    self.copies.give(flat)
+            if self._sharded and self._comm.grid.dp > 1 and self._comm.grid.rank == 0 and not self._buckets[0].sharded:
+                logger.warning(
+                    "the engine was closed while the weights of its last update were on the host, so the model has the "
+                    "shards of other ranks without it; save, or call eng.full_state_dict(), before you close it."
+                )
 
     def use(self, kernels: Kernels) -> None:
         """Update with these kernels from now on, where they support the optimizer."""
@@ -186,7 +197,7 @@ class ShardedOptimizer:
         optimizer sees the reduced sums themselves, because the kernels apply the factor as they read.
         """
         assert isinstance(self.inner, FlatAdam)
-        _sync_rounded(self._buckets)
+        sync_rounded(self._buckets)
         narrow: dict[Tensor, Tensor | None] = {place.parameter: place.narrow() for place in self.places}
         self._give_gradients()
         self.inner.fused = FusedAdam(self._kernels, decision, narrow, self._rounding)
@@ -237,13 +248,13 @@ class ShardedOptimizer:
         """Count the update for each parameter, and tell autograd that the parameters have changed."""
         for name in self.unused:
             self.missed[name] = self.missed.get(name, 0) + 1
-        _tell_autograd(self._buckets)
+        tell_autograd(self._buckets)
 
     @torch.no_grad()
     def refresh(self, buckets: Sequence[FlatBucket]) -> None:
         """Round written masters into the parameters of all data ranks, with the gathers that follow an update."""
         _wait([self._start_gather(flat, rounded=False) for flat in buckets])
-        _tell_autograd(buckets)
+        tell_autograd(buckets)
 
     def scales_in_place(self, flat: FlatBucket) -> bool:
         """True if ``step`` multiplies the gradients in the bucket by its factor; on the host it multiplies the copy."""
@@ -259,6 +270,8 @@ class ShardedOptimizer:
 
         Of several optimizers those of all of them, whichever elements this rank has.
         """
+        if self.delayed is not None:
+            self.delayed.join()
         if isinstance(self.inner, CompositeOptimizer) and self.inner.state:
             return list(self.inner.moment_names)
         states = ((place.parameter, self.inner.state.get(place.parameter, {})) for place in self.places)
@@ -283,10 +296,10 @@ class ShardedOptimizer:
         if not isinstance(self.inner, FlatOptimizer):
             self._step_other(scale)
             return
-        apart = self.unused.union(self.missed)
-        several = [place for place in self.places if not apart.isdisjoint(place.names())] if apart else []
-        pieces = ((place.parameter, update_pieces(place, self.unused, self.missed)) for place in several)
-        self.inner.pieces = {parameter: tuple(found) for parameter, found in pieces}
+        self._choose_pieces(self.inner)
+        if self.delayed is not None:
+            self._step_delayed(self.inner, self.delayed, scale)
+            return
         gathers: list[Pending | None] = []
         matrices = self._matrices
         late = [n for n, flat in enumerate(self._buckets) if matrices is not None and matrices.waits(flat)]
@@ -316,6 +329,30 @@ class ShardedOptimizer:
             matrices.run(self.unused)
         gathers += [self._start_gather(self._buckets[number], rounded) for number in late]
         _wait(gathers)
+
+    def _choose_pieces(self, inner: FlatOptimizer) -> None:
+        apart = self.unused.union(self.missed)
+        several = [place for place in self.places if not apart.isdisjoint(place.names())] if apart else []
+        inner.pieces = {place.parameter: tuple(update_pieces(place, self.unused, self.missed)) for place in several}
+
+    def _step_delayed(self, inner: FlatOptimizer, delayed: DelayedUpdate, scale: float) -> None:
+        """Start the update on copies of the gradients, which nobody writes while it runs."""
+        for flat in self._buckets:
+            sync_masters(flat)
+            self.copies.wait(flat)
+            self.copies.changed(flat)
+
+        def begin(number: int) -> bool:
+            flat = self._buckets[number]
+            if self._scales(flat):
+                update_gradient(flat, flat.owned).mul_(scale)
+            return True
+
+        inner.order = UpdateOrder(self._bucket_tensors, begin, lambda number: None, delayed.launch)
+        try:
+            self._call_step()
+        finally:
+            inner.order = None
 
     def _step_other(self, scale: float) -> None:
         """Step of an optimizer of the user's, which updates everything at once."""
@@ -356,41 +393,7 @@ class ShardedOptimizer:
         return None
 
 
-def _sync_rounded(buckets: Sequence[FlatBucket]) -> None:
-    """Take what the user has written where the kernel cannot tell it from what a gather has left."""
-    for flat in filter(lambda each: each.rounds_in_gathers, buckets):
-        sync_masters(flat)
-
-
 def _wait(gathers: Sequence[Pending | None]) -> None:
     for gather in gathers:
         if gather is not None:
             gather.wait()
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-def refuse_own_step(*_: object) -> None:
-    """Refuse a step that the user makes: its gradients are unreduced sums, and no parameter would be gathered.
-
-    Raises:
-        EngineError: always.
-    """
-    raise EngineError(
-        "step() on the engine's optimizer, which would update from gradients that are not reduced and leave "
-        "the parameters as they are; call eng.step() after eng.backward(loss), or eng.train_batch(batch)."
-    )
-
-
-def _tell_autograd(buckets: Sequence[FlatBucket]) -> None:
-    """Writes bypassed autograd, which must refuse a backward through a graph of the old weights."""
-    torch.autograd.graph.increment_version([parameter for flat in buckets for parameter in flat.parameters])
-    torch.clear_autocast_cache()  # an autocast around several steps would go on using copies of the old weights
-
-
-def _make(
-    factory: OptimizerFactory, groups: Sequence[GroupOptions], members: Mapping[int, list[nn.Parameter]]
-) -> torch.optim.Optimizer:
-    return factory([{"params": members[index], **group.as_kwargs()} for index, group in enumerate(groups)])

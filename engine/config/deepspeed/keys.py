@@ -108,6 +108,10 @@ _NOTED = MappingProxyType({
         _NO_EFFECT: "pipeline_read pipeline_write fast_init super_offload"
                     " cpuadam_cores_perc",
     },
+    "zero_optimization.offload_param": {
+        "parameters are never on disk here, and a bucket is on the device while it is gathered": "nvme_path"
+                    " buffer_count buffer_size max_in_cpu",
+    },
     "fp16": {_NO_EFFECT: "auto_cast"},
     "bf16": {_NO_EFFECT: "immediate_grad_update"},
     "optimizer": {_NO_EFFECT: "legacy_fusion"},
@@ -155,8 +159,6 @@ _GRID = "parallel.tensor says how many ranks share a layer; remove it"
 _EXPERTS = "there is no expert axis: the ranks of parallel.tensor and ZeRO share experts, which trains the same"
 _OTHER_ADAM = "AdamW and Adam here are torch's; pass optimizer=... to engine.initialize"
 
-ON_DEVICE = "this version keeps it on the device: training is the same, and takes that memory"
-"""Why an offload has no effect."""
 _TECHNIQUES = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
                "channel_pruning")  # fmt: skip
 _COMPRESSION: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
@@ -194,8 +196,6 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     },
     "compression_training": {"layer_reduction": Feature(_SCRIPT, noted=True)},
     "zero_optimization": {
-        "offload_param": Feature(ON_DEVICE, "device", ("none", None), noted=True),
-        "cpu_offload_params": Noted(ON_DEVICE, _OFF, Flag()),
         "zero_quantized_nontrainable_weights": Noted(
             "zero_optimization.zero_quantized_weights gathers frozen parameters in fewer bits too", _OFF
         ),
@@ -205,6 +205,9 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         ),
         "cpu_offload": Moved(
             "zero_optimization.offload_optimizer.device", Flag(), _OFF, MappingProxyType({True: "cpu"})
+        ),
+        "cpu_offload_params": Moved(
+            "zero_optimization.offload_param.device", Flag(), _OFF, MappingProxyType({True: "cpu"})
         ),
         "mics_shard_size": Moved("zero_optimization.shard_size", Int(low=1), (-1, None)),
         "mics_hierarchical_params_gather": Noted(

@@ -20,7 +20,7 @@ from engine.models.decoder import loss_sum
 from engine.optim.lr_schedules import SchedulerArgument
 from engine.program.batch import Batch
 from engine.program.loss import LossFunction
-from engine.zero.optim.sharded_optimizer import OptimizerFactory
+from engine.zero.optim.inner_optimizer import OptimizerFactory
 from tests import models
 from tests.engine.checkpoint.lasting import digest
 from tests.models import take_rows

@@ -103,6 +103,10 @@ def test_adam_is_adamw_unless_told(given: str, mode: bool | None, kind: str, dec
             {"zero_optimization": {"cpu_offload": True, "cpu_offload_use_pin_memory": False}},
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}},
         ),
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload_params": True}},
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        ),
         ({"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}}, {}),
         ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}}, {}),
         ({"steps_per_print": float("inf")}, {}),
@@ -214,12 +218,14 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
         ),
         ({"hybrid_engine": {"enabled": True}}, "eng.generate uses the weights that are trained"),
         ({"managed_gradient_accumulation": False}, "eng.set_gradient_accumulation_boundary decides which step updates"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "this version keeps it on the device"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "none", "max_in_cpu": 1e9}}},
+            "zero_optimization.offload_param.max_in_cpu: accepted, changes nothing here; parameters are never on disk",
+        ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "none", "pipeline_read": True}}},
             "zero_optimization.offload_optimizer.pipeline_read: accepted, changes nothing here; only DeepSpeed",
         ),
-        ({"zero_optimization": {"cpu_offload_params": True}}, "this version keeps it on the device"),
         (
             {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
             "zero_optimization.zero_quantized_weights gathers frozen parameters in fewer bits too",

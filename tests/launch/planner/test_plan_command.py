@@ -164,7 +164,7 @@ def test_a_model_is_planned_as_it_trains(llama: Path) -> None:
     """Without keys and values that are kept: no block is alone with them, so none would be cut."""
     from engine.launch.planner.planned_model import build_model
 
-    model = build_model(ModelSource(folder=llama)).model
+    model: Any = build_model(ModelSource(folder=llama)).model
     assert [module.config.use_cache for module in model.modules() if hasattr(module, "config")].count(True) == 0
 
 

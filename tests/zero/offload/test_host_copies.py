@@ -87,3 +87,15 @@ def test_the_master_is_rounded_into_the_memory_of_used_gradients() -> None:
     assert not flat.host_sums.eq(7.0).all(), "the memory is used twice"
     copies.wait(flat)
     assert flat.host_sums.eq(7.0).all(), "and the gradients are copied again if they are asked for again"
+
+
+def test_sums_are_left_alone_while_an_update_may_read_them() -> None:
+    flat = hosted()
+    copies = HostCopies([flat])
+    copies.late = True
+    assert flat.host_sums is not None
+    flat.grads.fill_(4.0)
+    copies.follow(flat, Pending())
+    assert flat.host_sums.eq(0.0).all()
+    copies.wait(flat)
+    assert flat.host_sums.eq(4.0).all()

@@ -19,7 +19,8 @@ from engine.zero.layout import Item, build_layout
 from engine.zero.optim import flat_optimizers
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatLion
-from engine.zero.optim.sharded_optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
+from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from tests.kernels.interpreter import repair
 from tests.zero.rig import Setting, build
 

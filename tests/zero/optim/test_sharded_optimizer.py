@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from engine.errors import ConfigError
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
+from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory
 from engine.zero.optim.master_weights import full_weights
-from engine.zero.optim.sharded_optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from tests.zero.rig import Rig, Setting, build
 
 STEPS = 3

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.zero.optim.sharded_optimizer import OptimizerFactory
+from engine.zero.optim.inner_optimizer import OptimizerFactory
 from tests.zero.optim.test_sharded_optimizer import Elementwise, Rowwise
 from tests.zero.small import batch, start
 

@@ -1,0 +1,1 @@
+"""State in host memory, as a plan sees it."""

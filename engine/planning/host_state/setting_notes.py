@@ -1,0 +1,66 @@
+"""What a plan says about settings that do another thing than their words say."""
+
+from torch import nn
+
+from engine.config import Config
+from engine.precision.dtypes import Precision
+from engine.zero.wire_formats import WireFormats
+
+
+def unused_formats(config: Config, precision: Precision) -> list[str]:
+    """Notes about formats of activations by which nothing becomes shorter."""
+    notes, computed = [], precision.compute or precision.autocast
+    given = (("tensor", config.tp, config.wire.tensor), ("pipeline", config.pp, config.wire.pipeline))
+    for axis, ranks, name in given:
+        if ranks == 1 and name != "exact":
+            notes.append(f"wire.{axis}: there is one {axis} rank, which sends nothing")
+        elif name in ("bf16", "fp16") and computed is not None and computed.itemsize == 2:
+            notes.append(
+                f"wire.{axis}: {name} makes nothing shorter that is computed in 16 bits, so only fp32 is sent in it; "
+                "int8 does"
+            )
+    return notes
+
+
+def exact_weights(model: nn.Module, formats: WireFormats, precision: Precision) -> list[str]:
+    """A note about weights that are sent as they are where fewer bits were asked for."""
+    if formats.weights is None:
+        return []
+    left = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad
+        and str(precision.parameter(name, p.dtype)).removeprefix("torch.") not in formats.weight_dtypes
+    ]
+    more = f" and {len(left) - 1} more" * (len(left) > 1)
+    return (
+        [
+            f"zero: {left[0]}{more} are gathered as they are: stages 1 and 2 send fewer bits of weights with a "
+            "master (bf16, fp16), and stage 3 of all but fp64"
+        ]
+        if left
+        else []
+    )
+
+
+def offload_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
+    """Notes where ``offload_param`` does another thing than its words say."""
+    zero = config.zero_optimization
+    if zero.offload_param.device == "none":
+        return []
+    if zero.stage < 3:
+        return [
+            f"zero: offload_param moves nothing at stage {zero.stage}, where ranks compute with whole parameters; "
+            "stage 3 keeps their shards on the host"
+        ]
+    notes = []
+    if zero.offload_param.device == "nvme":
+        notes.append('zero: offload_param "nvme" keeps parameters in host memory; only moments can lie on disk')
+    if zero.offload_optimizer.device == "none" or zero.offload_optimizer.ratio != 1.0:
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        dtypes = {name: str(precision.parameter(name, p.dtype)).removeprefix("torch.") for name, p in trained}
+        alone = [name for name, dtype in dtypes.items() if precision.widths(dtype).master is None]
+        if alone:
+            more = f" and {len(alone) - 1} more" * (len(alone) > 1)
+            notes.append(f"zero: {alone[0]}{more} have no master, so the host that holds them updates them")
+    return notes

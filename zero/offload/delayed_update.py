@@ -1,0 +1,95 @@
+"""The update of one step runs on the host while the next step computes: delayed by one (ZeRO-Offload, section 5.2).
+
+    device  | step t: gradients at w(t-1) | w(t) | step t+1: gradients at w(t) | w(t+1) | ...
+    host    | update t-1, makes w(t) -----^      | update t, makes w(t+1) -----^        | update t+1
+
+w(t) has the updates 0 to t-1. A step ends by bringing the weights of the update before it to the device, and then
+starts its own. So each gradient but the first is computed with weights that lack the newest update; nothing else
+changes: norm, clipping and the decision to skip are those of the step's own gradients, and every update is made, in
+order, on the newest weights. A step that is skipped starts no update, and brings the one before it all the same.
+
+What reads or writes state between steps (a save, a load, ``masters``, ``full_parameters``, a whole state dict) first
+finishes the update and brings it; the step after it has no delay. An evaluation uses the weights that the device has.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from engine.errors import EngineError
+from engine.parallel.comm.agreement import bit_sum
+from engine.zero.flat_buckets import FlatBucket
+
+
+class DelayedUpdate:
+    """The update of one rank that may be under way; it is pending until its weights are on the device.
+
+    Args:
+        buckets: those that are updated, all of them by the host.
+        give: copies masters to the device and gathers them over dp. Collective over dp; the update has ended.
+    """
+
+    def __init__(self, buckets: Sequence[FlatBucket], give: Callable[[], None]) -> None:
+        self._buckets, self._give = buckets, give
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trine-update")
+        self._update: Future[None] | None = None
+        self._given: torch.Tensor | None = None
+        """Sums over the weights on the device when the update was started."""
+
+    @property
+    def pending(self) -> bool:
+        """An update was started whose weights are not on the device."""
+        return self._update is not None
+
+    def launch(self, update: Callable[[], None]) -> None:
+        """Start ``update``, which reads and writes host memory only. No other one is pending."""
+        assert self._update is None
+        self._given = self._sums()
+        self._update = self._thread.submit(update)
+
+    def join(self) -> None:
+        """Return when no update runs; it stays pending."""
+        if self._update is not None:
+            self._update.exception()
+
+    def problem(self) -> EngineError | None:
+        """Why the pending update cannot be brought: it has failed, or weights were written that it would overwrite."""
+        if self._update is None or self._given is None:
+            return None
+        if (error := self._update.exception()) is not None:
+            return EngineError(
+                f"the update on the host failed beside the step after it ({type(error).__name__}: {error}), so weights "
+                "and moments are not those of any step; load the last checkpoint into a new engine."
+            )
+        changed = (self._sums() != self._given).tolist()
+        for flat, written in zip(self._buckets, changed, strict=True):
+            if written:
+                return EngineError(
+                    f"weights of {flat.bucket.slots[0].name!r}, or of parameters in its bucket, were written while "
+                    "their update runs beside the step (offload_optimizer.delayed_update), which would overwrite them; "
+                    "write inside `with eng.masters(...):` or `with eng.full_parameters(...):`, which finish it first."
+                )
+        return None
+
+    def finish(self) -> bool:
+        """Bring the pending update to the device; False if there is none. Collective over dp.
+
+        Raises:
+            EngineError: see ``problem``.
+        """
+        if self._update is None:
+            return False
+        if (problem := self.problem()) is not None:
+            raise problem
+        self._update = self._given = None
+        self._give()
+        return True
+
+    def close(self) -> None:
+        """Wait for the update and end its thread."""
+        self._thread.shutdown(wait=True)
+
+    def _sums(self) -> torch.Tensor:
+        """A sum over the bits of each bucket's owned weights on the device."""
+        return torch.stack([bit_sum(flat.kept) for flat in self._buckets]) if self._buckets else torch.zeros(0)

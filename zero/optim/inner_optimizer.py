@@ -1,0 +1,68 @@
+"""The optimizer of torch inside the engine's: how it is made, from which groups, and that nobody else steps it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.errors import ConfigError, EngineError
+from engine.zero.optim.flat_optimizers import FlatOptimizer
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """Overrides of an optimizer group; None keeps the optimizer's own value."""
+
+    lr: float | None = None
+    weight_decay: float | None = None
+    others: tuple[tuple[str, Any], ...] = ()
+    """Options of a group of the user's own optimizer."""
+    entry: int | None = None
+    """Number of the optimizer that updates it, where a list has several; None: there is one."""
+
+    def as_kwargs(self) -> dict[str, Any]:
+        """Return the overrides as keys of a torch parameter group."""
+        values = {"lr": self.lr, "weight_decay": self.weight_decay, "entry": self.entry}
+        return {name: value for name, value in values.items() if value is not None} | dict(self.others)
+
+
+def make_inner(
+    factory: OptimizerFactory, groups: Sequence[GroupOptions], members: Mapping[int, list[nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """The optimizer that ``factory`` makes of the members of each group, by its index."""
+    return factory([{"params": members[index], **group.as_kwargs()} for index, group in enumerate(groups)])
+
+
+def built_in(inner: torch.optim.Optimizer, key: str, ability: str) -> FlatOptimizer:
+    """``inner``, which the setting ``key`` needs to have the ability of the built-in optimizers.
+
+    Raises:
+        ConfigError: it is the user's own.
+    """
+    if not isinstance(inner, FlatOptimizer):
+        raise ConfigError(
+            f"{key} was given optimizer {type(inner).__name__}, but only the built-in optimizers {ability}; choose "
+            "AdamW, Adam, SGD or Lion in the config, or leave it out."
+        )
+    return inner
+
+
+def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group, without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def refuse_own_step(*_: object) -> None:
+    """Refuse a step that the user makes: its gradients are unreduced sums, and no parameter would be gathered.
+
+    Raises:
+        EngineError: always.
+    """
+    raise EngineError(
+        "step() on the engine's optimizer, which would update from gradients that are not reduced and leave "
+        "the parameters as they are; call eng.step() after eng.backward(loss), or eng.train_batch(batch)."
+    )

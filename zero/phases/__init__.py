@@ -1,0 +1,1 @@
+"""State that leaves the device between two phases of a run."""
