@@ -7,7 +7,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from engine.config import Config, load_config
-from engine.config.sections import check_installed, check_plans
+from engine.config.between import check_plans
+from engine.config.sections import check_installed
 
 
 def check_configuration(options: Namespace) -> None:

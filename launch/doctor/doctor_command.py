@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, load_config
-from engine.config.sections import check_installed, check_plans
+from engine.config.between import check_plans
+from engine.config.sections import check_installed
 from engine.errors import ConfigError, EngineError
 from engine.launch.doctor.examined import Examined, RankFacts
 from engine.launch.doctor.facts import host_facts, with_gpus
