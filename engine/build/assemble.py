@@ -66,7 +66,7 @@ from engine.zero.gather.gather_groups import GatheredModules
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.host_copies import HostCopies
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
-from engine.zero.optim.elementwise import check_elementwise
+from engine.zero.optim.inner_optimizer import check_elementwise
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward

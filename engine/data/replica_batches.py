@@ -4,18 +4,22 @@ Two all-reduces over the axis ``replica``, label "batch": 16 bytes with the leng
 the bytes.
 """
 
-import io
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
+from torch import Tensor
 
 from engine.errors import EngineError, first_line
 from engine.parallel.comm.agreement import take_from
 from engine.parallel.comm.comm import Comm
-from engine.program.batch import map_tensors
 
 _LABEL = "batch"
+_SHAPE = "shape"
+_KINDS: Mapping[str, type[list[Any]] | type[tuple[Any, ...]]] = MappingProxyType({"list": list, "tuple": tuple})
 
 
 class ReplicaBatches:
@@ -51,10 +55,42 @@ class ReplicaBatches:
         if head[1]:
             reader = self._comm.grid.peers("replica")[0]
             raise EngineError(f"rank {reader} reads the batches of this replica and has failed: {received.decode()}")
-        return torch.load(io.BytesIO(received), weights_only=True)
+        return _decoded(received)
 
 
 def _encoded(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(map_tensors(value, torch.clone), file)  # a view would be saved with all that it is a view of
-    return file.getvalue()
+    """Tensors as safetensors, and what holds them as JSON beside them."""
+    tensors: dict[str, Tensor] = {}
+
+    def shape_of(tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            name = str(len(tensors))
+            tensors[name] = tree.detach().cpu().clone(memory_format=torch.contiguous_format)
+            return ["tensor", name]
+        if isinstance(tree, Mapping):
+            return ["dict", [[shape_of(key), shape_of(item)] for key, item in tree.items()]]
+        if isinstance(tree, list | tuple):
+            return [type(tree).__name__ if type(tree) in _KINDS.values() else "tuple", [*map(shape_of, tree)]]
+        if tree is None or isinstance(tree, bool | int | float | str):
+            return ["plain", tree]
+        raise EngineError(
+            f'batches "rank0" sends tensors, numbers and text, and the batch has a {type(tree).__name__}; convert it '
+            'in collate, or give batches="all".'
+        )
+
+    return save(tensors, {_SHAPE: json.dumps(shape_of(value))})
+
+
+def _decoded(data: bytes) -> Any:
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    tensors = load(data)
+
+    def made(shape: Any) -> Any:
+        kind, content = shape
+        if kind == "dict":
+            return {made(key): made(item) for key, item in content}
+        if kind in _KINDS:
+            return _KINDS[kind](map(made, content))
+        return tensors[content] if kind == "tensor" else content
+
+    return made(json.loads(header["__metadata__"][_SHAPE]))

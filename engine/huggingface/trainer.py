@@ -30,7 +30,7 @@ from engine.huggingface.whole_steps import OwnLoss, WholeSteps
 
 _STATE = "engine"
 """Folder of the engine's checkpoint inside one of the host's."""
-_SCHEDULE = "scheduler.pt"
+_SCHEDULE = "schedule"
 
 
 class Trainer(transformers.Trainer):
@@ -187,13 +187,10 @@ class Trainer(transformers.Trainer):
         processing: Any = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(folder)
-        torch.save(self.args, Path(folder, "training_args.bin"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.engine.save_checkpoint(Path(output_dir, _STATE)).wait()
-        if self.args.should_save:
-            schedule: Any = self.lr_scheduler
-            torch.save(schedule.state_dict(), Path(output_dir, _SCHEDULE))
+        schedule: Any = self.lr_scheduler
+        self.engine.save_checkpoint(Path(output_dir, _STATE), {_SCHEDULE: schedule.state_dict()}).wait()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Nothing yet: weights and optimizer state are read once the model is placed."""
@@ -206,9 +203,9 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        self.engine.load_checkpoint(Path(checkpoint, _STATE))
+        found: Any = self.engine.load_checkpoint(Path(checkpoint, _STATE))
         schedule: Any = self.lr_scheduler
-        schedule.load_state_dict(torch.load(Path(checkpoint, _SCHEDULE), weights_only=True))
+        schedule.load_state_dict(found[_SCHEDULE])
         for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
             group["lr"] = rate
 

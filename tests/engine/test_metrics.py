@@ -219,7 +219,7 @@ class Recorded:
 def test_a_run_of_weights_and_biases_is_told_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     package = Recorded()
     monkeypatch.setitem(sys.modules, "wandb", package)
-    monkeypatch.setattr("engine.config.between.find_spec", lambda name: name)  # looks for files, not for modules
+    monkeypatch.setattr("engine.config.sections.find_spec", lambda name: name)  # looks for files, not for modules
     reports = trained(wandb="text")
     assert package.finished and package.given["project"] == "text"
     assert package.given["config"]["optimizer"]["params"]["lr"] == 1e-2

@@ -134,8 +134,8 @@ KERNELS_AND_PLANNING = (
         name="cut-although-the-output-is-read-whole",
         about="A layer is cut although its output also leaves the block past the row layer, where it is needed whole.",
         file="parallel/tensor/auto/coupled_parameters.py",
-        old="if not columns or self._goes_elsewhere(row, columns):",
-        new="if not columns:",
+        old="if self._goes_elsewhere(rows, columns):",
+        new="if False:",
         tests=(
             "tests/parallel/tensor/auto/test_coupled_parameters.py::test_what_also_leaves_the_block_is_no_column",
             "tests/parallel/tensor/auto/test_coupled_parameters.py::test_an_output_that_somebody_reads_keeps_its_layer_whole",

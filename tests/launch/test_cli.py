@@ -60,7 +60,7 @@ def test_check_and_initialize_refuse_in_the_same_words(
     raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("engine.config.between.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.config.sections.find_spec", lambda name: None)
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"train_batch_size": 4} | raw))
     with pytest.raises(engine.EngineError) as caught:

@@ -1,4 +1,5 @@
-"""The optimizer of torch inside the engine's: how it is made, from which groups, and that nobody else steps it."""
+"""The optimizer of torch inside the engine's: how it is made, from which groups, whether it may be given parts of
+parameters, and that nobody else steps it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,12 @@ from torch import nn
 
 from engine.errors import ConfigError, EngineError
 from engine.zero.optim.flat_optimizers import FlatOptimizer
+
+# Optimizers of torch whose update of an element depends on that element's own history alone, so that updating a shard
+# equals updating the full tensor.
+_ELEMENTWISE = frozenset(
+    {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -66,3 +73,18 @@ def refuse_own_step(*_: object) -> None:
         "step() on the engine's optimizer, which would update from gradients that are not reduced and leave "
         "the parameters as they are; call eng.step() after eng.backward(loss), or eng.train_batch(batch)."
     )
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
+    """Refuse an optimizer that is not elementwise, where ``by`` gives it parts of parameters.
+
+    Raises:
+        ConfigError: the optimizer is neither a known one nor marked ``elementwise``.
+    """
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
+    if not known and not getattr(kind, "elementwise", False):
+        raise ConfigError(
+            f"optimizer {kind.__name__} is given parts of parameters by {by}, which needs an optimizer that works "
+            "element by element: choose another optimizer, or set `elementwise = True` on its class if it does."
+        )

@@ -29,12 +29,12 @@ from engine.zero.offload.moment_buffers import MomentBuffers
 from engine.zero.offload.scratch_folder import ScratchFolder
 from engine.zero.optim.bf16_updates import RoundedUpdates
 from engine.zero.optim.composite import CompositeOptimizer
-from engine.zero.optim.elementwise import check_elementwise
 from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatOptimizer, FusedAdam, UpdateOrder
 from engine.zero.optim.inner_optimizer import (
     GroupOptions,
     OptimizerFactory,
     built_in,
+    check_elementwise,
     make_inner,
     own_options,
     refuse_own_step,
