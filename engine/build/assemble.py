@@ -143,7 +143,7 @@ def assemble_rank(
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     _keep_out(model, plan, patches)
     on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
-    encoder, gatherer = _encoder(config, kernels), _gatherer(model, plan, comm, placed, patches, own_backward)
+    gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
     return RankRuntime(
         plan=plan,
         comm=comm,

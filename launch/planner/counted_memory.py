@@ -1,6 +1,7 @@
 """Activations of a plan, counted on shapes in place of the cost model's estimate, where that takes seconds."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,6 +22,9 @@ MOST_LEAVES = 2000
 MOST_SEARCHED = 400
 """Of them times pipeline ranks, each of which traces all of them and plays its stages, in a search: some 40 ms each."""
 
+MOST_SILENT = 150
+"""Modules that are run on shapes without a word: a few seconds."""
+
 
 def counted_costs(
     costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec, searches: bool = False
@@ -40,6 +44,12 @@ def counted_costs(
         )
     if leaves > MOST_LEAVES:
         return costs, f"activations and buffers are estimates: {leaves:,} modules are too many to run on shapes"
+    if leaves > MOST_SILENT:
+        print(
+            f"counting activations of {costs.layout} on shapes: {leaves:,} modules, {plan.config.pp} pipeline ranks",
+            file=sys.stderr,
+            flush=True,
+        )
     quiet = logging.getLogger("trine")
     before, quiet.disabled = quiet.disabled, True
     try:

@@ -102,7 +102,7 @@ class MatrixUpdates:
             for view, own in zip(_ranges(whole, row, tp), _ranges_of(part, row, tp), strict=True):
                 view.copy_(own)
         update = self._update(whole, row.name).view(row.shape)
-        return [_joined(_ranges(update, row, tp), row) for tp in range(len(parts))]
+        return [_joined(_ranges(update, row, tp), update, row) for tp in range(len(parts))]
 
     def _update(self, matrix: Tensor, name: str) -> Tensor:
         """The update of a whole matrix, flat."""
@@ -129,9 +129,9 @@ def _ranges_of(part: Tensor, row: ShardRow, tp: int) -> tuple[Tensor, ...]:
     return torch.split(part.view(row.local_shape(tp)), sizes, _dim(row)) if sizes else ()
 
 
-def _joined(ranges: Sequence[Tensor], row: ShardRow) -> Tensor:
-    """What a tensor rank holds, flat; a rank may hold none of the ranges."""
-    return torch.cat(list(ranges), _dim(row)).reshape(-1) if ranges else torch.empty(0)
+def _joined(ranges: Sequence[Tensor], whole: Tensor, row: ShardRow) -> Tensor:
+    """What a tensor rank holds of ``whole``, flat; it may hold none of the ranges."""
+    return torch.cat(list(ranges), _dim(row)).reshape(-1) if ranges else whole.new_empty(0)
 
 
 def _muon_parts(inner: torch.optim.Optimizer) -> list[FlatMuon]:

@@ -61,8 +61,14 @@ def test_a_folder_with_a_configuration(llama: Path, tmp_path: Path, capsys: pyte
     assert "config" not in found
 
 
-def test_a_folder_alone(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, llama, "--world", 16, "--gpu", "h100", "--context", 32)
+def test_a_folder_alone(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from engine.launch.planner import counted_memory
+
+    monkeypatch.setattr(counted_memory, "MOST_SILENT", 1)
+    assert main(["plan", str(llama), "--world", "16", "--gpu", "h100", "--context", "32", "--json"]) == 0
+    written = capsys.readouterr()
+    found = json.loads(written.out)
+    assert f"counting activations of {found['layout']} on shapes: " in written.err
     config = load_config(found["config"], 16)
     assert config.dp * config.tp * config.pp == 16 and config.train_batch_size == (1 << 22) // 32
 
