@@ -38,20 +38,6 @@ class OptimizerTensor:
         """Return the names of the parameters whose elements it contains."""
         return [slot.name for slot, _ in self.slots()]
 
-    def pieces(self, unused: Collection[str], missed: Mapping[str, int]) -> Iterator[UpdatePiece]:
-        """Yield runs of parameters that are updated, not ``unused``, and have missed the same number of updates."""
-        run: UpdatePiece | None = None
-        for slot, part in self.slots():
-            count = None if slot.name in unused else missed.get(slot.name, 0)
-            if run is not None and count == run.missed:
-                run = UpdatePiece(slice(run.part.start, part.stop), run.missed)
-                continue
-            if run is not None:
-                yield run
-            run = None if count is None else UpdatePiece(part, count)
-        if run is not None:
-            yield run
-
 
 def update_gradient(flat: FlatBucket, part: slice) -> Tensor:
     """Return the gradients of elements ``part`` of a bucket that its update reads: on the device, or their copy."""

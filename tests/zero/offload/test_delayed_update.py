@@ -246,6 +246,12 @@ def test_another_placement_is_refused(offload: dict[str, Any], told: str) -> Non
         load_config({"zero_optimization": {"offload_optimizer": offload | {"delayed_update": True}}})
 
 
+def test_an_average_of_weights_is_refused() -> None:
+    offload = {"offload_optimizer": {"device": "cpu", "delayed_update": True}}
+    with pytest.raises(ConfigError, match=r"delayed_update: true with ema, which would read weights while"):
+        load_config({"zero_optimization": offload, "ema": {"decay": 0.9}})
+
+
 def test_an_optimizer_in_code_is_refused() -> None:
     changes = settings(BF16, True) | {"optimizer": None, "scheduler": None}
     with pytest.raises(ConfigError, match="only the built-in optimizers update beside a step"):
