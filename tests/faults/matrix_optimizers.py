@@ -63,8 +63,8 @@ MATRIX_OPTIMIZERS = (
         name="parts-of-matrices-orthogonal",
         about="Where tensor ranks cut a matrix, the parts are put together in one order and taken apart in another.",
         file="zero/optim/matrix_updates.py",
-        old="[_joined(_ranges(update, row, tp), row) for tp in range(len(parts))]",
-        new="[_joined(_ranges(update, row, tp), row) for tp in reversed(range(len(parts)))]",
+        old="[_joined(_ranges(update, row, tp), update, row) for tp in range(len(parts))]",
+        new="[_joined(_ranges(update, row, tp), update, row) for tp in reversed(range(len(parts)))]",
         tests=(f"{_PARITY}::test_matrices_in_parts_train_as_one_process",),
     ),
     Fault(
