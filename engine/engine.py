@@ -76,6 +76,8 @@ class Engine(TrainingLoop, NamedState, Inference):
             self._built = self._build(example, problem)
             self._resources.add(self._built.close)
             self._resources.refuse_by(self._built.away.refuse)
+            if self._built.averaged is not None:
+                self._resources.refuse_by(self._built.averaged.refuse)
             self._runner = StepRunner(self._model, self._built, self._update, self._checkpoints)
             self._loop = UserLoop(self._runner, self._built, self._control)
             self._reports.built(self._built)
@@ -226,7 +228,8 @@ class Engine(TrainingLoop, NamedState, Inference):
         with self._comm.within(self._update.made):
             self._note_call("eval_batch", joined=True)
             batch = self._completed(batch)
-            step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
+            with self._evaluated():
+                step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
         report = self._reports.make(step, outcome, self.plan, self._update.made)
         if not return_output:
             return report
@@ -318,15 +321,6 @@ class Engine(TrainingLoop, NamedState, Inference):
         self._comm.announce("copy_weights_from")
         with self._runtime.changing(), other._runtime.changing():
             self._checkpoints.copy_weights(other._checkpoints)
-
-    def save_pretrained(self, folder: Path_) -> None:
-        """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective.
-
-        Of a ``PeftModel`` the adapters alone are written, for ``PeftModel.from_pretrained``.
-        """
-        self._resources.refuse_closed("save_pretrained")
-        self._comm.announce("save_pretrained")
-        self._checkpoints.save_pretrained(folder)
 
     def close(self) -> None:
         """End the engine: wait for a pending checkpoint, remove every patch from the model, close logs and groups.

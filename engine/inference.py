@@ -1,5 +1,6 @@
 """Outputs of the sharded model: predictions and generated text, on every grid, without labels or loss."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class Inference:
             EngineError: the batch is bad, or differs from that of its replica; the same on all of its ranks.
         """
         self._open("predict")
-        return self._runner.predict(batch)
+        with self._evaluated():
+            return self._runner.predict(batch)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor, **options: Any) -> Any:
@@ -65,7 +67,12 @@ class Inference:
                 f"generate inside an accumulation of {self._loop.unfinished} microbatch(es); call eng.step() before, "
                 "or eng.zero_grad() to drop their gradients."
             )
-        return Generation(self._model, self._runner, self._comm, self._device).run(inputs, options)
+        with self._evaluated():
+            return Generation(self._model, self._runner, self._comm, self._device).run(inputs, options)
+
+    def _evaluated(self) -> AbstractContextManager[None]:
+        """Context of an evaluation."""
+        raise NotImplementedError
 
     def _open(self, call: str) -> None:
         self._resources.refuse_closed(call)

@@ -1,9 +1,10 @@
 """Gradients, weights and optimizer state between the steps of an engine: by name of the parameter, or moved away."""
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from engine.zero.gather.full_parameters import ShardedModel, full_parameters
 from engine.zero.gather.full_tensors import HeldPart, NamedShards, full_tensors, local_tensors
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.master_weights import sync_masters
+from engine.zero.optim.rules.element_state import ElementState, opened_state, state_names
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.phases.offloaded_states import chosen_kinds
 
@@ -45,7 +47,8 @@ class NamedState(ABC):
     def full_state_dict(self, ema: bool = False) -> dict[str, Tensor]:
         """The whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
 
-        With ``ema``, the moving average of the trained parameters in their place.
+        With ``ema``, the moving average of the trained parameters in their place. A schedule-free optimizer gives the
+        average that it evaluates; the point where it takes gradients is in ``masters``.
 
         Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
 
@@ -55,14 +58,71 @@ class NamedState(ABC):
         self._resources.refuse_closed("full_state_dict")
         if self._runtime.gatherer is not None:
             self._runtime.gatherer.refuse_opened("full_state_dict")
-        average = self._runtime.average
-        if ema and average is None:
-            raise EngineError(
-                'full_state_dict(ema=True) of a run that keeps no average; give "ema": {"decay": 0.999} in the '
-                "configuration."
-            )
+        if ema:
+            self._check_average("full_state_dict(ema=True)")
+        averaged = self._runtime.averaged
+        taken = averaged is not None and not averaged.inside and (ema or averaged.by_itself)
         with self._runtime.changing():
-            return self._checkpoints.gather_state(average if ema else None)
+            return self._checkpoints.gather_state(averaged.average if averaged is not None and taken else None)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, the model has the average of its weights: to evaluate it, and to save it for others. Collective.
+
+        That of ``"ema"``, or of a schedule-free optimizer, of which ``eval_batch``, ``predict`` and ``generate`` enter
+        this context by themselves, in each call. Rounded into the dtype of forward; afterwards the weights have the
+        bits from before. Gathers over dp twice, label "parameters", and keeps a copy of this rank's weights meanwhile.
+
+        Raises:
+            EngineError: the run keeps no average; a call inside that needs the weights of training.
+        """
+        self._resources.refuse_closed("averaged_weights")
+        self._check_average("averaged_weights")
+        with self._swapped():
+            yield
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        runtime, averaged = self._runtime, self._runtime.averaged
+        assert averaged is not None, "the caller has asked"
+        if runtime.gatherer is not None:
+            runtime.gatherer.refuse_opened("averaged_weights")
+        try:
+            with runtime.changing():
+                averaged.enter()
+                runtime.weights_written()
+            yield
+        finally:
+            with runtime.changing():
+                averaged.leave()
+                runtime.weights_written()
+
+    def _evaluated(self) -> AbstractContextManager[None]:
+        """Context of an evaluation, which takes the average of a schedule-free optimizer by itself."""
+        averaged = self._built.averaged if self._built is not None else None
+        taken = averaged is not None and averaged.by_itself and not averaged.inside
+        return self._swapped() if taken else nullcontext()
+
+    def save_pretrained(self, folder: str | os.PathLike[str], ema: bool = False) -> None:
+        """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective.
+
+        With ``ema``, or by a schedule-free optimizer, the average of the weights, as ``averaged_weights`` has it. Of a
+        ``PeftModel`` the adapters alone are written, for ``PeftModel.from_pretrained``.
+        """
+        self._resources.refuse_closed("save_pretrained")
+        if ema:
+            self._check_average("save_pretrained(ema=True)")
+        averaged = self._built.averaged if self._built is not None else None
+        inside = averaged is not None and averaged.inside
+        self._runtime.comm.announce("save_pretrained")
+        with self._swapped() if ema and not inside else self._evaluated():
+            self._checkpoints.save_pretrained(folder)
+
+    def _check_average(self, call: str) -> None:
+        if self._runtime.averaged is None or ("ema" in call and self._runtime.average is None):
+            raise EngineError(
+                f'{call} of a run that keeps no average; give "ema": {{"decay": 0.999}} in the configuration.'
+            )
 
     @contextmanager
     def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
@@ -154,13 +214,13 @@ class NamedState(ABC):
         """
         self._resources.refuse_closed("optimizer_state")
         runtime = self._runtime
-        own = runtime.optimizer.state_names
+        own = state_names(runtime.optimizer)
         names = json.loads(from_first(lambda: json.dumps(own).encode(), runtime.comm, runtime.program.device))
-        with runtime.changing(), ExitStack() as stack:
+        with runtime.changing(), opened_state(runtime.optimizer) as state, ExitStack() as stack:
             found: dict[str, dict[str, Tensor]] = {}
             groups = {row.name: row.group for row in runtime.plan.table}
             for name in names:
-                opened = self._opened("optimizer_state", _state_pieces(runtime.optimizer, name), pattern, local)
+                opened = self._opened("optimizer_state", _state_pieces(runtime.optimizer, state, name), pattern, local)
                 for parameter, tensor in stack.enter_context(opened).items():
                     if _keeps(runtime.optimizer, name, groups[parameter]):
                         found.setdefault(parameter, {})[name] = tensor
@@ -253,12 +313,12 @@ def _master_pieces(buckets: Sequence[FlatBucket]) -> list[HeldPart]:
     return [HeldPart(flat, flat.owned, flat.weights) for flat in buckets]
 
 
-def _state_pieces(optimizer: ShardedOptimizer, name: str) -> list[HeldPart]:
+def _state_pieces(optimizer: ShardedOptimizer, state: ElementState, name: str) -> list[HeldPart]:
     """The state ``name`` of every element, such as the moment "exp_avg"."""
     pieces = []
     for place in optimizer.places:
-        value = optimizer.inner.state.get(place.parameter, {}).get(name)
-        if isinstance(value, Tensor) and value.shape == place.parameter.shape:
+        value = state.get(place.parameter, {}).get(name)
+        if value is not None:
             pieces.append(HeldPart(place.flat, place.part, value.view(-1)))
     inner = optimizer.inner
     if isinstance(inner, CompositeOptimizer):  # a rank that has none of it takes part in its gathers

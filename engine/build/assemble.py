@@ -67,9 +67,11 @@ from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.host_copies import HostCopies
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.inner_optimizer import check_elementwise
+from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward
+from engine.zero.phases.averaged_weights import AveragedWeights
 from engine.zero.phases.offloaded_states import OffloadedStates, StateTensors
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
@@ -144,6 +146,7 @@ def assemble_rank(
     _keep_out(model, plan, patches)
     on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
+    average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     return RankRuntime(
         plan=plan,
         comm=comm,
@@ -166,7 +169,8 @@ def assemble_rank(
         own_backward=own_backward,
         gradient_guard=_guard(model, plan, reducer, patches),
         optimizer=optimizer,
-        average=WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None,
+        average=average,
+        averaged=_averaged(plan, buckets, optimizer, average),
         learning_rate=_learning_rate(model, optimizer, config, request),
         kernels=kernels,
         replica_check=ReplicaCheck(plan.table, buckets, comm, config.parallel.verify_plan),
@@ -298,12 +302,25 @@ def _optimizer(
     owners = plan.matrix_owners
     if owners is not None and (routes := owners.routes(comm.grid.coord())) is not None:
         optimizer.gather_matrices(routes)
+    if (factors := plan.factors(comm.grid.coord())) is not None:
+        optimizer.sum_factors(factors)
     if config.tp > 1:
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     if config.zero_optimization.offload_optimizer.delayed_update:
         optimizer.delay()
     place_on_disk(optimizer, plan, comm, device)
     return optimizer
+
+
+def _averaged(
+    plan: Plan, buckets: Sequence[FlatBucket], optimizer: ShardedOptimizer, average: WeightAverage | None
+) -> AveragedWeights | None:
+    """What evaluates the moving average, or that of schedule-free optimizers; the same on all ranks."""
+    entries = plan.config.optimizer.entries if plan.config.optimizer is not None and plan.moments is not None else ()
+    if any(entry.type == "ScheduleFreeAdamW" for entry in entries):
+        free = ScheduleFreeAverage(optimizer.places, optimizer.inner)
+        return AveragedWeights(buckets, optimizer, free, by_itself=True)
+    return AveragedWeights(buckets, optimizer, average, by_itself=False) if average is not None else None
 
 
 def _learning_rate(model: nn.Module, optimizer: ShardedOptimizer, config: Config, request: Request) -> LearningRate:

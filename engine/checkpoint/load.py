@@ -31,6 +31,7 @@ from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import gather_masters
 from engine.zero.optim.master_weights import sync_masters
+from engine.zero.optim.rules.adafactor import MEANS, FactoredUpdates
 
 logger = logging.getLogger("trine")
 
@@ -189,6 +190,17 @@ class Loader:
     def read_moments(self, moments: Moments) -> None:
         """Read this rank's share of the moments; those that the source may lack stay as they are."""
         self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
+
+    @torch.no_grad()
+    def read_means(self, factored: FactoredUpdates | None) -> None:
+        """Read the means of Adafactor, which every rank has whole; those that the source lacks begin anew."""
+        if factored is None:
+            return
+        factored.forget()
+        known = {name.partition("/")[2] for name in self.source.kinds if name.partition("/")[0] in MEANS}
+        if known:
+            found = self.local_tensors.means(factored.prepare())
+            self._fill(held for held in found if held.row.name in known)
 
     def _fill(self, targets: Iterable[Held]) -> None:
         """Read into ``values``, through a staging tensor where dtype, device or strides differ."""

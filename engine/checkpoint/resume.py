@@ -36,6 +36,8 @@ from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 from engine.parallel.grid import Grid, saved_order
+from engine.zero.optim.rules.adafactor import MEANS
+from engine.zero.optim.rules.element_state import keep_state
 
 logger = logging.getLogger("trine")
 
@@ -160,6 +162,7 @@ class Resume:
         run.runtime.weights_written()
         if self._states:
             share_moments(run.local_tensors, made, run.comm)
+            keep_state(run.runtime.optimizer, made)
         with loading(self._host, self._step, self._advice):
             self._restore(reader)
         self.touched = False
@@ -186,7 +189,7 @@ class Resume:
             loader.tell_differences()
         if self._states:
             check_type(runtime.optimizer, manifest.optimizer, self._step)
-            families = Families(reader.kinds, manifest.optimizer)
+            families = self._families(reader)
             loader.check_moments(families)
             if not families.kinds and "origin" in manifest.info and self._host.rank == 0:
                 logger.warning("%s has no optimizer state, so the optimizer starts afresh", self._step)
@@ -238,12 +241,17 @@ class Resume:
         loader.read_weights()
         made: Moments = {}
         if self._states:
-            runtime, families = self._run.runtime, Families(reader.kinds, reader.manifest.optimizer)
+            runtime, families = self._run.runtime, self._families(reader)
             made = make_moments(runtime.optimizer, families, runtime.plan.table)
             loader.read_moments(made)
+            loader.read_means(runtime.optimizer.factored)
         if (average := self._run.runtime.average) is not None:
             loader.read_moments(average.prepare(reader.kinds if self._states else {}))
         return made
+
+    def _families(self, reader: OpenCheckpoint) -> Families:
+        means = MEANS if self._run.runtime.optimizer.factored is not None else frozenset[str]()
+        return Families(reader.kinds, reader.manifest.optimizer, means)
 
     def _restore(self, reader: OpenCheckpoint) -> None:
         run, manifest = self._run, reader.manifest

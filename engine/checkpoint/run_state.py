@@ -115,7 +115,9 @@ class RunState:
             return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
         average = self.runtime.average.tensors() if self.runtime.average is not None else {}
         moments = local_tensors.state(moments_by_bucket(self.runtime.optimizer))
-        pieces = [*local_tensors.masters(), *moments, *local_tensors.state(average)]
+        factored = self.runtime.optimizer.factored
+        means = local_tensors.means(factored.means) if factored is not None else ()
+        pieces = [*local_tensors.masters(), *moments, *means, *local_tensors.state(average)]
         return Ours(weights, self.buffers, pieces, self.own_state(), group_scalars(self.runtime.optimizer))
 
     def contents(self, user: Any, whole: bool = False) -> Contents:

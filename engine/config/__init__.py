@@ -15,7 +15,6 @@ from engine.config.between import (
     check_copies,
     check_integrity,
     check_nodes,
-    check_optimizer,
     check_parallel,
     check_precision,
     check_profile,
@@ -37,6 +36,7 @@ from engine.config.optim_sections import (
     OptimizerConfig,
     SchedulerConfig,
 )
+from engine.config.optimizers.checks import check_optimizer
 from engine.config.overrides import overridden
 from engine.config.reader import Section, Typed, dump_section, paths, read_section, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
@@ -281,7 +281,7 @@ def _read(source: "ConfigSource | Config", problems: Problems, overrides: Sequen
 def _check_between(config: Config, problems: Problems) -> None:
     """Check the rules between keys."""
     check_precision(config.bf16, config.fp16, config.torch_autocast, problems)
-    check_optimizer(config.optimizer, config.zero_optimization, config.bf16, problems)
+    check_optimizer(config.optimizer, config.zero_optimization, config.bf16, config.ema, problems)
     check_recomputation(config.activation_checkpointing, problems)
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)

@@ -1,10 +1,7 @@
 """Rules between the keys of a configuration, whatever the model. Every way to read a configuration obeys them."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
-from engine.config.optim_sections import MATRIX_OPTIMIZERS, OptimizerConfig
 from engine.config.rules import Problems
 from engine.config.sections import (
     ActivationCheckpointingConfig,
@@ -43,47 +40,6 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
             "true with bf16.bf16_master_weights_and_grads false keeps an fp32 master, the larger part of the state; "
             "set it too, or leave it out.",
         )
-
-
-def check_optimizer(optimizer: OptimizerConfig | None, zero: ZeroConfig, bf16: Bf16Config, problems: Problems) -> None:
-    """Note params of an optimizer that need others, and what optimizers of a list, or of matrices, do not have."""
-    if optimizer is None:
-        return
-    for index, entry in enumerate(optimizer.entries):
-        at = f"optimizer[{index}]" if optimizer.before else "optimizer"
-        if entry.type == "SGD":
-            _check_nesterov(entry.params, at, problems)
-        for key in ("update_unused", "include_frozen") if entry is not optimizer else ():
-            if getattr(entry, key):
-                problems.add(f"{at}.{key}", "is for all parameters of the model; give it in the last entry.")
-    offload = zero.offload_optimizer
-    if optimizer.before and offload.device == "nvme":
-        problems.add(
-            "zero_optimization.offload_optimizer.device",
-            '"nvme" with a list of optimizers, and moments on disk are those of one; give one optimizer, or "cpu".',
-        )
-    whole = [entry.type for entry in optimizer.entries if entry.type in MATRIX_OPTIMIZERS]
-    if whole and offload.device != "none":
-        problems.add(
-            "zero_optimization.offload_optimizer.device",
-            f"{shown_value(offload.device)} with {whole[0]}, whose products of matrices are for the device; leave the "
-            "offload out, or give AdamW.",
-        )
-    if whole and optimizer.update_unused:
-        problems.add(
-            "optimizer.update_unused", f"true with {whole[0]}, which has no update without a gradient; leave it out."
-        )
-    if whole and bf16.bf16_master_weights_and_grads:
-        problems.add(
-            "bf16.bf16_master_weights_and_grads",
-            f"true with {whole[0]}, whose updates are not rounded stochastically; leave it out, or give AdamW.",
-        )
-
-
-def _check_nesterov(params: Mapping[str, Any], at: str, problems: Problems) -> None:
-    if params.get("nesterov") and (not params["momentum"] or params["dampening"]):
-        given = f"momentum is {params['momentum']} and dampening {params['dampening']}"
-        problems.add(f"{at}.params.nesterov", f"true needs momentum above 0 and dampening 0, but {given}; give both.")
 
 
 def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:

@@ -275,9 +275,10 @@ class ListOf(Rule):
             raise RefusedError(f"is {kind(value)}")
         if self.length is not None and len(value) != self.length:
             raise RefusedError(f"has {len(value)} entries")
-        for entry in value:
+        given = [entry for entry in value if entry is not None or not self.each.null]
+        for entry in given:
             self._check(entry)
-        return tuple(self.each.accept(entry) for entry in value)
+        return tuple(None if entry is None and self.each.null else self.each.accept(entry) for entry in value)
 
     def _check(self, entry: object) -> None:
         try:

@@ -1,23 +1,51 @@
 """The optimizers that a configuration names: the engine's over flat tensors, and torch's, which they equal."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from engine.config.optim_sections import MATRIX_OPTIMIZERS, OptimizerConfig
+from engine.kernels.optim.eight_bit_codes import StateFormat
 from engine.zero.optim.composite import CompositeOptimizer, PlainComposite
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory
 from engine.zero.optim.muon import FlatMuon
+from engine.zero.optim.rules.adafactor import FlatAdafactor
+from engine.zero.optim.rules.eight_bit_adamw import FlatAdamW8bit
+from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """What an optimizer keeps of the parameters of a group."""
+
+    values: int = 0
+    """Values of each element, in the dtype of moments."""
+    codes: int = 0
+    """Values of each element in 8 bits."""
+    block: int = 1
+    """Elements of those that share a scale."""
+    factored: bool = False
+    """Means over rows and columns of matrices, and of squares of vectors, whole on every rank."""
+
+    def bytes(self, elements: int, itemsize: int) -> int:
+        """Bytes of what it keeps of a run of elements; ``itemsize``: of a moment."""
+        return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
+
+    def stored_bytes(self, elements: int, itemsize: int) -> int:
+        """Bytes of the same in a checkpoint, where codes are numbers again."""
+        return (self.values + self.codes) * elements * itemsize
 
 
 def built_in_optimizer(config: OptimizerConfig) -> OptimizerFactory:
     """What makes the optimizer over flat tensors; of a list, one that updates each group by its own rule."""
     if not config.before:
         return _flat(config)
-    return partial(CompositeOptimizer, makers=[_flat(entry) for entry in config.entries], kind=config.kind)
+    kind = config.kind.replace("AdamW8bit", "AdamW")  # a checkpoint has its moments as AdamW's
+    return partial(CompositeOptimizer, makers=[_flat(entry) for entry in config.entries], kind=kind)
 
 
 def _flat(config: OptimizerConfig) -> OptimizerFactory:
@@ -27,6 +55,9 @@ def _flat(config: OptimizerConfig) -> OptimizerFactory:
         "SGD": (FlatSGD, {}),
         "Lion": (FlatLion, {}),
         "Muon": (FlatMuon, {}),
+        "AdamW8bit": (FlatAdamW8bit, {}),
+        "Adafactor": (FlatAdafactor, {}),
+        "ScheduleFreeAdamW": (FlatScheduleFreeAdamW, {}),
     }
     kind, extra = kinds[config.type]
     options = dict(config.params) | extra
@@ -47,11 +78,14 @@ def _plain(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
         "SGD": torch.optim.SGD,
         "Lion": FlatLion,
         "Muon": torch.optim.Muon,
+        "AdamW8bit": FlatAdamW8bit,
+        "Adafactor": torch.optim.Adafactor,
+        "ScheduleFreeAdamW": FlatScheduleFreeAdamW,
     }
     params = dict(config.params)
     if config.type == "Muon" and params.pop("ns_dtype") != "bf16":
         return FlatMuon(groups, **config.params)  # torch's multiplies in bf16 alone
-    corrected = params.pop("bias_correction", True)
+    corrected = config.type == "AdamW8bit" or params.pop("bias_correction", True)
     made = kinds[config.type](groups, **params)
     if not corrected:
         switch_off_bias_correction(made)
@@ -65,11 +99,17 @@ def switch_off_bias_correction(adam: torch.optim.Optimizer) -> None:
         adam.state[weight] = {"step": torch.tensor(1e9), **averages}
 
 
-def values_per_element(config: OptimizerConfig | None, groups: Sequence[GroupOptions]) -> tuple[int, ...] | None:
-    """Optimizer values that an element of each group has; None if the optimizer is not configured."""
+def kept_state(config: OptimizerConfig | None, groups: Sequence[GroupOptions]) -> tuple[GroupState, ...] | None:
+    """What the optimizer keeps of each group; None if it is not configured."""
     if config is None:
         return None
-    return tuple(_values(config.entries[group.entry or 0]) for group in groups)
+    return tuple(_kept(config.entries[group.entry or 0]) for group in groups)
+
+
+def block_of_codes(config: OptimizerConfig | None) -> int:
+    """Elements at whose multiples parameters have to start, so that blocks of 8-bit state are within one; else 1."""
+    entries = config.entries if config is not None else ()
+    return max((entry.params["block_size"] for entry in entries if entry.type == "AdamW8bit"), default=1)
 
 
 def matrix_groups(config: OptimizerConfig | None, groups: Sequence[GroupOptions]) -> frozenset[int]:
@@ -80,7 +120,14 @@ def matrix_groups(config: OptimizerConfig | None, groups: Sequence[GroupOptions]
     return frozenset(index for index, kind in enumerate(kinds) if kind in MATRIX_OPTIMIZERS)
 
 
-def _values(config: OptimizerConfig) -> int:
-    if config.type == "SGD":
-        return int(config.params["momentum"] != 0)
-    return 1 if config.type in ("Lion", "Muon") else 2
+def _kept(config: OptimizerConfig) -> GroupState:
+    match config.type:
+        case "SGD":
+            return GroupState(values=int(config.params["momentum"] != 0))
+        case "Lion" | "Muon":
+            return GroupState(values=1)
+        case "AdamW8bit":
+            return GroupState(codes=2, block=config.params["block_size"])
+        case "Adafactor":
+            return GroupState(factored=True)
+    return GroupState(values=2)

@@ -1,4 +1,5 @@
-"""Owners of the matrices that are updated as a whole, and the ways to them; from the plan alone, on any rank."""
+"""Owners of the matrices that are updated as a whole, and the ways to them, and sums over parts of matrices; from the
+plan alone, on any rank."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,12 @@ import torch
 from engine.config import Config
 from engine.kernels.optim.muon_rule import product_cost
 from engine.parallel.comm.traffic import Traffic
-from engine.parallel.grid import Coord
+from engine.parallel.grid import Axis, Coord
 from engine.parallel.shard_table import ShardRow
 from engine.zero.layout import FlatLayout
 from engine.zero.optim.matrix_updates import MatrixRoutes
 from engine.zero.optim.owner_exchange import OwnerRoute, balanced_owners
+from engine.zero.optim.rules.adafactor import FactorRoutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class MatrixOwners:
         owners = balanced_owners(costs, decides)
         data = OwnerRoute("dp", tuple(range(first, first + count)), owners, own)
         cut = {name: row for name, row in rows.items() if row.dim is not None and owners[name] == coord.dp % count}
-        return MatrixRoutes(rows, data, self._tensor_route(cut), self._dtype(rows.values()))
+        return MatrixRoutes(rows, data, self._tensor_route(cut), _dtype(rows.values()))
 
     def traffic(self, coord: Coord) -> tuple[Traffic, ...]:
         """What a position sends in a step."""
@@ -75,10 +77,21 @@ class MatrixOwners:
         """Work of a rank: tensor ranks share that of matrices which they cut."""
         return product_cost(row.shape) // (1 if row.dim is None else self.config.tp)
 
-    @staticmethod
-    def _dtype(rows: Iterable[ShardRow]) -> torch.dtype:
-        """Updates are made in fp32, or in fp64 where a matrix was given so."""
-        return torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32
+
+def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> FactorRoutes | None:
+    """Sums of the parameters of a pipeline coordinate that Adafactor updates; None if there are none.
+
+    ``groups``: optimizer groups that it updates.
+    """
+    own = tuple(row for row in rows if row.trainable and row.group in groups)
+    shards = config.shards if config.zero_optimization.stage else 1
+    axes: list[tuple[Axis, int]] = [(config.grid(0).sharding, shards), ("tp", config.tp)]
+    return FactorRoutes(own, tuple(each for each in axes if each[1] > 1), _dtype(own)) if own else None
+
+
+def _dtype(rows: Iterable[ShardRow]) -> torch.dtype:
+    """Updates are made in fp32, or in fp64 where a parameter was given so."""
+    return torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32
 
 
 def _held(layout: FlatLayout, rows: Mapping[str, ShardRow], ranks: int) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,9 @@ from math import prod
 import torch
 
 from engine.config import Config
+from engine.kernels.optim.adafactor_rule import mean_elements
 from engine.kernels.wire.block_codec import BlockFormat, CastFormat, NumberFormat
+from engine.optim.built_in import GroupState
 from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
@@ -88,12 +90,12 @@ def state_bytes(
     frozen: tuple[tuple[ShardRow, int], ...],
     precision: Precision,
     config: Config,
-    values: Callable[[Bucket], int],
+    kept: Callable[[Bucket], int],
 ) -> StateBytes:
     """Bytes that a rank holds between steps.
 
-    ``frozen``: frozen rows outside of all buckets, each with the elements that this rank holds. ``values``: counts the
-    optimizer values that it has of a bucket.
+    ``frozen``: frozen rows outside of all buckets, each with the elements that this rank holds. ``kept``: bytes of
+    the optimizer state that it has of a bucket.
     """
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     formats = wire_formats(config, precision)
@@ -106,11 +108,11 @@ def state_bytes(
     hosted = hosted_buckets(layout, config, precision)
     for bucket in layout.buckets:
         widths, owned = precision.widths(bucket.dtype), bucket.elements // share
-        kept = config.shards if reduces_each_microbatch(config) and not bucket.partial else 1
-        state["gradients"] += bucket.elements // kept * widths.sums.itemsize
+        sums = config.shards if reduces_each_microbatch(config) and not bucket.partial else 1
+        state["gradients"] += bucket.elements // sums * widths.sums.itemsize
         held["parameters"] += bucket.elements // parts * widths.compute.itemsize
         place = host if bucket.index in hosted else state
-        place["optimizer"] += values(bucket) * widths.moments.itemsize
+        place["optimizer"] += kept(bucket)
         if config.ema is not None:
             size = average_dtype(widths.master or widths.compute).itemsize
             place["average"] = place.get("average", 0) + owned * size
@@ -128,23 +130,36 @@ def state_bytes(
     if config.zero_optimization.offload_optimizer.device != "nvme":
         return StateBytes(state, _held(host), 0)
     del host["optimizer"]
-    buckets = [bucket for bucket in layout.buckets if bucket.index in hosted and values(bucket)]
-    sizes = [(b.elements // share, values(b), precision.widths(b.dtype)) for b in buckets]
+    buckets = [bucket for bucket in layout.buckets if bucket.index in hosted and kept(bucket)]
+    sizes = [(b.elements // share, kept(b), precision.widths(b.dtype)) for b in buckets]
     host["buffers"], disk = _disk_bytes(sizes)
     host["buffers"] *= min(config.zero_optimization.offload_optimizer.buffer_count, len(buckets))
     return StateBytes(state, _held(host), disk)
 
 
-def optimizer_values(bucket: Bucket, groups: Sequence[int], dp: int, config: Config) -> int:
-    """Optimizer values that a data rank has of a bucket; ``groups``: of an element of each group."""
+def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, config: Config, precision: Precision) -> int:
+    """Bytes of the state that a data rank keeps of the elements of a bucket; ``groups``: of each group."""
     ranks = config.shards if config.zero_optimization.stage else 1
-    owned = bucket.segments(bucket.shard(dp % ranks, ranks))
-    return sum((segment.stop - segment.start) * groups[segment.group] for segment in owned)
+    owned, size = bucket.segments(bucket.shard(dp % ranks, ranks)), precision.widths(bucket.dtype).moments.itemsize
+    return sum(groups[segment.group].bytes(segment.stop - segment.start, size) for segment in owned)
+
+
+def factor_bytes(rows: Sequence[ShardRow], groups: Sequence[GroupState], precision: Precision) -> int:
+    """Bytes of the statistics of Adafactor, which every rank that holds a part of a parameter has whole."""
+    return sum(
+        mean_elements(row.shape) * _widths(row, precision).moments.itemsize
+        for row in rows
+        if row.trainable and groups[row.group].factored
+    )
+
+
+def _widths(row: ShardRow, precision: Precision) -> Widths:
+    return precision.widths(str(precision.parameter(row.name, row.dtype)).removeprefix("torch."))
 
 
 def _disk_bytes(owned: Sequence[tuple[int, int, Widths]]) -> tuple[int, int]:
-    """(bytes of a page that any of the buckets fits into, bytes of their files): elements, values, widths of each."""
-    slots = [whole_sectors(values * widths.moments.itemsize) for _, values, widths in owned]
+    """(bytes of a page that any of the buckets fits into, bytes of their files): elements, bytes of moments, widths."""
+    slots = [whole_sectors(kept) for _, kept, _ in owned]
     before = [whole_sectors(elements * (widths.master or widths.compute).itemsize) for elements, _, widths in owned]
     pages = [sum(page) for page in zip(slots, before, strict=True)]
     return max(pages, default=0), 2 * sum(slots) + sum(before)
@@ -167,21 +182,22 @@ def hosted_buckets(layout: FlatLayout, config: Config, precision: Precision) -> 
     return asked | {b.index for b in layout.buckets if precision.widths(b.dtype).master is None}
 
 
-def stored_bytes(table: ShardTable, precision: Precision, config: Config, values: Sequence[int]) -> int:
+def stored_bytes(table: ShardTable, precision: Precision, config: Config, groups: Sequence[GroupState]) -> int:
     """Bytes of all weights, masters, moments and averages, each once: what a checkpoint stores, less its buffers.
 
-    ``values``: optimizer values of an element of each group.
+    ``groups``: what the optimizer keeps of each group.
     """
-    total = 0
+    total = factor_bytes(table.rows, groups, precision)
     for row in table:
         elements = prod(row.shape)
         if not row.trainable:
             total += elements * precision.frozen(row.name, row.dtype).itemsize
             continue
-        widths = precision.widths(str(precision.parameter(row.name, row.dtype)).removeprefix("torch."))
+        widths = _widths(row, precision)
         master = widths.master.itemsize if widths.master else 0
         average = average_dtype(widths.master or widths.compute).itemsize if config.ema is not None else 0
-        total += elements * (widths.compute.itemsize + master + average + widths.moments.itemsize * values[row.group])
+        total += elements * (widths.compute.itemsize + master + average)
+        total += groups[row.group].stored_bytes(elements, widths.moments.itemsize)
     return total
 
 

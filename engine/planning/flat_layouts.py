@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from engine.config import Config
+from engine.optim.built_in import block_of_codes
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.pipeline.partition.partition import Partition
 from engine.parallel.shard_table import ShardRow, ShardTable
@@ -81,7 +82,7 @@ def flat_layouts(
             _items(table.held_by(pp), (pp, tp), precision, users, encoded=formats.any),
             config.shards,
             config.zero_optimization.reduce_bucket_size,
-            formats.alignment,
+            max(formats.alignment, block_of_codes(config.optimizer)),
         )
         for pp in range(config.pp)
         for tp in range(config.tp)

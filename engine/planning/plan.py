@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from engine.config import Config
-from engine.optim.built_in import matrix_groups, values_per_element
-from engine.optim.matrix_routes import MatrixOwners
+from engine.optim.built_in import GroupState, kept_state, matrix_groups
+from engine.optim.matrix_routes import MatrixOwners, factor_routes
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
@@ -36,12 +36,13 @@ from engine.planning.budgets import (
     RankPlan,
     StateBytes,
     control_traffic,
+    factor_bytes,
     feedback_bytes,
     gather_traffic,
     gradient_traffic,
     held_elements,
     hosted_buckets,
-    optimizer_values,
+    optimizer_bytes,
     pipeline_format,
     ranks_with_secondary_shards,
     scale_tally,
@@ -54,7 +55,7 @@ from engine.planning.budgets import (
 from engine.planning.cost_model.placement import tensor_groups_cross
 from engine.planning.flat_layouts import Users, flat_layouts
 from engine.planning.host_state.host_placement import refuse_limit, refuse_unknown, smallest_ratio, with_ratio
-from engine.planning.host_state.setting_notes import exact_weights, offload_notes, unused_formats
+from engine.planning.host_state.setting_notes import exact_weights, offload_notes, rounded_notes, unused_formats
 from engine.precision.dtypes import Precision, half_note, make_precision
 from engine.program.program import Program
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
@@ -62,6 +63,7 @@ from engine.zero.gather.gather_schedule import gather_order
 from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
 from engine.zero.layout import FlatLayout
 from engine.zero.optim.inner_optimizer import GroupOptions
+from engine.zero.optim.rules.adafactor import FactorRoutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,8 @@ class Plan:
     groups: tuple[GroupOptions, ...]
     precision: Precision
     schedule: Schedule
-    moments: tuple[int, ...] | None
-    """Optimizer values of an element, by group; None for the user's own optimizer, whose state is unknown."""
+    moments: tuple[GroupState, ...] | None
+    """What the optimizer keeps, by group; None for the user's own optimizer, whose state is unknown."""
     notes: tuple[str, ...]
     tensor: TensorPlan | None = None
     """How layers are sharded over tp; None without tensor parallelism."""
@@ -169,9 +171,11 @@ class Plan:
         sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
         frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
-        values = partial(optimizer_values, groups=self._moments, dp=coord.dp, config=self.config)
-        state = state_bytes(self.layout(coord), frozen, self.precision, self.config, values)
+        groups, precision = self._moments, self.precision
+        kept = partial(optimizer_bytes, groups=groups, dp=coord.dp, config=self.config, precision=precision)
+        state = state_bytes(self.layout(coord), frozen, precision, self.config, kept)
         device = dict(state.device)
+        device["optimizer"] += factor_bytes(rows, groups, precision)
         if (gathers := self.gathers(coord)) is not None and gathers.within.buckets:
             device["secondary shards"] = gathers.secondary_bytes
         if kept := self._feedback_bytes(coord.pp):
@@ -191,14 +195,19 @@ class Plan:
         return stored_bytes(self.table, self.precision, self.config, self._moments)
 
     @property
-    def _moments(self) -> tuple[int, ...]:
-        return self.moments or (0,) * len(self.groups)
+    def _moments(self) -> tuple[GroupState, ...]:
+        return self.moments or (GroupState(),) * len(self.groups)
 
     @cached_property
     def matrix_owners(self) -> MatrixOwners | None:
         """Who updates which matrix as a whole; None if none is, or if the optimizer is the user's."""
         groups = matrix_groups(self.config.optimizer, self.groups) if self.moments is not None else frozenset[int]()
         return MatrixOwners(self.config, self.table.rows, groups, self.layouts) if groups else None
+
+    def factors(self, coord: Coord) -> FactorRoutes | None:
+        """The sums of Adafactor at a position; None if it updates nothing there."""
+        groups = frozenset(index for index, kept in enumerate(self._moments) if kept.factored)
+        return factor_routes(self.table.held_by(coord.pp), groups, self.config)
 
     def gathers(self, coord: Coord) -> GatherPlan | None:
         """The gathers of sharded parameters at a position; None if parameters are not sharded."""
@@ -229,6 +238,8 @@ class Plan:
             parts.append(gather_traffic(gathers, self.config))
         if self.matrix_owners is not None:
             parts.append(Tally(self.matrix_owners.traffic(coord)))
+        if (factors := self.factors(coord)) is not None:
+            parts.append(Tally(factors.traffic()))
         parts.append(control_traffic(self.config, self.grid(0).world_size))
         for stage in self.stages(coord.pp):
             parts.append(scale_tally(self.tensor_traffic.get(stage, Tally()), microbatches))
@@ -275,7 +286,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         groups=groups,
         precision=precision,
         schedule=schedule,
-        moments=None if request.own_optimizer else values_per_element(config.optimizer, groups),
+        moments=None if request.own_optimizer else kept_state(config.optimizer, groups),
         notes=tuple(notes),
         tensor=analysis.tensor,
         timeline=analysis.timeline,
@@ -383,18 +394,5 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
     notes += offload_notes(model, config, precision)
     if (half := half_note(model, precision)) is not None:
         notes.append(half)
-    if precision.compute is not None:
-        frozen = [
-            name
-            for name, p in model.named_parameters()
-            if not p.requires_grad and precision.frozen(name, p.dtype) != p.dtype
-        ]
-        short = "bf16" if config.bf16.enabled else "fp16"
-        buffers = [
-            name for name, buffer in model.named_buffers() if precision.buffer(name, buffer.dtype) != buffer.dtype
-        ]
-        for kind, names in (("frozen parameters", frozen), ("buffers", buffers)):
-            if names:
-                more = f" and {len(names) - 2} more" * (len(names) > 2)
-                notes.append(f"{kind} are rounded to {short}, as Module.to does it: {', '.join(names[:2])}{more}")
+    notes += rounded_notes(model, config, precision)
     return tuple(notes)

@@ -34,6 +34,7 @@ from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward
+from engine.zero.phases.averaged_weights import AveragedWeights
 from engine.zero.phases.offloaded_states import PARAMETERS, OffloadedStates
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.reducer import Backward, Reducer
@@ -79,6 +80,8 @@ class RankRuntime:
     optimizer: ShardedOptimizer
     average: WeightAverage | None
     """Moving average of the weights; None: there is none."""
+    averaged: AveragedWeights | None
+    """Exchanges weights for their average; None: there is none."""
     learning_rate: LearningRate
     kernels: Kernels
     replica_check: ReplicaCheck

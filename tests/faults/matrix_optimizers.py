@@ -103,8 +103,8 @@ MATRIX_OPTIMIZERS = (
         name="state-of-one-kind-planned",
         about="The plan counts as many optimizer values for every group of a list as for the first one.",
         file="engine/planning/budgets.py",
-        old="(segment.stop - segment.start) * groups[segment.group]",
-        new="(segment.stop - segment.start) * groups[0]",
+        old="sum(groups[segment.group].bytes(",
+        new="sum(groups[0].bytes(",
         tests=(f"{_PARITY}::test_bytes_sent_and_kept_are_those_of_the_plan",),
     ),
 )

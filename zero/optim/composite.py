@@ -4,7 +4,7 @@ The groups and the state are those of the parts, so that schedules, checkpoints 
 optimizer whose groups differ in more than their options.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class CompositeOptimizer(FlatOptimizer):
         self.defaults = {name: value for part in self.parts.values() for name, value in part.defaults.items()}
         for part in self.parts.values():
             part.state = self.state
+        self.encodes = any(part.encodes for part in self.parts.values())
+        self.counted = tuple(dict.fromkeys(name for part in self.parts.values() for name in part.counted))
         self._kind = kind
 
     @property
@@ -54,6 +56,26 @@ class CompositeOptimizer(FlatOptimizer):
         """The dtype of the moments of a tensor."""
         rounded = self.rounding is not None and weight.dtype == torch.bfloat16
         return self.rounding.moments if rounded and self.rounding is not None else weight.dtype
+
+    def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
+        """Those of its own optimizer."""
+        return self._part_of(weight).values(weight, device)
+
+    def encoded(self, weight: Tensor) -> bool:
+        """As its own optimizer does."""
+        return self._part_of(weight).encodes
+
+    def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
+        """By its own optimizer."""
+        self._part_of(weight).keep(weight, values)
+
+    def count(self, group: dict[str, Any]) -> None:
+        """As its own optimizer does."""
+        self.parts[group[ENTRY]].count(group)
+
+    def _part_of(self, weight: Tensor) -> FlatOptimizer:
+        own = (group for group in self.param_groups if any(each is weight for each in group["params"]))
+        return self.parts[next(own)[ENTRY]]
 
     def keeps(self, name: str, group: int) -> bool:
         """True if the parameters of a group have this moment."""

@@ -52,6 +52,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     """Base class that calls ``_update`` for each group with the tensors that have gradients."""
 
     elementwise = True
+    encodes = False
+    """Its state has the values of elements in another form; ``values`` gives them, and ``keep`` takes them back."""
+    counted: tuple[str, ...] = ("step",)
+    """Options of a group that updates change, which a checkpoint restores."""
     pieces: Mapping[Tensor, tuple[UpdatePiece, ...]] = MappingProxyType({})
     """The pieces to update of tensors that are not updated as a whole."""
     rounding: RoundedUpdates | None = None
@@ -69,6 +73,19 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Name of the rule, by which checkpoints know it."""
         return type(self).__name__.removeprefix("Flat")
 
+    def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
+        """What it keeps of every element of a tensor, in the shape of that; ``device``: of copies."""
+        own = self.state.get(weight, {})
+        return {name: kept for name, kept in own.items() if isinstance(kept, Tensor) and kept.shape == weight.shape}
+
+    def encoded(self, weight: Tensor) -> bool:
+        """True if the values of a tensor are kept in another form."""
+        return self.encodes
+
+    def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Keep values that were loaded or written."""
+        self.state[weight] = dict(values)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch does, but without its guard against torch.compile, whose import is half of the start of a rank."""
         unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
@@ -84,7 +101,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Update every group once."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+            self.count(group)
         if self.order is None:
             for group in self.param_groups:
                 self._update_group([weight for weight in group["params"] if weight.grad is not None], group)
@@ -94,6 +111,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         else:
             self._update_sets(self.order, self.param_groups)
         return loss
+
+    def count(self, group: dict[str, Any]) -> None:
+        """Count an update of a group, before it is made."""
+        group["step"] = group.get("step", 0) + 1
 
     @torch.no_grad()
     def _update_sets(self, order: UpdateOrder, groups: Sequence[dict[str, Any]]) -> None:
@@ -250,15 +271,16 @@ class FlatAdam(FlatOptimizer):
         for weight in weights:
             dtype = self.fused.moments(weight)
             (first,), (second,) = (self._moments([weight], name, dtype) for name in ("exp_avg", "exp_avg_sq"))
-            self.fused.update(weight, (first, second), group["step"], _adam_rule(group), self.pieces.get(weight))
+            self.fused.update(weight, (first, second), group["step"], adam_rule(group), self.pieces.get(weight))
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
-        rule = _adam_rule(group)
+        rule = adam_rule(group)
         first, second = self._moments(weights, "exp_avg"), self._moments(weights, "exp_avg_sq")
         adam_(weights, grads, first, second, group["step"], rule)
 
 
-def _adam_rule(group: dict[str, Any]) -> AdamRule:
+def adam_rule(group: Mapping[str, Any]) -> AdamRule:
+    """The rule of a group of the optimizer."""
     return AdamRule(
         lr=float(group["lr"]),
         betas=tuple(group["betas"]),

@@ -63,8 +63,9 @@ class MatrixUpdates:
         return any(slot.name in self._routes.rows for slot in flat.bucket.slots)
 
     @torch.no_grad()
-    def run(self, unused: frozenset[str]) -> None:
+    def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> None:
         """Update every matrix from the directions of the step; those without a gradient, ``unused``, stay."""
+        del missed  # no update depends on the number of earlier ones
         directions = {weight: found for maker in self._makers for weight, found in maker.directions.items()}
         for maker in self._makers:
             maker.directions.clear()

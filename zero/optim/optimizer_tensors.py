@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -37,6 +37,16 @@ class OptimizerTensor:
     def names(self) -> list[str]:
         """Return the names of the parameters whose elements it contains."""
         return [slot.name for slot, _ in self.slots()]
+
+
+class WholeUpdates(Protocol):
+    """Updates of parameters as a whole, which begin when the step of the optimizer has seen all buckets."""
+
+    def waits(self, flat: FlatBucket) -> bool:
+        """True if a parameter of the bucket is updated here, and not by the step of the optimizer."""
+
+    def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> None:
+        """Make the updates, but for ``unused`` parameters; ``missed``: updates that others have missed."""
 
 
 def update_gradient(flat: FlatBucket, part: slice) -> Tensor:

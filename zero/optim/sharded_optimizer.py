@@ -28,7 +28,6 @@ from engine.zero.offload.host_copies import HostCopies
 from engine.zero.offload.moment_buffers import MomentBuffers
 from engine.zero.offload.scratch_folder import ScratchFolder
 from engine.zero.optim.bf16_updates import RoundedUpdates
-from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatOptimizer, FusedAdam, UpdateOrder
 from engine.zero.optim.inner_optimizer import (
     GroupOptions,
@@ -43,12 +42,14 @@ from engine.zero.optim.master_weights import sync_masters, sync_rounded, tell_au
 from engine.zero.optim.matrix_updates import MatrixRoutes, MatrixUpdates
 from engine.zero.optim.optimizer_tensors import (
     OptimizerTensor,
+    WholeUpdates,
     group_segments,
     unused_parts,
     update_gradient,
     update_pieces,
     whole_parameters,
 )
+from engine.zero.optim.rules.adafactor import FactoredUpdates, FactorRoutes
 
 logger = logging.getLogger("trine")
 
@@ -97,7 +98,9 @@ class ShardedOptimizer:
         """Copies to and from the buckets that the host updates."""
         self.disk: DiskMoments | None = None
         """Moments on disk, if there are any."""
-        self._matrices: MatrixUpdates | None = None
+        self._whole: list[WholeUpdates] = []
+        self.factored: FactoredUpdates | None = None
+        """The updates of Adafactor, which keep its state; None: it updates nothing here."""
         self.delayed: DelayedUpdate | None = None
         """The update that runs beside the next step, if updates do."""
         self._make = partial(make_inner, factory, groups, members)
@@ -145,7 +148,12 @@ class ShardedOptimizer:
 
     def gather_matrices(self, routes: MatrixRoutes) -> None:
         """Update matrices that lie in parts as a whole from now on, by the ways to their owners."""
-        self._matrices = MatrixUpdates(self.places, self.inner, routes, self._comm)
+        self._whole.append(MatrixUpdates(self.places, self.inner, routes, self._comm))
+
+    def sum_factors(self, routes: FactorRoutes) -> None:
+        """Update by Adafactor from now on, with sums over the axes of ``routes``."""
+        self.factored = FactoredUpdates(self.places, self.inner, routes, self._comm)
+        self._whole.append(self.factored)
 
     def delay(self) -> None:
         """Make every update beside the next step from now on; the host updates all buckets.
@@ -211,10 +219,13 @@ class ShardedOptimizer:
         self.inner.state.clear()
         self.unused = frozenset()
         self.missed.clear()
+        if self.factored is not None:
+            self.factored.forget()
         if self._begins_with_state:
             self.inner.state.update(self._make().state)
         for group in self.inner.param_groups if isinstance(self.inner, FlatOptimizer) else ():
-            group.pop("step", None)
+            for name in self.inner.counted if isinstance(self.inner, FlatOptimizer) else ():
+                group.pop(name, None)
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
@@ -264,26 +275,6 @@ class ShardedOptimizer:
         """True if gradients are multiplied by the factor before the inner optimizer runs."""
         return self._rounding is None or flat.grads.dtype != torch.bfloat16
 
-    @property
-    def state_names(self) -> list[str]:
-        """Names of the states that have a value for each element on this rank, such as "exp_avg", sorted.
-
-        Of several optimizers those of all of them, whichever elements this rank has.
-        """
-        if self.delayed is not None:
-            self.delayed.join()
-        if isinstance(self.inner, CompositeOptimizer) and self.inner.state:
-            return list(self.inner.moment_names)
-        states = ((place.parameter, self.inner.state.get(place.parameter, {})) for place in self.places)
-        return sorted(
-            {
-                name
-                for parameter, state in states
-                for name, value in state.items()
-                if isinstance(value, Tensor) and value.shape == parameter.shape
-            }
-        )
-
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
         """Count the parameters of this rank, ``among``, of which this step makes another use than the last one."""
         return len(unused ^ (self.unused & among))
@@ -301,8 +292,7 @@ class ShardedOptimizer:
             self._step_delayed(self.inner, self.delayed, scale)
             return
         gathers: list[Pending | None] = []
-        matrices = self._matrices
-        late = [n for n, flat in enumerate(self._buckets) if matrices is not None and matrices.waits(flat)]
+        late = [n for n, flat in enumerate(self._buckets) if any(each.waits(flat) for each in self._whole)]
 
         def begin(number: int) -> bool:
             if self.disk is not None and not self.disk.allows(number):
@@ -325,8 +315,8 @@ class ShardedOptimizer:
             self._call_step()
         finally:
             self.inner.order = None
-        if matrices is not None:
-            matrices.run(self.unused)
+        for each in self._whole:
+            each.run(self.unused, self.missed)
         gathers += [self._start_gather(self._buckets[number], rounded) for number in late]
         _wait(gathers)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint.contents.ownership import SaveOwnership
 from engine.checkpoint.format.host_image import kind_of
-from engine.checkpoint.format.pieces import Piece, runs
+from engine.checkpoint.format.pieces import Part, Piece, runs
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.parallel.grid import Coord
 from engine.parallel.shard_table import ShardRow
@@ -31,6 +31,8 @@ class Held:
     """The elements of the full tensor that ``values`` holds."""
     values: Tensor
     """[own.elements], on the device; a view."""
+    apart: bool = False
+    """It has a shape of its own, and every rank that holds the parameter has all of it."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,13 @@ class LocalTensors:
                 for name, tensor in tensors.get(place.parameter, {}).items():
                     values = tensor.view(-1)[start - place.part.start : stop - place.part.start]
                     yield Held(f"{name}/{row.name}", row, kind_of(values, row.shape), piece, values)
+
+    def means(self, means: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Held]:
+        """State by parameter and name that every rank has whole, in other shapes than those of the parameters."""
+        for row in self.ownership.plan.table.held_by(self.coord.pp):
+            for name, values in means.get(row.name, {}).items():
+                whole = Part(tuple(values.shape)).whole()
+                yield Held(f"{name}/{row.name}", row, kind_of(values), whole, values.view(-1), apart=True)
 
     def _slots(self) -> Iterator[tuple[ShardRow, FlatBucket, Slot]]:
         rows = {row.name: row for row in self.ownership.plan.table}

@@ -23,6 +23,7 @@ from engine.errors import CheckpointError
 from engine.parallel.shard_table import ShardTable
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
+from engine.zero.optim.rules.element_state import element_state, encoded
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import FAMILY
 
@@ -35,15 +36,11 @@ _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 
 
 def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
-    """Moments by the flat parameter that the optimizer updates, then by name; empty before the first step."""
-    state = optimizer.inner.state
-    return {
-        place.parameter: {
-            name: value for name, value in state[place.parameter].items() if _is_moment(name, value, place)
-        }
-        for place in optimizer.places
-        if place.parameter in state
-    }
+    """Moments by the flat parameter that the optimizer updates, then by name; empty before the first step.
+
+    What is kept in another form, such as 8-bit codes, is decoded into host memory.
+    """
+    return element_state(optimizer, torch.device("cpu"))
 
 
 def group_scalars(optimizer: ShardedOptimizer) -> Numbers:
@@ -56,6 +53,8 @@ def group_scalars(optimizer: ShardedOptimizer) -> Numbers:
     either: list[tuple[str, str, list[Any]]] = []
     for group, place in _grouped(optimizer):
         values = found.setdefault(str(group), {})
+        if isinstance(optimizer.inner, FlatOptimizer):  # its numbers are options of the groups
+            continue
         for name, value in optimizer.inner.state.get(place.parameter, {}).items():
             if not _is_moment(name, value, place):
                 number = _number(name, value, optimizer)
@@ -152,9 +151,13 @@ def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: obj
 class Families:
     """The moments that a checkpoint has of each parameter; those of a group have the same, so a gap is detected."""
 
-    def __init__(self, kinds: Mapping[str, TensorKind], stored: Mapping[str, Any]) -> None:
+    def __init__(
+        self, kinds: Mapping[str, TensorKind], stored: Mapping[str, Any], apart: frozenset[str] = frozenset()
+    ) -> None:
+        """``apart``: families whose tensors have shapes of their own."""
         named = [(name.partition("/")[0], name.partition("/")[2], kind) for name, kind in kinds.items()]
-        self.kinds = {family: kind for family, _, kind in named if family not in ("param", "buffer", "master", FAMILY)}
+        others = {"param", "buffer", "master", FAMILY} | apart
+        self.kinds = {family: kind for family, _, kind in named if family not in others}
         """Dtype and shape of each moment, taken from one of its parameters."""
         groups = {name: index for index, group in enumerate(stored["groups"]) for name in group["params"]}
         found: dict[int | None, set[str]] = {}
@@ -176,19 +179,23 @@ class Families:
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
     """Replace the optimizer's state by zeros for the moments that are stored.
 
-    What holds nothing but padding gets the moments of its group, since ``restore`` gives it the group's numbers, and
-    an optimizer takes a state that has some of its entries for one that has all.
+    Those that are kept in another form are on the host, and ``keep_state`` encodes them once they are read. What holds
+    nothing but padding gets the moments of its group, since ``restore`` gives it the group's numbers, and an optimizer
+    takes a state that has some of its entries for one that has all.
     """
     inner, names = optimizer.inner, _names(optimizer, table)
     groups = {place.parameter: names[index] for index, place in _grouped(optimizer)}
     made: Moments = {}
     for place in optimizer.places:
         wanted = families.of(place.names() or groups.get(place.parameter, ()))
-        inner.state[place.parameter] = made[place.parameter] = {
-            name: torch.zeros_like(place.parameter.detach(), dtype=_dtype(inner, place.parameter, kind))
+        coded = encoded(optimizer, place.parameter)
+        where = torch.device("cpu") if coded else place.parameter.device
+        made[place.parameter] = {
+            name: torch.zeros(place.parameter.shape, dtype=_dtype(inner, place.parameter, kind), device=where)
             for name, kind in families.kinds.items()
             if name in wanted
         }
+        inner.state[place.parameter] = {} if coded else made[place.parameter]
     return made
 
 
@@ -216,6 +223,7 @@ def restore(
         then = stored["groups"][source] if source is not None else {"params": [], "options": {}}
         if isinstance(inner, FlatOptimizer):
             group["step"] = natural(then["options"].get("step", 0), "the optimizer's step")
+            _put(group, {name: then["options"][name] for name in inner.counted if name in then["options"]})
             optimizer.missed.update({name: group["step"] for name in names if group["step"] and name not in known})
             for name, (value, configured) in then.get("by_hand", {}).items():
                 if name in group and name not in scheduled and _plain(group[name]) == configured:

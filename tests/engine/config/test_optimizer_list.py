@@ -66,12 +66,38 @@ NVME = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"
         (LIST, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
          "bf16.bf16_master_weights_and_grads: true with Muon"),
         ({"type": "Muon", "params": {"ns_steps": 100}}, {}, "optimizer.params.ns_steps: 100 is not below 100; "),
+        ({"type": "AdamW8bit", "params": {"block_size": 100}}, {}, "optimizer.params.block_size: 100 is not a number"),
+        ({"type": "AdamW8bit"}, NVME, 'zero_optimization.offload_optimizer.device: "nvme" with AdamW8bit, and files'),
+        ({"type": "Adafactor"}, OFFLOAD, 'zero_optimization.offload_optimizer.device: "cpu" with Adafactor, whose'),
+        ({"type": "Adafactor", "params": {"eps": [None, None]}}, {}, "optimizer.params.eps: [.., null] has no least"),
+        ({"type": "Adafactor", "params": {"eps": [-1, 1]}}, {}, "optimizer.params.eps: [-1, 1] holds -1, which is be"),
+        ({"type": "Adafactor", "params": {"beta2_decay": 0.8}}, {}, "optimizer.params.beta2_decay: 0.8 is above 0; "),
+        ({"type": "Adafactor", "params": {"d": 0}}, {}, "optimizer.params.d: 0 is not above 0; "),
+        ({"type": "ScheduleFreeAdamW", "params": {"betas": [0, 0.9]}}, {}, "optimizer.params.betas: the first is 0"),
+        ({"type": "ScheduleFreeAdamW", "params": {"warmup_steps": 1.5}}, {}, "optimizer.params.warmup_steps: 1.5 is "),
+        ({"type": "ScheduleFreeAdamW"}, {"ema": {"decay": 0.9}}, "ema: given with ScheduleFreeAdamW, which averages"),
+        *(({"type": kind}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+           f"bf16.bf16_master_weights_and_grads: true with {kind}, whose updates are not rounded")
+          for kind in ("AdamW8bit", "Adafactor", "ScheduleFreeAdamW")),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_sentence(optimizer: Any, changes: dict[str, Any], start: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"train_batch_size": 1, "optimizer": optimizer} | changes)
     assert str(caught.value).startswith(start)
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "Adafactor", "ScheduleFreeAdamW"])
+def test_the_default_of_each_kind_is_read_and_written_again(kind: str) -> None:
+    config = load_config({"train_batch_size": 1, "optimizer": {"type": kind.lower()}})
+    assert config.optimizer is not None and config.optimizer.type == kind
+    assert load_config(config.to_json()) == config
+    jsonschema.Draft202012Validator(schema()).validate(config.to_json())
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "ScheduleFreeAdamW"])
+def test_elementwise_kinds_may_lie_on_the_host(kind: str) -> None:
+    load_config({"train_batch_size": 1, "optimizer": {"type": kind}} | OFFLOAD)
 
 
 def test_elementwise_lists_may_lie_on_the_host() -> None:

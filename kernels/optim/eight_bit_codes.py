@@ -1,0 +1,127 @@
+"""Optimizer state in 8 bits an element: small floating-point codes, and an fp32 scale for each block of them.
+
+Blocks of neighbours with a scale each, and codes that are finer near zero, are the form of Dettmers et al. (2022,
+https://arxiv.org/abs/2110.02861, section 2). Their table of codes is replaced by the leading bits of a number's own
+fp32 form, so that no table is read and every device makes the same codes:
+
+    scale = max |block|,  y = |x| / scale, from 0 to 1
+    signed     sign | 7 bits    y from 2^-15.75 to 1, 8 codes an octave    first moments
+    unsigned   8 bits           y from 2^-31.75 to 1, 8 codes an octave    second moments
+
+A value in that range errs by up to 1/16 of itself, and the largest of a block is exact. A second moment that is not
+zero never becomes zero, by whose root an update would be divided. Decoded values encode to the same codes and scales
+again (but for denormal ones), so that a checkpoint may have them as plain numbers. A value that is not finite makes its whole block NaN.
+
+Shape suffixes: n elements, K blocks, B elements of a block.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels.optim.update_rules import AdamRule, adam_
+
+CHUNK = 1 << 20
+"""Elements that are decoded at a time, a multiple of every block."""
+_DROPPED = 20
+"""Bits of fp32 that codes do not have: all but three of the mantissa."""
+_ONE = 0x3F800000 >> _DROPPED
+"""The leading bits of 1.0."""
+_SMALLEST = 2.0**-126
+"""Blocks whose numbers are all below it are zero: some devices take denormal numbers for zeros."""
+
+
+class BlockCodes(NamedTuple):
+    """Encoded numbers."""
+
+    codes: Tensor
+    """[n], uint8"""
+    scales: Tensor
+    """[K], fp32; the last block may have fewer elements."""
+
+    @classmethod
+    def zeros(cls, elements: int, block: int, device: torch.device) -> "BlockCodes":
+        """Codes of zeros."""
+        scales = torch.zeros(-(-elements // block), dtype=torch.float32, device=device)
+        return cls(torch.zeros(elements, dtype=torch.uint8, device=device), scales)
+
+    def part(self, start: int, stop: int, block: int) -> "BlockCodes":
+        """Views of the elements ``start:stop``; ``start`` begins a block, and ``stop`` ends one or the codes."""
+        return BlockCodes(self.codes[start:stop], self.scales[start // block : -(-stop // block)])
+
+
+@dataclass(frozen=True, slots=True)
+class StateFormat:
+    """How one kind of moment is encoded."""
+
+    block: int
+    """Elements that share a scale."""
+    signed: bool
+
+    @property
+    def largest(self) -> int:
+        """The code of 1, without a sign."""
+        return 127 if self.signed else 255
+
+    def bytes(self, elements: int) -> int:
+        """Bytes of the codes and scales of so many elements."""
+        return elements + 4 * -(-elements // self.block)
+
+
+@torch.no_grad()
+def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
+    """Encode numbers of any floating dtype; fp64 numbers are rounded to fp32 first."""
+    elements, blocks = len(values_n), len(into.scales)
+    x_KB = values_n.new_zeros(blocks * form.block, dtype=torch.float32)
+    x_KB[:elements] = values_n
+    x_KB = x_KB.view(blocks, form.block)
+    scale_K1 = x_KB.abs().amax(dim=1, keepdim=True)
+    scale_K1 = torch.where(scale_K1 < _SMALLEST, 0.0, scale_K1)
+    y_KB = x_KB.abs() / torch.where(scale_K1 > 0, scale_K1, 1.0)
+    y_KB = torch.where(scale_K1 == 0, 0.0, y_KB)
+    leading = (y_KB.view(torch.int32) + (1 << (_DROPPED - 1))) >> _DROPPED
+    code = (leading - (_ONE - form.largest)).clamp_(0, form.largest)
+    if form.signed:
+        code |= (x_KB < 0).to(torch.int32) << 7
+    else:
+        code = torch.where(y_KB > 0, code.clamp_(min=1), code)
+    into.codes.copy_(code.view(-1)[:elements])
+    into.scales.copy_(scale_K1.view(-1))
+
+
+@torch.no_grad()
+def decode(given: BlockCodes, form: StateFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers [n]."""
+    elements, blocks = len(given.codes), len(given.scales)
+    code = given.codes.to(torch.int32)
+    size = code & 127 if form.signed else code
+    y_n = torch.where(size > 0, ((size + (_ONE - form.largest)) << _DROPPED).view(torch.float32), 0.0)
+    if form.signed:
+        y_n = torch.where(code > 127, -y_n, y_n)
+    if elements == blocks * form.block:
+        return (y_n.view(blocks, form.block) * given.scales.view(-1, 1)).view(-1).to(dtype)
+    return (y_n * given.scales.repeat_interleave(form.block)[:elements]).to(dtype)
+
+
+def chunks(elements: int) -> Iterator[slice]:
+    """Runs of whole blocks that are decoded together."""
+    return (slice(start, min(elements, start + CHUNK)) for start in range(0, elements, CHUNK))
+
+
+def adam_8bit_(
+    weights_n: Tensor, grads_n: Tensor, moments: Sequence[BlockCodes], step: int, rule: AdamRule, block: int
+) -> None:
+    """Make update number ``step`` (from 1) of Adam or AdamW, in place: moments are decoded, updated and encoded again.
+
+    ``moments``: the first and the second. The arithmetic is that of ``adam_``, in the dtype of the weights.
+    """
+    forms = [StateFormat(block, signed) for signed in (True, False)]
+    for part in chunks(len(weights_n)):
+        own = [moment.part(part.start, part.stop, block) for moment in moments]
+        first, second = (decode(codes, form, weights_n.dtype) for codes, form in zip(own, forms, strict=True))
+        adam_([weights_n[part]], [grads_n[part]], [first], [second], step, rule)
+        for values, codes, form in zip((first, second), own, forms, strict=True):
+            encode(values, codes, form)

@@ -1,0 +1,254 @@
+"""Adafactor over flat tensors whose elements are parts of matrices: sums over rows and columns meet, and no matrix.
+
+    squares of own gradients, by row and column, and of own weights   -> summed over data, then tensor ranks
+    means of all rows and columns, whole on every rank
+    squares of own updates                                            -> summed over data, then tensor ranks
+    steps on own weights
+
+Two small sums a step on each axis, label "statistics": a row and a column for each matrix, and two numbers. Where
+tensor ranks hold the same elements, one of them adds them, so that all get the same bits.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from engine.kernels.optim.adafactor_rule import (
+    COLUMNS,
+    ROWS,
+    SQUARES,
+    AdafactorRule,
+    Piece,
+    mean_elements,
+    mean_shapes,
+    scales_of,
+    step_size,
+    take_in,
+)
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.traffic import Traffic, sent_bytes
+from engine.parallel.grid import Axis
+from engine.parallel.shard_table import ShardRow
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.optim.composite import CompositeOptimizer
+from engine.zero.optim.flat_optimizers import FlatOptimizer
+from engine.zero.optim.optimizer_tensors import OptimizerTensor
+
+MEANS = frozenset({ROWS, COLUMNS, SQUARES})
+"""Names of its state."""
+LABEL = "statistics"
+"""Label of both sums."""
+Means = Mapping[str, Mapping[str, Tensor]]
+"""Parameter -> name -> means, in the shapes of the full parameter with a 1 where they are over a dim."""
+
+
+class FlatAdafactor(FlatOptimizer):
+    """Adafactor; a step notes which tensors are updated, and :class:`FactoredUpdates` makes the update of all ranks."""
+
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        """``options``: all params of the configuration."""
+        super().__init__(params, options)
+        self.due: set[Tensor] = set()
+        """Tensors whose update is to be made."""
+
+    def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        self.due.update(weights)
+
+
+@dataclass(frozen=True, slots=True)
+class FactorRoutes:
+    """Whose statistics are summed, and over which axes."""
+
+    rows: tuple[ShardRow, ...]
+    """The parameters of a pipeline coordinate."""
+    axes: tuple[tuple[Axis, int], ...]
+    """The axes over which elements are divided, and their ranks: that of the shards, and "tp"."""
+    dtype: torch.dtype
+    """Of the statistics: that of the widest weights."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the first sum: squares of gradients by row and column, and of the weights of each parameter."""
+        return sum(mean_elements(row.shape) + 1 for row in self.rows)
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """Both sums of a step."""
+        sizes = [count * self.dtype.itemsize for count in (self.elements, len(self.rows))]
+        return tuple(
+            Traffic(axis, LABEL, 2, sum(sent_bytes("all_reduce", size, ranks) for size in sizes))
+            for axis, ranks in self.axes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements of a parameter in one tensor of the optimizer."""
+
+    row: ShardRow
+    number: int
+    piece: Piece
+    weights: Tensor
+    grads: Tensor
+    counted: tuple[slice, ...] | None
+    """Elements that this rank adds to sums; None: all."""
+
+    def own(self, squares_n: Tensor) -> Tensor:
+        """Squares of its elements, without those that another tensor rank adds."""
+        if self.counted is None:
+            return squares_n
+        kept = torch.zeros_like(squares_n)
+        for part in self.counted:
+            kept[part] = squares_n[part]
+        return kept
+
+
+class FactoredUpdates:
+    """Makes the updates of all parameters of Adafactor on a rank, once a step.
+
+    Args:
+        places: the tensors of the optimizer.
+        inner: the optimizer.
+    """
+
+    def __init__(
+        self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer, routes: FactorRoutes, comm: Comm
+    ) -> None:
+        self._places, self._inner, self._routes, self._comm = places, inner, routes, comm
+        self._numbers = {row.name: number for number, row in enumerate(routes.rows)}
+        self._tp = comm.grid.coord().tp
+        self._device = places[0].flat.params.device if places else torch.device("cpu")
+        parts = inner.parts.values() if isinstance(inner, CompositeOptimizer) else [inner]
+        self._makers = [part for part in parts if isinstance(part, FlatAdafactor)]
+        self.means: dict[str, dict[str, Tensor]] = {}
+        """The state, whole on every rank that holds a part of a parameter; empty before the first update."""
+
+    def waits(self, flat: FlatBucket) -> bool:
+        """True if a parameter of the bucket is updated here, and not by the step of the optimizer."""
+        return any(slot.name in self._numbers for slot in flat.bucket.slots)
+
+    def forget(self) -> None:
+        """Begin anew at the next update."""
+        self.means.clear()
+
+    def prepare(self) -> Means:
+        """The means, of zeros where there are none yet."""
+        if not self.means:
+            self.means.update(self._views(self._zeros(self._routes.elements - len(self._numbers))))
+        return self.means
+
+    @torch.no_grad()
+    def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> None:
+        """Update every parameter of the step; those without a gradient, ``unused``, stay, and keep their count."""
+        due = {weight for maker in self._makers for weight in maker.due}
+        for maker in self._makers:
+            maker.due.clear()
+        used = [row for row in self._routes.rows if row.name not in unused]
+        parts = [part for part in self._parts(due) if part.row.name not in unused]
+        steps = {row.name: self._group(row)["step"] - missed.get(row.name, 0) for row in used}
+        sums = self._zeros(self._routes.elements)
+        weights = self._add_squares(parts, sums)
+        self._reduce(sums)
+        means, new = self.prepare(), self._views(sums)
+        for row in used:
+            take_in(means[row.name], new[row.name], AdafactorRule.of(self._group(row)).newest(steps[row.name]))
+        scales = {row.name: self._scales(row) for row in used}
+        squares = self._zeros(len(self._numbers))
+        for part in parts:
+            squares[part.number] += part.own(self._update(part, scales).square_()).sum()
+        self._reduce(squares)
+        for part in parts:
+            rule, row = AdafactorRule.of(self._group(part.row)), part.row
+            size = step_size(weights[part.number], squares[part.number], row.elements, rule, steps[row.name])
+            part.weights.mul_(1 - rule.lr * rule.weight_decay).sub_(self._update(part, scales).mul_(size))
+
+    def _add_squares(self, parts: Sequence[_Part], sums: Tensor) -> Tensor:
+        """Add the squares of this rank; returns the place of those of the weights [parameters]."""
+        own = {row.name: self._local_zeros(row) for row in {part.row.name: part.row for part in parts}.values()}
+        norms = sums[len(sums) - len(self._numbers) :]
+        for part in parts:
+            part.piece.add_squares(part.own(part.grads.square()), own[part.row.name])
+            norms[part.number] += part.own(part.weights.square()).sum()
+        whole = self._views(sums)
+        for name, local in own.items():
+            for kind, values in local.items():
+                self._add(whole[name][kind], values, self._routes.rows[self._numbers[name]], kind)
+        return norms
+
+    def _reduce(self, sums: Tensor) -> None:
+        for axis, _ in self._routes.axes:
+            self._comm.all_reduce(sums, axis, LABEL).wait()
+
+    def _update(self, part: _Part, scales: Means) -> Tensor:
+        least = AdafactorRule.of(self._group(part.row)).least(part.weights.dtype)
+        return part.piece.update(part.grads, scales[part.row.name], least)
+
+    def _scales(self, row: ShardRow) -> dict[str, Tensor]:
+        """Factors of the mean squares of what this rank holds of a parameter."""
+        whole = scales_of(self.means[row.name], AdafactorRule.of(self._group(row)).least(self._routes.dtype))
+        views = {kind: self._held(values, row, kind) for kind, values in whole.items()}
+        return {kind: own[0] if len(own) == 1 else torch.cat(own, row.dim or 0) for kind, own in views.items()}
+
+    def _add(self, whole: Tensor, local: Tensor, row: ShardRow, kind: str) -> None:
+        """Add sums in the shape of what this rank holds to those of the full parameter."""
+        views = self._held(whole, row, kind)
+        sizes = [view.shape[row.dim or 0] if view.dim() else 0 for view in views]
+        parts = torch.split(local, sizes, row.dim or 0) if len(views) > 1 else [local]
+        for view, own in zip(views, parts, strict=True):
+            view.add_(own)
+
+    def _held(self, whole: Tensor, row: ShardRow, kind: str) -> list[Tensor]:
+        """Views of the ranges of means, or of sums, that this rank's part of a parameter has."""
+        over = {ROWS: len(row.shape) - 1, COLUMNS: len(row.shape) - 2}.get(kind)
+        if row.dim is None or row.dim == over:
+            return [whole]
+        own = [each for each in row.ranges if self._tp in each.holders]
+        return [whole.narrow(row.dim, each.start, each.stop - each.start) for each in own]
+
+    def _parts(self, due: set[Tensor]) -> Iterator[_Part]:
+        rows = self._routes.rows
+        for place in self._places:
+            for slot, part in place.slots() if place.parameter in due else ():
+                number = self._numbers[slot.name]
+                start = max(slot.start, place.part.start) - slot.start
+                piece = Piece(slot.shape, start, start + part.stop - part.start)
+                weights, grad = place.parameter.detach().view(-1)[part], place.grads.view(-1)[part]
+                counted = self._counted(rows[number], piece)
+                yield _Part(rows[number], number, piece, weights, grad, counted)
+
+    def _counted(self, row: ShardRow, piece: Piece) -> tuple[slice, ...] | None:
+        if not row.counted(row.owners[0], self._tp):
+            return ()
+        runs, place = [], piece.start
+        for start, stop in row.copies(self._tp):
+            if place < min(start, piece.stop):
+                runs.append(slice(place - piece.start, min(start, piece.stop) - piece.start))
+            place = max(place, stop)
+        if not runs and place == piece.start:
+            return None
+        return (*runs, slice(place - piece.start, piece.stop - piece.start)) if place < piece.stop else tuple(runs)
+
+    def _group(self, row: ShardRow) -> dict[str, Any]:
+        return self._inner.param_groups[row.group]
+
+    def _zeros(self, elements: int) -> Tensor:
+        return torch.zeros(elements, dtype=self._routes.dtype, device=self._device)
+
+    def _local_zeros(self, row: ShardRow) -> dict[str, Tensor]:
+        shapes = mean_shapes(row.local_shape(self._tp))
+        return {kind: self._zeros(prod(shape)).view(shape) for kind, shape in shapes.items()}
+
+    def _views(self, flat: Tensor) -> dict[str, dict[str, Tensor]]:
+        """Views of the sums of all parameters by name, in the shapes of the means."""
+        found: dict[str, dict[str, Tensor]] = {}
+        start = 0
+        for row in self._routes.rows:
+            own = found[row.name] = {}
+            for kind, shape in mean_shapes(row.shape).items():
+                own[kind] = flat[start : start + prod(shape)].view(shape)
+                start += prod(shape)
+        return found

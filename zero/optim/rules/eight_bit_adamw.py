@@ -1,0 +1,104 @@
+"""AdamW over flat tensors with moments in 8 bits an element (Dettmers et al. 2022).
+
+Blocks begin where parameters do, and shards of data ranks end where blocks do (``FlatLayout``), so that data ranks,
+ZeRO stages and pipelines have the blocks of one process. Tensor ranks have blocks of their own parts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from engine.kernels.optim.eight_bit_codes import BlockCodes, StateFormat, adam_8bit_, chunks, decode, encode
+from engine.zero.optim.flat_optimizers import FlatOptimizer, adam_rule
+
+_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+"""The moments, and whether their codes have a sign."""
+_SCALE = "{}_scale"
+
+
+class FlatAdamW8bit(FlatOptimizer):
+    """AdamW; the state has codes in the shape of a tensor under "exp_avg", and scales under "exp_avg_scale"."""
+
+    encodes = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        bias_correction: bool = True,
+        block_size: int = 256,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": True}
+        super().__init__(params, defaults | {"bias_correction": bias_correction, "block_size": block_size})
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """Both averages."""
+        return tuple(_SIGNED)
+
+    @property
+    def kind(self) -> str:
+        """That of Adam with fp32 moments, which checkpoints have of it."""
+        return "Adam"
+
+    def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        for weight in weights:
+            assert weight.grad is not None
+            moments = self._codes(weight, group["block_size"])
+            pieces = self.pieces.get(weight)
+            runs = [(slice(0, weight.numel()), 0)] if pieces is None else pieces
+            for part, missed in runs:
+                own = [codes.part(part.start, part.stop, group["block_size"]) for codes in moments]
+                adam_8bit_(
+                    weight.detach().view(-1)[part],
+                    weight.grad.view(-1)[part],
+                    own,
+                    group["step"] - missed,
+                    adam_rule(group),
+                    group["block_size"],
+                )
+
+    def _codes(self, weight: Tensor, block: int) -> list[BlockCodes]:
+        """The encoded moments of a tensor, of zeros before its first update."""
+        state = self.state[weight]
+        for name in _SIGNED:
+            if name not in state:
+                fresh = BlockCodes.zeros(weight.numel(), block, weight.device)
+                state[name], state[_SCALE.format(name)] = fresh.codes.view(weight.shape), fresh.scales
+        return [BlockCodes(state[name].view(-1), state[_SCALE.format(name)]) for name in _SIGNED]
+
+    def values(self, weight: Tensor, device: torch.device | None = None) -> dict[str, Tensor]:
+        """The decoded moments, in the shape and dtype of the tensor: copies."""
+        if not self.state.get(weight):
+            return {}
+        block, found = self._block(weight), {}
+        for codes, (name, signed) in zip(self._codes(weight, block), _SIGNED.items(), strict=True):
+            found[name] = torch.empty(weight.shape, dtype=weight.dtype, device=device or weight.device)
+            for part in chunks(weight.numel()):
+                own = codes.part(part.start, part.stop, block)
+                found[name].view(-1)[part] = decode(own, StateFormat(block, signed), weight.dtype).to(
+                    found[name].device
+                )
+        return found
+
+    def keep(self, weight: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Encode moments that were loaded or written."""
+        self.state.pop(weight, None)
+        if not values:
+            return
+        block = self._block(weight)
+        for codes, (name, signed) in zip(self._codes(weight, block), _SIGNED.items(), strict=True):
+            for part in chunks(weight.numel()) if name in values else ():
+                given = values[name].view(-1)[part].to(weight.device)
+                encode(given, codes.part(part.start, part.stop, block), StateFormat(block, signed))
+
+    def _block(self, weight: Tensor) -> int:
+        group = next(group for group in self.param_groups if any(each is weight for each in group["params"]))
+        block: int = group["block_size"]
+        return block

@@ -1,0 +1,65 @@
+"""What an optimizer keeps of every element, as tensors in the shapes of those that it updates, in whatever form it
+keeps them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from engine.zero.optim.composite import CompositeOptimizer
+from engine.zero.optim.flat_optimizers import FlatOptimizer
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+
+ElementState = dict[nn.Parameter, dict[str, Tensor]]
+"""By the flat parameter that the optimizer updates, then by name."""
+
+
+def element_state(optimizer: ShardedOptimizer, device: torch.device | None = None) -> ElementState:
+    """The state itself, or copies on ``device`` of what is kept in another form; empty before the first update."""
+    inner = optimizer.inner
+    known = [place for place in optimizer.places if place.parameter in inner.state]
+    if isinstance(inner, FlatOptimizer):
+        return {place.parameter: inner.values(place.parameter, device) for place in known}
+    return {
+        place.parameter: {
+            name: value
+            for name, value in inner.state[place.parameter].items()
+            if isinstance(value, Tensor) and name != "step" and value.shape == place.parameter.shape
+        }
+        for place in known
+    }
+
+
+def encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
+    """True if the state of a tensor is kept in another form than ``element_state`` gives."""
+    return isinstance(optimizer.inner, FlatOptimizer) and optimizer.inner.encoded(parameter)
+
+
+def keep_state(optimizer: ShardedOptimizer, state: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> None:
+    """Keep what was loaded or written into copies; nothing where ``element_state`` gives the state itself."""
+    inner = optimizer.inner
+    for parameter, values in state.items():
+        if isinstance(inner, FlatOptimizer) and inner.encoded(parameter):
+            inner.keep(parameter, values)
+
+
+@contextmanager
+def opened_state(optimizer: ShardedOptimizer) -> Iterator[ElementState]:
+    """Inside, the state to read and to write in place; what is kept in another form is encoded at the end."""
+    state = element_state(optimizer)
+    yield state
+    keep_state(optimizer, state)
+
+
+def state_names(optimizer: ShardedOptimizer) -> list[str]:
+    """Names of the states that have a value for each element on this rank, such as "exp_avg", sorted.
+
+    Of several optimizers those of all of them, whichever elements this rank has.
+    """
+    if optimizer.delayed is not None:
+        optimizer.delayed.join()
+    inner = optimizer.inner
+    if isinstance(inner, FlatOptimizer) and inner.state and (inner.encodes or isinstance(inner, CompositeOptimizer)):
+        return sorted(inner.moment_names)
+    return sorted({name for state in element_state(optimizer).values() for name in state})

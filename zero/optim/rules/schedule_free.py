@@ -1,0 +1,74 @@
+"""Schedule-free AdamW over flat tensors, and the average that it evaluates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from engine.kernels.optim.schedule_free_rule import ScheduleFreeRule, averaged, count, schedule_free_
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.optim.composite import CompositeOptimizer
+from engine.zero.optim.flat_optimizers import FlatOptimizer
+from engine.zero.optim.optimizer_tensors import OptimizerTensor
+
+ITERATE, SQUARES = "z", "exp_avg_sq"
+
+
+class FlatScheduleFreeAdamW(FlatOptimizer):
+    """Schedule-free AdamW; the iterate and a mean square an element, and the weights are the point of gradients."""
+
+    counted = ("step", "lr_max", "weight_sum")
+
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        """``options``: all params of the configuration."""
+        super().__init__(params, options)
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """The mean square, and the iterate."""
+        return (SQUARES, ITERATE)
+
+    def count(self, group: dict[str, Any]) -> None:
+        """Count an update, and its weight in the average."""
+        count(group)
+
+    def _update_pieces(self, weight: Tensor, group: dict[str, Any]) -> None:
+        self._kept(weight)  # parameters without a gradient begin where they are
+        super()._update_pieces(weight, group)
+
+    def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
+        rule = ScheduleFreeRule.of(group)
+        for weight, grad in zip(weights, grads, strict=True):
+            iterate, squares = self._kept(weight)
+            schedule_free_(weight.detach(), grad, iterate, squares, group["step"], rule)
+
+    def _kept(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.state[weight]
+        if ITERATE not in state:
+            state[ITERATE], state[SQUARES] = weight.detach().clone(), torch.zeros_like(weight)
+        return state[ITERATE], state[SQUARES]
+
+
+class ScheduleFreeAverage:
+    """The averages x of the weights that schedule-free optimizers update; of all others the weights themselves."""
+
+    def __init__(self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer) -> None:
+        self._places, self._inner = places, inner
+        parts = inner.parts.values() if isinstance(inner, CompositeOptimizer) else [inner]
+        owned = [part for part in parts if isinstance(part, FlatScheduleFreeAdamW)]
+        self._groups = [group for part in owned for group in part.param_groups]
+
+    @torch.no_grad()
+    def of(self, flat: FlatBucket) -> Tensor:
+        """The averages [owned] of a bucket, in the dtype of the weights."""
+        betas = {id(weight): group["betas"] for group in self._groups for weight in group["params"]}
+        found = flat.weights.clone()
+        for place in self._places:
+            state = self._inner.state.get(place.parameter, {})
+            if place.flat is flat and id(place.parameter) in betas and ITERATE in state:
+                part = slice(place.part.start - flat.owned.start, place.part.stop - flat.owned.start)
+                average = averaged(place.parameter.detach(), state[ITERATE], betas[id(place.parameter)])
+                found[part] = average.view(-1)
+        return found
