@@ -10,7 +10,8 @@ fp32 form, so that no table is read and every device makes the same codes:
 
 A value in that range errs by up to 1/16 of itself, and the largest of a block is exact. A second moment that is not
 zero never becomes zero, by whose root an update would be divided. Decoded values encode to the same codes and scales
-again (but for denormal ones), so that a checkpoint may have them as plain numbers. A value that is not finite makes its whole block NaN.
+again (but for denormal ones), so that a checkpoint may have them as plain numbers. A value that is not finite makes its
+whole block NaN.
 
 Shape suffixes: n elements, K blocks, B elements of a block.
 """

@@ -18,6 +18,7 @@ from tests.faults.reliability import RELIABILITY
 from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.shard_groups import SHARD_GROUPS
 from tests.faults.state_between_places import STATE_BETWEEN_PLACES
+from tests.faults.state_forms import STATE_FORMS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
 from tests.faults.wire import WIRE
@@ -29,6 +30,7 @@ AREAS = {
     "pipeline": PIPELINE,
     "zero": ZERO,
     "matrix optimizers": MATRIX_OPTIMIZERS,
+    "state forms": STATE_FORMS,
     "offload": OFFLOAD,
     "state between places": STATE_BETWEEN_PLACES,
     "failing disk": FAILING_DISK,

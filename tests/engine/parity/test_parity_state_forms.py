@@ -14,6 +14,7 @@ from engine.engine import Engine
 from engine.models.decoder import loss_sum
 from engine.verify import verify
 from tests import models
+from tests.engine.parity.test_fewer_bits_training import STEPS, losses
 from tests.engine.parity.test_parity_optimizers import MUON, SGD, blocks, settings
 from tests.parallel.wire.small_decoder import batch, on_threads
 from tests.planned_traffic import traffic_differs
@@ -22,7 +23,7 @@ from tests.zero.test_secondary_shards import WIDTH
 
 RunRanks = Callable[..., list[Any]]
 EIGHT_BITS: dict[str, Any] = {
-    "type": "AdamW8bit", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1, "block_size": 64},
+    "type": "AdamW8bit", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1, "block_size": 128},
 }  # fmt: skip
 ADAFACTOR: dict[str, Any] = {"type": "Adafactor", "params": {"lr": 0.05, "weight_decay": 0.1}}
 FREE: dict[str, Any] = {
@@ -268,3 +269,12 @@ def kept(eng: Engine) -> dict[str, Tensor]:
             found |= {f"{kind}/{slot.name}": value.view(-1)[part].clone() for slot, part in place.slots()}
     means = runtime.optimizer.factored.means if runtime.optimizer.factored is not None else {}
     return found | {f"{kind}/{name}": mean.clone() for name, own in means.items() for kind, mean in own.items()}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_moments_of_8_bits_end_within_one_per_cent_of_the_loss_of_fp32(run_ranks: RunRanks) -> None:
+    adamw, coded = ({"optimizer": {"type": kind, "params": {"lr": 2e-3}}} for kind in ("AdamW", "AdamW8bit"))
+    exact, found = (run_ranks(losses, 2, {"stage": 1}, each, STEPS, seconds=500)[0][0] for each in (adamw, coded))
+    print(f"AdamW {exact:.4f}, AdamW8bit {found:.4f}: {found / exact - 1:+.2%}")
+    assert abs(found / exact - 1) < 0.01, f"{found} instead of {exact}"

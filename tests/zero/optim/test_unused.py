@@ -18,6 +18,7 @@ TURNS = ("ab", "a", "b", "a", "ab", "b")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
     "SGD": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "dampening": 0.2},
+    "Adafactor": {"lr": 0.05, "weight_decay": 0.1},
 }
 
 
