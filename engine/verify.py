@@ -33,6 +33,7 @@ from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.program.loss import LossFunction, find_loss
 from engine.zero.optim.inner_optimizer import OptimizerFactory
+from engine.zero.optim.rules.schedule_free import take_averages
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,7 @@ class _Reference:
     def train(self, batches: Sequence[Batch]) -> TrainingRecord:
         """Train on all batches; the weights returned are the masters, in the dtypes of the model as given."""
         steps = [self._step(batch) for batch in batches]
+        take_averages(self.optimizer)
         with torch.no_grad():
             for name, master in self.masters.items():
                 self.parameters[name].data = master.detach()

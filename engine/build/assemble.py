@@ -67,6 +67,8 @@ from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.host_copies import HostCopies
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.inner_optimizer import check_elementwise
+from engine.zero.optim.matrix_updates import MatrixUpdates
+from engine.zero.optim.rules.adafactor import FactoredUpdates
 from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
@@ -301,9 +303,9 @@ def _optimizer(
     optimizer.use(request.changes.kernels)
     owners = plan.matrix_owners
     if owners is not None and (routes := owners.routes(comm.grid.coord())) is not None:
-        optimizer.gather_matrices(routes)
+        optimizer.whole.append(MatrixUpdates(optimizer.places, optimizer.inner, routes, comm))
     if (factors := plan.factors(comm.grid.coord())) is not None:
-        optimizer.sum_factors(factors)
+        optimizer.whole.append(FactoredUpdates(optimizer.places, optimizer.inner, factors, comm))
     if config.tp > 1:
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     if config.zero_optimization.offload_optimizer.delayed_update:

@@ -31,7 +31,7 @@ from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import gather_masters
 from engine.zero.optim.master_weights import sync_masters
-from engine.zero.optim.rules.adafactor import MEANS, FactoredUpdates
+from engine.zero.optim.optimizer_tensors import WholeUpdates
 
 logger = logging.getLogger("trine")
 
@@ -192,15 +192,14 @@ class Loader:
         self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
 
     @torch.no_grad()
-    def read_means(self, factored: FactoredUpdates | None) -> None:
-        """Read the means of Adafactor, which every rank has whole; those that the source lacks begin anew."""
-        if factored is None:
-            return
-        factored.forget()
-        known = {name.partition("/")[2] for name in self.source.kinds if name.partition("/")[0] in MEANS}
-        if known:
-            found = self.local_tensors.means(factored.prepare())
-            self._fill(held for held in found if held.row.name in known)
+    def read_apart(self, whole: Iterable[WholeUpdates]) -> None:
+        """Read the state that every rank has whole; that of parameters of which the source has none begins anew."""
+        for updates in whole:
+            updates.forget()
+            names = [tuple(name.partition("/")[::2]) for name in self.source.kinds]
+            known = {name for family, name in names if family in updates.families}
+            if known:
+                self._fill(held for held in self.local_tensors.apart(updates.prepare()) if held.row.name in known)
 
     def _fill(self, targets: Iterable[Held]) -> None:
         """Read into ``values``, through a staging tensor where dtype, device or strides differ."""

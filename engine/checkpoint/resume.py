@@ -36,7 +36,6 @@ from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 from engine.parallel.grid import Grid, saved_order
-from engine.zero.optim.rules.adafactor import MEANS
 from engine.zero.optim.rules.element_state import keep_state
 
 logger = logging.getLogger("trine")
@@ -244,14 +243,14 @@ class Resume:
             runtime, families = self._run.runtime, self._families(reader)
             made = make_moments(runtime.optimizer, families, runtime.plan.table)
             loader.read_moments(made)
-            loader.read_means(runtime.optimizer.factored)
+            loader.read_apart(runtime.optimizer.whole)
         if (average := self._run.runtime.average) is not None:
             loader.read_moments(average.prepare(reader.kinds if self._states else {}))
         return made
 
     def _families(self, reader: OpenCheckpoint) -> Families:
-        means = MEANS if self._run.runtime.optimizer.factored is not None else frozenset[str]()
-        return Families(reader.kinds, reader.manifest.optimizer, means)
+        apart = frozenset(name for each in self._run.runtime.optimizer.whole for name in each.families)
+        return Families(reader.kinds, reader.manifest.optimizer, apart)
 
     def _restore(self, reader: OpenCheckpoint) -> None:
         run, manifest = self._run, reader.manifest

@@ -115,9 +115,8 @@ class RunState:
             return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
         average = self.runtime.average.tensors() if self.runtime.average is not None else {}
         moments = local_tensors.state(moments_by_bucket(self.runtime.optimizer))
-        factored = self.runtime.optimizer.factored
-        means = local_tensors.means(factored.means) if factored is not None else ()
-        pieces = [*local_tensors.masters(), *moments, *means, *local_tensors.state(average)]
+        apart = local_tensors.apart(self.runtime.optimizer.whole_state)
+        pieces = [*local_tensors.masters(), *moments, *apart, *local_tensors.state(average)]
         return Ours(weights, self.buffers, pieces, self.own_state(), group_scalars(self.runtime.optimizer))
 
     def contents(self, user: Any, whole: bool = False) -> Contents:

@@ -113,9 +113,9 @@ class Holdings:
             yield HeldTensor(kind="master", tensor=flat.master, names=owned, equal=_whole(flat), writers=parameters)
 
     def _states(self) -> Iterator[HeldTensor]:
-        means = self._optimizer.factored.means if self._optimizer.factored is not None else {}
-        for name, kind, mean in [(name, kind, mean) for name, own in means.items() for kind, mean in own.items()]:
-            yield HeldTensor(kind=kind, tensor=mean, names=[(name, 0, mean.numel())], equal=True)
+        for name, own in self._optimizer.whole_state.items():
+            for kind, value in own.items():
+                yield HeldTensor(kind=kind, tensor=value, names=[(name, 0, value.numel())], equal=True)
         for place, names in self._places:
             for kind, value in sorted(self._optimizer.inner.state.get(place.parameter, {}).items()):
                 if isinstance(value, Tensor) and value.numel():

@@ -60,7 +60,7 @@ STATE_FORMS = (
         name="average-stays-in-the-model",
         about="After an evaluation the run goes on from the average.",
         file="zero/phases/averaged_weights.py",
-        old="        for flat, before in zip(self._buckets, self._before or (), strict=True):\n"
+        old="        for flat, before in zip(self._buckets, self._before or (), strict=False):\n"
         "            flat.weights.copy_(before)\n",
         new="",
         tests=(f"{_AVERAGED}::test_training_goes_on_as_without_evaluations",),

@@ -12,6 +12,7 @@ directions of a step travel together, once all buckets have theirs, so that a st
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.muon import FlatMuon
-from engine.zero.optim.optimizer_tensors import OptimizerTensor
+from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeState
 from engine.zero.optim.owner_exchange import OwnerExchange, OwnerRoute
 
 
@@ -41,12 +42,15 @@ class MatrixRoutes:
 
 
 class MatrixUpdates:
-    """Makes the updates of all matrices of a rank, once a step.
+    """Makes the updates of all matrices of a rank, once a step; momenta are state of the optimizer.
 
     Args:
         places: the tensors of the optimizer.
         inner: the optimizer; its parts that are Muon then leave directions.
     """
+
+    families = frozenset[str]()
+    state: WholeState = MappingProxyType({})
 
     def __init__(
         self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer, routes: MatrixRoutes, comm: Comm
@@ -61,6 +65,13 @@ class MatrixUpdates:
     def waits(self, flat: FlatBucket) -> bool:
         """True if a parameter of the bucket is updated here, and not by the step of the optimizer."""
         return any(slot.name in self._routes.rows for slot in flat.bucket.slots)
+
+    def forget(self) -> None:
+        """Nothing is kept here."""
+
+    def prepare(self) -> WholeState:
+        """Nothing."""
+        return self.state
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> None:

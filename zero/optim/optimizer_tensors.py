@@ -39,14 +39,32 @@ class OptimizerTensor:
         return [slot.name for slot, _ in self.slots()]
 
 
+WholeState = Mapping[str, Mapping[str, Tensor]]
+"""Parameter -> name -> values in a shape of their own, all of them on each rank that holds a part of the parameter."""
+
+
 class WholeUpdates(Protocol):
     """Updates of parameters as a whole, which begin when the step of the optimizer has seen all buckets."""
+
+    @property
+    def families(self) -> frozenset[str]:
+        """Names of the state that it keeps itself."""
+
+    @property
+    def state(self) -> WholeState:
+        """That state; empty before the first update."""
 
     def waits(self, flat: FlatBucket) -> bool:
         """True if a parameter of the bucket is updated here, and not by the step of the optimizer."""
 
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> None:
         """Make the updates, but for ``unused`` parameters; ``missed``: updates that others have missed."""
+
+    def forget(self) -> None:
+        """Begin anew at the next update."""
+
+    def prepare(self) -> WholeState:
+        """The state, of zeros where there is none yet."""
 
 
 def update_gradient(flat: FlatBucket, part: slice) -> Tensor:

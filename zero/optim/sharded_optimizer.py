@@ -39,9 +39,9 @@ from engine.zero.optim.inner_optimizer import (
     refuse_own_step,
 )
 from engine.zero.optim.master_weights import sync_masters, sync_rounded, tell_autograd
-from engine.zero.optim.matrix_updates import MatrixRoutes, MatrixUpdates
 from engine.zero.optim.optimizer_tensors import (
     OptimizerTensor,
+    WholeState,
     WholeUpdates,
     group_segments,
     unused_parts,
@@ -49,7 +49,6 @@ from engine.zero.optim.optimizer_tensors import (
     update_pieces,
     whole_parameters,
 )
-from engine.zero.optim.rules.adafactor import FactoredUpdates, FactorRoutes
 
 logger = logging.getLogger("trine")
 
@@ -98,9 +97,8 @@ class ShardedOptimizer:
         """Copies to and from the buckets that the host updates."""
         self.disk: DiskMoments | None = None
         """Moments on disk, if there are any."""
-        self._whole: list[WholeUpdates] = []
-        self.factored: FactoredUpdates | None = None
-        """The updates of Adafactor, which keep its state; None: it updates nothing here."""
+        self.whole: list[WholeUpdates] = []
+        """Updates of parameters as a whole."""
         self.delayed: DelayedUpdate | None = None
         """The update that runs beside the next step, if updates do."""
         self._make = partial(make_inner, factory, groups, members)
@@ -145,15 +143,6 @@ class ShardedOptimizer:
             for flat, tensors in zip(self._buckets, self._bucket_tensors, strict=True)
         ]
         self.disk = DiskMoments(folder, sets, self.inner.state, buffers, DiskAgreement(self._comm, device))
-
-    def gather_matrices(self, routes: MatrixRoutes) -> None:
-        """Update matrices that lie in parts as a whole from now on, by the ways to their owners."""
-        self._whole.append(MatrixUpdates(self.places, self.inner, routes, self._comm))
-
-    def sum_factors(self, routes: FactorRoutes) -> None:
-        """Update by Adafactor from now on, with sums over the axes of ``routes``."""
-        self.factored = FactoredUpdates(self.places, self.inner, routes, self._comm)
-        self._whole.append(self.factored)
 
     def delay(self) -> None:
         """Make every update beside the next step from now on; the host updates all buckets.
@@ -219,8 +208,8 @@ class ShardedOptimizer:
         self.inner.state.clear()
         self.unused = frozenset()
         self.missed.clear()
-        if self.factored is not None:
-            self.factored.forget()
+        for each in self.whole:
+            each.forget()
         if self._begins_with_state:
             self.inner.state.update(self._make().state)
         for group in self.inner.param_groups if isinstance(self.inner, FlatOptimizer) else ():
@@ -275,6 +264,11 @@ class ShardedOptimizer:
         """True if gradients are multiplied by the factor before the inner optimizer runs."""
         return self._rounding is None or flat.grads.dtype != torch.bfloat16
 
+    @property
+    def whole_state(self) -> WholeState:
+        """What updates of parameters as a whole keep."""
+        return {name: kept for each in self.whole for name, kept in each.state.items()}
+
     def unexpected(self, unused: frozenset[str], among: frozenset[str]) -> int:
         """Count the parameters of this rank, ``among``, of which this step makes another use than the last one."""
         return len(unused ^ (self.unused & among))
@@ -292,7 +286,7 @@ class ShardedOptimizer:
             self._step_delayed(self.inner, self.delayed, scale)
             return
         gathers: list[Pending | None] = []
-        late = [n for n, flat in enumerate(self._buckets) if any(each.waits(flat) for each in self._whole)]
+        late = [n for n, flat in enumerate(self._buckets) if any(each.waits(flat) for each in self.whole)]
 
         def begin(number: int) -> bool:
             if self.disk is not None and not self.disk.allows(number):
@@ -315,7 +309,7 @@ class ShardedOptimizer:
             self._call_step()
         finally:
             self.inner.order = None
-        for each in self._whole:
+        for each in self.whole:
             each.run(self.unused, self.missed)
         gathers += [self._start_gather(self._buckets[number], rounded) for number in late]
         _wait(gathers)

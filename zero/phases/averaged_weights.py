@@ -64,7 +64,7 @@ class AveragedWeights:
     @torch.no_grad()
     def leave(self) -> None:
         """Put the weights back, and drop what was written meanwhile. Gathers over dp, label "parameters"."""
-        for flat, before in zip(self._buckets, self._before or (), strict=True):
+        for flat, before in zip(self._buckets, self._before or (), strict=False):
             flat.weights.copy_(before)
         self._before = None
         self._optimizer.refresh(self._buckets)

@@ -61,8 +61,7 @@ class StateTensors:
         """Yield the tensors; several may lie in one storage."""
         here = [flat for flat in self.trained if flat.host_sums is None]
         if kind == MOMENTS:
-            means = self.optimizer.factored.means if self.optimizer.factored is not None else {}
-            yield from (mean for own in means.values() for mean in own.values())
+            yield from (value for own in self.optimizer.whole_state.values() for value in own.values())
             for place in self.optimizer.places:
                 if place.flat.host_sums is None:
                     state = self.optimizer.inner.state.get(place.parameter, {})

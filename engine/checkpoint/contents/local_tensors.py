@@ -14,7 +14,7 @@ from engine.parallel.grid import Coord
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Slot
-from engine.zero.optim.optimizer_tensors import OptimizerTensor
+from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeState
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,10 @@ class LocalTensors:
                     values = tensor.view(-1)[start - place.part.start : stop - place.part.start]
                     yield Held(f"{name}/{row.name}", row, kind_of(values, row.shape), piece, values)
 
-    def means(self, means: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Held]:
-        """State by parameter and name that every rank has whole, in other shapes than those of the parameters."""
+    def apart(self, state: WholeState) -> Iterator[Held]:
+        """State that every rank has whole, in shapes of its own."""
         for row in self.ownership.plan.table.held_by(self.coord.pp):
-            for name, values in means.get(row.name, {}).items():
+            for name, values in state.get(row.name, {}).items():
                 whole = Part(tuple(values.shape)).whole()
                 yield Held(f"{name}/{row.name}", row, kind_of(values), whole, values.view(-1), apart=True)
 

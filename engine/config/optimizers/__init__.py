@@ -1,1 +1,1 @@
-"""Settings of the built-in optimizers, and the rules between them and other sections."""
+"""Rules between the settings of optimizers and those of other sections."""

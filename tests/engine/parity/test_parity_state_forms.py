@@ -107,8 +107,7 @@ def test_any_grid_trains_as_one_process(
 def held_bytes(eng: Engine) -> int:
     """Bytes of the state that this rank keeps."""
     values = [value for state in eng.optimizer.state.values() for value in state.values()]
-    factored = eng._runtime.optimizer.factored
-    values += [mean for own in (factored.means if factored is not None else {}).values() for mean in own.values()]
+    values += [value for own in eng._runtime.optimizer.whole_state.values() for value in own.values()]
     return sum(value.nbytes for value in values)
 
 
@@ -267,8 +266,8 @@ def kept(eng: Engine) -> dict[str, Tensor]:
         alike = {name: value for name, value in state.items() if value.shape == place.parameter.shape}
         for kind, value in (alike | {"weight": place.parameter.detach()}).items():
             found |= {f"{kind}/{slot.name}": value.view(-1)[part].clone() for slot, part in place.slots()}
-    means = runtime.optimizer.factored.means if runtime.optimizer.factored is not None else {}
-    return found | {f"{kind}/{name}": mean.clone() for name, own in means.items() for kind, mean in own.items()}
+    apart = runtime.optimizer.whole_state.items()
+    return found | {f"{kind}/{name}": value.clone() for name, own in apart for kind, value in own.items()}
 
 
 @pytest.mark.long

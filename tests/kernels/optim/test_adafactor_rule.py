@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.config.optimizers.params import AdafactorParams
+from engine.config.optim_sections import AdafactorParams
 from engine.config.reader import stored
 from engine.kernels.optim.adafactor_rule import (
     AdafactorRule,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.config.optimizers.params import MuonParams
+from engine.config.optim_sections import MuonParams
 from engine.config.reader import stored
 from engine.kernels.optim.muon_rule import MuonRule, orthogonal
 from engine.zero.optim.muon import FlatMuon

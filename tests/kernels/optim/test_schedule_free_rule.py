@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.optimizers.params import ScheduleFreeAdamWParams
+from engine.config.optim_sections import ScheduleFreeAdamWParams
 from engine.config.reader import stored
 from engine.kernels.optim.schedule_free_rule import ScheduleFreeRule, averaged, count, schedule_free_
 

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+import engine
 from engine.engine import Engine
 from engine.errors import EngineError
-from tests.parallel.wire.small_decoder import batch, on_threads
+from engine.models.decoder import Decoder, loss_sum
+from tests.parallel.wire.small_decoder import SIZES, batch, on_threads
 from tests.selection import wide
 
 EMA: dict[str, Any] = {"ema": {"decay": 0.75}}
@@ -109,19 +112,16 @@ def test_a_schedule_free_run_evaluates_the_average() -> None:
 
 
 def test_the_average_leaves_in_a_folder_of_transformers(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    def body(eng: Engine) -> None:
-        for step in range(3):
-            eng.train_batch(batch(eng, step))
+    ids = torch.arange(4 * SIZES.context).view(4, -1) % SIZES.vocabulary
+    rows = {"input_ids": ids, "labels": ids.flip(0)}
+    config = {"train_batch_size": 4} | ADAMW | EMA
+    torch.manual_seed(3)
+    with engine.initialize(Decoder(SIZES), config, loss_sum, rows) as eng:
+        for _ in range(3):
+            eng.train_batch(rows)
         eng.save_pretrained(tmp_path / "average", ema=True)
         eng.save_pretrained(tmp_path / "weights")
-        average, weights = eng.full_state_dict(ema=True), eng.full_state_dict()
-        if eng.grid.rank == 0:
-            found.extend((average, weights))
-
-    found: list[dict[str, Tensor]] = []
-    on_threads(2, {"parallel": {"data": 2}, "zero_optimization": {"stage": 1}} | ADAMW | EMA, body)
+        found = eng.full_state_dict(ema=True), eng.full_state_dict()
     for name, expected in zip(("average", "weights"), found, strict=True):
         (path,) = (tmp_path / name).glob("*.safetensors")
         stored = load_file(path)

@@ -37,14 +37,10 @@ from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.flat_optimizers import FlatOptimizer
-from engine.zero.optim.optimizer_tensors import OptimizerTensor
+from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeState
 
-MEANS = frozenset({ROWS, COLUMNS, SQUARES})
-"""Names of its state."""
 LABEL = "statistics"
 """Label of both sums."""
-Means = Mapping[str, Mapping[str, Tensor]]
-"""Parameter -> name -> means, in the shapes of the full parameter with a 1 where they are over a dim."""
 
 
 class FlatAdafactor(FlatOptimizer):
@@ -115,6 +111,8 @@ class FactoredUpdates:
         inner: the optimizer.
     """
 
+    families = frozenset({ROWS, COLUMNS, SQUARES})
+
     def __init__(
         self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer, routes: FactorRoutes, comm: Comm
     ) -> None:
@@ -124,8 +122,7 @@ class FactoredUpdates:
         self._device = places[0].flat.params.device if places else torch.device("cpu")
         parts = inner.parts.values() if isinstance(inner, CompositeOptimizer) else [inner]
         self._makers = [part for part in parts if isinstance(part, FlatAdafactor)]
-        self.means: dict[str, dict[str, Tensor]] = {}
-        """The state, whole on every rank that holds a part of a parameter; empty before the first update."""
+        self.state: dict[str, dict[str, Tensor]] = {}
 
     def waits(self, flat: FlatBucket) -> bool:
         """True if a parameter of the bucket is updated here, and not by the step of the optimizer."""
@@ -133,13 +130,13 @@ class FactoredUpdates:
 
     def forget(self) -> None:
         """Begin anew at the next update."""
-        self.means.clear()
+        self.state.clear()
 
-    def prepare(self) -> Means:
+    def prepare(self) -> WholeState:
         """The means, of zeros where there are none yet."""
-        if not self.means:
-            self.means.update(self._views(self._zeros(self._routes.elements - len(self._numbers))))
-        return self.means
+        if not self.state:
+            self.state.update(self._views(self._zeros(self._routes.elements - len(self._numbers))))
+        return self.state
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> None:
@@ -183,13 +180,13 @@ class FactoredUpdates:
         for axis, _ in self._routes.axes:
             self._comm.all_reduce(sums, axis, LABEL).wait()
 
-    def _update(self, part: _Part, scales: Means) -> Tensor:
+    def _update(self, part: _Part, scales: WholeState) -> Tensor:
         least = AdafactorRule.of(self._group(part.row)).least(part.weights.dtype)
         return part.piece.update(part.grads, scales[part.row.name], least)
 
     def _scales(self, row: ShardRow) -> dict[str, Tensor]:
         """Factors of the mean squares of what this rank holds of a parameter."""
-        whole = scales_of(self.means[row.name], AdafactorRule.of(self._group(row)).least(self._routes.dtype))
+        whole = scales_of(self.state[row.name], AdafactorRule.of(self._group(row)).least(self._routes.dtype))
         views = {kind: self._held(values, row, kind) for kind, values in whole.items()}
         return {kind: own[0] if len(own) == 1 else torch.cat(own, row.dim or 0) for kind, own in views.items()}
 

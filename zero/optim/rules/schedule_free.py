@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from engine.kernels.optim.schedule_free_rule import ScheduleFreeRule, averaged, count, schedule_free_
 from engine.zero.flat_buckets import FlatBucket
-from engine.zero.optim.composite import CompositeOptimizer
+from engine.zero.optim.composite import CompositeOptimizer, PlainComposite
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 
@@ -49,6 +49,16 @@ class FlatScheduleFreeAdamW(FlatOptimizer):
         if ITERATE not in state:
             state[ITERATE], state[SQUARES] = weight.detach().clone(), torch.zeros_like(weight)
         return state[ITERATE], state[SQUARES]
+
+
+@torch.no_grad()
+def take_averages(optimizer: torch.optim.Optimizer) -> None:
+    """Put the averages in the place of whole weights, of one process that has trained them."""
+    parts = optimizer.parts if isinstance(optimizer, PlainComposite) else [optimizer]
+    for part in (part for part in parts if isinstance(part, FlatScheduleFreeAdamW)):
+        for group in part.param_groups:
+            for weight in (weight for weight in group["params"] if weight in part.state):
+                weight.copy_(averaged(weight, part.state[weight][ITERATE], group["betas"]))
 
 
 class ScheduleFreeAverage:
