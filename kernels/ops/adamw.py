@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.dispatch import Kernels
+from engine.kernels.optim.eight_bit_codes import BlockCodes, adam_8bit_
 from engine.kernels.optim.stochastic_rounding import StochasticRounding
 from engine.kernels.optim.update_rules import AdamRule
 
@@ -95,6 +96,20 @@ def adamw_reference_(
         target.copy_(torch.where(go, values.to(target.dtype), target))
     if run.narrow is not None:
         run.narrow.copy_(torch.where(go, w.to(run.narrow.dtype), run.narrow))
+
+
+def adamw_8bit_(
+    run: AdamRun, scales: tuple[Tensor, Tensor], rule: AdamRule, step: int, block: int, kernels: Kernels
+) -> None:
+    """Make update number ``step`` (from 1) in place of moments in 8 bits; ``scales``: those of their blocks."""
+    moments = BlockCodes(run.first, scales[0]), BlockCodes(run.second, scales[1])
+    fits = run.weights.dtype == torch.float32 and rule.decoupled and kernels.replaces(run.weights.device)
+    if not (fits and run.weights.numel() and kernels.triton("adamw_8bit", run.weights, _width(run.weights))):
+        adam_8bit_(run.weights, run.gradient, moments, step, rule, block)
+        return
+    from engine.kernels.gpu.optim.adamw_8bit import adamw_8bit
+
+    adamw_8bit(run.weights, run.gradient, moments, rule, rule.age(step), block)
 
 
 def _width(weights: Tensor) -> int:

@@ -81,14 +81,14 @@ def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
     x_KB = x_KB.view(blocks, form.block)
     scale_K1 = x_KB.abs().amax(dim=1, keepdim=True)
     scale_K1 = torch.where(scale_K1 < _SMALLEST, 0.0, scale_K1)
-    y_KB = x_KB.abs() / torch.where(scale_K1 > 0, scale_K1, 1.0)
-    y_KB = torch.where(scale_K1 == 0, 0.0, y_KB)
+    scale_K1 = torch.where(scale_K1.isfinite(), scale_K1, torch.nan)
+    y_KB = torch.where(scale_K1 > 0, x_KB.abs() / scale_K1, 0.0)
     leading = (y_KB.view(torch.int32) + (1 << (_DROPPED - 1))) >> _DROPPED
     code = (leading - (_ONE - form.largest)).clamp_(0, form.largest)
     if form.signed:
         code |= (x_KB < 0).to(torch.int32) << 7
     else:
-        code = torch.where(y_KB > 0, code.clamp_(min=1), code)
+        code = torch.where(y_KB > 0, code.clamp(min=1), code)
     into.codes.copy_(code.view(-1)[:elements])
     into.scales.copy_(scale_K1.view(-1))
 

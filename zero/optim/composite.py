@@ -83,7 +83,7 @@ class CompositeOptimizer(FlatOptimizer):
 
     def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         part = self.parts[group[ENTRY]]
-        part.pieces, part.rounding = self.pieces, self.rounding
+        part.pieces, part.rounding, part.kernels = self.pieces, self.rounding, self.kernels
         part._update_group(weights, group)
 
 

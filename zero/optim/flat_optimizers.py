@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from engine.kernels.dispatch import Kernels
+from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
 from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
 from engine.zero.optim.bf16_updates import RoundedUpdates
@@ -56,6 +56,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     """Its state has the values of elements in another form; ``values`` gives them, and ``keep`` takes them back."""
     counted: tuple[str, ...] = ("step",)
     """Options of a group that updates change, which a checkpoint restores."""
+    kernels: Kernels = REFERENCE
     pieces: Mapping[Tensor, tuple[UpdatePiece, ...]] = MappingProxyType({})
     """The pieces to update of tensors that are not updated as a whole."""
     rounding: RoundedUpdates | None = None

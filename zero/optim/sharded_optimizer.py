@@ -172,6 +172,8 @@ class ShardedOptimizer:
     def use(self, kernels: Kernels) -> None:
         """Update with these kernels from now on, where they support the optimizer."""
         self._kernels = kernels
+        if isinstance(self.inner, FlatOptimizer):
+            self.inner.kernels = kernels
 
     @property
     def decides_on_device(self) -> bool:

@@ -6,7 +6,9 @@ from functools import partial
 import torch
 
 from engine.kernels.gpu.adamw import adamw
+from engine.kernels.gpu.optim.adamw_8bit import adamw_8bit
 from engine.kernels.gpu.squared_norm import squared_norm
+from engine.kernels.optim.eight_bit_codes import BlockCodes
 from engine.kernels.optim.stochastic_rounding import Lines, StochasticRounding
 from engine.kernels.optim.update_rules import AdamRule
 from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
@@ -30,6 +32,8 @@ def launches() -> Iterator[tuple[str, Launch]]:
     for name, rounding in ROUNDED.items():
         for moments in (FP32, BF16):
             yield f"AdamW, rounded {name}, moments {moments}", partial(_rounded, rounding, moments)
+    for block in (64, 256, 2048):
+        yield f"AdamW, 8 bits, blocks of {block}", partial(_eight_bits, block)
     for dtype in (FP32, BF16):
         yield str(dtype), partial(squared_norm, [(meta(COUNT, dtype=dtype), True)])
 
@@ -46,6 +50,11 @@ def _adam(gradient: torch.dtype, narrow: torch.dtype | None, decoupled: bool) ->
     wide = meta(COUNT, dtype=FP32)
     kept = None if narrow is None else meta(COUNT, dtype=narrow)
     adamw((wide, wide, wide, kept), meta(COUNT, dtype=gradient), _decision(), _rule(decoupled), 3, None)
+
+
+def _eight_bits(block: int) -> None:
+    wide, codes, scales = meta(COUNT, dtype=FP32), meta(COUNT, dtype=torch.uint8), meta(COUNT // block, dtype=FP32)
+    adamw_8bit(wide, wide, (BlockCodes(codes, scales), BlockCodes(codes, scales)), _rule(True), 3, block)
 
 
 def _rounded(rounding: StochasticRounding, moments: torch.dtype) -> None:

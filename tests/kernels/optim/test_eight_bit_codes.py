@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.adamw import AdamRun, adamw_8bit_
 from engine.kernels.optim.eight_bit_codes import BlockCodes, StateFormat, adam_8bit_, decode, encode
 from engine.kernels.optim.update_rules import AdamRule, adam_
 
@@ -97,3 +99,36 @@ def test_an_update_is_that_of_adam_on_decoded_moments(dtype: torch.dtype, monkey
         assert all(
             torch.equal(*pair) for one, other in zip(mine, codes, strict=True) for pair in zip(one, other, strict=True)
         )
+
+
+@pytest.mark.parametrize(("elements", "block"), [(4096, 256), (3000, 64), (5000, 2048)])
+def test_the_kernel_makes_the_same_update(elements: int, block: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    runs = []
+    for kernels in (Kernels("reference"), Kernels("triton")):
+        generator.manual_seed(1)
+        weights = torch.randn(elements, generator=generator)
+        moments = [BlockCodes.zeros(elements, block, weights.device) for _ in range(2)]
+        for step in range(1, 4):
+            grads = torch.randn(elements, generator=generator) * 10.0**-step
+            run = AdamRun(weights, grads, moments[0].codes, moments[1].codes)
+            adamw_8bit_(run, (moments[0].scales, moments[1].scales), RULE, step, block, kernels)
+        runs.append((weights, moments))
+    (expected, theirs), (found, ours) = runs
+    for one, other in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(one.scales, other.scales, rtol=1e-6, atol=0)
+        apart = (one.codes.int() - other.codes.int()).abs()
+        assert apart.max() <= 1 and float((apart > 0).float().mean()) < 1e-3, "a sum rounded otherwise"
+    off = (expected - found).abs()
+    assert float((off > 1e-6).float().mean()) < 1e-3 and off.max() < 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, in the interpreter
+def test_the_kernel_spoils_a_block_alone() -> None:
+    weights, grads = torch.ones(192), torch.ones(192)
+    grads[70] = math.inf
+    moments = [BlockCodes.zeros(192, 64, weights.device) for _ in range(2)]
+    run = AdamRun(weights, grads, moments[0].codes, moments[1].codes)
+    adamw_8bit_(run, (moments[0].scales, moments[1].scales), RULE, 1, 64, Kernels("triton"))
+    assert all(each.scales.isnan().tolist() == [False, True, False] for each in moments)
+    assert bool(weights[:64].isfinite().all()) and bool(weights[128:].isfinite().all())

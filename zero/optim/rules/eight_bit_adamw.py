@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from engine.kernels.optim.eight_bit_codes import BlockCodes, StateFormat, adam_8bit_, chunks, decode, encode
+from engine.kernels.ops.adamw import AdamRun, adamw_8bit_
+from engine.kernels.optim.eight_bit_codes import BlockCodes, StateFormat, chunks, decode, encode
 from engine.zero.optim.flat_optimizers import FlatOptimizer, adam_rule
 
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
@@ -54,15 +55,11 @@ class FlatAdamW8bit(FlatOptimizer):
             pieces = self.pieces.get(weight)
             runs = [(slice(0, weight.numel()), 0)] if pieces is None else pieces
             for part, missed in runs:
-                own = [codes.part(part.start, part.stop, group["block_size"]) for codes in moments]
-                adam_8bit_(
-                    weight.detach().view(-1)[part],
-                    weight.grad.view(-1)[part],
-                    own,
-                    group["step"] - missed,
-                    adam_rule(group),
-                    group["block_size"],
-                )
+                first, second = (codes.part(part.start, part.stop, group["block_size"]) for codes in moments)
+                weights_n, grads_n = weight.detach().view(-1)[part], weight.grad.view(-1)[part]
+                run, scales = AdamRun(weights_n, grads_n, first.codes, second.codes), (first.scales, second.scales)
+                step = group["step"] - missed
+                adamw_8bit_(run, scales, adam_rule(group), step, group["block_size"], self.kernels)
 
     def _codes(self, weight: Tensor, block: int) -> list[BlockCodes]:
         """The encoded moments of a tensor, of zeros before its first update."""
