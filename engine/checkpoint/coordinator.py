@@ -42,7 +42,7 @@ from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.world import timeout_seconds
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
-from engine.zero.optim.weight_average import WeightAverage
+from engine.zero.phases.averaged_weights import Average
 
 logger = logging.getLogger("trine")
 
@@ -173,7 +173,7 @@ class CheckpointCoordinator:
         user = self._begin(request, update) if self._run is None else self._resume(request)
         return ClientState(user) if isinstance(user, dict) else user
 
-    def gather_state(self, average: WeightAverage | None = None, keys: Set[str] | None = None) -> dict[str, Tensor]:
+    def gather_state(self, average: Average | None = None, keys: Set[str] | None = None) -> dict[str, Tensor]:
         """See :meth:`engine.Engine.full_state_dict`; the engine is built. ``keys``: only these, on all ranks alike."""
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime

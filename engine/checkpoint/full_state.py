@@ -21,7 +21,8 @@ from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 from engine.planning.plan import Plan
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.master_weights import full_weights
-from engine.zero.optim.weight_average import WeightAverage, average_dtype
+from engine.zero.optim.weight_average import average_dtype
+from engine.zero.phases.averaged_weights import Average
 
 LABEL = "full state"
 
@@ -66,7 +67,7 @@ class FullState:
     def gather(
         self,
         buckets: Sequence[FlatBucket],
-        average: WeightAverage | None = None,
+        average: Average | None = None,
         keys: Set[str] | None = None,
     ) -> dict[str, Tensor]:
         """Keys and dtypes of the user's ``model.state_dict()``, values on the CPU of rank 0; empty on other ranks.
@@ -92,9 +93,7 @@ class FullState:
         }
         return self._named(weights, buffers, entries) if self._comm.grid.rank == 0 else {}
 
-    def _local(
-        self, buckets: Sequence[FlatBucket], average: WeightAverage | None, wanted: Set[str]
-    ) -> dict[str, Tensor]:
+    def _local(self, buckets: Sequence[FlatBucket], average: Average | None, wanted: Set[str]) -> dict[str, Tensor]:
         """This rank's part of each wanted row, full over dp; on the CPU, so that the device holds one gathered
         bucket."""
         names = [[slot.name for slot in flat.bucket.slots] for flat in buckets]

@@ -135,7 +135,7 @@ class AdafactorParams:
         each=replace(NOT_NEGATIVE, null=True), length=2,
         noun="a list of two numbers, of which the first may be null"))  # fmt: skip
     """Least root of a mean square, null for that of the dtype, and least RMS of the weights that a step relates to."""
-    d: float = setting(1.0, Real(above=0))
+    d: float = setting(1.0, Real(low=1))
     """RMS to which an update is clipped."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Decoupled weight decay."""

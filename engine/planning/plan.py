@@ -172,8 +172,8 @@ class Plan:
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
         frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
         groups, precision = self._moments, self.precision
-        kept = partial(optimizer_bytes, groups=groups, dp=coord.dp, config=self.config, precision=precision)
-        state = state_bytes(self.layout(coord), frozen, precision, self.config, kept)
+        owned = partial(optimizer_bytes, groups=groups, dp=coord.dp, config=self.config, precision=precision)
+        state = state_bytes(self.layout(coord), frozen, precision, self.config, owned)
         device = dict(state.device)
         device["optimizer"] += factor_bytes(rows, groups, precision)
         if (gathers := self.gathers(coord)) is not None and gathers.within.buckets:

@@ -10,6 +10,7 @@ matrices; those of fewer keep the mean square of each element. Shape suffixes: L
 l lines, which are consecutive rows of a stack.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -47,7 +48,7 @@ class AdafactorRule:
 
     def rate(self, step: int) -> float:
         """The step relative to the RMS of the weights."""
-        return min(self.lr, step**-0.5)
+        return min(self.lr, 1 / math.sqrt(step))
 
     def least(self, dtype: torch.dtype) -> float:
         """Least root of a mean square."""
@@ -133,6 +134,6 @@ def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
 
 def step_size(weights_square: Tensor, update_square: Tensor, elements: int, rule: AdafactorRule, step: int) -> Tensor:
     """The factor of an update, a scalar on the device, from the sums of squares of weights and of the update."""
-    root = elements**0.5
+    root = math.sqrt(elements)
     rms = (weights_square.sqrt() / root).clamp(min=rule.least_rms)
     return rms * rule.rate(step) / (update_square.sqrt() / (root * rule.clip)).clamp(min=1.0)

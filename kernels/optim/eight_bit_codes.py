@@ -5,8 +5,8 @@ https://arxiv.org/abs/2110.02861, section 2). Their table of codes is replaced b
 fp32 form, so that no table is read and every device makes the same codes:
 
     scale = max |block|,  y = |x| / scale, from 0 to 1
-    signed     sign | 7 bits    y from 2^-15.75 to 1, 8 codes an octave    first moments
-    unsigned   8 bits           y from 2^-31.75 to 1, 8 codes an octave    second moments
+    signed     sign | 7 bits    y from 1.25 / 2^16 to 1, 8 codes an octave    first moments
+    unsigned   8 bits           y from 1.25 / 2^32 to 1, 8 codes an octave    second moments
 
 A value in that range errs by up to 1/16 of itself, and the largest of a block is exact. A second moment that is not
 zero never becomes zero, by whose root an update would be divided. Decoded values encode to the same codes and scales
@@ -67,6 +67,11 @@ class StateFormat:
         """The code of 1, without a sign."""
         return 127 if self.signed else 255
 
+    @property
+    def least(self) -> float:
+        """The smallest number above 0 that has a code."""
+        return 1.25 * 2.0**-16 if self.signed else 1.25 * 2.0**-32
+
     def bytes(self, elements: int) -> int:
         """Bytes of the codes and scales of so many elements."""
         return elements + 4 * -(-elements // self.block)
@@ -85,10 +90,9 @@ def encode(values_n: Tensor, into: BlockCodes, form: StateFormat) -> None:
     y_KB = torch.where(scale_K1 > 0, x_KB.abs() / scale_K1, 0.0)
     leading = (y_KB.view(torch.int32) + (1 << (_DROPPED - 1))) >> _DROPPED
     code = (leading - (_ONE - form.largest)).clamp_(0, form.largest)
+    code = torch.where(y_KB >= form.least / 2 if form.signed else y_KB > 0, code.clamp(min=1), code)
     if form.signed:
-        code |= (x_KB < 0).to(torch.int32) << 7
-    else:
-        code = torch.where(y_KB > 0, code.clamp(min=1), code)
+        code |= ((x_KB < 0) & (code > 0)).to(torch.int32) << 7
     into.codes.copy_(code.view(-1)[:elements])
     into.scales.copy_(scale_K1.view(-1))
 

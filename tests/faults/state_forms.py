@@ -12,8 +12,8 @@ STATE_FORMS = (
         name="second-moments-round-to-zero",
         about="A small second moment becomes zero, and an update is divided by eps alone.",
         file="kernels/optim/eight_bit_codes.py",
-        old="code = torch.where(y_KB > 0, code.clamp(min=1), code)",
-        new="pass",
+        old="if form.signed else y_KB > 0, code.clamp(min=1), code)",
+        new="if form.signed else y_KB > 1, code.clamp(min=1), code)",
         tests=(f"{_CODES}::test_a_number_errs_by_a_sixteenth_and_the_largest_not_at_all",),
     ),
     Fault(

@@ -27,7 +27,7 @@ def check_optimizer(
         for key in ("update_unused", "include_frozen") if entry is not optimizer else ():
             if getattr(entry, key):
                 problems.add(f"{at}.{key}", "is for all parameters of the model; give it in the last entry.")
-    kinds = [entry.type for entry in optimizer.entries]
+    kinds: list[str] = [entry.type for entry in optimizer.entries]
     _check_offload(kinds, zero, problems)
     whole = [kind for kind in kinds if kind in MATRIX_OPTIMIZERS]
     if whole and optimizer.update_unused:

@@ -44,7 +44,8 @@ def encoded(x, SIGNED: tl.constexpr):
     code = ((y.to(tl.int32, bitcast=True) + (1 << 19)) >> 20) - (1016 - LARGEST)
     code = tl.minimum(tl.maximum(code, 0), LARGEST)
     if SIGNED:
-        return (code | tl.where(x < 0.0, 128, 0)).to(tl.uint8), scale
+        code = tl.where(y >= 0.625 / 65536, tl.maximum(code, 1), code)
+        return (code | tl.where((x < 0.0) & (code > 0), 128, 0)).to(tl.uint8), scale
     return tl.where(y > 0.0, tl.maximum(code, 1), code).to(tl.uint8), scale
 
 

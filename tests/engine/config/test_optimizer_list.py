@@ -72,7 +72,7 @@ NVME = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"
         ({"type": "Adafactor", "params": {"eps": [None, None]}}, {}, "optimizer.params.eps: [.., null] has no least"),
         ({"type": "Adafactor", "params": {"eps": [-1, 1]}}, {}, "optimizer.params.eps: [-1, 1] holds -1, which is be"),
         ({"type": "Adafactor", "params": {"beta2_decay": 0.8}}, {}, "optimizer.params.beta2_decay: 0.8 is above 0; "),
-        ({"type": "Adafactor", "params": {"d": 0}}, {}, "optimizer.params.d: 0 is not above 0; "),
+        ({"type": "Adafactor", "params": {"d": 0.5}}, {}, "optimizer.params.d: 0.5 is below 1; "),
         ({"type": "ScheduleFreeAdamW", "params": {"betas": [0, 0.9]}}, {}, "optimizer.params.betas: the first is 0"),
         ({"type": "ScheduleFreeAdamW", "params": {"warmup_steps": 1.5}}, {}, "optimizer.params.warmup_steps: 1.5 is "),
         ({"type": "ScheduleFreeAdamW"}, {"ema": {"decay": 0.9}}, "ema: given with ScheduleFreeAdamW, which averages"),

@@ -21,7 +21,7 @@ from engine.kernels.optim.adafactor_rule import (
 
 
 @pytest.mark.parametrize("shape", [(12, 7), (3, 5, 4), (2, 2, 3, 5), (9,), (), (1, 6), (6, 1)])
-@pytest.mark.parametrize("options", [{}, {"lr": 0.3, "weight_decay": 0.1, "d": 0.4, "beta2_decay": -0.5}])
+@pytest.mark.parametrize("options", [{}, {"lr": 0.3, "weight_decay": 0.1, "d": 1.2, "beta2_decay": -0.5}])
 def test_pieces_train_as_the_whole_does_in_torch(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     params: Any = dict(stored(AdafactorParams())) | options
     rule = AdafactorRule.of(params)

@@ -51,7 +51,7 @@ def test_each_number_becomes_the_nearest_code(elements: int, block: int, signed:
 def test_a_number_errs_by_a_sixteenth_and_the_largest_not_at_all(signed: bool) -> None:
     form, values = StateFormat(256, signed), spread(4096, signed)
     found, scales = decode(encoded(values, form), form), values.view(-1, 256).abs().amax(dim=1).repeat_interleave(256)
-    least = 2.0 ** (-15.75 if signed else -31.75) * scales
+    least = 1.25 * 2.0 ** (-16 if signed else -32) * scales
     inside = values.abs() >= least
     assert torch.all((found - values)[inside].abs() <= values[inside].abs() * (1 / 16 + 1e-6))
     assert torch.equal(found[values.abs() == scales], values[values.abs() == scales])
