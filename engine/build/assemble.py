@@ -148,7 +148,6 @@ def assemble_rank(
     _keep_out(model, plan, patches)
     on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
-    average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     return RankRuntime(
         plan=plan,
         comm=comm,
@@ -171,8 +170,7 @@ def assemble_rank(
         own_backward=own_backward,
         gradient_guard=_guard(model, plan, reducer, patches),
         optimizer=optimizer,
-        average=average,
-        averaged=_averaged(plan, buckets, optimizer, average),
+        averaged=_averaged(plan, buckets, optimizer),
         learning_rate=_learning_rate(model, optimizer, config, request),
         kernels=kernels,
         replica_check=ReplicaCheck(plan.table, buckets, comm, config.parallel.verify_plan),
@@ -314,15 +312,15 @@ def _optimizer(
     return optimizer
 
 
-def _averaged(
-    plan: Plan, buckets: Sequence[FlatBucket], optimizer: ShardedOptimizer, average: WeightAverage | None
-) -> AveragedWeights | None:
+def _averaged(plan: Plan, buckets: Sequence[FlatBucket], optimizer: ShardedOptimizer) -> AveragedWeights | None:
     """What evaluates the moving average, or that of schedule-free optimizers; the same on all ranks."""
-    entries = plan.config.optimizer.entries if plan.config.optimizer is not None and plan.moments is not None else ()
+    given, ema = plan.config.optimizer, plan.config.ema
+    entries = given.entries if given is not None and plan.moments is not None else ()
     if any(entry.type == "ScheduleFreeAdamW" for entry in entries):
-        free = ScheduleFreeAverage(optimizer.places, optimizer.inner)
-        return AveragedWeights(buckets, optimizer, free, by_itself=True)
-    return AveragedWeights(buckets, optimizer, average, by_itself=False) if average is not None else None
+        return AveragedWeights(buckets, optimizer, ScheduleFreeAverage(optimizer.places, optimizer.inner))
+    if ema is None:
+        return None
+    return AveragedWeights(buckets, optimizer, WeightAverage(optimizer.places, ema.decay))
 
 
 def _learning_rate(model: nn.Module, optimizer: ShardedOptimizer, config: Config, request: Request) -> LearningRate:

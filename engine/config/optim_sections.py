@@ -156,8 +156,8 @@ class ScheduleFreeAdamWParams:
     """Weight decay, at the point where gradients are taken."""
     warmup_steps: int = setting(0, COUNT)
     """Updates over which the rate rises linearly."""
-    r: float = setting(0.0, NOT_NEGATIVE)
-    """Power of the update number in the weight of an iterate."""
+    weight_step_power: float = setting(0.0, NOT_NEGATIVE)
+    """Power of the update number in the weight of an iterate, the authors' ``r``."""
     weight_lr_power: float = setting(2.0, NOT_NEGATIVE)
     """Power of the largest rate so far in that weight."""
 

@@ -78,8 +78,6 @@ class RankRuntime:
     gradient_guard: GradientGuard
     """Guards ``p.grad`` between a backward of the user's loop and its step."""
     optimizer: ShardedOptimizer
-    average: WeightAverage | None
-    """Moving average of the weights; None: there is none."""
     averaged: AveragedWeights | None
     """Exchanges weights for their average; None: there is none."""
     learning_rate: LearningRate
@@ -95,6 +93,11 @@ class RankRuntime:
     """Guard of what the rank holds; None: nothing is checked."""
     away: OffloadedStates
     """What waits in host memory between two phases of the run."""
+
+    @property
+    def average(self) -> WeightAverage | None:
+        """Moving average of the weights; None: there is none."""
+        return self.averaged.moving if self.averaged is not None else None
 
     @contextmanager
     def forward(self, *key: int, random: bool = True) -> Iterator[None]:

@@ -68,7 +68,7 @@ def mean_elements(shape: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MatrixPiece:
     """Elements ``start:stop`` of a tensor of ``shape``, flat."""
 
     shape: tuple[int, ...]

@@ -40,7 +40,7 @@ def count(group: dict[str, Any]) -> None:
     warmup = group["warmup_steps"]
     lr = float(group["lr"]) * min(1.0, step / warmup if warmup else 1.0)
     largest = max(lr, group.get("lr_max", -1.0))
-    weight = step ** group["r"] * largest ** group["weight_lr_power"]
+    weight = step ** group["weight_step_power"] * largest ** group["weight_lr_power"]
     total = group.get("weight_sum", 0.0) + weight
     group.update(scheduled_lr=lr, lr_max=largest, weight_sum=total, newest=weight / total if total else 0.0)
 

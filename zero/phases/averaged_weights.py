@@ -17,6 +17,7 @@ from engine.errors import EngineError
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.master_weights import sync_masters
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.optim.weight_average import WeightAverage
 
 _READERS = frozenset({
     "eval_batch", "predict", "generate", "eng(batch)", "full_state_dict", "save_pretrained", "timeline",
@@ -33,18 +34,18 @@ class Average(Protocol):
 
 
 class AveragedWeights:
-    """Exchanges the trained weights of a rank for their average, and back.
+    """Exchanges the trained weights of a rank for their average, and back."""
 
-    Args:
-        by_itself: evaluations and exports take the average without being asked.
-    """
-
-    def __init__(
-        self, buckets: Sequence[FlatBucket], optimizer: ShardedOptimizer, average: Average, by_itself: bool
-    ) -> None:
-        self._buckets, self._optimizer = buckets, optimizer
-        self.average, self.by_itself = average, by_itself
+    def __init__(self, buckets: Sequence[FlatBucket], optimizer: ShardedOptimizer, average: Average) -> None:
+        self._buckets, self._optimizer, self.average = buckets, optimizer, average
+        self.moving = average if isinstance(average, WeightAverage) else None
+        """The moving average of a configuration."""
         self._before: list[Tensor] | None = None
+
+    @property
+    def by_itself(self) -> bool:
+        """Evaluations and exports take the average without being asked: that of a schedule-free optimizer."""
+        return self.moving is None
 
     @property
     def inside(self) -> bool:

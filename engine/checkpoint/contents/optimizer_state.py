@@ -23,7 +23,7 @@ from engine.errors import CheckpointError
 from engine.parallel.shard_table import ShardTable
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
-from engine.zero.optim.rules.element_state import element_state, encoded
+from engine.zero.optim.rules.element_state import element_state, kept_encoded
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import FAMILY
 
@@ -188,7 +188,7 @@ def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTa
     made: Moments = {}
     for place in optimizer.places:
         wanted = families.of(place.names() or groups.get(place.parameter, ()))
-        coded = encoded(optimizer, place.parameter)
+        coded = kept_encoded(optimizer, place.parameter)
         where = torch.device("cpu") if coded else place.parameter.device
         made[place.parameter] = {
             name: torch.zeros(place.parameter.shape, dtype=_dtype(inner, place.parameter, kind), device=where)

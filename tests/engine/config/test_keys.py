@@ -70,7 +70,7 @@ def test_misspelt_key_names_the_right_one(place: Place) -> None:
     at, key, _, _ = place
     level = {name for section, name, *_ in PLACES if section == at}
     right = f"{at}.{key}" if at else key
-    for dropped in range(len(key)):
+    for dropped in range(len(key)) if len(key) > 1 else ():
         wrong = key[:dropped] + key[dropped + 1 :]
         if wrong in level:
             continue

@@ -11,7 +11,7 @@ from engine.config.optim_sections import AdafactorParams
 from engine.config.reader import stored
 from engine.kernels.optim.adafactor_rule import (
     AdafactorRule,
-    Piece,
+    MatrixPiece,
     mean_elements,
     mean_shapes,
     scales_of,
@@ -30,7 +30,7 @@ def test_pieces_train_as_the_whole_does_in_torch(shape: tuple[int, ...], options
     weights, means = theirs.detach().clone(), {name: torch.zeros(of) for name, of in mean_shapes(shape).items()}
     flat, count = weights.view(-1), theirs.numel()
     cuts = sorted({0, count, *(count * part // 7 for part in range(7))})
-    pieces = [Piece(shape, start, stop) for start, stop in pairwise(cuts)]
+    pieces = [MatrixPiece(shape, start, stop) for start, stop in pairwise(cuts)]
     reference = torch.optim.Adafactor([theirs], **params)
     for step in range(1, 5):
         theirs.grad = torch.randn(shape) * 10.0**-step

@@ -11,7 +11,11 @@ from engine.kernels.optim.schedule_free_rule import ScheduleFreeRule, averaged, 
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"warmup_steps": 3, "weight_decay": 0.1, "r": 1.0, "weight_lr_power": 1.0, "betas": (0.8, 0.9)}]
+    "options",
+    [
+        {},
+        {"warmup_steps": 3, "weight_decay": 0.1, "weight_step_power": 1.0, "weight_lr_power": 1.0, "betas": (0.8, 0.9)},
+    ],
 )
 def test_the_weights_are_the_point_between_iterate_and_average(options: dict[str, Any]) -> None:
     params: dict[str, Any] = dict(stored(ScheduleFreeAdamWParams())) | {"lr": 0.05} | options
@@ -27,7 +31,7 @@ def test_the_weights_are_the_point_between_iterate_and_average(options: dict[str
         schedule_free_(weights, grads, iterate, squares, step, ScheduleFreeRule.of(group))
         lr = params["lr"] * min(1.0, step / max(1, params["warmup_steps"]))
         largest = max(largest, lr)
-        total += (weight := step ** params["r"] * largest ** params["weight_lr_power"])
+        total += (weight := step ** params["weight_step_power"] * largest ** params["weight_lr_power"])
         v = beta2 * v + (1 - beta2) * grads**2
         z = z - lr * (grads / ((v / (1 - beta2**step)).sqrt() + params["eps"]) + params["weight_decay"] * y)
         x = x + weight / total * (z - x)

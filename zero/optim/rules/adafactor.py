@@ -23,7 +23,7 @@ from engine.kernels.optim.adafactor_rule import (
     ROWS,
     SQUARES,
     AdafactorRule,
-    Piece,
+    MatrixPiece,
     mean_elements,
     mean_shapes,
     scales_of,
@@ -87,7 +87,7 @@ class _Part:
 
     row: ShardRow
     number: int
-    piece: Piece
+    piece: MatrixPiece
     weights: Tensor
     grads: Tensor
     counted: tuple[slice, ...] | None
@@ -212,12 +212,12 @@ class FactoredUpdates:
             for slot, part in place.slots() if place.parameter in due else ():
                 number = self._numbers[slot.name]
                 start = max(slot.start, place.part.start) - slot.start
-                piece = Piece(slot.shape, start, start + part.stop - part.start)
+                piece = MatrixPiece(slot.shape, start, start + part.stop - part.start)
                 weights, grad = place.parameter.detach().view(-1)[part], place.grads.view(-1)[part]
                 counted = self._counted(rows[number], piece)
                 yield _Part(rows[number], number, piece, weights, grad, counted)
 
-    def _counted(self, row: ShardRow, piece: Piece) -> tuple[slice, ...] | None:
+    def _counted(self, row: ShardRow, piece: MatrixPiece) -> tuple[slice, ...] | None:
         if not row.counted(row.owners[0], self._tp):
             return ()
         runs, place = [], piece.start

@@ -25,18 +25,9 @@ class FlatAdamW8bit(FlatOptimizer):
 
     encodes = True
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        bias_correction: bool = True,
-        block_size: int = 256,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled": True}
-        super().__init__(params, defaults | {"bias_correction": bias_correction, "block_size": block_size})
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        """``options``: all params of the configuration."""
+        super().__init__(params, options | {"decoupled": True})
 
     @property
     def moment_names(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ def element_state(optimizer: ShardedOptimizer, device: torch.device | None = Non
     }
 
 
-def encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
+def kept_encoded(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> bool:
     """True if the state of a tensor is kept in another form than ``element_state`` gives."""
     return isinstance(optimizer.inner, FlatOptimizer) and optimizer.inner.encoded(parameter)
 
