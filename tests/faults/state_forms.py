@@ -33,11 +33,11 @@ STATE_FORMS = (
         tests=(f"{_PARITY}::test_data_ranks_train_as_one_process",),
     ),
     Fault(
-        name="copies-on-tensor-ranks-counted-twice",
-        about="Every tensor rank adds the squares of parameters that all of them hold.",
+        name="weights-of-copies-counted-twice",
+        about="Every tensor rank adds the squares of weights that all of them hold, so their steps are too long.",
         file="zero/optim/rules/adafactor.py",
-        old="        if not row.counted(row.owners[0], self._tp):\n            return ()\n",
-        new="",
+        old="part.own(part.weights.square()).sum()",
+        new="part.weights.square().sum()",
         tests=(f"{_PARITY}::test_any_grid_trains_as_one_process",),
     ),
     Fault(

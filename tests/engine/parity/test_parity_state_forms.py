@@ -15,7 +15,8 @@ from engine.models.decoder import loss_sum
 from engine.verify import verify
 from tests import models
 from tests.engine.parity.test_fewer_bits_training import STEPS, losses
-from tests.engine.parity.test_parity_optimizers import MUON, SGD, blocks, settings
+from tests.engine.parity.test_parity_optimizers import MUON, SGD, blocks
+from tests.engine.parity.test_parity_optimizers import settings as warming
 from tests.parallel.wire.small_decoder import batch, on_threads
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
@@ -40,21 +41,30 @@ LIST = [
 OPTIMIZERS: dict[str, Any] = EACH | {"list": LIST}
 
 
+COSINE = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 0, "total_num_steps": 8}}
+
+
+def settings(optimizer: Any, parallel: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
+    """Clipped steps of microbatches, whose rate falls from the first update on."""
+    return warming(optimizer, parallel, zero, scheduler=COSINE)
+
+
 def wide_blocks() -> nn.Module:
     """In fp64, where no rounding of a sum moves a moment to the next code of 8 bits."""
     return blocks().double()
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "zero"),
+    ("optimizer", "ranks", "zero"),
     [
-        ("8 bits", {"stage": 1}),
-        ("adafactor", {"stage": 3}),
-        ("schedule-free", {"stage": 2}),
-        ("list", {"stage": 1}),
+        ("8 bits", 2, {"stage": 1}),
+        ("adafactor", 4, {"stage": 3}),  # the shards of two would end where matrices do
+        ("schedule-free", 2, {"stage": 2}),
+        ("list", 2, {"stage": 1}),
         *(
-            wide(name, zero)
+            wide(name, ranks, zero)
             for name in OPTIMIZERS
+            for ranks in (2, 4)
             for zero in (
                 {"stage": 0},
                 {"stage": 1, "reduce_bucket_size": 100},
@@ -62,15 +72,15 @@ def wide_blocks() -> nn.Module:
                 {"stage": 3, "reduce": "microbatch"},
             )
         ),
-        wide("8 bits", {"stage": 1, "offload_optimizer": {"device": "cpu"}}),
-        wide("schedule-free", {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
-        wide("8 bits", {"stage": 1, "offload_optimizer": {"device": "cpu", "delayed_update": False, "ratio": 0.5}}),
+        wide("8 bits", 2, {"stage": 1, "offload_optimizer": {"device": "cpu"}}),
+        wide("schedule-free", 2, {"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+        wide("8 bits", 2, {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
     ],
 )
-def test_data_ranks_train_as_one_process(optimizer: str, zero: dict[str, Any]) -> None:
+def test_data_ranks_train_as_one_process(optimizer: str, ranks: int, zero: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(11)
     batches = [torch.randn(16, WIDTH, generator=generator, dtype=torch.float64) for _ in range(4)]
-    found = verify(wide_blocks, settings(OPTIMIZERS[optimizer], {"data": 2}, zero), batches, threads=2)
+    found = verify(wide_blocks, settings(OPTIMIZERS[optimizer], {"data": ranks}, zero), batches, threads=ranks)
     assert found is not None and found.holds(1e-6, 1e-6, 1e-6), str(found)
     assert all(norm > 0.05 for norm in found.reference.norms), "clipping must be active"
 
