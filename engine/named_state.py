@@ -78,30 +78,14 @@ class NamedState(ABC):
         """
         self._resources.refuse_closed("averaged_weights")
         self._check_average("averaged_weights")
-        with self._swapped():
+        with self._runtime.averaging():
             yield
-
-    @contextmanager
-    def _swapped(self) -> Iterator[None]:
-        runtime, averaged = self._runtime, self._runtime.averaged
-        assert averaged is not None, "the caller has asked"
-        if runtime.gatherer is not None:
-            runtime.gatherer.refuse_opened("averaged_weights")
-        try:
-            with runtime.changing():
-                averaged.enter()
-                runtime.weights_written()
-            yield
-        finally:
-            with runtime.changing():
-                averaged.leave()
-                runtime.weights_written()
 
     def _evaluated(self) -> AbstractContextManager[None]:
         """Context of an evaluation, which takes the average of a schedule-free optimizer by itself."""
         averaged = self._built.averaged if self._built is not None else None
         taken = averaged is not None and averaged.by_itself and not averaged.inside
-        return self._swapped() if taken else nullcontext()
+        return self._runtime.averaging() if taken else nullcontext()
 
     def save_pretrained(self, folder: str | os.PathLike[str], ema: bool = False) -> None:
         """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective.
@@ -115,7 +99,7 @@ class NamedState(ABC):
         averaged = self._built.averaged if self._built is not None else None
         inside = averaged is not None and averaged.inside
         self._runtime.comm.announce("save_pretrained")
-        with self._swapped() if ema and not inside else self._evaluated():
+        with self._runtime.averaging() if ema and not inside else self._evaluated():
             self._checkpoints.save_pretrained(folder)
 
     def _check_average(self, call: str) -> None:

@@ -213,6 +213,22 @@ class RankRuntime:
             yield
 
     @contextmanager
+    def averaging(self) -> Iterator[None]:
+        """Context in which the model has the average of its weights; there is one. Collective."""
+        assert self.averaged is not None, "the caller has asked"
+        if self.gatherer is not None:
+            self.gatherer.refuse_opened("averaged_weights")
+        try:
+            with self.changing():
+                self.averaged.enter()
+                self.weights_written()
+            yield
+        finally:
+            with self.changing():
+                self.averaged.leave()
+                self.weights_written()
+
+    @contextmanager
     def saving(self) -> Iterator[None]:
         """Context of a save of weights or optimizer state, which have to be sound."""
         if self.optimizer.disk is not None:
