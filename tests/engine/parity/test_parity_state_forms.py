@@ -286,6 +286,19 @@ def test_parameters_without_a_gradient_keep_weights_and_state(optimizer: str) ->
     assert on_threads(2, changes, body) == [[], []]
 
 
+@pytest.mark.parametrize("optimizer", EACH)
+def test_state_is_guarded_and_waits_on_the_host(optimizer: str) -> None:
+    def body(eng: Engine) -> list[float]:
+        found = [eng.train_batch(batch(eng, step)).loss for step in range(2)]
+        if eng.config.integrity.every:
+            eng.offload_states(pin_memory=False)
+            eng.reload_states()
+        return found + [eng.train_batch(batch(eng, step)).loss for step in range(2, 4)]
+
+    changes = {"parallel": {"data": 2}, "zero_optimization": {"stage": 1}, "optimizer": EACH[optimizer]}
+    assert on_threads(2, changes | {"integrity": {"every": 1}}, body) == on_threads(2, changes, body)
+
+
 def kept(eng: Engine) -> dict[str, Tensor]:
     """Weights and state of this rank by "kind/NAME"."""
     runtime = eng._runtime
