@@ -27,6 +27,7 @@ from engine.planning.cost_model.workload import Workload
 if TYPE_CHECKING:
     from engine.launch.planner.planned_model import PlannedModel
     from engine.launch.planner.sampled_blocks import SampledBlocks
+    from engine.planning.plan import Plan
 
 MOST_ACTIONS = 12_000
 """Forwards of all stages and microbatches in the whole plans of a search together, a millisecond each."""
@@ -113,13 +114,11 @@ def _costed(
     asked: PlanAsked, model: "_Model", config: Config, settings: dict[str, Any], counts: bool = True
 ) -> Planned:
     """``counts``: activations are counted on shapes where that takes seconds; else they are estimated."""
-    from engine.launch.planner.counted_memory import why_not_counted
     from engine.planning.step_time.plan_costs import plan_costs, planned_layout
 
     plan = model.built.plan(config)
-    sample = None
-    if not counts or why_not_counted(plan, model.built):
-        sample = model.samples.of(planned_layout(plan))
+    estimated = not counts or model.why_not_counted(plan)
+    sample = model.samples.of(planned_layout(plan)) if estimated else None
     costs = plan_costs(plan, model.workload(config), asked.gpu, asked.node, sample)
     if asked.host is not None and asked.world == asked.host.ranks and plan.precision.compute is None:
         costs = replace(costs, time=model.built.host_time(plan, asked.host))
@@ -138,9 +137,9 @@ def _costed(
 
 def _counted(model: "_Model", made: Planned, searches: bool = False) -> Planned:
     """The plan with its activations counted in place of estimates, where that takes seconds."""
-    from engine.launch.planner.counted_memory import counted_costs, why_not_counted
+    from engine.launch.planner.counted_memory import counted_costs
 
-    if reason := why_not_counted(made.plan, model.built, searches):
+    if reason := model.why_not_counted(made.plan, searches):
         sampled = ", at the scale of blocks that were counted" * (model.samples.of(made.costs.layout) is not None)
         return replace(made, counted=f"activations and buffers are estimates{sampled}: {reason}")
     costs, words = counted_costs(made.costs, made.plan, model.built, made.asked.gpu)
@@ -312,6 +311,12 @@ class _Model:
                 self.built, lambda layout: load_config(settings_of(layout, base), layout.world), self.asked.gpu
             )
         return self._samples
+
+    def why_not_counted(self, plan: "Plan", searches: bool = False) -> str:
+        """Why activations of ``plan`` stay estimates; empty if they are counted."""
+        from engine.launch.planner.counted_memory import why_not_counted
+
+        return why_not_counted(plan, self.built, searches) if self.asked.counts else "--estimate was given"
 
     def workload(self, config: Config | None) -> Workload:
         """From its sizes, or from a forward on shapes."""

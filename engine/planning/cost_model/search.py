@@ -12,6 +12,7 @@ from engine.errors import PlanError
 from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
 from engine.planning.cost_model.layout import Reduction, TrainingLayout
 from engine.planning.cost_model.memory import SLACK, RankMemory
+from engine.planning.cost_model.stages import SPLIT
 from engine.planning.cost_model.workload import Recomputation, Workload
 
 RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
@@ -148,8 +149,8 @@ class LayoutChoice:
     """The fastest layouts in turn, passing over those that cannot fit by what was counted of others.
 
     Samples of blocks take the place of closed forms where there are some. What remains has a factor for each mode of
-    recomputation: bytes of activations and buffers that were counted of a whole plan, over those by samples or in
-    closed form, of the layout of this mode that was counted last; 1 before.
+    recomputation, with and without backwards in two parts, which hold more: bytes of activations and buffers that were
+    counted of a whole plan, over those by samples or in closed form, of the layout that was counted last; 1 before.
 
     Args:
         ranked: layouts that fit in closed form, the fastest first.
@@ -159,7 +160,7 @@ class LayoutChoice:
 
     def __init__(self, ranked: Sequence[LayoutEstimate], limit: float, working: Working = lambda *_: None) -> None:
         self._ranked, self._limit, self._working = ranked, limit, working
-        self._factors: dict[Recomputation, float] = {}
+        self._factors: dict[tuple[Recomputation, bool], float] = {}
         self._tried: set[TrainingLayout] = set()
 
     def __next__(self) -> LayoutEstimate:
@@ -177,7 +178,7 @@ class LayoutChoice:
         self._tried.add(estimate.layout)
         before = self._known(estimate, False)
         if before > 0:
-            self._factors[estimate.layout.recomputation] = (counted.activations + counted.buffers) / before
+            self._factors[_held_alike(estimate.layout)] = (counted.activations + counted.buffers) / before
 
     def pass_over(self, layout: TrainingLayout) -> None:
         """Do not give ``layout``, which has been planned."""
@@ -185,7 +186,7 @@ class LayoutChoice:
 
     def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
         """Bytes of a rank, as far as they are known; ``fresh``: with a sample that is taken now, if need be."""
-        working = self._factors.get(one.layout.recomputation, 1.0) * self._known(one, fresh)
+        working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
         return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)
 
     def likely(self) -> tuple[LayoutEstimate, ...]:
@@ -196,3 +197,7 @@ class LayoutChoice:
         """Activations and buffers before the factor."""
         sampled = self._working(one, fresh)
         return one.memory.activations + one.memory.buffers if sampled is None else sampled
+
+
+def _held_alike(layout: TrainingLayout) -> tuple[Recomputation, bool]:
+    return layout.recomputation, layout.schedule in SPLIT

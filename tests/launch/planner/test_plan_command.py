@@ -182,6 +182,8 @@ def test_a_model_that_is_too_large_to_count_has_estimates_at_the_scale_of_its_bl
     start = "activations and buffers are estimates, at the scale of blocks that were counted: "
     assert found["counted"].startswith(start) and found["counted"].endswith("modules are too many to run on shapes")
     assert estimate["activations"] + estimate["buffers"] == pytest.approx(counted["activations"], rel=0.1)
+    asked = planned(capsys, *given, "--estimate")
+    assert asked["memory_bytes"] == found["memory_bytes"] and asked["counted"] == start + "--estimate was given"
 
 
 def test_a_model_is_planned_as_it_trains(llama: Path) -> None:

@@ -72,6 +72,4 @@ def test_samples_take_the_place_of_closed_forms_and_are_taken_when_a_layout_come
     before = choice.need(first)
     counted = replace(first.memory, activations=2 * first.memory.activations, buffers=2 * first.memory.buffers)
     choice.learn(first, counted)
-    assert choice.need(first) - before == pytest.approx(
-        (1 + SLACK) * (first.memory.activations + first.memory.buffers)
-    )
+    assert choice.need(first) - before == pytest.approx((1 + SLACK) * (first.memory.activations + first.memory.buffers))
