@@ -44,7 +44,7 @@ def run_plan(options: Namespace) -> None:
         EngineError: the request, the model or the configuration is wrong; one sentence.
     """
     if options.calibrate is not None:
-        from engine.launch.planner.calibrate import calibrate
+        from engine.launch.planner.calibration.calibrate import calibrate
 
         calibrate(options.calibrate, options.links, options.world)
         return

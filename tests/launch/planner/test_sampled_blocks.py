@@ -115,4 +115,5 @@ def test_alternating_blocks_are_averaged() -> None:
     whole, mixed = (SampledBlocks(of_model(model), config_of, GPU) for model in (decoder(8).model, one))
     assert mixed._run is not None and mixed._run.period == 2
     assert mixed.of(TrainingLayout()) == whole.of(TrainingLayout())
-    assert len(shorten(one, mixed._run, 2).blocks) == 4
+    short: Any = shorten(one, mixed._run, 2)
+    assert len(short.blocks) == 4
