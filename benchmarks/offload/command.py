@@ -23,7 +23,8 @@ from benchmarks.offload.disk import disk_cells, disk_works
 from benchmarks.offload.steps import ENGINE_BYTES, RULE_BYTES, step_cells
 from benchmarks.offload.turns import Work, medians
 from benchmarks.peers.cpu_adam import make_cpu_adam
-from engine.kernels.optim.update_rules import AdamRule, adam_
+from engine.kernels.optim.host_update import update_adam_
+from engine.kernels.optim.update_rules import AdamRule
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
@@ -101,7 +102,7 @@ class _Arrays:
 def _rule(arrays: _Arrays) -> Work:
     weights = arrays.parameter.detach()
     rule = AdamRule(1e-3, (0.9, 0.999), 1e-8, 0.1, decoupled=True)
-    return lambda: adam_([weights], [arrays.grads], [arrays.first], [arrays.second], 3, rule)
+    return lambda: update_adam_([weights], [arrays.grads], [arrays.first], [arrays.second], 3, rule)
 
 
 def _torch(arrays: _Arrays, how: Mapping[str, Any]) -> Work:

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from engine.kernels.dispatch import REFERENCE
 from engine.kernels.ops.squared_norm import squared_norm
-from engine.kernels.optim.update_rules import AdamRule, adam_
+from engine.kernels.optim.host_update import update_adam_
+from engine.kernels.optim.update_rules import AdamRule
 
 POOL_ELEMENTS = 17 << 20
 """Of fp32: the four tensors of the largest update, and more than caches hold."""
