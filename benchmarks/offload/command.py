@@ -5,14 +5,17 @@
 
 Every contender of the rule updates the same fp32 elements in the same memory with AdamW, since the rate of a machine
 depends on where arrays lie; in turns, a new order each round, of which the median counts. Bytes are those that the rule
-has to move: weights, gradient and two moments read, all but the gradient written.
+has to move: weights, gradient and two moments read, all but the gradient written. What memory gives to an update at
+most is the rate of these reads and writes with sums in place of the rule; a copy fetches what it overwrites too.
 The last rows are whole steps of the engine with its state on the "device", which is the CPU too, and on the host,
 beside the bound of such a step (``steps``) and DeepSpeed's ZeRO-Offload.
 """
 
 import argparse
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from benchmarks.offload.disk import disk_cells, disk_works
 from benchmarks.offload.steps import ENGINE_BYTES, RULE_BYTES, step_cells
 from benchmarks.offload.turns import Work, medians
 from benchmarks.peers.cpu_adam import make_cpu_adam
+from engine.kernels.optim.host_library import library
 from engine.kernels.optim.host_update import update_adam_
 from engine.kernels.optim.update_rules import AdamRule
 from engine.parallel.comm.backend import RecordingBackend
@@ -35,6 +39,7 @@ from engine.zero.optim.inner_optimizer import GroupOptions
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 CORNER = "AdamW on the host"
+BOUND = "its reads and writes alone"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,6 +78,7 @@ def contenders(elements: int, peers: str) -> dict[str, tuple[Work, int]]:
     source, target = torch.ones(elements), torch.zeros(elements)
     found: dict[str, tuple[Work, int]] = {
         "a plain copy": (partial(target.copy_, source), 8),
+        BOUND: (_memory_pass(arrays), RULE_BYTES),
         "Trine, the update": (_rule(arrays), RULE_BYTES),
         "Trine, all that a bf16 bucket takes": (_bucket(elements), ENGINE_BYTES),
         "torch AdamW, fused": (_torch(arrays, {"fused": True}), RULE_BYTES),
@@ -97,6 +103,18 @@ class _Arrays:
     def moments(self) -> dict[str, Tensor]:
         """Both by torch's names."""
         return {"exp_avg": self.first, "exp_avg_sq": self.second}
+
+
+def _memory_pass(arrays: _Arrays) -> Work:
+    """The reads and writes of an update, which leave the arrays as they are."""
+    made = library(Path(__file__).with_name("memory_pass.cpp"))
+    if made is None:
+        raise RuntimeError("the rate of memory is measured by compiled code: unset TRINE_CACHE, or name a folder in it.")
+    run = ctypes.CDLL(str(made)).memory_pass
+    tensors = (arrays.parameter, arrays.grads, arrays.first, arrays.second)
+    places = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+    numbers = ctypes.c_float(0), ctypes.c_int64(arrays.grads.numel()), ctypes.c_int64(torch.get_num_threads())
+    return lambda: run(*places, *numbers)
 
 
 def _rule(arrays: _Arrays) -> Work:
@@ -138,5 +156,6 @@ def _update_cells(found: Mapping[str, tuple[Work, int]], elements: int, rounds: 
         "bytes an element": lambda name: str(found[name][1]),
         "GB/s": lambda name: f"{rates[name] / 1e9:.1f}",
         "of a copy": lambda name: f"{rates[name] / copy:.2f}",
+        "of the bound": lambda name: f"{rates[name] / rates[BOUND]:.2f}",
     }
     return {(name, column): text(name) for name in found for column, text in columns.items()}

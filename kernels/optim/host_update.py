@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.kernels.device import is_host
 from engine.kernels.optim.host_library import NotCompiled, library
@@ -161,9 +161,13 @@ def _kernel_for(tensors: Sequence[Tensor], updated: int) -> HostKernel | None:
     """The kernel, for a call that updates the first ``updated`` of these tensors, if it supports and is worth it."""
     if sum(tensor.numel() for tensor in tensors[:updated]) < WORTH:
         return None
-    if not all(is_host(t.device) and t.dtype == torch.float32 and t.is_contiguous() for t in tensors):
-        return None
-    return host_kernel()
+    return host_kernel() if all(_is_plain(tensor) for tensor in tensors) else None
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Contiguous fp32 in memory of the host: a rehearsal has tensors of other classes, which only claim to be there."""
+    plain = type(x) in (Tensor, nn.Parameter) and is_host(x.device)
+    return plain and x.dtype == torch.float32 and x.is_contiguous()
 
 
 def _places(*tensors: Tensor) -> Iterator[ctypes.c_void_p]:
