@@ -8,13 +8,17 @@ damaged, or made for another CPU that shares the home, is never loaded. One proc
 import fcntl
 import hashlib
 import os
+import logging
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+logger = logging.getLogger("trine")
 
 FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
@@ -26,34 +30,35 @@ _LONGEST = 120.0
 """Seconds that a compiler may take."""
 
 
-class NotCompiled(Exception):
-    """Why there is no library, as the middle of a sentence."""
+class CompileError(Exception):
+    """There is no library; its text is the middle of a sentence that says why."""
 
 
 def library(source: Path) -> Path | None:
     """Path of the compiled ``source``; None if nothing may be kept. Compiling takes seconds, finding milliseconds.
 
     Raises:
-        NotCompiled: there is no compiler, it refuses, or its result cannot be kept.
+        CompileError: there is no compiler, it refuses, or its result cannot be kept.
     """
     given = os.environ.get("TRINE_CACHE", "")
     if given == "0":
         return None
-    compiler = shutil.which(os.environ.get("CXX") or "g++")
-    if compiler is None:
-        raise NotCompiled("there is no C++ compiler (g++, or the one that CXX names)")
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(compiler[0]) is None:
+        raise CompileError("there is no C++ compiler (g++, or the one that CXX names)")
     try:
         folder = (Path(given).expanduser() if given else Path.home() / ".cache" / "trine") / "compiled"
         folder.mkdir(parents=True, exist_ok=True)
-        command = [compiler, *FLAGS, *(_WIDE if platform.machine() == "x86_64" else ())]
+        command = [*compiler, *FLAGS, *(_WIDE if platform.machine() == "x86_64" else ())]
         stem = f"{source.stem}-{_digest(source, command)}"
         with _locked(folder / "lock"):
             return _whole(folder, stem) or _compile(source, command, folder, stem)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
-        raise NotCompiled(f"its result is not to be had ({error})") from error
+        raise CompileError(f"its result is not to be had ({error})") from error
 
 
 def _compile(source: Path, command: list[str], folder: Path, stem: str) -> Path:
+    logger.info("%s is compiled for this CPU, once for all runs (%s)", source.name, folder)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         fresh = Path(place) / "library.so"
         done = subprocess.run(
@@ -61,7 +66,7 @@ def _compile(source: Path, command: list[str], folder: Path, stem: str) -> Path:
         )
         if done.returncode:
             said = next((line for line in done.stderr.splitlines() if "error" in line), "without a word")
-            raise NotCompiled(f"{command[0]} refuses to compile it ({said})")
+            raise CompileError(f"{command[0]} refuses to compile it ({said})")
         return fresh.replace(folder / f"{stem}-{_hashed(fresh.read_bytes())}.so")
 
 
@@ -82,7 +87,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _digest(source: Path, command: list[str]) -> str:
-    version = subprocess.run([command[0], "--version"], check=False, capture_output=True, timeout=_LONGEST).stdout
+    version = subprocess.run([*command, "--version"], check=False, capture_output=True, timeout=_LONGEST).stdout
     return _hashed(b"\0".join([source.read_bytes(), version, _cpu(), *(word.encode() for word in command)]))
 
 

@@ -2,17 +2,19 @@
 //
 // All bits are those of torch's own CPU kernels, so that ranks with and without a compiler agree. That takes
 //   contraction   none by the compiler: a product is added without being rounded first only where `fma` is written
-//   spans         those that torch gives to its threads: what is left of one after whole vectors is computed without fma
+//   spans         those that torch gives to its threads: what is left of one after whole vectors has no fma at all
 // host_update.py compares a sample with torch's rules before this is used.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 
+#define INLINE __attribute__((always_inline)) inline  // a loop with a call in it has no vectors
+
 namespace {
 
 constexpr int64_t kBlock = 1024;   // elements; a page of each array is fetched while the page before it is updated
-constexpr int64_t kLine = 16;      // elements of a cache line, and the multiple to which torch rounds spans of Adam
+constexpr int64_t kLine = 16;      // elements of a cache line
 constexpr int64_t kGrain = 32768;  // elements: torch starts no thread of an elementwise operator for fewer
 
 int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -28,23 +30,32 @@ void spread(int64_t begin, int64_t end, int64_t threads, const Body& body) {
     body(begin + span * each, std::min(end, begin + (span + 1) * each));
 }
 
-// Update [begin, end): whole vectors of `lanes` by rule.many, and the rest by rule.one.
+// The same for [0, count) in whole cache lines, as torch's fused updates are cut.
+template <class Body>
+void spread_lines(int64_t count, int64_t threads, const Body& body) {
+  spread(0, quotient_up(count, kLine), threads,
+         [&](int64_t begin, int64_t end) { body(begin * kLine, std::min(count, end * kLine)); });
+}
+
+// Update [begin, end): whole vectors of `lanes` by rule.lane for each element, and the rest by rule.rest.
 template <class Rule>
 void update(const Rule& rule, int64_t begin, int64_t end, int64_t lanes) {
+  const Rule own = rule;  // no store can change a copy, so that its numbers stay in registers
   const int64_t whole = end - (end - begin) % lanes;
   for (int64_t at = begin; at < whole; at += kBlock) {
     const int64_t stop = std::min(whole, at + kBlock), next = std::min(whole, stop + kBlock);
     for (const float* array : rule.arrays)  // the hardware looks ahead within a page only
       for (int64_t i = stop; i < next; i += kLine) __builtin_prefetch(array + i, 0, 3);
-    rule.many(at, stop);
+#pragma omp simd
+    for (int64_t i = at; i < stop; ++i) own.lane(i);
   }
-  for (int64_t at = whole; at < end; ++at) rule.one(at);
+  for (int64_t i = whole; i < end; ++i) own.rest(i);
 }
 
 // a / b by the reciprocal of b: rounded as the division is (Markstein 1990), in less time.
-inline float divided(float a, float b, float reciprocal) {
-  const float quotient = a * reciprocal, rest = std::fma(-quotient, b, a);
-  return rest == rest ? std::fma(rest, reciprocal, quotient) : quotient;  // an infinite quotient has no rest
+INLINE float divided(float a, float b, float reciprocal) {
+  const float quotient = a * reciprocal, off = std::fma(-quotient, b, a);
+  return off == off ? std::fma(off, reciprocal, quotient) : quotient;  // an infinite quotient is off by no number
 }
 
 enum Decay { kNone, kOfWeights, kOfGradient };
@@ -58,25 +69,22 @@ struct Adam {
   float *__restrict w, *__restrict m, *__restrict v;
   const float* __restrict g;
   AdamNumbers by;
+  const float reciprocal = 1.0f / by.root;
   const float* arrays[4] = {w, g, m, v};
 
-  void many(int64_t begin, int64_t end) const {
-    const float reciprocal = 1.0f / by.root;
-#pragma omp simd
-    for (int64_t i = begin; i < end; ++i) {
-      float weight = w[i], grad = g[i];
-      if (decay == kOfWeights) weight *= by.shrink;
-      if (decay == kOfGradient) grad += weight * by.decay;
-      const float way = grad - m[i];
-      const float first = small ? std::fma(by.first_rest, way, m[i]) : std::fma(by.first_rest - 1.0f, way, grad);
-      const float second = v[i] * by.beta2 + by.second_rest * grad * grad;
-      m[i] = first;
-      v[i] = second;
-      w[i] = weight + -by.step_size * first / (divided(std::sqrt(second), by.root, reciprocal) + by.eps);
-    }
+  INLINE void lane(int64_t i) const {
+    float weight = w[i], grad = g[i];
+    if (decay == kOfWeights) weight *= by.shrink;
+    if (decay == kOfGradient) grad += weight * by.decay;
+    const float way = grad - m[i];
+    const float first = small ? std::fma(by.first_rest, way, m[i]) : std::fma(by.first_rest - 1.0f, way, grad);
+    const float second = v[i] * by.beta2 + by.second_rest * grad * grad;
+    m[i] = first;
+    v[i] = second;
+    w[i] = weight + -by.step_size * first / (divided(std::sqrt(second), by.root, reciprocal) + by.eps);
   }
 
-  void one(int64_t i) const {
+  INLINE void rest(int64_t i) const {
     float weight = w[i], grad = g[i];
     if (decay == kOfWeights) weight *= by.shrink;
     if (decay == kOfGradient) grad += weight * by.decay;
@@ -91,10 +99,7 @@ template <Decay decay, bool small>
 void adam(float* w, const float* g, float* m, float* v, int64_t count, const AdamNumbers& by, int64_t threads,
           int64_t lanes) {
   const Adam<decay, small> rule{w, m, v, g, by};
-  const auto body = [&](int64_t begin, int64_t end) { update(rule, begin, end, lanes); };
-  const int64_t lines = quotient_up(count, threads) / kLine * threads * kLine;  // whole lines for every thread
-  spread(0, lines, threads, body);
-  spread(lines, count, threads, body);
+  spread_lines(count, threads, [&](int64_t begin, int64_t end) { update(rule, begin, end, lanes); });
 }
 
 struct SgdNumbers {
@@ -108,23 +113,20 @@ struct Sgd {
   SgdNumbers by;
   const float* arrays[3] = {w, g, m};
 
-  void many(int64_t begin, int64_t end) const {
-#pragma omp simd
-    for (int64_t i = begin; i < end; ++i) one(i);
-  }
-
-  inline void one(int64_t i) const {
+  INLINE void lane(int64_t i) const {
     float grad = g[i];
     if (decays) grad += w[i] * by.decay;
     m[i] = first ? grad : m[i] * by.momentum + grad * by.rest;
     w[i] -= (nesterov ? grad + m[i] * by.momentum : m[i]) * by.lr;
   }
+
+  INLINE void rest(int64_t i) const { lane(i); }
 };
 
 template <bool decays, bool first, bool nesterov>
 void sgd(float* w, const float* g, float* m, int64_t count, const SgdNumbers& by, int64_t threads) {
   const Sgd<decays, first, nesterov> rule{w, m, g, by};
-  spread(0, count, threads, [&](int64_t begin, int64_t end) { update(rule, begin, end, kLine); });
+  spread_lines(count, threads, [&](int64_t begin, int64_t end) { update(rule, begin, end, 1); });
 }
 
 struct LionNumbers {
@@ -137,28 +139,29 @@ struct Lion {
   LionNumbers by;
   const float* arrays[3] = {w, g, m};
 
-  static float lerp(float a, float b, float rest) {
-    return std::fabs(rest) < 0.5f ? std::fma(rest, b - a, a) : std::fma(rest - 1.0f, b - a, b);
+  INLINE void lane(int64_t i) const {
+    const float way = g[i] - m[i];
+    step(i, between(m[i], g[i], way, by.direction_rest), between(m[i], g[i], way, by.momentum_rest));
   }
 
-  static float lerp_in_two(float a, float b, float rest) {
-    return std::fabs(rest) < 0.5f ? a + rest * (b - a) : b - (b - a) * (1.0f - rest);
+  INLINE void rest(int64_t i) const {
+    const float way = g[i] - m[i];
+    step(i, between_without_fma(m[i], g[i], way, by.direction_rest),
+         between_without_fma(m[i], g[i], way, by.momentum_rest));
   }
 
-  void step(int64_t i, float towards, float momentum) const {
-    const float sign = static_cast<float>(towards > 0.0f) - static_cast<float>(towards < 0.0f);
+  INLINE static float between(float a, float b, float way, float part) {
+    return std::fabs(part) < 0.5f ? std::fma(part, way, a) : std::fma(part - 1.0f, way, b);
+  }
+
+  INLINE static float between_without_fma(float a, float b, float way, float part) {
+    return std::fabs(part) < 0.5f ? a + part * way : b - way * (1.0f - part);
+  }
+
+  INLINE void step(int64_t i, float direction, float momentum) const {
+    const float sign = static_cast<float>(direction > 0.0f) - static_cast<float>(direction < 0.0f);
     w[i] = w[i] * by.shrink + -by.lr * sign;
     m[i] = momentum;
-  }
-
-  void many(int64_t begin, int64_t end) const {
-#pragma omp simd
-    for (int64_t i = begin; i < end; ++i)
-      step(i, lerp(m[i], g[i], by.direction_rest), lerp(m[i], g[i], by.momentum_rest));
-  }
-
-  void one(int64_t i) const {
-    step(i, lerp_in_two(m[i], g[i], by.direction_rest), lerp_in_two(m[i], g[i], by.momentum_rest));
   }
 };
 

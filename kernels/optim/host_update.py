@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.device import is_host
-from engine.kernels.optim.host_library import NotCompiled, library
+from engine.kernels.optim.host_library import CompileError, library
 from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
 
 logger = logging.getLogger("trine")
@@ -91,22 +91,24 @@ class HostKernel:
             rule.lr / (1 - beta1**age),
         )
         decay = (1 if rule.decoupled else 2) if rule.weight_decay else 0
-        self.compiled.trine_adam(*_places(w, g, m, v), ctypes.c_int64(w.numel()), numbers, decay, _threads(), ctypes.c_int64(self.lanes))
+        threads, lanes = _int64s(torch.get_num_threads(), self.lanes)
+        self.compiled.trine_adam(*_places(w, g, m, v), numbers, decay, threads, lanes)
 
     def sgd(self, w: Tensor, g: Tensor, m: Tensor | None, rule: SGDRule) -> Tensor:
         """Update ``w``, and return the momentum: ``m``, or a new one at the first update."""
         first = m is None
         momentum = torch.empty_like(g) if m is None else m
         numbers = _floats(rule.lr, rule.momentum, 1 - rule.dampening, rule.weight_decay)
-        self.compiled.trine_sgd(*_places(w, g, momentum), ctypes.c_int64(w.numel()), numbers, first, rule.nesterov, _threads())
+        (threads,) = _int64s(torch.get_num_threads())
+        self.compiled.trine_sgd(*_places(w, g, momentum), numbers, first, rule.nesterov, threads)
         return momentum
 
     def lion(self, w: Tensor, g: Tensor, m: Tensor, rule: LionRule) -> None:
         """Update ``w`` and its momentum."""
         beta1, beta2 = rule.betas
         numbers = _floats(rule.lr, 1 - rule.lr * rule.weight_decay, 1 - beta1, 1 - beta2)
-        # torch's elementwise operators take two vectors at a time
-        self.compiled.trine_lion(*_places(w, g, m), ctypes.c_int64(w.numel()), numbers, _threads(), ctypes.c_int64(2 * self.lanes))
+        threads, lanes = _int64s(torch.get_num_threads(), 2 * self.lanes)  # operators of torch take two vectors at a time
+        self.compiled.trine_lion(*_places(w, g, m), numbers, threads, lanes)
 
 
 @cache
@@ -115,7 +117,7 @@ def host_kernel() -> HostKernel | None:
     try:
         made = library(SOURCE)
         compiled = ctypes.CDLL(str(made)) if made is not None else None
-    except (NotCompiled, OSError) as error:
+    except (CompileError, OSError) as error:
         logger.warning(
             "updates on the host are torch's, because their own kernel was not compiled: %s; the numbers are the same, "
             "only slower.",
@@ -133,8 +135,8 @@ def host_kernel() -> HostKernel | None:
 
 
 def has_bits_of_torch(kernel: HostKernel) -> bool:
-    """Whether every rule of the kernel gives torch's bits on a sample, of a size that no vector divides."""
-    w, g, m, v = torch.randn(4, 1031, generator=torch.Generator().manual_seed(0)).unbind()
+    """Whether every rule of the kernel gives torch's bits on a sample; what remains of it differs for vectors of any width."""
+    w, g, m, v = torch.randn(4, 1021, generator=torch.Generator().manual_seed(0)).unbind()
     v = v.square()
     return all(_agree(ours, theirs, (w, g, m, v)) for ours, theirs in _pairs(kernel))
 
@@ -170,13 +172,15 @@ def _is_plain(x: Tensor) -> bool:
     return plain and x.dtype == torch.float32 and x.is_contiguous()
 
 
-def _places(*tensors: Tensor) -> Iterator[ctypes.c_void_p]:
-    return (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
+def _places(*tensors: Tensor) -> Iterator[ctypes.c_void_p | ctypes.c_int64]:
+    """Addresses of tensors, and how many elements each has."""
+    yield from (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
+    yield ctypes.c_int64(tensors[0].numel())
 
 
 def _floats(*numbers: float) -> ctypes.Array[ctypes.c_float]:
     return (ctypes.c_float * len(numbers))(*numbers)
 
 
-def _threads() -> ctypes.c_int64:
-    return ctypes.c_int64(torch.get_num_threads())
+def _int64s(*numbers: int) -> tuple[ctypes.c_int64, ...]:
+    return tuple(ctypes.c_int64(number) for number in numbers)

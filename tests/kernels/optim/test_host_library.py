@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from engine.kernels.optim import host_library, host_update
-from engine.kernels.optim.host_library import NotCompiled, library
+from engine.kernels.optim.host_library import CompileError, library
 from engine.kernels.optim.host_update import host_kernel, update_adam_
 from engine.kernels.optim.update_rules import AdamRule, adam_
 
@@ -69,7 +68,8 @@ def test_a_damaged_library_is_made_anew(source: Path, damage: bytes | None) -> N
 
 
 def test_of_two_processes_one_compiles(source: Path, compilations: Path) -> None:
-    code = f"from pathlib import Path; from engine.kernels.optim.host_library import library; print(library(Path({str(source)!r})))"
+    module = "engine.kernels.optim.host_library"
+    code = f"from pathlib import Path; from {module} import library; print(library(Path({str(source)!r})))"
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     made = [process.communicate()[0].strip() for process in both]
     assert made[0] == made[1] and answer(Path(made[0])) == 42
@@ -104,11 +104,12 @@ def test_without_a_library_torch_updates_and_it_is_said_once(
     host_kernel.cache_clear()
     assert torch.equal(ours, theirs)
     assert len(caplog.messages) == 1 and why in caplog.messages[0]
-    with pytest.raises(NotCompiled, match=why):
+    with pytest.raises(CompileError, match=why):
         library(source)
 
 
 def test_a_kernel_with_other_bits_is_not_used(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source.write_text(host_update.SOURCE.read_text().replace("-by.step_size * first", "-by.step_size * 1.000001f * first"))
+    text = host_update.SOURCE.read_text()
+    source.write_text(text.replace("-by.step_size * first", "-by.step_size * 1.000001f * first"))
     monkeypatch.setattr(host_update, "SOURCE", source)
     assert host_kernel.__wrapped__() is None
