@@ -6,19 +6,12 @@
 
 namespace {
 
-constexpr int64_t kBlock = 1024, kLine = 16;  // elements
-
 void pass(float* w, const float* g, float* m, float* v, float zero, int64_t begin, int64_t end) {
-  for (int64_t at = begin; at < end; at += kBlock) {
-    const int64_t stop = std::min(end, at + kBlock), next = std::min(end, stop + kBlock);
-    for (const float* array : {static_cast<const float*>(w), g, static_cast<const float*>(m), static_cast<const float*>(v)})
-      for (int64_t i = stop; i < next; i += kLine) __builtin_prefetch(array + i, 0, 3);
 #pragma omp simd
-    for (int64_t i = at; i < stop; ++i) {
-      w[i] += zero * g[i];
-      m[i] += zero * g[i];
-      v[i] += zero * g[i];
-    }
+  for (int64_t i = begin; i < end; ++i) {
+    w[i] += zero * g[i];
+    m[i] += zero * g[i];
+    v[i] += zero * g[i];
   }
 }
 

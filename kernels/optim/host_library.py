@@ -7,8 +7,8 @@ damaged, or made for another CPU that shares the home, is never loaded. One proc
 
 import fcntl
 import hashlib
-import os
 import logging
+import os
 import platform
 import shlex
 import shutil
@@ -24,8 +24,6 @@ FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # none of which changes a bit of a result
 )
-_WIDE = ("-mprefer-vector-width=512",)
-"""Of x86: compilers use half of the widest vectors by default, which is slower where roots and quotients count."""
 _LONGEST = 120.0
 """Seconds that a compiler may take."""
 
@@ -49,7 +47,7 @@ def library(source: Path) -> Path | None:
     try:
         folder = (Path(given).expanduser() if given else Path.home() / ".cache" / "trine") / "compiled"
         folder.mkdir(parents=True, exist_ok=True)
-        command = [*compiler, *FLAGS, *(_WIDE if platform.machine() == "x86_64" else ())]
+        command = [*compiler, *FLAGS]
         stem = f"{source.stem}-{_digest(source, command)}"
         with _locked(folder / "lock"):
             return _whole(folder, stem) or _compile(source, command, folder, stem)

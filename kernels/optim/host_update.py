@@ -91,24 +91,25 @@ class HostKernel:
             rule.lr / (1 - beta1**age),
         )
         decay = (1 if rule.decoupled else 2) if rule.weight_decay else 0
-        threads, lanes = _int64s(torch.get_num_threads(), self.lanes)
-        self.compiled.trine_adam(*_places(w, g, m, v), numbers, decay, threads, lanes)
+        self.compiled.trine_adam(*_places(w, g, m, v), numbers, decay, *self._spans())
 
     def sgd(self, w: Tensor, g: Tensor, m: Tensor | None, rule: SGDRule) -> Tensor:
         """Update ``w``, and return the momentum: ``m``, or a new one at the first update."""
         first = m is None
         momentum = torch.empty_like(g) if m is None else m
         numbers = _floats(rule.lr, rule.momentum, 1 - rule.dampening, rule.weight_decay)
-        (threads,) = _int64s(torch.get_num_threads())
-        self.compiled.trine_sgd(*_places(w, g, momentum), numbers, first, rule.nesterov, threads)
+        self.compiled.trine_sgd(*_places(w, g, momentum), numbers, first, rule.nesterov, *self._spans())
         return momentum
 
     def lion(self, w: Tensor, g: Tensor, m: Tensor, rule: LionRule) -> None:
         """Update ``w`` and its momentum."""
         beta1, beta2 = rule.betas
         numbers = _floats(rule.lr, 1 - rule.lr * rule.weight_decay, 1 - beta1, 1 - beta2)
-        threads, lanes = _int64s(torch.get_num_threads(), 2 * self.lanes)  # operators of torch take two vectors at a time
-        self.compiled.trine_lion(*_places(w, g, m), numbers, threads, lanes)
+        self.compiled.trine_lion(*_places(w, g, m), numbers, self._spans()[0])
+
+    def _spans(self) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+        """How torch cuts an array: for how many threads, and into vectors of how many elements."""
+        return ctypes.c_int64(torch.get_num_threads()), ctypes.c_int64(self.lanes)
 
 
 @cache
@@ -135,7 +136,7 @@ def host_kernel() -> HostKernel | None:
 
 
 def has_bits_of_torch(kernel: HostKernel) -> bool:
-    """Whether every rule of the kernel gives torch's bits on a sample; what remains of it differs for vectors of any width."""
+    """Whether every rule of the kernel gives torch's bits on a sample, whose end tells widths of vectors apart."""
     w, g, m, v = torch.randn(4, 1021, generator=torch.Generator().manual_seed(0)).unbind()
     v = v.square()
     return all(_agree(ours, theirs, (w, g, m, v)) for ours, theirs in _pairs(kernel))
@@ -180,7 +181,3 @@ def _places(*tensors: Tensor) -> Iterator[ctypes.c_void_p | ctypes.c_int64]:
 
 def _floats(*numbers: float) -> ctypes.Array[ctypes.c_float]:
     return (ctypes.c_float * len(numbers))(*numbers)
-
-
-def _int64s(*numbers: int) -> tuple[ctypes.c_int64, ...]:
-    return tuple(ctypes.c_int64(number) for number in numbers)

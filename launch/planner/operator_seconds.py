@@ -134,7 +134,7 @@ _RULE = AdamRule(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, decou
 
 def _update(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> None:
     grad.mul_(0.999)  # clipping
-    adam_([weight], [grad], [first], [second], 10, _RULE)
+    update_adam_([weight], [grad], [first], [second], 10, _RULE)
 
 
 def _squared_norm(x: Tensor) -> Tensor:
