@@ -16,7 +16,7 @@ from engine.kernels.optim.host_update import HostKernel, host_kernel, update_ada
 from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 
-SIZES = (0, 1, 7, 8, 9, 15, 16, 33, 129, 1023, 1024, 1025, 4099, 65_543)
+SIZES = (0, 1, 7, 8, 15, 16, 33, 129, 1023, 20_011)
 Update = Callable[[Tensor, Tensor, Tensor, Tensor], object]
 """(weights, gradient, two moments), in place."""
 
@@ -92,9 +92,12 @@ def compare(ours: Update, theirs: Update) -> None:
 
 ADAM = [
     AdamRule(3e-3, betas, eps, decay, decoupled, corrected)
-    for betas in ((0.9, 0.999), (0.5, 0.95), (0.2, 0.3))
+    for betas, eps, corrected in (
+        ((0.9, 0.999), 1e-8, True),
+        ((0.5, 0.95), 0.0, False),
+        ((0.2, 0.3), 1e-8, True),
+    )
     for decay, decoupled in ((0.0, True), (0.1, True), (0.1, False))
-    for eps, corrected in ((1e-8, True), (0.0, False))
 ]
 SGD = [
     SGDRule(3e-3, 0.9, dampening, decay, nesterov)
