@@ -127,6 +127,19 @@ struct Lion {
   }
 };
 
+// 0 if an fp32 number with these bits, rounded to bf16, has the bits `narrow`; never for NaN, which has many.
+INLINE uint32_t rounding_differs(uint32_t wide, uint32_t narrow) {
+  const uint32_t rounded = (wide + 0x7fffu + (wide >> 16 & 1u)) >> 16;
+  return (rounded ^ narrow) | static_cast<uint32_t>((wide & 0x7fffffffu) > 0x7f800000u);
+}
+
+uint32_t roundings_differ(const uint32_t* wide, const uint16_t* narrow, int64_t begin, int64_t end) {
+  uint32_t differs = 0;
+#pragma omp simd reduction(| : differs)
+  for (int64_t i = begin; i < end; ++i) differs |= rounding_differs(wide[i], narrow[i]);
+  return differs;
+}
+
 }  // namespace
 
 // Each updates `count` elements in place with `threads` threads; `lanes` are the elements of torch's vectors.
@@ -149,6 +162,16 @@ void trine_sgd(float* w, const float* g, float* m, int64_t count, const SgdNumbe
 
 void trine_lion(float* w, const float* g, float* m, int64_t count, const LionNumbers* by, int64_t threads) {
   update(Lion{w, m, g, *by}, count, threads, 1);
+}
+
+// Whether all of `wide`, fp32 by its bits, rounded to bf16 is `narrow`.
+int trine_rounds_to(const uint32_t* wide, const uint16_t* narrow, int64_t count, int64_t threads) {
+  const int64_t each = std::max<int64_t>(quotient_up(count, threads), kLine), spans = quotient_up(count, each);
+  uint32_t differs = 0;
+#pragma omp parallel for schedule(static, 1) reduction(| : differs) num_threads(static_cast<int>(threads)) if (spans > 1)
+  for (int64_t span = 0; span < spans; ++span)
+    differs |= roundings_differ(wide, narrow, span * each, std::min(count, (span + 1) * each));
+  return !differs;
 }
 
 }  // extern "C"

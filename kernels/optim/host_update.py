@@ -69,6 +69,12 @@ def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Se
         kernel.lion(w, g, m, rule)
 
 
+def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
+    """True if fp32 ``wide`` rounded to bf16 is ``narrow``, of equal size; False if not, or if it would take a copy."""
+    kernel = _kernel_for((wide,), 1) if narrow.dtype == torch.bfloat16 and is_host(narrow.device) else None
+    return kernel is not None and narrow.is_contiguous() and kernel.rounds_to(wide, narrow)
+
+
 @dataclass(frozen=True, slots=True)
 class HostKernel:
     """The compiled rules. All tensors are contiguous, fp32, of equal size and on the host."""
@@ -106,6 +112,11 @@ class HostKernel:
         beta1, beta2 = rule.betas
         numbers = _floats(rule.lr, 1 - rule.lr * rule.weight_decay, 1 - beta1, 1 - beta2)
         self.compiled.trine_lion(*_places(w, g, m), numbers, self._spans()[0])
+
+    def rounds_to(self, wide: Tensor, narrow: Tensor) -> bool:
+        """Whether ``wide`` rounded to bf16 is ``narrow``, in which NaN is never."""
+        places = ctypes.c_void_p(wide.data_ptr()), ctypes.c_void_p(narrow.data_ptr())
+        return bool(self.compiled.trine_rounds_to(*places, ctypes.c_int64(wide.numel()), self._spans()[0]))
 
     def _spans(self) -> tuple[ctypes.c_int64, ctypes.c_int64]:
         """How torch cuts an array: for how many threads, and into vectors of how many elements."""

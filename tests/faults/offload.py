@@ -142,6 +142,14 @@ OFFLOAD = (
         tests=(f"{_KERNEL}::test_adam_has_torchs_bits",),
     ),
     Fault(
+        name="writes-of-one-bit-not-seen",
+        about="Weights that a user has moved to the next bf16 number are taken for those that the host has rounded.",
+        file="kernels/optim/host_update.cpp",
+        old="return (rounded ^ narrow) |",
+        new="return (rounded >> 1 ^ narrow >> 1) |",
+        tests=(f"{_KERNEL}::test_what_is_written_into_rounded_weights_is_seen",),
+    ),
+    Fault(
         name="host-update-without-proof",
         about="A kernel that a compiler has made with other roundings than torch's updates the weights of some ranks.",
         file="kernels/optim/host_update.py",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kernels.optim import host_update
 from engine.kernels.optim.host_library import library
-from engine.kernels.optim.host_update import HostKernel, host_kernel, update_adam_, update_lion_, update_sgd_
+from engine.kernels.optim.host_update import HostKernel, host_kernel, rounds_to, update_adam_, update_lion_, update_sgd_
 from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 
@@ -135,6 +135,33 @@ def test_sgd_has_torchs_bits(kernel: HostKernel, rule: SGDRule) -> None:
 @pytest.mark.parametrize("rule", LION, ids=str)
 def test_lion_has_torchs_bits(kernel: HostKernel, rule: LionRule) -> None:
     compare(lambda w, g, m, v: kernel.lion(w, g, m, rule), lambda w, g, m, v: lion_([w], [g], [m], rule))
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_is_written_into_rounded_weights_is_seen(kernel: HostKernel) -> None:
+    for size in SIZES:
+        wide = numbers(size, 5).nan_to_num()
+        narrow = wide.bfloat16()
+        assert kernel.rounds_to(wide, narrow)
+        for place in {0, size // 2, size - 1} if size else ():
+            written = narrow.clone()
+            written.view(torch.int16)[place] += 1
+            assert not kernel.rounds_to(wide, written)
+            unknown = wide.clone()
+            unknown[place] = torch.nan
+            assert not kernel.rounds_to(unknown, unknown.bfloat16())
+
+
+def test_every_fp32_number_between_two_of_bf16_is_rounded_as_torch_does(kernel: HostKernel) -> None:
+    wide = torch.arange(0x3F7E0000, 0x3F820000, dtype=torch.int32).view(torch.float32)
+    assert kernel.rounds_to(wide, wide.bfloat16()) and kernel.rounds_to(-wide, -wide.bfloat16())
+
+
+def test_rounded_weights_are_looked_at_by_it(used: list[str]) -> None:
+    wide = torch.randn(77)
+    assert rounds_to(wide, wide.bfloat16()) and not rounds_to(wide, (2 * wide).bfloat16())
+    assert not rounds_to(wide, wide.half()) and not rounds_to(wide.double(), wide.bfloat16())
+    assert not used
 
 
 @pytest.mark.long
