@@ -2,7 +2,7 @@
 
 It takes calls over at least :data:`WORTH` elements, of contiguous fp32 tensors; torch's rules take all others
 (``update_rules``). It is used only where a sample has torch's bits, so ranks may differ in whether they have it, and a
-user who has no compiler misses nothing but time.
+user who has no compiler misses nothing but time. It also tells whether bf16 weights are still their rounded masters.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Se
 
 
 def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
-    """True if fp32 ``wide`` rounded to bf16 is ``narrow``, of equal size; False if not, or if it would take a copy."""
+    """True if fp32 ``wide`` rounded to bf16 is ``narrow``, of equal size; False if not, or without the kernel."""
     kernel = _kernel_for((wide,), 1) if narrow.dtype == torch.bfloat16 and is_host(narrow.device) else None
     return kernel is not None and narrow.is_contiguous() and kernel.rounds_to(wide, narrow)
 
