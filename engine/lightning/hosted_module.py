@@ -18,7 +18,7 @@ _PRECISIONS: Mapping[str, str] = MappingProxyType({"32-true": "no", "bf16-mixed"
 """``precision`` of Lightning's Trainer -> that of the loop."""
 
 
-def settings_of(trainer: Any) -> LoopSettings:
+def of_lightning(trainer: Any) -> LoopSettings:
     """What Lightning's Trainer says itself.
 
     Raises:

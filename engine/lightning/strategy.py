@@ -10,6 +10,7 @@ lets its strategies enter: ranks, backward, step, and checkpoints.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, EngineError
 from engine.huggingface.arguments import conflict
 from engine.huggingface.hosted_model import HostedModel
-from engine.lightning.hosted_module import move_others, replace_child, settings_of, trained_child
+from engine.lightning.hosted_module import move_others, replace_child, of_lightning, trained_child
 from engine.parallel.grid import Grid
 
 _STATE, _HOST = "engine", "lightning.ckpt"
@@ -92,7 +93,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
                 "sync_batchnorm is true in Trainer, and each data rank of the engine has its own running statistics; "
                 "leave it out, or use a layer without them (GroupNorm, LayerNorm)."
             )
-        self._config = settings_of(module.trainer).configuration(self._raw, self.world_size)
+        self._config = of_lightning(module.trainer).configuration(self._raw, self.world_size)
         self._refuse_module(module)
         super().setup_environment()
 
@@ -134,7 +135,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     def _place(self, module: Any, trainer: Any) -> None:
         assert self._config is not None and self._name is not None, "the environment is set up"
-        optimizer: Any = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
+        optimizer: Any = partial(torch.optim.SGD, lr=0.0)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if len(self.optimizers) != 1 or not self.optimizers[0].param_groups:

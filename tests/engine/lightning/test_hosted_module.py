@@ -9,7 +9,7 @@ from torch import nn
 
 import engine
 from engine.huggingface.loop_settings import LoopSettings
-from engine.lightning.hosted_module import move_others, replace_child, settings_of, trained_child
+from engine.lightning.hosted_module import move_others, replace_child, of_lightning, trained_child
 
 
 def trainer(**changes: Any) -> SimpleNamespace:
@@ -33,8 +33,8 @@ def frozen() -> nn.Module:
 
 def test_what_the_trainer_says_is_taken() -> None:
     plain = LoopSettings(owner="Trainer", accumulation=("accumulate_grad_batches", 2))
-    assert settings_of(trainer()) == plain
-    found = settings_of(trainer(gradient_clip_val=0.5, precision="bf16-mixed"))
+    assert of_lightning(trainer()) == plain
+    found = of_lightning(trainer(gradient_clip_val=0.5, precision="bf16-mixed"))
     assert found.clipping == ("gradient_clip_val", 0.5) and found.precision == "bf16"
 
 
@@ -54,7 +54,7 @@ def test_what_the_trainer_says_is_taken() -> None:
 )
 def test_what_the_engine_cannot_do_is_refused(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(engine.ConfigError) as caught:
-        settings_of(trainer(**changes))
+        of_lightning(trainer(**changes))
     assert str(caught.value) == sentence
 
 
