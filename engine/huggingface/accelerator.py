@@ -202,9 +202,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """The host's optimizer: its groups are those of the engine's, and ``step`` is the engine's update."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, update: Callable[[], bool], drop: Callable[[], None]
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], bool], drop: Callable[[], None]) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._update, self._drop = update, drop
 

@@ -50,12 +50,15 @@ class LoopSettings:
         self._take(config, "gradient_accumulation_steps", self.accumulation)
         if self.clipping is not None:
             self._take(config, "gradient_clipping", self.clipping)
+        config.setdefault("gradient_clipping", 0.0)  # a loop that does not clip is not clipped
         if self.micro is not None:
             self._take(config, "train_micro_batch_size_per_gpu", ("batch_size of the data loader", self.micro))
         elif "train_batch_size" not in config:
             config.setdefault("train_micro_batch_size_per_gpu", 1)
         self._take_precision(config)
-        resolved = load_config({"initial_weights": "rank0"} | config | {"optimizer": None, "scheduler": None}, world_size)
+        resolved = load_config(
+            {"initial_weights": "rank0"} | config | {"optimizer": None, "scheduler": None}, world_size
+        )
         if resolved.pp > 1:
             raise ConfigError(
                 f"parallel.pipeline is {resolved.pp} in engine_config, and in the loop of {self.owner} the loss comes "

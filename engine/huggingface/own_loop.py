@@ -1,8 +1,8 @@
 """``accelerate.Accelerator`` for a training loop of the user's own, over the engine.
 
-    prepare               makes the engine of a model and its optimizer; loaders give the rows of a data rank
-    accumulate, backward  the host's, with the engine's backward
-    clip_grad_norm_       the norm over all ranks; the step that follows clips to it
+prepare               makes the engine of a model and its optimizer; loaders give the rows of a data rank
+accumulate, backward  the host's, with the engine's backward
+clip_grad_norm_       the norm over all ranks; the step that follows clips to it
 """
 
 import os
@@ -56,7 +56,7 @@ class Accelerator(SavedState):
         """
         if self.hosted is None:
             raise EngineError(
-                "the engine is made by accelerator.prepare(model, optimizer), which has not been called; call it before."
+                "the engine is made by accelerator.prepare(model, optimizer), which has not been called; call it first."
             )
         return self.hosted.trained
 
@@ -168,7 +168,9 @@ class Accelerator(SavedState):
         """
         given = self.trained.config.gradient_clipping
         if float(norm_type) != 2:
-            raise ConfigError(f"clip_grad_norm_ was given norm_type {norm_type}, and the engine clips by the L2 norm; leave it out.")
+            raise ConfigError(
+                f"clip_grad_norm_ was given norm_type {norm_type}, and the engine clips by the L2 norm; leave it out."
+            )
         if given and given != max_norm:
             raise conflict("gradient_clipping", given, "max_norm of clip_grad_norm_", max_norm, "the loop")
         if not self.sync_gradients:
@@ -177,7 +179,9 @@ class Accelerator(SavedState):
                 "`if accelerator.sync_gradients:`."
             )
         if self._clipped:
-            raise EngineError("clip_grad_norm_ was called twice in a step, which clips once; leave out one of the calls.")
+            raise EngineError(
+                "clip_grad_norm_ was called twice in a step, which clips once; leave out one of the calls."
+            )
         self._check_all(parameters)
         norm = self.trained.clip_gradients(float(max_norm))
         self._clipped = True
@@ -185,11 +189,15 @@ class Accelerator(SavedState):
 
     def _check_all(self, parameters: Any) -> None:
         given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        missing = [name for name, each in self.trained.module.named_parameters() if each.requires_grad and id(each) not in given]
+        missing = [
+            name
+            for name, each in self.trained.module.named_parameters()
+            if each.requires_grad and id(each) not in given
+        ]
         if missing:
             raise EngineError(
-                f"clip_grad_norm_ was given parameters without {missing[0]!r}, and a step clips by the norm of all; give "
-                "model.parameters() of the prepared model."
+                f"clip_grad_norm_ was given parameters without {missing[0]!r}, and a step clips by the norm of all; "
+                "give model.parameters() of the prepared model."
             )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -202,8 +210,8 @@ class Accelerator(SavedState):
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
         """Refused: every data rank makes every step."""
         raise ConfigError(
-            "join_uneven_inputs lets data ranks end at different steps, and the engine's make the same; leave even_batches "
-            "as it is, and leave join_uneven_inputs out."
+            "join_uneven_inputs lets data ranks end at different steps, and the engine's make the same; leave "
+            "even_batches as it is, and leave join_uneven_inputs out."
         )
         yield
 

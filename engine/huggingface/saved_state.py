@@ -1,7 +1,7 @@
 """The state of a loop of the user's own on disk, by the calls of accelerate.
 
-    FOLDER/                        the host's own files: schedules, random state, registered objects
-    FOLDER/engine/step-N/          the engine's checkpoint, from which a run goes on on any grid
+FOLDER/                        the host's own files: schedules, random state, registered objects
+FOLDER/engine/step-N/          the engine's checkpoint, from which a run goes on on any grid
 """
 
 from collections.abc import Iterator
@@ -52,8 +52,8 @@ class SavedState(EngineAccelerator):
             input_dir = _newest(Path(self.project_dir, "checkpoints"))
         if input_dir is not None and not Path(input_dir, _STATE).is_dir():
             raise CheckpointError(
-                f"{input_dir} has no folder {_STATE!r} with the engine's state, from which training goes on; give a folder "
-                "that save_state of this Accelerator has written."
+                f"{input_dir} has no folder {_STATE!r} with the engine's state, from which training goes on; give a "
+                "folder that save_state of this Accelerator has written."
             )
         models, hooks = self._models, self._load_model_state_pre_hook
         with self._without_engine():

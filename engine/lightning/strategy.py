@@ -26,7 +26,7 @@ from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, EngineError
 from engine.huggingface.arguments import conflict
 from engine.huggingface.hosted_model import HostedModel
-from engine.lightning.hosted_module import move_others, replace_child, of_lightning, trained_child
+from engine.lightning.hosted_module import move_others, of_lightning, replace_child, trained_child
 from engine.parallel.grid import Grid
 
 _STATE, _HOST = "engine", "lightning.ckpt"
@@ -181,9 +181,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         done: Tensor = self.precision_plugin.post_backward(loss, module)
         return done
 
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Forward and backward of the last microbatch, Lightning's hooks, then the engine's update."""
         loss = closure()
         if loss is None:

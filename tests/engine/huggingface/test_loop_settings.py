@@ -45,13 +45,13 @@ def test_bf16_is_autocast_unless_the_configuration_has_a_section_for_it() -> Non
     [
         (
             {"gradient_accumulation_steps": 4}, {},
-            "gradient_accumulation_steps is 4 in engine_config and gradient_accumulation_steps is 2 in Accelerator, and "
-            'a run has one; give the same value, or "auto" in engine_config.',
+            "gradient_accumulation_steps is 4 in engine_config and gradient_accumulation_steps is 2 in Accelerator, "
+            'and a run has one; give the same value, or "auto" in engine_config.',
         ),
         (
             {"gradient_clipping": 1.0}, {"owner": "Trainer", "clipping": ("gradient_clip_val", 0.5)},
-            "gradient_clipping is 1.0 in engine_config and gradient_clip_val is 0.5 in Trainer, and a run has one; give "
-            'the same value, or "auto" in engine_config.',
+            "gradient_clipping is 1.0 in engine_config and gradient_clip_val is 0.5 in Trainer, and a run has one; "
+            'give the same value, or "auto" in engine_config.',
         ),
         (
             {"train_micro_batch_size_per_gpu": 8}, {"micro": 4},

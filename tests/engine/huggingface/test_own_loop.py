@@ -138,7 +138,9 @@ def refusals(line: Line, folder: str) -> None:
     tell(lambda: accelerator.clip_grad_value_(model.parameters(), 1.0))
     tell(lambda: accelerator.split_between_processes([1, 2]).__enter__())
     tell(lambda: accelerator.load_state(folder))
-    line("reduced", )
+    line(
+        "reduced",
+    )
     line(float(accelerator.reduce(torch.ones(()), "sum")))
     line([float(each) for each in accelerator.gather(torch.ones(1))])
     accelerator.end_training()
@@ -150,11 +152,11 @@ def test_mistakes_are_one_sentence_and_replicas_count_once(tmp_path: Path) -> No
     for end in ended:
         assert end.code == 0, end.error
         assert end.said == [
-            "the engine is made by accelerator.prepare(model, optimizer), which has not been called; call it before.",
+            "the engine is made by accelerator.prepare(model, optimizer), which has not been called; call it first.",
             "prepare was given a model that is trained and 0 optimizers; give the model and its one optimizer in the "
             "same call.",
-            "prepare was given a second model that is trained, and an Accelerator trains one; put both into one module, "
-            "or call requires_grad_(False) on the one that is not trained.",
+            "prepare was given a second model that is trained, and an Accelerator trains one; put both into one "
+            "module, or call requires_grad_(False) on the one that is not trained.",
             "clip_grad_norm_ inside an accumulation, whose gradients are not complete; call it under "
             "`if accelerator.sync_gradients:`.",
             "clip_grad_norm_ was given parameters without 'model.embed_tokens.weight', and a step clips by the norm of "

@@ -47,11 +47,11 @@ class Lit:
 
 def lit_module(case: LitCase) -> Any:
     """A LightningModule around the small decoder, which keeps what it has seen."""
-    import lightning as L  # noqa: N812
+    import lightning as L
     import torch
     from torch.nn import functional as F
 
-    class LitDecoder(L.LightningModule):
+    class LitDecoder(L.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.model = models.decoder()
@@ -98,7 +98,7 @@ def lit(line: Line, case: LitCase) -> None:
     """Fit, test, save weights; say what was seen."""
     import os
 
-    import lightning as L  # noqa: N812
+    import lightning as L
     import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torch.utils.data import DataLoader

@@ -9,7 +9,7 @@ from torch import nn
 
 import engine
 from engine.huggingface.loop_settings import LoopSettings
-from engine.lightning.hosted_module import move_others, replace_child, of_lightning, trained_child
+from engine.lightning.hosted_module import move_others, of_lightning, replace_child, trained_child
 
 
 def trainer(**changes: Any) -> SimpleNamespace:

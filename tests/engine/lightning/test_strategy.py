@@ -100,7 +100,7 @@ def test_lightning_reads_the_weights(grid: str, runs: Runs) -> None:
 
 def refusals(line: Line, folder: str) -> None:
     """Say what the strategy says to mistakes."""
-    import lightning as L  # noqa: N812
+    import lightning as L
     import torch
     from torch.utils.data import DataLoader
 
