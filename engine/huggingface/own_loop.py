@@ -6,10 +6,8 @@ clip_grad_norm_       the norm over all ranks; the step that follows clips to it
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.scheduler import AcceleratedScheduler
@@ -206,14 +204,12 @@ class Accelerator(SavedState):
             "clip_grad_value_ clips each element, and the engine clips by the norm; call clip_grad_norm_."
         )
 
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         """Refused: every data rank makes every step."""
         raise ConfigError(
             "join_uneven_inputs lets data ranks end at different steps, and the engine's make the same; leave "
             "even_batches as it is, and leave join_uneven_inputs out."
         )
-        yield
 
 
 def _is_trained(model: nn.Module) -> bool:

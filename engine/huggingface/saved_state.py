@@ -72,11 +72,13 @@ class SavedState(EngineAccelerator):
         """Inside, the host knows neither model nor optimizer, which the engine saves and loads."""
         names = ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")
         kept = {name: getattr(self, name) for name in names}
-        vars(self).update({name: type(value)() for name, value in kept.items()})
+        for name, value in kept.items():
+            setattr(self, name, type(value)())
         try:
             yield
         finally:
-            vars(self).update(kept)
+            for name, value in kept.items():
+                setattr(self, name, value)
 
 
 def _newest(folder: Path) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.distributed import group as group_of_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -47,6 +48,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     Raises:
         ConfigError: the configuration contradicts Trainer; manual optimization; parameters beside the module.
     """
+
+    precision_plugin: Any
 
     def __init__(self, engine_config: ConfigSource, module: str | None = None, **more: Any) -> None:
         if unknown := sorted(more.keys() - {"cluster_environment", "checkpoint_io"}):
@@ -215,7 +218,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Lightning's, of data ranks: each counts once, whatever the number of ranks of a replica."""
         reduced, copies = super().reduce(tensor, group, reduce_op), self.grid.size("replica")
-        if group is not None or copies == 1 or not isinstance(tensor, Tensor) or not _is_sum(reduce_op):
+        if not _is_world(group) or copies == 1 or not isinstance(tensor, Tensor) or not _is_sum(reduce_op):
             return reduced
         return reduced / copies if reduced.is_floating_point() else reduced // copies
 
@@ -227,7 +230,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Lightning's, of data ranks [data ranks, ...]."""
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
-        if group is not None or self.grid.size("replica") == 1:
+        if not _is_world(group) or self.grid.size("replica") == 1:
             return gathered
         return gathered[[self.grid.rank_at(0, dp, 0) for dp in range(self.grid.dp)]]
 
@@ -263,7 +266,12 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     def _whole_state(self) -> dict[str, Tensor]:
         """State of the LightningModule as it is without the engine, on rank 0."""
         module: Any = self.lightning_module
-        others = {key: value for key, value in module.state_dict().items() if not key.startswith(f"{self._name}.")}
+        assert self._hosted is not None and self._name is not None, "a checkpoint is of a model that is set up"
+        replace_child(module, self._name, nn.Identity())  # whose shards have no state of their own
+        try:
+            others: dict[str, Tensor] = module.state_dict()
+        finally:
+            replace_child(module, self._name, self._hosted)
         return others | {f"{self._name}.{key}": value for key, value in self.engine.full_state_dict().items()}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -295,6 +303,10 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             schedule: Any = each.scheduler
             for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = rate
+
+
+def _is_world(ranks: Any) -> bool:
+    return ranks is None or ranks is group_of_ranks.WORLD
 
 
 def _is_sum(operation: Any) -> bool:

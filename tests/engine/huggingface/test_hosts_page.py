@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,8 @@ def test_a_loop_of_accelerate_prints_the_same_and_goes_on(inputs: Path, tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs the extra test")
 def test_a_script_of_lightning_prints_the_same_and_goes_on(inputs: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-
     def run(config: str, folder: Path) -> list[float]:
         return validation(printed("lit", [config, str(inputs / "text.txt"), str(folder / "tuned")], folder))
 

@@ -10,6 +10,7 @@ import pytest
 from tests.engine.huggingface.host_runs import ENVIRONMENT, small_model
 from tests.engine.huggingface.loop_runs import LoopCase, Looped, loss_of_folder, make_accelerator, run_loop
 from tests.launches import Launch, Line
+from tests.selection import wide
 
 EXACT = 1e-5
 """Largest relative difference of a loss in fp32."""
@@ -58,8 +59,7 @@ def assert_same(found: Looped, host: Looped, exact: float = EXACT) -> None:
     assert found.names == host.names
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("grid", SAME)
+@pytest.mark.parametrize("grid", [wide("alone"), wide("tp2"), wide("dp2"), "zero3", wide("dp2 x tp2")])
 def test_the_loop_is_that_of_the_host_alone(grid: str, loops: Loops) -> None:
     """The last step of an epoch has one microbatch of two; gradients are clipped."""
     found, host = loops(grid)[0], loops(SAME[grid])[0]

@@ -1,5 +1,6 @@
 """TRL's SFTTrainer behind the engine's Trainer trains as it does alone, where its fused head has whole weights."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import pytest
 
 from tests.engine.huggingface.trl_runs import Tuning, run_tuning
 
-pytestmark = pytest.mark.long
-pytest.importorskip("trl", reason="TRL brings pandas and pyarrow, and is no extra of the project")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(find_spec("trl") is None, reason="TRL brings pandas and pyarrow, and is in no extra"),
+]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

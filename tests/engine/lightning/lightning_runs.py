@@ -103,7 +103,7 @@ def lit(line: Line, case: LitCase) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torch.utils.data import DataLoader
 
-    strategy: Any = "auto"
+    strategy: Any = "ddp"  # on one process too, since Lightning then shuffles the rows of training as for the engine
     if case.config is not None:
         from engine.lightning import Strategy
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.engine.lightning.lightning_runs import ENVIRONMENT, Lit, LitCase, lit_module, loss_of_weights, run_lit
 from tests.launches import Launch, Line
+from tests.selection import wide
 
 EXACT = 1e-5
 """Largest relative difference of a loss in fp32."""
@@ -22,6 +24,7 @@ GRIDS: Mapping[str, tuple[int, int, Mapping[str, Any] | None]] = {
     "dp2 x tp2": (4, 2, {"parallel": {"tensor": 2}, "zero_optimization": {"stage": 1}}),
 }
 """Processes, rows of a data rank, configuration."""
+pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs the extra test")
 SAME = {"alone": "host", "tp2": "host", "dp2": "host of two", "zero3": "host of two", "dp2 x tp2": "host of two"}
 """The run of the host with as many data ranks."""
 
@@ -45,7 +48,6 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    pytest.importorskip("lightning")
     return Runs(tmp_path_factory)
 
 
@@ -55,8 +57,7 @@ def assert_same(found: Lit, host: Lit) -> None:
     assert (found.rates, found.steps) == (host.rates, host.steps)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("grid", SAME)
+@pytest.mark.parametrize("grid", [wide("alone"), "tp2", wide("dp2"), wide("zero3"), wide("dp2 x tp2")])
 def test_a_fit_is_that_of_lightning_alone(grid: str, runs: Runs) -> None:
     """The last step of an epoch has one microbatch of two; gradients are clipped."""
     found, host = runs(grid)[0], runs(SAME[grid])[0]
@@ -141,7 +142,6 @@ def refusals(line: Line, folder: str) -> None:
 
 @pytest.mark.long
 def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
     with Launch(refusals, 1, str(tmp_path), env=ENVIRONMENT) as job:
         (ended,) = job.end(120)
     assert ended.code == 0, ended.error
