@@ -107,6 +107,8 @@ CRUMBS = {
 STAND_TWICE = {
     "squared_norm": "a public operator and the launch of its GPU kernel",
     "initialize": "DeepSpeed's name too",
+    "Accelerator": "the name of accelerate's class, which it replaces in a script; and what computes",
+    "Strategy": "the name of Lightning's class, which it replaces in a script; and a plan for a block",
 }
 """Names that stand twice, and why."""
 FILES_IN_A_FOLDER = 12

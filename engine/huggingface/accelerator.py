@@ -143,9 +143,12 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ prepare
 
-    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        """The model as it is: the engine has placed it."""
-        return model
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The engine's model as it is; another that is only evaluated, such as a reference, on this rank's device."""
+        placed = isinstance(model, HostedModel) or (self.hosted is not None and model is self.hosted.module)
+        return model if placed or not evaluation_mode or device_placement is False else model.to(self.device)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """A loader over this data rank's batches, whose workers draw what those of the same replica draw."""

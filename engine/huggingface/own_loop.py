@@ -95,7 +95,9 @@ class Accelerator(SavedState):
         config = replace(self._settings, micro=micro).configuration(self._raw, self.grid.world_size)
         self.hosted = HostedModel(initialize(models[0], config, optimizer=optimizers[0]))
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, *_: Any, **__: Any) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
         """The model of the engine, or one that is not trained on this rank's device."""
         if model is self.hosted:
             if model not in self._models:

@@ -6,7 +6,9 @@ from types import MappingProxyType
 
 from engine.errors import ConfigError
 
-TESTED: Mapping[str, str] = MappingProxyType({"transformers": "5.23", "accelerate": "1.15", "lightning": "2.6"})
+TESTED: Mapping[str, str] = MappingProxyType(
+    {"transformers": "5.23", "accelerate": "1.15", "lightning": "2.6", "trl": "1.16"}
+)
 """Library -> the minor version in which all calls that its loop makes are tested."""
 
 

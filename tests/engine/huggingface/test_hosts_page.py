@@ -30,7 +30,9 @@ def printed(name: str, arguments: list[str], folder: Path) -> str:
     (folder / f"{name}.py").write_text(SCRIPTS[name])
     for file, text in CONFIGS.items():
         (folder / file).write_text(text)
-    under_torchrun = ENVIRONMENT | {"TORCHELASTIC_RUN_ID": "page", "GROUP_RANK": "0"}
+    under_torchrun = ENVIRONMENT | {
+        "TORCHELASTIC_RUN_ID": "page", "GROUP_RANK": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"
+    }  # fmt: skip
     with Launch(run_as_rank, 2, f"{name}.py", arguments, str(folder), env=under_torchrun) as job:
         ended = job.end(240)
     assert [end.code for end in ended] == [0, 0], "\n".join(end.error for end in ended)
@@ -65,7 +67,7 @@ def test_the_script_prints_the_same_losses_on_its_grids_and_goes_on(inputs: Path
     assert again == {0: pytest.approx(pipeline[1], rel=1e-3)}, "it goes on after the first epoch, on another grid"
 
 
-@pytest.mark.parametrize("name", ["trainer", "accelerated", "lit"])
+@pytest.mark.parametrize("name", ["trainer", "accelerated", "lit", "sft"])
 def test_scripts_stay_short(name: str) -> None:
     assert len(SCRIPTS[name].splitlines()) < 60
 
@@ -96,3 +98,17 @@ def test_a_script_of_lightning_prints_the_same_and_goes_on(inputs: Path, tmp_pat
     (tuned / "last.ckpt").unlink()
     (tuned / "last.ckpt").symlink_to("epoch=0.ckpt")
     assert run("zero3.json", tmp_path / "zero3") == pytest.approx(sharded, rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL brings pandas and pyarrow, and is in no extra")
+def test_a_script_of_trl_prints_the_same_and_goes_on(inputs: Path, tmp_path: Path) -> None:
+    def run(config: str, folder: Path) -> list[float]:
+        given = [config, str(inputs / "MODEL"), str(inputs / "text.txt"), str(folder / "tuned")]
+        return validation(printed("sft", given, folder))
+
+    first, third = run("zero1.json", tmp_path / "zero1"), run("zero3.json", tmp_path / "zero3")
+    assert len(first) == 1 and third == pytest.approx(first, rel=1e-5)
+    newest = max((tmp_path / "zero1/tuned").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    shutil.rmtree(newest)
+    assert run("zero3.json", tmp_path / "zero1") == pytest.approx(first, rel=1e-5), "it goes on on another grid"
