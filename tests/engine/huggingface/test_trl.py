@@ -22,9 +22,7 @@ def host(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_run_on_data_ranks_is_that_of_trl_alone(
-    stage: int, host: tuple[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_run_on_data_ranks_is_that_of_trl_alone(stage: int, host: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     kind, alone = host
     config = {"zero_optimization": {"stage": stage}}
     found = run_tuning(Tuning(folder=str(tmp_path), kind=kind, config=config, rows=2), 2)
@@ -39,8 +37,8 @@ def test_a_run_on_data_ranks_is_that_of_trl_alone(
     [
         (
             "tensor",
-            "{kind}Trainer of TRL with parallel.tensor 2: its loss multiplies by the whole weight of the head, of which "
-            "a tensor rank has a part; leave parallel.tensor out.",
+            "{kind}Trainer of TRL with parallel.tensor 2: its loss multiplies by the whole weight of the head, of "
+            "which a tensor rank has a part; leave parallel.tensor out.",
         ),
         (
             "pipeline",
