@@ -138,12 +138,28 @@ def refusals(line: Line, folder: str) -> None:
     tell(lambda: accelerator.clip_grad_value_(model.parameters(), 1.0))
     tell(lambda: accelerator.split_between_processes([1, 2]).__enter__())
     tell(lambda: accelerator.load_state(folder))
-    line(
-        "reduced",
-    )
     line(float(accelerator.reduce(torch.ones(()), "sum")))
     line([float(each) for each in accelerator.gather(torch.ones(1))])
+    name_checkpoints(line, accelerator, folder)
     accelerator.end_training()
+
+
+def name_checkpoints(line: Line, accelerator: Any, folder: str) -> None:
+    """Save under names of the host, call its hooks, and read the newest state with a registered object."""
+    import torch
+
+    counter: Any = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    counter.last_epoch = 5
+    accelerator.register_for_checkpointing(counter)
+    accelerator.project_configuration.automatic_checkpoint_naming = True
+    accelerator.project_configuration.set_directories(folder)
+    accelerator.save_state()
+    accelerator.register_save_state_pre_hook(lambda models, weights, _: line((len(models), len(weights))))
+    accelerator.register_load_state_pre_hook(lambda models, found: line(Path(found).name))
+    accelerator.save_state()
+    counter.last_epoch = 0
+    accelerator.load_state()
+    line(counter.last_epoch)
 
 
 def test_mistakes_are_one_sentence_and_replicas_count_once(tmp_path: Path) -> None:
@@ -170,5 +186,5 @@ def test_mistakes_are_one_sentence_and_replicas_count_once(tmp_path: Path) -> No
             "inputs[accelerator.process_index :: accelerator.num_processes].",
             f"{tmp_path} has no folder 'engine' with the engine's state, from which training goes on; give a folder "
             "that save_state of this Accelerator has written.",
-            "reduced", 1.0, [1.0],
+            1.0, [1.0], (1, 0), "checkpoint_1", 5,
         ]  # fmt: skip

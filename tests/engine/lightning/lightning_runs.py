@@ -27,7 +27,8 @@ class LitCase:
     resume: str | None = None
     own_clipping: float = 0.0
     """``configure_gradient_clipping`` clips to it."""
-    epochs: int = 2
+    test: str | None = None
+    """A checkpoint that is tested, without a fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,10 @@ def lit_module(case: LitCase) -> Any:
             self.log("test_loss", self.loss(ids), sync_dist=True)
             ones = torch.ones(1)
             self.seen["gathered"] = [*self.all_gather(ones).flatten().tolist()]
-            self.seen["gathered"].append(float(self.trainer.strategy.reduce(ones, reduce_op="sum")))
+            strategy, first = self.trainer.strategy, bool(self.trainer.is_global_zero)
+            self.seen["gathered"].append(float(strategy.reduce(ones, reduce_op="sum")))
+            self.seen["gathered"] += [strategy.reduce_boolean_decision(True, all=each) for each in (False, True)]
+            self.seen["gathered"].append(strategy.reduce_boolean_decision(first, all=False))
 
         def on_validation_epoch_end(self) -> None:
             if not self.trainer.sanity_checking:
@@ -111,7 +115,7 @@ def lit(line: Line, case: LitCase) -> None:
     checkpoints: Any = ModelCheckpoint(case.folder, "{epoch}", save_top_k=-1, save_last="link")
     arguments: dict[str, Any] = {"gradient_clip_val": 0.5} if not case.own_clipping else {}
     trainer: Any = L.Trainer(
-        strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), accelerator="cpu", max_epochs=case.epochs,
+        strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), accelerator="cpu", max_epochs=2,
         accumulate_grad_batches=2, callbacks=[checkpoints], logger=False, enable_progress_bar=False,
         enable_model_summary=False, **(arguments | dict(case.arguments)),
     )  # fmt: skip
@@ -119,6 +123,9 @@ def lit(line: Line, case: LitCase) -> None:
     train: Any = DataLoader(ids[:ROWS], case.rows)  # type: ignore[arg-type]
     held_out: Any = DataLoader(ids[ROWS:], case.rows)  # type: ignore[arg-type]
     module = lit_module(case)
+    if case.test is not None:
+        line(trainer.test(module, held_out, ckpt_path=case.test, verbose=False)[0]["test_loss"])
+        return
     trainer.fit(module, train, held_out, ckpt_path=case.resume)
     steps = int(trainer.global_step)
     trainer.save_checkpoint(Path(case.folder, "weights.ckpt"), weights_only=True)
@@ -128,13 +135,13 @@ def lit(line: Line, case: LitCase) -> None:
     line(Lit(**module.seen, files=files, steps=steps))
 
 
-def run_lit(case: LitCase, ranks: int) -> Lit:
-    """Rank 0's account, which is that of all."""
+def run_lit(case: LitCase, ranks: int) -> Any:
+    """Rank 0's account: a :class:`Lit`, or the loss of a test."""
     with Launch(lit, ranks, case, env=ENVIRONMENT) as job:
         ended = job.end(240)
     assert [end.code for end in ended] == [0] * ranks, "\n".join(end.error for end in ended)
-    first: Lit = ended[0].said[0]
-    assert all(end.said[0].losses == first.losses for end in ended[1:])
+    first, *others = (end.said[0] for end in ended)
+    assert case.test is not None or all(other.losses == first.losses for other in others)
     return first
 
 

@@ -99,6 +99,14 @@ def test_lightning_reads_the_weights(grid: str, runs: Runs) -> None:
     assert loss_of_weights(folder) == pytest.approx(found.validated[-1], rel=EXACT)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("begun", "grid"), [("zero3", "tp2"), ("tp2", "zero3")])
+def test_a_checkpoint_is_tested_without_a_fit(begun: str, grid: str, runs: Runs) -> None:
+    whole, folder = runs(begun)
+    found: Any = runs(grid, test=str(folder / "epoch=1.ckpt"))[0]
+    assert found == pytest.approx(whole.validated[-1], rel=EXACT)
+
+
 def refusals(line: Line, folder: str) -> None:
     """Say what the strategy says to mistakes."""
     import lightning as L
