@@ -37,6 +37,7 @@ def printed(name: str, arguments: list[str], folder: Path) -> str:
         ended = job.end(240)
     assert [end.code for end in ended] == [0, 0], "\n".join(end.error for end in ended)
     said: Any = ended[0].said[0]
+    assert not ended[1].said[0] or name == "trainer", "only rank 0 prints"
     return str(said)
 
 
@@ -79,11 +80,12 @@ def test_a_loop_of_accelerate_prints_the_same_and_goes_on(inputs: Path, tmp_path
         return validation(printed("accelerated", given, folder))
 
     tensor, sharded = run("tp2.json", tmp_path / "tp2"), run("zero3.json", tmp_path / "zero3")
-    assert len(tensor) == len(sharded) == 2 and tensor[1] < tensor[0]
+    assert len(tensor) == len(sharded) == 1 and max(tensor + sharded) < 5, "it has learnt"
     ((lacks, layers, _),) = in_a_process(load_folders, str(tmp_path / "tp2/tuned"))
     assert not lacks and layers == 4
     shutil.rmtree(tmp_path / "tp2/tuned/1")
-    assert run("tp2.json", tmp_path / "tp2") == pytest.approx(tensor[1:], rel=1e-5)
+    assert run("tp2.json", tmp_path / "tp2") == pytest.approx(tensor, rel=1e-5)
+    assert run("tp2.json", tmp_path / "tp2") == pytest.approx(tensor, rel=1e-5), "nothing is left to train"
 
 
 @pytest.mark.long
@@ -94,6 +96,7 @@ def test_a_script_of_lightning_prints_the_same_and_goes_on(inputs: Path, tmp_pat
 
     sharded, tensor = run("zero3.json", tmp_path / "zero3"), run("tp2.json", tmp_path / "tp2")
     assert len(sharded) == len(tensor) == 1
+    assert run("tp2.json", tmp_path / "zero3") == pytest.approx(sharded, rel=1e-5), "nothing is left to train"
     tuned = tmp_path / "zero3/tuned"
     (tuned / "last.ckpt").unlink()
     (tuned / "last.ckpt").symlink_to("epoch=0.ckpt")
