@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,6 @@ def test_a_loop_of_accelerate_prints_the_same_and_goes_on(inputs: Path, tmp_path
 
 
 @pytest.mark.long
-@pytest.mark.skipif(find_spec("lightning") is None, reason="needs the extra test")
 def test_a_script_of_lightning_prints_the_same_and_goes_on(inputs: Path, tmp_path: Path) -> None:
     def run(config: str, folder: Path) -> list[float]:
         return validation(printed("lit", [config, str(inputs / "text.txt"), str(folder / "tuned")], folder))
@@ -104,7 +102,6 @@ def test_a_script_of_lightning_prints_the_same_and_goes_on(inputs: Path, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.skipif(find_spec("trl") is None, reason="TRL brings pandas and pyarrow, and is in no extra")
 def test_a_script_of_trl_prints_the_same_and_goes_on(inputs: Path, tmp_path: Path) -> None:
     def run(config: str, folder: Path) -> list[float]:
         given = [config, str(inputs / "MODEL"), str(inputs / "text.txt"), str(folder / "tuned")]

@@ -1,6 +1,5 @@
 """Trainers of TRL behind the engine's Trainer train as they do alone, where their fused head has whole weights."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,7 @@ import pytest
 
 from tests.engine.huggingface.trl_runs import LOGGED, Tuning, run_tuning
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(find_spec("trl") is None, reason="TRL brings pandas and pyarrow, and is in no extra"),
-]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module", params=list(LOGGED))

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ GRIDS: Mapping[str, tuple[int, int, Mapping[str, Any] | None]] = {
     "dp2 x tp2": (4, 2, {"parallel": {"tensor": 2}, "zero_optimization": {"stage": 1}}),
 }
 """Processes, rows of a data rank, configuration."""
-pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs the extra test")
 SAME = {"alone": "host", "tp2": "host", "dp2": "host of two", "zero3": "host of two", "dp2 x tp2": "host of two"}
 """The run of the host with as many data ranks."""
 
