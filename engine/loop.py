@@ -89,6 +89,20 @@ class TrainingLoop(ABC):
         """
         return self._looped("scale(loss)").scale(loss)
 
+    def clip_gradients(self, max_norm: float) -> float:
+        """Clip the averaged gradient to this L2 norm in the ``step`` that follows, in place of ``gradient_clipping``
+        (Pascanu et al. 2013).
+
+        Called after the last backward of a step. Returns the norm before clipping, over all parameters. Collective:
+        reduces what is not reduced yet, sums the weights over dp and the squares over the world, 8 bytes each.
+
+        Raises:
+            EngineError: ``max_norm`` is not above 0; inside an accumulation; a pipeline.
+        """
+        loop = self._looped("clip_gradients")
+        with self._comm.within(self._update.made):
+            return loop.clip(max_norm)
+
     def step(self) -> StepReport | None:
         """Update after the last microbatch of a step; after any other microbatch do nothing and return None.
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -83,6 +84,34 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(7000, 20, 20)
+    session.config.pluginmanager.register(FrozenAgain())
+
+
+class FrozenAgain:
+    """What tests import and keep adds a million objects; once a full collection takes long, those that outlived it
+    are not looked through again either. Between tests, so that what a test makes is still collected."""
+
+    LONG = 0.15
+    """Seconds."""
+
+    def __init__(self) -> None:
+        self._begun, self._last = 0.0, 0.0
+        gc.callbacks.append(self._clock)
+
+    def _clock(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] < 2:
+            return
+        if phase == "start":
+            self._begun = perf_counter()
+        else:
+            self._last = perf_counter() - self._begun
+
+    def pytest_runtest_logfinish(self) -> None:
+        """A test has been torn down."""
+        if self._last > self.LONG:
+            gc.collect()
+            gc.freeze()
+            self._last = 0.0
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

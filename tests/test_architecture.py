@@ -17,7 +17,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "resources", "config", "optim", "precision", "program", "planning", "integrity", "step", "checkpoint",
         "reporting", "watchdog", "build", "rehearsal", "data", "models", "inference", "loop", "named_state", "engine",
-        "api", "verify", "deepspeed", "huggingface",
+        "api", "verify", "deepspeed", "huggingface", "lightning",
     ),
     "engine.checkpoint": (
         "locks", "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign",
@@ -96,7 +96,6 @@ CRUMBS = {
     "engine.build.overlap": "what the configuration asks for, apart from the assembly of a rank",
     "engine.deepspeed.checkpointing": "deepspeed.checkpointing, a door",
     "engine.deepspeed.zero": "deepspeed.zero, a door",
-    "engine.huggingface.versions": "asked before the libraries are imported",
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.wire.sign_codec": "a code of its own, beside the blocks with which it shares only their names",
     "engine.launch.train_options": "answers --help without torch",
@@ -108,6 +107,8 @@ CRUMBS = {
 STAND_TWICE = {
     "squared_norm": "a public operator and the launch of its GPU kernel",
     "initialize": "DeepSpeed's name too",
+    "Accelerator": "the name of accelerate's class, which it replaces in a script; and what computes",
+    "Strategy": "the name of Lightning's class, which it replaces in a script; and a plan for a block",
 }
 """Names that stand twice, and why."""
 FILES_IN_A_FOLDER = 12
@@ -118,6 +119,7 @@ BROAD_HANDLERS = {
     ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
     ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",
     ("launch/planner/counted_memory.py", "counted_costs"): "a line of the plan",
+    ("launch/planner/sampled_blocks.py", "_sample"): "nobody: the closed form stays, and the count of the plan says it",
     ("engine/planning/profile_calls.py", "run"): "a note of the plan",
     ("engine/planning/step_time/traced_workload.py", "_counted"): "the engine's own trace, which raises it again",
     ("engine/planning/drawn_block.py", "run"): "the block runs again, with the weights whole that its code has read",

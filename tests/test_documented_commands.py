@@ -146,6 +146,12 @@ TESTED = {
         f"{EXAMPLES}test_a_deepspeed_script_prints_the_same_losses_in_both_stages",
     "torchrun --nproc_per_node 2 trainer.py pp2.json MODEL text.txt tuned":
         "tests/engine/huggingface/test_hosts_page.py::test_the_script_prints_the_same_losses_on_its_grids_and_goes_on",
+    "torchrun --nproc_per_node 2 accelerated.py tp2.json MODEL text.txt tuned":
+        "tests/engine/huggingface/test_hosts_page.py::test_a_loop_of_accelerate_prints_the_same_and_goes_on",
+    "torchrun --nproc_per_node 2 sft.py zero3.json MODEL text.txt tuned":
+        "tests/engine/huggingface/test_hosts_page.py::test_a_script_of_trl_prints_the_same_and_goes_on",
+    "torchrun --nproc_per_node 2 lit.py zero3.json text.txt tuned":
+        "tests/engine/huggingface/test_hosts_page.py::test_a_script_of_lightning_prints_the_same_and_goes_on",
     "trine checkpoint info runs/train": f"{CHECKPOINT}test_info_of_one_step_and_of_a_folder_of_train_py",
     "trine checkpoint verify runs/train --all": f"{CHECKPOINT}test_verify_reads_one_or_all",
     "trine checkpoint export runs/train hf": f"{CHECKPOINT}test_export_gives_the_folder_that_was_saved",

@@ -52,6 +52,7 @@ def test_wheel_has_one_top_level_name_and_real_files(wheel: Path) -> None:
         "parallel/grid.py",
         "zero/layout.py",
         "kernels/optim/update_rules.py",
+        "kernels/optim/host_update.cpp",
         "kernels/tuned.json",
         "kernels/overlap.json",
         "launch/cli.py",

@@ -53,6 +53,8 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "kernels-models": (*RUN, "kernels"),
         "integrity": ("engine/integrity",),
         "integrity-cost": ("engine/integrity", "engine/step", "zero"),
+        **dict.fromkeys(("offload-update", "offload-disk"), ("kernels/optim", "zero/offload", "zero/optim")),
+        "offload-step": (*RUN, "kernels/optim"),
         "plan-search": ("engine/planning", "parallel/tensor", "parallel/trace"),
         "timeline": ("engine/step", "parallel/pipeline"),
         **dict.fromkeys(("step", "zero", "pipeline", "tensor"), STEPS),

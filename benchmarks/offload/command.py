@@ -5,14 +5,17 @@
 
 Every contender of the rule updates the same fp32 elements in the same memory with AdamW, since the rate of a machine
 depends on where arrays lie; in turns, a new order each round, of which the median counts. Bytes are those that the rule
-has to move: weights, gradient and two moments read, all but the gradient written.
+has to move: weights, gradient and two moments read, all but the gradient written. What memory gives to an update at
+most is the rate of these reads and writes with sums in place of the rule; a copy fetches what it overwrites too.
 The last rows are whole steps of the engine with its state on the "device", which is the CPU too, and on the host,
 beside the bound of such a step (``steps``) and DeepSpeed's ZeRO-Offload.
 """
 
 import argparse
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +26,9 @@ from benchmarks.offload.disk import disk_cells, disk_works
 from benchmarks.offload.steps import ENGINE_BYTES, RULE_BYTES, step_cells
 from benchmarks.offload.turns import Work, medians
 from benchmarks.peers.cpu_adam import make_cpu_adam
-from engine.kernels.optim.update_rules import AdamRule, adam_
+from engine.kernels.optim.host_library import CompileError, library
+from engine.kernels.optim.host_update import update_adam_
+from engine.kernels.optim.update_rules import AdamRule
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
@@ -34,6 +39,7 @@ from engine.zero.optim.inner_optimizer import GroupOptions
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 
 CORNER = "AdamW on the host"
+BOUND = "its reads and writes alone"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,8 +76,12 @@ def contenders(elements: int, peers: str) -> dict[str, tuple[Work, int]]:
     """One update of each as a call, and the bytes that it has to move for an element."""
     arrays = _Arrays(elements)
     source, target = torch.ones(elements), torch.zeros(elements)
-    found: dict[str, tuple[Work, int]] = {
-        "a plain copy": (partial(target.copy_, source), 8),
+    found: dict[str, tuple[Work, int]] = {"a plain copy": (partial(target.copy_, source), 8)}
+    try:
+        found[BOUND] = (_memory_pass(arrays), RULE_BYTES)
+    except CompileError as error:
+        print(f"{BOUND}: left out, since {error}")
+    found |= {
         "Trine, the update": (_rule(arrays), RULE_BYTES),
         "Trine, all that a bf16 bucket takes": (_bucket(elements), ENGINE_BYTES),
         "torch AdamW, fused": (_torch(arrays, {"fused": True}), RULE_BYTES),
@@ -98,10 +108,26 @@ class _Arrays:
         return {"exp_avg": self.first, "exp_avg_sq": self.second}
 
 
+def _memory_pass(arrays: _Arrays) -> Work:
+    """The reads and writes of an update, which leave the arrays as they are.
+
+    Raises:
+        CompileError: there is no compiler, or nothing may be kept.
+    """
+    made = library(Path(__file__).with_name("memory_pass.cpp"))
+    if made is None:
+        raise CompileError("TRINE_CACHE is 0, so that nothing is compiled")
+    run = ctypes.CDLL(str(made)).memory_pass
+    tensors = (arrays.parameter, arrays.grads, arrays.first, arrays.second)
+    places = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+    numbers = ctypes.c_float(0), ctypes.c_int64(arrays.grads.numel()), ctypes.c_int64(torch.get_num_threads())
+    return lambda: run(*places, *numbers)
+
+
 def _rule(arrays: _Arrays) -> Work:
     weights = arrays.parameter.detach()
     rule = AdamRule(1e-3, (0.9, 0.999), 1e-8, 0.1, decoupled=True)
-    return lambda: adam_([weights], [arrays.grads], [arrays.first], [arrays.second], 3, rule)
+    return lambda: update_adam_([weights], [arrays.grads], [arrays.first], [arrays.second], 3, rule)
 
 
 def _torch(arrays: _Arrays, how: Mapping[str, Any]) -> Work:
@@ -138,4 +164,6 @@ def _update_cells(found: Mapping[str, tuple[Work, int]], elements: int, rounds: 
         "GB/s": lambda name: f"{rates[name] / 1e9:.1f}",
         "of a copy": lambda name: f"{rates[name] / copy:.2f}",
     }
+    if BOUND in rates:
+        columns["of the bound"] = lambda name: f"{rates[name] / rates[BOUND]:.2f}"
     return {(name, column): text(name) for name in found for column, text in columns.items()}

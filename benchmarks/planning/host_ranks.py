@@ -23,7 +23,7 @@ import engine
 from benchmarks.planning.host_cases import CASES, HostCase
 from benchmarks.planning.quiet_rounds import measured_span
 from engine.engine import Engine
-from engine.launch.planner.rank_measurements import MeasuringRanks
+from engine.launch.planner.calibration.rank_measurements import MeasuringRanks
 
 LEAST_ROUNDS = 3
 

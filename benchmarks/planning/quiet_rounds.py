@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.launch.planner.operator_samples import Measuring
+from engine.launch.planner.calibration.operator_samples import Measuring
 
 LEAST = 3
 """Measurements that count, if there are as many."""

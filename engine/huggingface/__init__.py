@@ -1,8 +1,10 @@
-"""The Trainer of Hugging Face over the engine: ``from engine.huggingface import Trainer``.
+"""Hugging Face's loops over the engine: ``from engine.huggingface import Trainer``, or ``Accelerator``.
 
 trainer        Trainer: the host's loop, data, logs, callbacks, optimizer and schedule; the engine's model and files
 arguments      TrainingArguments and the engine's configuration: which value has which owner
-accelerator    the Accelerator that the host's loop calls: data ranks, backward, step
+own_loop       Accelerator: a loop of the user's own, written for accelerate
+loop_settings  a loop of the user's own and the engine's configuration: which value has which owner
+accelerator    what both loops call of accelerate: data ranks, backward, step
 hosted_model   the module that the host's loop calls
 whole_steps    loss and microbatches of a step that runs as one, for pipelines
 versions       the versions of the libraries in which it is tested
@@ -15,15 +17,21 @@ from typing import TYPE_CHECKING, Any
 from engine.huggingface.versions import refuse_untested
 
 if TYPE_CHECKING:
+    from engine.huggingface.own_loop import Accelerator
     from engine.huggingface.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Accelerator", "Trainer"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'engine.huggingface' has no attribute {name!r}")
-    refuse_untested("transformers", "accelerate")
-    from engine.huggingface.trainer import Trainer
+    if name == "Accelerator":
+        refuse_untested("accelerate")
+        from engine.huggingface.own_loop import Accelerator
 
-    return Trainer
+        return Accelerator
+    if name == "Trainer":
+        refuse_untested("transformers", "accelerate")
+        from engine.huggingface.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'engine.huggingface' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The ``Accelerator`` that the Trainer's loop calls, with an engine behind it.
+"""``accelerate.Accelerator`` with an engine behind it: what the Trainer's loop calls, and a loop of the user's own.
 
 gather, num_processes    of data ranks, since the ranks of a replica work on the same rows
 backward                 eng.backward; the last backward of an accumulation carries the weight of the step
@@ -6,15 +6,18 @@ finish_step              eng.step, which clips and updates; its norm is then in 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import recursively_apply
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import gather_object, recursively_apply
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from engine.engine import Engine
@@ -36,6 +39,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     """Norm of the gradients of the last step before clipping, 0-dim; NaN before the first step."""
     skipped: bool
     """The last step made no update."""
+    weighed: bool
+    """A backward of this step carries its weight."""
 
     @classmethod
     def around(cls, host: accelerate.Accelerator, grid: Grid) -> Self:
@@ -44,22 +49,30 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             ConfigError: the library sees other ranks, or another kind of device, than the launcher has started.
         """
-        world = read_world()
-        if world.size != host.state.num_processes:
-            raise ConfigError(
-                f"the launcher has started {world.size} rank(s) and TrainingArguments see {host.state.num_processes}; "
-                "on CPUs give use_cpu=True."
-            )
-        if is_host(world.device) != is_host(host.device):
-            raise ConfigError(
-                f"TrainingArguments put the model on {host.device} and the engine computes on {world.device}; leave "
-                "use_cpu out, or hide the other devices from the process."
-            )
         made = cls.__new__(cls)
         made.__dict__.update(vars(host))
-        made.grid, made.hosted, made.skipped = grid, None, False
-        made.grad_norm = torch.full((), math.nan, device=made.device)
+        made.begin(grid, "TrainingArguments", "use_cpu")
         return made
+
+    def begin(self, grid: Grid, owner: str, on_cpus: str) -> None:
+        """Take the ranks of a grid. ``owner`` of the choice of devices, and its word for CPUs, for an error.
+
+        Raises:
+            ConfigError: accelerate sees other ranks, or another kind of device, than the launcher has started.
+        """
+        world = read_world()
+        if world.size != self.state.num_processes:
+            raise ConfigError(
+                f"the launcher has started {world.size} rank(s) and {owner} found {self.state.num_processes}; on CPUs "
+                f"give {on_cpus}=True."
+            )
+        if is_host(world.device) != is_host(self.device):
+            raise ConfigError(
+                f"{owner} put the model on {self.device} and the engine computes on {world.device}; leave {on_cpus} "
+                "out, or hide the other devices from the process."
+            )
+        self.grid, self.hosted, self.skipped, self.weighed = grid, None, False, False
+        self.grad_norm = torch.full((), math.nan, device=self.device)
 
     @property
     def trained(self) -> Engine:
@@ -97,11 +110,45 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         parts = gathered.chunk(self.grid.world_size)
         return torch.cat([parts[self.grid.rank_at(0, dp, 0)] for dp in range(self.grid.dp)])
 
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The host's, of data ranks: each counts once, whatever the number of ranks of a replica."""
+        reduced, copies = super().reduce(tensor, reduction, scale), self.grid.size("replica")
+        if reduction != "sum" or copies == 1:
+            return reduced
+        return recursively_apply(lambda each: each / copies if each.is_floating_point() else each // copies, reduced)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The host's, of data ranks; with tensor ranks too, where objects are gathered in place of tensors."""
+        if self.grid.size("replica") == 1 or not (use_gather_object or _has_others(input_data)):
+            return super().gather_for_metrics(input_data, use_gather_object)
+        gathered = gather_object([input_data])
+        rows = [row for dp in range(self.grid.dp) for row in gathered[self.grid.rank_at(0, dp, 0)]]
+        ends, remainder = self.gradient_state.end_of_dataloader, self.gradient_state.remainder
+        return rows[:remainder] if ends and remainder > 0 else rows
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """The host's, where every rank is a data rank.
+
+        Raises:
+            ConfigError: the ranks of a replica would be given different inputs.
+        """
+        if (copies := self.grid.size("replica")) > 1:
+            raise ConfigError(
+                f"split_between_processes would give the {copies} ranks of a replica different inputs; take "
+                "inputs[accelerator.process_index :: accelerator.num_processes]."
+            )
+        with super().split_between_processes(inputs, apply_padding) as part:
+            yield part
+
     # ------------------------------------------------------------------ prepare
 
-    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        """The model as it is: the engine has placed it."""
-        return model
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The engine's model as it is; another that is only evaluated, such as a reference, on this rank's device."""
+        placed = isinstance(model, HostedModel) or (self.hosted is not None and model is self.hosted.module)
+        return model if placed or not evaluation_mode or device_placement is False else model.to(self.device)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """A loader over this data rank's batches, whose workers draw what those of the same replica draw."""
@@ -116,7 +163,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
         """An optimizer whose step is the engine's."""
         if not isinstance(optimizer, HostedOptimizer):
-            optimizer = HostedOptimizer(optimizer, self.finish_step)
+            optimizer = HostedOptimizer(optimizer, self.finish_step, self.drop_gradients)
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
         return optimizer
@@ -131,15 +178,23 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Backward of a microbatch: gradients are those of the sum of its losses, averaged over data ranks."""
         last = bool(self.sync_gradients)
         self.trained.set_gradient_accumulation_boundary(last)
-        self.trained.backward((loss, 1.0 if last else 0.0), bool(kwargs.get("retain_graph")))
+        weight, self.weighed = float(last and not self.weighed), self.weighed or last
+        self.trained.backward((loss, weight), bool(kwargs.get("retain_graph")))
         if not last:
             self.trained.step()
 
     def finish_step(self) -> bool:
         """Clip and update; whether the step was skipped. With a pipeline the step has made its update already."""
+        self.weighed = False
         if self.grid.pp == 1 and (report := self.trained.step()) is not None:
             self.record(report)
         return self.skipped
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients since the last update."""
+        self.weighed = False
+        if self.hosted is not None:
+            self.hosted.zero_grad()
 
     def record(self, report: StepReport) -> None:
         """Keep what the loop asks of a step that was made."""
@@ -150,11 +205,36 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """The host's optimizer: its groups are those of the engine's, and ``step`` is the engine's update."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], bool]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], bool], drop: Callable[[], None]) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
-        self._update = update
+        self._update, self._drop = update, drop
 
     def step(self, closure: Any = None) -> None:
         """Update at the end of an accumulation, else nothing."""
         if self.gradient_state.sync_gradients:
             self._is_overflow = self._update()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients since the last update at the end of an accumulation, else nothing."""
+        if self.gradient_state.sync_gradients:
+            self._drop()
+
+
+class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """The host's scheduler, whose step counts data ranks where the host's counts processes."""
+
+    data_ranks: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """After an update one step for each data rank, as many as the host makes with so many processes."""
+        if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
+            super().step(*args, **kwargs)
+        elif not any(each.step_was_skipped for each in self.optimizers):
+            for _ in range(self.data_ranks):
+                if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
+                    self.scheduler.step(*args, **kwargs)
+
+
+def _has_others(data: Any) -> bool:
+    """Whether something in it is no tensor."""
+    return not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(data))

@@ -80,7 +80,7 @@ def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
     for key, owned in _TAKEN.items():
         given, value = raw.get(key, "auto"), owned.value(args)
         if given not in ("auto", None) and given != value:
-            raise _conflict(key, given, owned.name, value)
+            raise conflict(key, given, owned.name, value)
         config[key] = value
     if config.get("train_batch_size") == "auto":
         del config["train_batch_size"]
@@ -98,13 +98,13 @@ def _take_precision(config: dict[str, Any], args: Any) -> None:
             if asked:
                 config["torch_autocast" if key == "bf16" else "fp16"] = {"enabled": True}
         elif bool(config[key].get("enabled")) != asked:
-            raise _conflict(f"{key}.enabled", bool(config[key].get("enabled")), key, asked)
+            raise conflict(f"{key}.enabled", bool(config[key].get("enabled")), key, asked)
 
 
 def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
     kind, optim = str(section.get("type", "AdamW")), str(getattr(args.optim, "value", args.optim))
     if section and kind.lower() not in optim:
-        raise _conflict("optimizer.type", kind, "optim", optim)
+        raise conflict("optimizer.type", kind, "optim", optim)
     for key in section:
         if key not in ("type", "params"):
             raise ConfigError(
@@ -117,7 +117,7 @@ def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
         owned = _OF_ADAM[key]
         value = owned.value(args)
         if given != "auto" and not _equal(given, value):
-            raise _conflict(f"optimizer.params.{key}", given, owned.name, value)
+            raise conflict(f"optimizer.params.{key}", given, owned.name, value)
 
 
 def _check_schedule(section: Mapping[str, Any], args: Any) -> None:
@@ -135,8 +135,9 @@ def _equal(given: Any, value: Any) -> bool:
     return math.isclose(given, value)
 
 
-def _conflict(key: str, given: Any, name: str, value: Any) -> ConfigError:
+def conflict(key: str, given: Any, name: str, value: Any, owner: str = "TrainingArguments") -> ConfigError:
+    """The error about a value of the configuration that its ``owner`` contradicts."""
     return ConfigError(
-        f"{key} is {given} in engine_config and {name} is {value} in TrainingArguments, and a run has one; give the "
-        f'same value, or "auto" in engine_config.'
+        f"{key} is {given} in engine_config and {name} is {value} in {owner}, and a run has one; give the same value, "
+        f'or "auto" in engine_config.'
     )

@@ -32,6 +32,9 @@ class HostedModel(nn.Module):
 
         With a pipeline, outside of training: on every stage.
         """
+        if torch.is_inference_mode_enabled():  # what the engine makes lazily would stay without gradients
+            with torch.inference_mode(False), torch.no_grad():
+                return self(*args, **kwargs)
         if torch.is_grad_enabled():
             return self.trained(*args, **kwargs)
         if self.trained.config.pp == 1:

@@ -26,6 +26,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.huggingface.accelerator import EngineAccelerator
 from engine.huggingface.arguments import refuse_arguments, settled
 from engine.huggingface.hosted_model import HostedModel
+from engine.huggingface.versions import refuse_untested
 from engine.huggingface.whole_steps import OwnLoss, WholeSteps
 
 _STATE = "engine"
@@ -38,6 +39,8 @@ class Trainer(transformers.Trainer):
 
     ``TrainingArguments`` own sizes, precision, optimizer, schedule and clipping; the configuration says the grid, ZeRO
     and what the arguments have no word for. ``per_device_train_batch_size`` counts rows of a data rank.
+
+    A class of TRL may stand behind it: ``class Tuner(Trainer, trl.SFTTrainer)``, on data ranks.
 
     With a pipeline a step runs as one: ``on_pre_optimizer_step`` is called after the update, and the loss is the
     model's, ``compute_loss_func``'s or that of label smoothing.
@@ -71,6 +74,19 @@ class Trainer(transformers.Trainer):
         config = load_config(settled(self._raw, self.args), self.args.world_size)
         self.accelerator = EngineAccelerator.around(self.accelerator, config.grid(self.args.process_index))
         self.gather_function = self.accelerator.gather_for_metrics
+        self._check_trl(config.tp)
+
+    def _check_trl(self, tensor_ranks: int) -> None:
+        """Refuse what a trainer of TRL behind this class cannot do."""
+        kind = next((kind for kind in type(self).__mro__ if kind.__module__.startswith("trl.")), None)
+        if kind is None:
+            return
+        refuse_untested("trl")
+        if tensor_ranks > 1:
+            raise ConfigError(
+                f"{kind.__name__} of TRL with parallel.tensor {tensor_ranks}: its loss multiplies by the whole weight "
+                "of the head, of which a tensor rank has a part; leave parallel.tensor out."
+            )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: the engine moves what a rank holds."""

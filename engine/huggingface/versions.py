@@ -1,4 +1,4 @@
-"""The versions of Hugging Face's libraries in whose training loop the engine is tested. Imports none of them."""
+"""The versions of the libraries in whose training loop the engine is tested. Imports none of them."""
 
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -6,8 +6,10 @@ from types import MappingProxyType
 
 from engine.errors import ConfigError
 
-TESTED: Mapping[str, str] = MappingProxyType({"transformers": "5.23", "accelerate": "1.15"})
-"""Library -> the minor version in which all calls that the Trainer relies on are tested."""
+TESTED: Mapping[str, str] = MappingProxyType(
+    {"transformers": "5.23", "accelerate": "1.15", "lightning": "2.6", "trl": "1.16"}
+)
+"""Library -> the minor version in which all calls that its loop makes are tested."""
 
 
 def refuse_untested(*libraries: str) -> None:

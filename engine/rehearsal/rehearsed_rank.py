@@ -165,14 +165,16 @@ def _cycles_end_with_actions() -> Iterator[None]:
     """Inside, objects that hold each other are let go behind each action and not whenever Python happens to look.
 
     So a rehearsal says the same bytes each time. What exists before, garbage too, is left alone: a look is cheap.
+    What the caller's program has frozen stays so.
     """
-    found = gc.isenabled()
+    found, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         if found:
             gc.enable()
 

@@ -98,6 +98,8 @@ class AlikeRanks(RecordingBackend):
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
         """Copy ``shard`` to every slice of ``full``."""
         super().all_gather(full, shard, axis)
+        if isinstance(full, FakeTensor):
+            return lambda: None  # which has no content
         own = self._own(full, axis)
         for index, part in enumerate(full.view(self._grid.size(axis), -1)):
             if index != self._grid.index(axis):

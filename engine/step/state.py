@@ -27,6 +27,8 @@ class StepState:
     weight: Tensor
     scale: float = 1.0
     """Loss scale: backward multiplies the loss by it, and the update divides by it."""
+    max_norm: float | None = None
+    """Norm to which this step clips gradients; None: ``gradient_clipping`` of the configuration."""
     seconds: float = 0.0
     tokens: int = 0
     text: bool = False

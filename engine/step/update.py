@@ -174,7 +174,7 @@ class Update:
             nonfinite = self._skip(totals, step, runtime)
             self.used_factor = lambda flat: 1.0 / divisor
         else:
-            self._make(clip_factor(norm, self._config.gradient_clipping) / divisor, made, runtime)
+            self._make(clip_factor(norm, self._max_norm(step)) / divisor, made, runtime)
         self.tokens += int(totals.tokens)
         self.samples += self._config.train_batch_size or 0
         self.scale = self.scale.after(overflow=nonfinite is not None)
@@ -284,11 +284,14 @@ class Update:
 
     def _launch(self, packed: Tensor, step: StepState, runtime: RankRuntime) -> DeviceDecidedUpdate:
         """Launch an update that the device decides; after a NaN loss of a pipeline, the host checks the trace first."""
-        clipping, looks = self._config.gradient_clipping, step.look_again is not None
-        condition = Condition(scale=step.scale, max_norm=clipping, finite=self._checks, loss=looks)
+        looks = step.look_again is not None
+        condition = Condition(scale=step.scale, max_norm=self._max_norm(step), finite=self._checks, loss=looks)
         launched = DeviceDecidedUpdate(packed, condition, runtime.optimizer)
         launched.launch(runtime.learning_rate, self.made)
         return launched
+
+    def _max_norm(self, step: StepState) -> float:
+        return self._config.gradient_clipping if step.max_norm is None else step.max_norm
 
     def _check(self, totals: StepTotals[float], step: StepState) -> StepTotals[float]:
         """Raise the problem of any rank; after a NaN loss of a pipeline, all ranks trace again together."""

@@ -30,6 +30,8 @@ from engine.step.batch_check import check_batch
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
+from engine.zero.flat_buckets import gradient_squared_norm
+from engine.zero.optim.master_weights import gradient_norm
 from engine.zero.reduce.reducer import Backward
 
 _MANAGED_KEYS = 2**16
@@ -184,6 +186,19 @@ class UserLoop:
         weight = step.weight.clone()
         runtime.comm.all_reduce(weight, "dp", "weight").wait()
         return float(weight) * step.scale
+
+    def clip(self, max_norm: float) -> float:
+        """See :meth:`engine.Engine.clip_gradients`."""
+        if not max_norm > 0:
+            raise EngineError(
+                f"clip_gradients was given max_norm {max_norm:g}, and a norm to clip to is above 0; give math.inf to "
+                "learn the norm alone."
+            )
+        divisor, step, runtime = self.reduce_gradients(), self._open_step(), self._runtime
+        squared = gradient_squared_norm(runtime.buckets, runtime.kernels).to(step.loss.device)
+        runtime.comm.all_reduce(squared, "world", "gradient norm").wait()
+        step.max_norm = max_norm
+        return gradient_norm(float(squared), divisor)
 
     def leave(self, call: str) -> None:
         """Refuse ``call`` between the backwards of one step, and forget forwards without a backward."""

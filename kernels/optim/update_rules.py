@@ -1,7 +1,8 @@
 """Optimizer updates on flat local tensors, in place. They are elementwise: updating a shard equals updating the whole.
 
 Adam, AdamW and SGD run torch's fused kernels (one pass over memory, on CPU and GPU). Step counts are Python ints, and
-the moments are the only tensors in the caller's state.
+the moments are the only tensors in the caller's state. Large updates on the host have a kernel of our own, with the
+same bits (``host_update``).
 """
 
 from collections.abc import Sequence

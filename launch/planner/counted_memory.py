@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from engine.build.request import Request
+from engine.config import Config
 from engine.errors import first_line
 from engine.launch.planner.planned_model import PlannedModel
 from engine.parallel.model.user_code import is_own_mistake
@@ -26,24 +27,31 @@ MOST_SILENT = 150
 """Modules that are run on shapes without a word: a few seconds."""
 
 
-def counted_costs(
-    costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec, searches: bool = False
-) -> tuple[PlanCosts, str]:
-    """The costs with what lives on each pipeline rank in place of activations and buffers; and words about that.
-
-    A model that is too large, or that does not run on shapes, keeps the estimate; the words say which.
+def why_not_counted(plan: Plan, planned: PlannedModel, searches: bool = False) -> str:
+    """Why the activations of ``plan`` stay estimates; empty if they are counted.
 
     Args:
         searches: the plan is one of several, so that a long pipeline of a deep model keeps the estimate too.
     """
-    leaves = sum(1 for module in planned.model.modules() if not any(True for _ in module.children()))
+    leaves = _leaves(planned)
     if searches and leaves * plan.config.pp > MOST_SEARCHED:
-        return costs, (
-            f"activations and buffers are estimates: a search does not run {leaves:,} modules on {plan.config.pp} "
-            "pipeline ranks on shapes; the plan of this configuration alone does"
+        return (
+            f"a search does not run {leaves:,} modules on {plan.config.pp} pipeline ranks on shapes; the plan of this "
+            "configuration alone does"
         )
-    if leaves > MOST_LEAVES:
-        return costs, f"activations and buffers are estimates: {leaves:,} modules are too many to run on shapes"
+    return f"{leaves:,} modules are too many to run on shapes" if leaves > MOST_LEAVES else ""
+
+
+def _leaves(planned: PlannedModel) -> int:
+    return sum(1 for module in planned.model.modules() if not any(True for _ in module.children()))
+
+
+def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
+    """The costs with what lives on each pipeline rank in place of activations and buffers; and words about that.
+
+    A model that does not run on shapes keeps the estimate; the words say so.
+    """
+    leaves = _leaves(planned)
     if leaves > MOST_SILENT:
         print(
             f"counting activations of {costs.layout} on shapes: {leaves:,} modules, {plan.config.pp} pipeline ranks",
@@ -74,14 +82,18 @@ def counted_costs(
     return replace(costs, memory=memory), words
 
 
+def kernels_of(config: Config, gpu: GpuSpec) -> PlannedKernels | None:
+    """What ``gpu`` would choose; None where the configuration wants the reference operators."""
+    return None if config.kernels == "reference" else PlannedKernels(config.kernels, gpu.name)
+
+
 def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[RankForecast]:
-    mode = plan.config.kernels
     rehearsal = PlanRehearsal(
         model=planned.model,
         plan=plan,
         request=Request(planned.loss_fn),
         example=map_tensors(planned.row, lambda row: row.new_empty((plan.config.micro, *row.shape[1:]))),
-        kernels=None if mode == "reference" else PlannedKernels(mode, gpu.name),
+        kernels=kernels_of(plan.config, gpu),
         plan_of=lambda shorter: planned.plan_shorter(shorter, plan),
     )
     return rehearsal.forecasts()

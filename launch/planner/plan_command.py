@@ -26,6 +26,8 @@ from engine.planning.cost_model.workload import Workload
 
 if TYPE_CHECKING:
     from engine.launch.planner.planned_model import PlannedModel
+    from engine.launch.planner.sampled_blocks import SampledBlocks
+    from engine.planning.plan import Plan
 
 MOST_ACTIONS = 12_000
 """Forwards of all stages and microbatches in the whole plans of a search together, a millisecond each."""
@@ -42,7 +44,7 @@ def run_plan(options: Namespace) -> None:
         EngineError: the request, the model or the configuration is wrong; one sentence.
     """
     if options.calibrate is not None:
-        from engine.launch.planner.calibrate import calibrate
+        from engine.launch.planner.calibration.calibrate import calibrate
 
         calibrate(options.calibrate, options.links, options.world)
         return
@@ -59,14 +61,14 @@ def run_plan(options: Namespace) -> None:
 
 def _planned(asked: PlanAsked, config: Config | None) -> Planned:
     """The whole plan of the configuration, or of the fastest layout that fits."""
-    model = _Model(asked)
+    model = _Model(asked, config)
     if config is None:
         return _chosen(asked, model)
     made = _costed(asked, model, config, {})
     if made.fits:
         return made
     search = _searched(asked, model.workload(config), config)
-    choice = LayoutChoice(search.ranked, USABLE * asked.gpu.memory_bytes)
+    choice = _choice(model, search)
     choice.learn(made.costs.closed, made.costs.fullest)
     return _with_change(made, search, choice)
 
@@ -76,7 +78,7 @@ def _chosen(asked: PlanAsked, model: "_Model") -> Planned:
     search = _searched(asked, model.workload(None), None)
     if not search.ranked:
         raise ConfigError(_nothing_fits(search, asked))
-    choice, made, refused = LayoutChoice(search.ranked, USABLE * asked.gpu.memory_bytes), list[Planned](), []
+    choice, made, refused = _choice(model, search), list[Planned](), list[EngineError]()
     for one in islice(choice, MOST_COUNTED):
         settings = settings_of(one.layout)
         try:
@@ -100,14 +102,24 @@ def _with_change(made: Planned, search: SearchResult, choice: LayoutChoice) -> P
     return replace(made, change=nearest(likely, made.costs.layout), smallest=search.smallest)
 
 
+def _choice(model: "_Model", search: SearchResult) -> LayoutChoice:
+    """The layouts of a search in turn, as far as samples of the model's blocks let them fit."""
+    from engine.launch.planner.sampled_blocks import working_of
+
+    limit = USABLE * model.asked.gpu.memory_bytes
+    return LayoutChoice(search.ranked, limit, working_of(model.samples, model.workload(model.config)))
+
+
 def _costed(
     asked: PlanAsked, model: "_Model", config: Config, settings: dict[str, Any], counts: bool = True
 ) -> Planned:
     """``counts``: activations are counted on shapes where that takes seconds; else they are estimated."""
-    from engine.planning.step_time.plan_costs import plan_costs
+    from engine.planning.step_time.plan_costs import plan_costs, planned_layout
 
     plan = model.built.plan(config)
-    costs = plan_costs(plan, model.workload(config), asked.gpu, asked.node)
+    estimated = not counts or model.why_not_counted(plan)
+    sample = model.samples.of(planned_layout(plan)) if estimated else None
+    costs = plan_costs(plan, model.workload(config), asked.gpu, asked.node, sample)
     if asked.host is not None and asked.world == asked.host.ranks and plan.precision.compute is None:
         costs = replace(costs, time=model.built.host_time(plan, asked.host))
     made = Planned(
@@ -127,7 +139,10 @@ def _counted(model: "_Model", made: Planned, searches: bool = False) -> Planned:
     """The plan with its activations counted in place of estimates, where that takes seconds."""
     from engine.launch.planner.counted_memory import counted_costs
 
-    costs, words = counted_costs(made.costs, made.plan, model.built, made.asked.gpu, searches)
+    if reason := model.why_not_counted(made.plan, searches):
+        sampled = ", at the scale of blocks that were counted" * (model.samples.of(made.costs.layout) is not None)
+        return replace(made, counted=f"activations and buffers are estimates{sampled}: {reason}")
+    costs, words = counted_costs(made.costs, made.plan, model.built, made.asked.gpu)
     return replace(made, costs=costs, counted=words, fits=costs.fullest.total <= made.asked.gpu.memory_bytes)
 
 
@@ -144,7 +159,7 @@ def _usual_rows(world: int, work: Workload) -> int:
 
 def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None:
     """All layouts by closed forms, whole plans of the best, the winner as a configuration."""
-    model = _Model(asked)
+    model = _Model(asked, config)
     found = _searched(asked, model.workload(config), config)
     if not found.ranked:
         raise ConfigError(_nothing_fits(found, asked))
@@ -179,7 +194,7 @@ def _fitting(finals: _Finals, found: SearchResult, top: int) -> list[Planned]:
     Plans are counted until that is so, and further layouts are planned where all finalists turn out to be too large.
     """
     planned = list(_finalists(finals, found, top))
-    choice = LayoutChoice(found.ranked, USABLE * finals.asked.gpu.memory_bytes)
+    choice = _choice(finals.model, found)
     for one in planned:
         choice.pass_over(one.costs.layout)
     for _ in range(MOST_COUNTED):
@@ -268,11 +283,12 @@ def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -
 class _Model:
     """The model, built when it is first needed: sizes that are known need no torch."""
 
-    def __init__(self, asked: PlanAsked) -> None:
+    def __init__(self, asked: PlanAsked, config: Config | None) -> None:
         self.refused: list[str] = []
         """Layouts that the engine refuses, each with its reason."""
-        self._asked = asked
+        self.asked, self.config = asked, config
         self._built: PlannedModel | None = None
+        self._samples: SampledBlocks | None = None
         self._workloads: dict[Hashable, Workload] = {}
 
     @property
@@ -281,13 +297,31 @@ class _Model:
         if self._built is None:
             from engine.launch.planner.planned_model import build_model
 
-            self._built = build_model(self._asked.model)
+            self._built = build_model(self.asked.model)
         return self._built
+
+    @property
+    def samples(self) -> "SampledBlocks":
+        """What was counted of its blocks, under the given configuration or none."""
+        if self._samples is None:
+            from engine.launch.planner.sampled_blocks import SampledBlocks
+
+            base = self.asked.config
+            self._samples = SampledBlocks(
+                self.built, lambda layout: load_config(settings_of(layout, base), layout.world), self.asked.gpu
+            )
+        return self._samples
+
+    def why_not_counted(self, plan: "Plan", searches: bool = False) -> str:
+        """Why activations of ``plan`` stay estimates; empty if they are counted."""
+        from engine.launch.planner.counted_memory import why_not_counted
+
+        return why_not_counted(plan, self.built, searches) if self.asked.counts else "--estimate was given"
 
     def workload(self, config: Config | None) -> Workload:
         """From its sizes, or from a forward on shapes."""
-        if self._asked.model.shape is not None:
-            return self._asked.model.shape.workload()
+        if self.asked.model.shape is not None:
+            return self.asked.model.shape.workload()
         config = config or load_config(settings_of(TrainingLayout()), 1)
         dtypes = config.bf16.enabled, config.fp16.enabled, config.torch_autocast.enabled, tuple(config.keep_fp32)
         if dtypes not in self._workloads:

@@ -51,6 +51,8 @@ class PlanAsked:
     """Measured operators of a host, where the hardware file has them."""
     dollars: float | None
     """Of a GPU and hour."""
+    counts: bool
+    """Activations are counted on shapes, where the model lets that be done."""
 
 
 def add_plan_options(command: ArgumentParser) -> None:
@@ -76,6 +78,9 @@ def add_plan_options(command: ArgumentParser) -> None:
     command.add_argument("--search", action="store_true", help="rank all grids x ZeRO x schedules x microbatches")
     command.add_argument("--top", type=int, default=4, help="layouts whose whole plan is made in a search (default 4)")
     command.add_argument("--out", type=Path, metavar="FILE", help="write the planned JSON configuration")
+    command.add_argument("--estimate", action="store_true", help=(
+        "do not count activations of whole plans on shapes, which takes a minute or more for hundreds of modules"
+    ))  # fmt: skip
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_argument("--calibrate", type=Path, metavar="FILE", help=(
         "measure products, attention and passes over memory here, and write such a file for --gpu"
@@ -127,6 +132,7 @@ def read_request(options: Namespace) -> PlanAsked:
         rows=options.batch,
         host=load_host_rates(Path(options.gpu)),
         dollars=options.price,
+        counts=not options.estimate,
     )
 
 

@@ -1,9 +1,13 @@
-"""Faults of Hugging Face's Trainer over the engine: owners of values, steps of a pipeline, losses of evaluation."""
+"""Faults of other libraries' loops over the engine: owners of values, steps of a pipeline, clipping, replicas."""
 
 from tests.faults.fault import Fault
 
 _ARGUMENTS = "tests/engine/huggingface/test_arguments.py"
 _STEPS = "tests/engine/huggingface/test_whole_steps.py"
+_SETTINGS = "tests/engine/huggingface/test_loop_settings.py"
+_LOOP = "tests/engine/huggingface/test_own_loop.py"
+_CLIPPING = "tests/engine/step/test_clipping.py"
+_LIGHTNING = "tests/engine/lightning/test_hosted_module.py"
 
 HOSTS = (
     Fault(
@@ -53,5 +57,53 @@ HOSTS = (
         old="        loss = losses.sum()\n",
         new="        loss = losses.mean()\n",
         tests=(f"{_STEPS}::test_losses_of_microbatches_become_that_of_the_batch",),
+    ),
+    Fault(
+        name="clipping-of-the-loop-ignored",
+        about="A step clips to the norm of the configuration, whatever the loop has said.",
+        file="engine/step/update.py",
+        old="        return self._config.gradient_clipping if step.max_norm is None else step.max_norm\n",
+        new="        return self._config.gradient_clipping\n",
+        tests=(f"{_CLIPPING}::test_the_norm_is_that_of_one_process",),
+    ),
+    Fault(
+        name="norm-of-one-rank",
+        about="The norm that a loop is told is that of the shards of its own rank.",
+        file="engine/step/user_loop.py",
+        old='        runtime.comm.all_reduce(squared, "world", "gradient norm").wait()\n',
+        new="",
+        tests=(f"{_CLIPPING}::test_the_norm_is_that_of_one_process",),
+    ),
+    Fault(
+        name="accumulation-of-the-loop-overruled",
+        about="A configuration that contradicts a loop of the user's own is overruled without a word.",
+        file="engine/huggingface/loop_settings.py",
+        old="        if config.get(key) is not None and config[key] != value:\n",
+        new="        if False:\n",
+        tests=(f"{_SETTINGS}::test_two_owners_are_refused",),
+    ),
+    Fault(
+        name="ranks-of-a-replica-summed",
+        about="A sum over the ranks of an Accelerator counts each tensor rank, and metrics are twice as large.",
+        file="engine/huggingface/accelerator.py",
+        old='        if reduction != "sum" or copies == 1:\n',
+        new="        if True:\n",
+        tests=(f"{_LOOP}::test_mistakes_are_one_sentence_and_replicas_count_once",),
+    ),
+    Fault(
+        name="clipped-twice",
+        about="A second clip_grad_norm_ in a step replaces the first without a word.",
+        file="engine/huggingface/own_loop.py",
+        old="        if self._clipped:\n",
+        new="        if False:\n",
+        tests=(f"{_LOOP}::test_mistakes_are_one_sentence_and_replicas_count_once",),
+    ),
+    Fault(
+        name="parameters-beside-the-module-stay",
+        about="Parameters of a LightningModule beside the placed module are never trained, and nobody says so.",
+        file="engine/lightning/hosted_module.py",
+        old="    if beside:\n",
+        new="    if False:\n",
+        tests=(f"{_LIGHTNING}::test_parameters_beside_it_are_refused",),
     ),
 )

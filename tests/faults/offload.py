@@ -5,6 +5,8 @@ from tests.faults.fault import Fault
 _COPIES = "tests/zero/offload/test_host_copies.py"
 _TRAINING = "tests/zero/offload/test_offloaded_training.py"
 _DISK = "tests/zero/offload/test_disk.py"
+_KERNEL = "tests/kernels/optim/test_host_update.py"
+_LIBRARY = "tests/kernels/optim/test_host_library.py"
 _SAVED = "tests/engine/checkpoint/test_offloaded_state.py"
 
 OFFLOAD = (
@@ -129,5 +131,46 @@ OFFLOAD = (
         old="            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            shutil.rmtree(folder",
         new="            shutil.rmtree(folder",
         tests=(f"{_DISK}::test_what_a_killed_run_left_is_deleted_and_a_live_one_is_spared",),
+    ),
+    Fault(
+        name="last-elements-of-a-host-update-as-vectors",
+        about="The last elements of an array are rounded otherwise than torch rounds them, so ranks with and without a "
+        "compiler drift apart.",
+        file="kernels/optim/host_update.cpp",
+        old="const int64_t whole = end - (end - begin) % lanes;",
+        new="const int64_t whole = end;",
+        tests=(f"{_KERNEL}::test_adam_has_torchs_bits",),
+    ),
+    Fault(
+        name="writes-of-one-bit-not-seen",
+        about="Weights that a user has moved to the next bf16 number are taken for those that the host has rounded.",
+        file="kernels/optim/host_update.cpp",
+        old="return (rounded ^ narrow) |",
+        new="return (rounded >> 1 ^ narrow >> 1) |",
+        tests=(f"{_KERNEL}::test_what_is_written_into_rounded_weights_is_seen",),
+    ),
+    Fault(
+        name="host-update-without-proof",
+        about="A kernel that a compiler has made with other roundings than torch's updates the weights of some ranks.",
+        file="kernels/optim/host_update.py",
+        old="        if has_bits_of_torch(kernel):\n            return kernel\n",
+        new="        return kernel\n",
+        tests=(f"{_LIBRARY}::test_a_kernel_with_other_bits_is_not_used",),
+    ),
+    Fault(
+        name="damaged-library-loaded",
+        about="A compiled kernel that was damaged on disk is loaded into every rank of the next run.",
+        file="kernels/optim/host_library.py",
+        old='        if found.stem == f"{stem}-{_hashed(found.read_bytes())}":\n',
+        new="        if found.exists():\n",
+        tests=(f"{_LIBRARY}::test_a_damaged_library_is_made_anew",),
+    ),
+    Fault(
+        name="every-rank-compiles",
+        about="All ranks of a host compile the same kernel at once.",
+        file="kernels/optim/host_library.py",
+        old="        fcntl.flock(lock, fcntl.LOCK_EX)\n",
+        new="",
+        tests=(f"{_LIBRARY}::test_of_two_processes_one_compiles",),
     ),
 )

@@ -16,7 +16,9 @@ SILENT = Fault(name="a", about="It is wrong.", file="zero/layout.py", old="", ne
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_fits_its_file(fault: Fault) -> None:
     before, after = (ROOT / fault.file).read_text(encoding="utf-8"), fault.patched()
-    assert ast.dump(ast.parse(before)) != ast.dump(ast.parse(after)), "it is other code"
+    assert before != after
+    if fault.file.endswith(".py"):
+        assert ast.dump(ast.parse(before)) != ast.dump(ast.parse(after)), "it is other code"
     assert (ROOT / fault.file).resolve() == ROOT / fault.file, "a file is named by its real path"
 
 

@@ -24,7 +24,8 @@ from torch.optim.optimizer import ParamsT
 
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
-from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
+from engine.kernels.optim.host_update import update_adam_, update_lion_, update_sgd_
+from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule
 from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
@@ -277,7 +278,7 @@ class FlatAdam(FlatOptimizer):
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         rule = adam_rule(group)
         first, second = self._moments(weights, "exp_avg"), self._moments(weights, "exp_avg_sq")
-        adam_(weights, grads, first, second, group["step"], rule)
+        update_adam_(weights, grads, first, second, group["step"], rule)
 
 
 def adam_rule(group: Mapping[str, Any]) -> AdamRule:
@@ -316,7 +317,7 @@ class FlatSGD(FlatOptimizer):
         rule = SGDRule(
             float(group["lr"]), group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"]
         )
-        buffers = sgd_(weights, grads, [self.state[w].get("momentum_buffer") for w in weights], rule)
+        buffers = update_sgd_(weights, grads, [self.state[w].get("momentum_buffer") for w in weights], rule)
         for weight, buffer in zip(weights, buffers, strict=True):
             if buffer is not None:
                 self.state[weight]["momentum_buffer"] = buffer
@@ -341,7 +342,7 @@ class FlatLion(FlatOptimizer):
 
     def _update(self, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         rule = LionRule(float(group["lr"]), tuple(group["betas"]), group["weight_decay"])
-        lion_(weights, grads, self._moments(weights, "exp_avg"), rule)
+        update_lion_(weights, grads, self._moments(weights, "exp_avg"), rule)
 
 
 _COUNTED = ("step", "lr", "betas")

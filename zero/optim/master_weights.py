@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.kernels.optim.host_update import rounds_to
 from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket, slot_view
 
@@ -64,6 +65,8 @@ def sync_masters(flat: FlatBucket) -> None:
         return
     if flat.host_sums is None:
         _take_written(kept, flat.master)
+        return
+    if rounds_to(flat.master, kept):
         return
     for here, master in zip(torch.split(kept, _AT_ONCE), torch.split(flat.master, _AT_ONCE), strict=True):
         # most often nothing is written, which the bits tell without a copy in the dtype of the master

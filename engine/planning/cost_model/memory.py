@@ -12,6 +12,7 @@ With P the parameters of the fullest stage on a tensor rank and N data ranks, in
 """
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
 from engine.planning.cost_model.stages import StageShare, microbatches_held
@@ -25,6 +26,15 @@ LOGIT_HELD_BYTES = 12
 """Held for an element of the logits: in 16 bits, in 32, and the gradients of both."""
 SLACK = 0.1
 """Of activations and buffers (assumed)."""
+
+
+class BlockSample(NamedTuple):
+    """What was counted of a few blocks on one tensor rank: bytes for a microbatch of one row, of an average block."""
+
+    kept: float
+    """That one more block keeps until its backward."""
+    around: float
+    """That live besides at the peak: of the first and last layers, or of a block that is recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 1,024 ranks: grids x ZeRO 0 to 3 x schedules x microbatches x recomputation are some thousands
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from engine.errors import PlanError
 from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
 from engine.planning.cost_model.layout import Reduction, TrainingLayout
 from engine.planning.cost_model.memory import SLACK, RankMemory
+from engine.planning.cost_model.stages import SPLIT
 from engine.planning.cost_model.workload import Recomputation, Workload
 
 RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")
@@ -139,25 +140,32 @@ MOST_COUNTED = 6
 """Layouts whose plans are made and counted, until one fits."""
 
 
+Working = Callable[[LayoutEstimate, bool], float | None]
+"""Bytes of activations and buffers of a layout by samples of its blocks; the flag: take a sample if there is none yet.
+None: nothing is known but the closed form."""
+
+
 class LayoutChoice:
     """The fastest layouts in turn, passing over those that cannot fit by what was counted of others.
 
-    A closed form has a factor for each mode of recomputation: bytes of activations and buffers that were counted, over
-    its own, of the layout of this mode that was counted last; 1 before.
+    Samples of blocks take the place of closed forms where there are some. What remains has a factor for each mode of
+    recomputation, with and without backwards in two parts, which hold more: bytes of activations and buffers that were
+    counted of a whole plan, over those by samples or in closed form, of the layout that was counted last; 1 before.
 
     Args:
         ranked: layouts that fit in closed form, the fastest first.
         limit: bytes that a layout may take.
+        working: what samples say.
     """
 
-    def __init__(self, ranked: Sequence[LayoutEstimate], limit: float) -> None:
-        self._ranked, self._limit = ranked, limit
-        self._factors: dict[Recomputation, float] = {}
+    def __init__(self, ranked: Sequence[LayoutEstimate], limit: float, working: Working = lambda *_: None) -> None:
+        self._ranked, self._limit, self._working = ranked, limit, working
+        self._factors: dict[tuple[Recomputation, bool], float] = {}
         self._tried: set[TrainingLayout] = set()
 
     def __next__(self) -> LayoutEstimate:
         for one in self._ranked:
-            if one.layout not in self._tried and self.need(one) <= self._limit:
+            if one.layout not in self._tried and self.need(one, fresh=True) <= self._limit:
                 self._tried.add(one.layout)
                 return one
         raise StopIteration
@@ -168,19 +176,28 @@ class LayoutChoice:
     def learn(self, estimate: LayoutEstimate, counted: RankMemory) -> None:
         """Note what was counted of the layout of ``estimate``."""
         self._tried.add(estimate.layout)
-        closed = estimate.memory.activations + estimate.memory.buffers
-        if closed > 0:
-            self._factors[estimate.layout.recomputation] = (counted.activations + counted.buffers) / closed
+        before = self._known(estimate, False)
+        if before > 0:
+            self._factors[_held_alike(estimate.layout)] = (counted.activations + counted.buffers) / before
 
     def pass_over(self, layout: TrainingLayout) -> None:
         """Do not give ``layout``, which has been planned."""
         self._tried.add(layout)
 
-    def need(self, one: LayoutEstimate) -> float:
-        """Bytes of a rank, as far as they are known."""
-        more = self._factors.get(one.layout.recomputation, 1.0) - 1
-        return one.memory.total + (1 + SLACK) * more * (one.memory.activations + one.memory.buffers)
+    def need(self, one: LayoutEstimate, fresh: bool = False) -> float:
+        """Bytes of a rank, as far as they are known; ``fresh``: with a sample that is taken now, if need be."""
+        working = self._factors.get(_held_alike(one.layout), 1.0) * self._known(one, fresh)
+        return one.memory.total + (1 + SLACK) * (working - one.memory.activations - one.memory.buffers)
 
     def likely(self) -> tuple[LayoutEstimate, ...]:
         """Layouts that were not tried and fit as far as is known, the fastest first."""
         return tuple(one for one in self._ranked if one.layout not in self._tried and self.need(one) <= self._limit)
+
+    def _known(self, one: LayoutEstimate, fresh: bool) -> float:
+        """Activations and buffers before the factor."""
+        sampled = self._working(one, fresh)
+        return one.memory.activations + one.memory.buffers if sampled is None else sampled
+
+
+def _held_alike(layout: TrainingLayout) -> tuple[Recomputation, bool]:
+    return layout.recomputation, layout.schedule in SPLIT

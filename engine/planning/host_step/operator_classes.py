@@ -1,5 +1,5 @@
 """Which table of seconds an operator of torch reads, and by which size. A new class needs a row here and a maker in
-``launch/planner/operator_seconds.py``.
+``launch/planner/calibration/operator_seconds.py``.
 
     product nt    x [m, k] times w' of a weight w [n, k], as forwards multiply; "tn" gives weight gradients, "nn" the
                   gradients of inputs. A letter tells how a factor lies in memory, t: as the transpose of what it is

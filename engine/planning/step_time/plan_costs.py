@@ -13,7 +13,14 @@ from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
 from engine.planning.cost_model.links import LinkSpeed
-from engine.planning.cost_model.memory import CHANNEL_BYTES, CONTEXT_BYTES, SLACK, RankMemory, working_bytes
+from engine.planning.cost_model.memory import (
+    CHANNEL_BYTES,
+    CONTEXT_BYTES,
+    SLACK,
+    BlockSample,
+    RankMemory,
+    working_bytes,
+)
 from engine.planning.cost_model.placement import tensor_groups_cross
 from engine.planning.cost_model.roofline import UPDATE_BYTES, Roofline
 from engine.planning.cost_model.workload import Workload
@@ -74,8 +81,8 @@ def planned_layout(plan: Plan) -> TrainingLayout:
     )
 
 
-def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int) -> PlanCosts:
-    """The costs of ``plan`` on nodes of ``node`` GPUs."""
+def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int, sample: BlockSample | None = None) -> PlanCosts:
+    """The costs of ``plan`` on nodes of ``node`` GPUs; ``sample``: what its blocks keep, where that was counted."""
     layout, traits = planned_layout(plan), EngineTraits()
     time = _seconds(plan, work, gpu, node, Roofline(work, layout, gpu, traits))
     crossing = 0.0
@@ -84,7 +91,7 @@ def plan_costs(plan: Plan, work: Workload, gpu: GpuSpec, node: int) -> PlanCosts
         crossing = max(0.0, time.communication.get("tp", 0.0) - inside.communication.get("tp", 0.0))
     return PlanCosts(
         layout=layout,
-        memory=tuple(_memory(plan, work, layout, pp) for pp in range(layout.pp)),
+        memory=tuple(_memory(plan, work, layout, pp, sample) for pp in range(layout.pp)),
         time=time,
         closed=StepModel(work, gpu, node).estimate(layout),
         tokens=layout.rows * work.context,
@@ -117,15 +124,18 @@ def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roof
     return predict_step(plan, computation, place_axes(grid, hosts, host_links(gpu, node)))
 
 
-def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int) -> RankMemory:
+def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample: BlockSample | None) -> RankMemory:
     coord = Coord(pp, 0, 0)
     state: Mapping[str, int] = plan.rank(plan.grid(0).rank_at(pp, 0, 0)).state_bytes
     wide = 1 if plan.precision.compute is not None and plan.precision.compute.itemsize == 2 else 2
     kept, logits, again = working_bytes(work, layout)
+    kept, again = (wide * kept, wide * again) if sample is None else (sample.kept * layout.micro, wide * again)
     blocks, live = _blocks(plan, work, pp), peak_live(plan.schedule)[pp]
-    activations = wide * kept * blocks * live / len(plan.stages(pp))
-    last = logits if pp == plan.last_rank else 0.0
-    buffers = max(last, wide * again) + _gathered(plan, coord)
+    activations = kept * blocks * live / len(plan.stages(pp))
+    last = 0.0
+    if pp == plan.last_rank:
+        last = logits if sample is None else max(logits, sample.around * layout.micro)
+    buffers = max(last, again) + _gathered(plan, coord)
     axes = sum(size > 1 for size in (layout.dp, layout.tp, layout.pp))
     return RankMemory(
         parameters=state["parameters"] + state["frozen parameters"] + state.get("secondary shards", 0),

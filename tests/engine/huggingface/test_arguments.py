@@ -154,6 +154,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_the_engine_imports_no_host() -> None:
-    code = "import sys, engine, engine.huggingface; print({'transformers', 'accelerate'} & set(sys.modules))"
+    hosts = "{'transformers', 'accelerate', 'lightning', 'trl'}"
+    code = f"import sys, engine, engine.huggingface, engine.lightning; print({hosts} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "set()"

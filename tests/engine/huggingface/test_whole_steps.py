@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import engine
-from engine.huggingface.hosted_model import with_one_loss
+from engine.huggingface.hosted_model import HostedModel, with_one_loss
 from engine.huggingface.whole_steps import OwnLoss, WholeSteps
+from tests import models
 
 
 @dataclass
@@ -100,3 +101,15 @@ def test_losses_of_microbatches_become_that_of_the_batch(
 ) -> None:
     output = with_one_loss({"loss": torch.tensor(losses)}, batch, 2)
     assert float(output["loss"]) == pytest.approx(expected)
+
+
+def test_a_model_that_is_made_under_inference_mode_trains() -> None:
+    """A host may evaluate first, in inference mode, whose tensors never have gradients."""
+    (ids,) = models.token_batches(2, 1)
+    with engine.initialize(models.decoder(), {"train_micro_batch_size_per_gpu": 2}) as eng:
+        hosted = HostedModel(eng)
+        with torch.inference_mode():
+            output = hosted(ids[:, :-1])
+        assert not output.is_inference() and not output.requires_grad
+        eng.backward(hosted(ids[:, :-1]).square().mean())
+        assert eng.step() is not None

@@ -110,8 +110,10 @@ def test_what_does_not_fit_says_what_would(llama: Path, tmp_path: Path, capsys: 
 
 
 def count_more(monkeypatch: pytest.MonkeyPatch, modes: Sequence[str], gib: float) -> list[str]:
-    """Counting finds so much more where these are recomputed; returns the layouts that are counted."""
-    from engine.launch.planner import counted_memory
+    """Counting finds so much more where these are recomputed; returns the layouts that are counted. No samples."""
+    from engine.launch.planner import counted_memory, sampled_blocks
+
+    monkeypatch.setattr(sampled_blocks.SampledBlocks, "of", lambda *_, **__: None)
 
     layouts = list[str]()
 
@@ -161,9 +163,29 @@ def test_a_search_keeps_estimates_where_counting_would_take_long(
     out = tmp_path / "best.json"
     given = llama, "--world", 8, "--batch", 32, "--search", "--top", 1, "--out", out
     (found,) = planned(capsys, *given)["finalists"]
-    assert found["counted"].startswith("activations and buffers are estimates: a search does not run ")
+    start = "activations and buffers are estimates, at the scale of blocks that were counted: a search does not run "
+    assert found["counted"].startswith(start)
     alone = planned(capsys, llama, out, "--world", 8)
     assert alone["counted"].startswith("activations and buffers of each pipeline rank, by storages on shapes: ")
+
+
+def test_a_model_that_is_too_large_to_count_has_estimates_at_the_scale_of_its_blocks(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from engine.launch.planner import counted_memory
+
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps({**GRID, "parallel": {"tensor": 2}}))
+    given = llama, config, "--world", 8
+    (counted,) = planned(capsys, *given)["memory_bytes"]
+    monkeypatch.setattr(counted_memory, "MOST_LEAVES", 1)
+    found = planned(capsys, *given)
+    (estimate,) = found["memory_bytes"]
+    start = "activations and buffers are estimates, at the scale of blocks that were counted: "
+    assert found["counted"].startswith(start) and found["counted"].endswith("modules are too many to run on shapes")
+    assert estimate["activations"] + estimate["buffers"] == pytest.approx(counted["activations"], rel=0.1)
+    asked = planned(capsys, *given, "--estimate")
+    assert asked["memory_bytes"] == found["memory_bytes"] and asked["counted"] == start + "--estimate was given"
 
 
 def test_a_model_is_planned_as_it_trains(llama: Path) -> None:

@@ -88,6 +88,8 @@ def compare_all(dp: int, cases: list[Case], several: list[dict[str, Any]]) -> li
 
 CORE: list[Case] = [("AdamW", "bf16", "step", 0.0), ("Lion", "fp32", "microbatch", 0.5)]
 CASES: list[Case] = [*product(OPTIMIZERS, PRECISIONS, ("step", "microbatch"), (0.0, 0.5, 1.0))]
+PARTS = 6
+"""Of the cases on four ranks, which take minutes on few cores."""
 BESIDE: list[dict[str, Any]] = [
     {"zero": {"gather": "step"}},
     {"zero": {"keep_gathered_bytes": 3000}},
@@ -107,7 +109,8 @@ BESIDE: list[dict[str, Any]] = [
     [
         (1, CORE, [{}]),
         wide(2, CORE, [{}], id="2 core"),
-        *(wide(dp, CASES, [{}], id=f"{dp} all") for dp in (1, 2, 4)),
+        *(wide(dp, CASES, [{}], id=f"{dp} all") for dp in (1, 2)),
+        *(wide(4, CASES[part::PARTS], [{}], id=f"4 all {part}") for part in range(PARTS)),
         wide(4, CORE, BESIDE, id="4 beside"),
     ],
 )

@@ -228,7 +228,7 @@ def test_a_bucket_is_gathered_before_the_next_one_is_updated(make: Step, monkeyp
 
     gather = rig.comm.all_gather
     monkeypatch.setattr(flat_optimizers, "adamw_", by_kernel)
-    monkeypatch.setattr(flat_optimizers, "adam_", by_torch)
+    monkeypatch.setattr(flat_optimizers, "update_adam_", by_torch)
 
     def gathered(into: Tensor, part: Tensor, *more: Any) -> Pending:
         index = next(flat.bucket.index for flat in rig.buckets if flat.params is into)

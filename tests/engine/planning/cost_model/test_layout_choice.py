@@ -51,3 +51,25 @@ def test_what_was_planned_does_not_come_again() -> None:
     assert next(choice) == every[1]
     choice.pass_over(TrainingLayout())
     assert len(list(choice)) == len(every) - 2
+
+
+def test_samples_take_the_place_of_closed_forms_and_are_taken_when_a_layout_comes_up() -> None:
+    every, asked = ranked(), list[LayoutEstimate]()
+    modes = {every[0].layout.recomputation}
+
+    def working(one: LayoutEstimate, fresh: bool) -> float | None:
+        if fresh and one not in asked:
+            asked.append(one)
+        known = any(one.layout.recomputation == other.layout.recomputation for other in asked)
+        much = 100.0 if one.layout.recomputation in modes else 1.0
+        return much * (one.memory.activations + one.memory.buffers) if known else None
+
+    choice = LayoutChoice(every, LIMIT, working)
+    assert choice.likely() == every and not asked
+    first = next(choice)
+    assert first.layout.recomputation not in modes and asked[-1] == first
+    assert all(one.layout.recomputation in modes for one in asked[:-1])
+    before = choice.need(first)
+    counted = replace(first.memory, activations=2 * first.memory.activations, buffers=2 * first.memory.buffers)
+    choice.learn(first, counted)
+    assert choice.need(first) - before == pytest.approx((1 + SLACK) * (first.memory.activations + first.memory.buffers))

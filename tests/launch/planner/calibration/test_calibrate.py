@@ -8,8 +8,8 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.launch.cli import main
-from engine.launch.planner import calibrate as calibrating
-from engine.launch.planner.calibrate import gpu_kind_of, line_of, link_entries
+from engine.launch.planner.calibration import calibrate as calibrating
+from engine.launch.planner.calibration.calibrate import gpu_kind_of, line_of, link_entries
 from engine.planning.cost_model.hardware import load_gpu
 
 

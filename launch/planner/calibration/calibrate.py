@@ -180,7 +180,7 @@ def host_rates(ranks: int, device: torch.device) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rates.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        command += ["-m", "engine.launch.planner.rank_measurements", str(out)]
+        command += ["-m", "engine.launch.planner.calibration.rank_measurements", str(out)]
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
         if done.returncode or not out.is_file():
             raise ConfigError(

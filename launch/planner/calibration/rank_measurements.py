@@ -1,4 +1,6 @@
-"""``torchrun -m engine.launch.planner.rank_measurements FILE``: the rates of this host, measured by all ranks at once.
+"""The rates of this host, measured by all ranks at once, for ``trine plan --calibrate``.
+
+    torchrun -m engine.launch.planner.calibration.rank_measurements FILE
 
 operators     each rank runs them by itself, all ranks at the same time
 collectives   ``Comm`` over the backend of training: data, tensor and pipeline ranks, by size
@@ -18,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from engine.launch.planner.collective_samples import LABEL, CollectiveSamples, connect
-from engine.launch.planner.engine_seconds import EngineSamples, first_engine
-from engine.launch.planner.operator_samples import OperatorSamples
-from engine.launch.planner.operator_seconds import measured_operators
+from engine.launch.planner.calibration.collective_samples import LABEL, CollectiveSamples, connect
+from engine.launch.planner.calibration.engine_seconds import EngineSamples, first_engine
+from engine.launch.planner.calibration.operator_samples import OperatorSamples
+from engine.launch.planner.calibration.operator_seconds import measured_operators
 from engine.parallel.comm.world import World, open_world, read_world
 from engine.parallel.grid import Grid
 from engine.planning.host_step.host_rates import EngineSeconds, HostRates, typical_rates

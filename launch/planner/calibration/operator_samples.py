@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from engine.launch.planner.operator_seconds import Inputs, MeasuredOperator, OperandPool
+from engine.launch.planner.calibration.operator_seconds import Inputs, MeasuredOperator, OperandPool
 from engine.parallel.comm.world import World
 from engine.planning.host_step.host_rates import SecondsTable
 

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from engine.kernels.dispatch import REFERENCE
 from engine.kernels.ops.squared_norm import squared_norm
-from engine.kernels.optim.update_rules import AdamRule, adam_
+from engine.kernels.optim.host_update import update_adam_
+from engine.kernels.optim.update_rules import AdamRule
 
 POOL_ELEMENTS = 17 << 20
 """Of fp32: the four tensors of the largest update, and more than caches hold."""
@@ -133,7 +134,7 @@ _RULE = AdamRule(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, decou
 
 def _update(weight: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> None:
     grad.mul_(0.999)  # clipping
-    adam_([weight], [grad], [first], [second], 10, _RULE)
+    update_adam_([weight], [grad], [first], [second], 10, _RULE)
 
 
 def _squared_norm(x: Tensor) -> Tensor:

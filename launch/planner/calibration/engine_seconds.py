@@ -18,7 +18,7 @@ import torch
 from engine.api import initialize
 from engine.config import load_config
 from engine.engine import Engine
-from engine.launch.planner.operator_samples import Measuring
+from engine.launch.planner.calibration.operator_samples import Measuring
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.comm.world import World
 from engine.planning.analysis import PlanRequest

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine.launch.cli import main
-from engine.launch.planner import operator_samples as sampling
-from engine.launch.planner.operator_samples import OperatorSamples
-from engine.launch.planner.operator_seconds import LINE, MeasuredOperator, OperandPool, measured_operators
+from engine.launch.planner.calibration import operator_samples as sampling
+from engine.launch.planner.calibration.operator_samples import OperatorSamples
+from engine.launch.planner.calibration.operator_seconds import LINE, MeasuredOperator, OperandPool, measured_operators
 from engine.parallel.comm.world import World
 from engine.planning.host_step.operator_classes import ATTENTION, PASSES, describe
 

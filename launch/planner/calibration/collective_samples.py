@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from engine.launch.planner.operator_samples import Measuring
+from engine.launch.planner.calibration.operator_samples import Measuring
 from engine.parallel.comm.backend import state_link
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.torch_backend import TorchBackend

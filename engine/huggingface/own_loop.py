@@ -1,0 +1,226 @@
+"""``accelerate.Accelerator`` for a training loop of the user's own, over the engine.
+
+prepare               makes the engine of a model and its optimizer; loaders give the rows of a data rank
+accumulate, backward  the host's, with the engine's backward
+clip_grad_norm_       the norm over all ranks; the step that follows clips to it
+"""
+
+import os
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from accelerate.scheduler import AcceleratedScheduler
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from engine.api import initialize
+from engine.config import ConfigSource, load_raw
+from engine.engine import Engine
+from engine.errors import ConfigError, EngineError
+from engine.huggingface.accelerator import HostedScheduler
+from engine.huggingface.arguments import conflict
+from engine.huggingface.hosted_model import HostedModel
+from engine.huggingface.loop_settings import of_accelerator
+from engine.huggingface.saved_state import SavedState
+from engine.parallel.comm.world import read_world
+
+
+class Accelerator(SavedState):
+    """``accelerate.Accelerator`` with ``engine_config``, a dict or the path of a file; all else is the host's.
+
+    The loop owns batch size, accumulation, clipping, optimizer and schedule; the configuration says the grid, ZeRO and
+    what the loop has no word for. ``num_processes`` counts data ranks, ``process_index`` is this one's.
+
+    Raises:
+        ConfigError: the configuration contradicts the loop; a plugin that places the model in another way; a pipeline.
+    """
+
+    def __init__(self, *, engine_config: ConfigSource, **kwargs: Any) -> None:
+        self._raw, self._settings = load_raw(engine_config), of_accelerator(kwargs, os.environ)
+        world = read_world()
+        grid = self._settings.configuration(self._raw, world.size).grid(world.rank)
+        self._clipped = False
+        super().__init__(**kwargs)
+        self.begin(grid, "Accelerator", "cpu")
+
+    @property
+    def trained(self) -> Engine:
+        """The engine.
+
+        Raises:
+            EngineError: ``prepare`` has not made it.
+        """
+        if self.hosted is None:
+            raise EngineError(
+                "the engine is made by accelerator.prepare(model, optimizer), which has not been called; call it first."
+            )
+        return self.hosted.trained
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, as of :meth:`trained`."""
+        return self.trained
+
+    # ------------------------------------------------------------------ prepare
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """The host's, of one model that is trained, with its optimizer. Collective.
+
+        The DataLoader beside them, if any, tells the rows of a microbatch. Weights are those of rank 0.
+
+        Raises:
+            ConfigError: a model without its optimizer, several models, another batch size than the configuration has.
+        """
+        models: list[Any] = [each for each in args if isinstance(each, nn.Module) and _is_trained(each)]
+        if models and models != [self.hosted]:
+            self._place(models, args)
+        placed = [self.hosted if each in models else each for each in args]
+        return super().prepare(*placed, device_placement=device_placement)
+
+    def _place(self, models: list[nn.Module], args: tuple[Any, ...]) -> None:
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        if len(models) > 1 or self.hosted is not None:
+            raise ConfigError(
+                "prepare was given a second model that is trained, and an Accelerator trains one; put both into one "
+                "module, or call requires_grad_(False) on the one that is not trained."
+            )
+        if len(optimizers) != 1:
+            raise ConfigError(
+                f"prepare was given a model that is trained and {len(optimizers)} optimizers; give the model and its "
+                "one optimizer in the same call."
+            )
+        micro = next((_rows(each, self) for each in args if isinstance(each, DataLoader)), None)
+        config = replace(self._settings, micro=micro).configuration(self._raw, self.grid.world_size)
+        self.hosted = HostedModel(initialize(models[0], config, optimizer=optimizers[0]))
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The model of the engine, or one that is not trained on this rank's device."""
+        if model is self.hosted:
+            if model not in self._models:
+                self._models.append(model)
+            return model
+        if _is_trained(model):
+            raise ConfigError(
+                "prepare_model was given a model that is trained, and the engine is made with its optimizer; call "
+                "accelerator.prepare(model, optimizer)."
+            )
+        self._models.append(model)
+        moves = self.device_placement if device_placement is None else device_placement
+        return model.to(self.device) if moves else model
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """A scheduler that makes a step for each data rank, as the host's does for each process."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            return super().prepare_scheduler(scheduler)
+        own = [each for each in self._optimizers if each.optimizer is getattr(scheduler, "optimizer", None)]
+        linked = self.step_scheduler_with_optimizer
+        prepared = HostedScheduler(scheduler, own or self._optimizers, linked, self.split_batches)
+        prepared.data_ranks = self.num_processes
+        self._schedulers.append(prepared)
+        return prepared
+
+    def free_memory(self, *objects: Any) -> Any:
+        """The host's; ends the engine."""
+        self._close()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """The host's; ends the engine."""
+        self._close()
+        super().end_training()
+
+    def _close(self) -> None:
+        hosted, self.hosted = self.hosted, None
+        if hosted is not None:
+            hosted.trained.close()
+
+    # ------------------------------------------------------------------ a step
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of a microbatch, whose loss is divided by the number of microbatches as the host does."""
+        super().backward(loss / self.gradient_accumulation_steps, **kwargs)
+
+    def finish_step(self) -> bool:
+        """Clip and update; whether the step was skipped."""
+        if not self.weighed:
+            raise EngineError(
+                "optimizer.step() without accelerator.backward(loss) since the last step; call it in place of "
+                "loss.backward(), for every microbatch."
+            )
+        self._clipped = False
+        return super().finish_step()
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients since the last update."""
+        self._clipped = False
+        super().drop_gradients()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """The norm of the averaged gradient, 0-dim; ``optimizer.step()`` clips to ``max_norm``. Collective.
+
+        Raises:
+            ConfigError: another norm than L2; another ``max_norm`` than the configuration has.
+            EngineError: inside an accumulation; a second time in a step; not for all parameters.
+        """
+        given = self.trained.config.gradient_clipping
+        if float(norm_type) != 2:
+            raise ConfigError(
+                f"clip_grad_norm_ was given norm_type {norm_type}, and the engine clips by the L2 norm; leave it out."
+            )
+        if given and given != max_norm:
+            raise conflict("gradient_clipping", given, "max_norm of clip_grad_norm_", max_norm, "the loop")
+        if not self.sync_gradients:
+            raise EngineError(
+                "clip_grad_norm_ inside an accumulation, whose gradients are not complete; call it under "
+                "`if accelerator.sync_gradients:`."
+            )
+        if self._clipped:
+            raise EngineError(
+                "clip_grad_norm_ was called twice in a step, which clips once; leave out one of the calls."
+            )
+        self._check_all(parameters)
+        norm = self.trained.clip_gradients(float(max_norm))
+        self._clipped = True
+        return torch.tensor(norm, device=self.device)
+
+    def _check_all(self, parameters: Any) -> None:
+        given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        missing = [
+            name
+            for name, each in self.trained.module.named_parameters()
+            if each.requires_grad and id(each) not in given
+        ]
+        if missing:
+            raise EngineError(
+                f"clip_grad_norm_ was given parameters without {missing[0]!r}, and a step clips by the norm of all; "
+                "give model.parameters() of the prepared model."
+            )
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Refused: a step clips by the norm."""
+        raise ConfigError(
+            "clip_grad_value_ clips each element, and the engine clips by the norm; call clip_grad_norm_."
+        )
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
+        """Refused: every data rank makes every step."""
+        raise ConfigError(
+            "join_uneven_inputs lets data ranks end at different steps, and the engine's make the same; leave "
+            "even_batches as it is, and leave join_uneven_inputs out."
+        )
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(each.requires_grad for each in model.parameters())
+
+
+def _rows(loader: Any, accelerator: Accelerator) -> int | None:
+    """Rows of a data rank in a batch of a loader, which may be prepared; None if the loader does not say it."""
+    count = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if count is None or not accelerator.split_batches:
+        return count
+    return int(count) // accelerator.num_processes

@@ -1,0 +1,194 @@
+"""Updates of fp32 arrays on the host by a kernel of our own (``host_update.cpp``), in one pass over memory.
+
+It takes calls over at least :data:`WORTH` elements, of contiguous fp32 tensors; torch's rules take all others
+(``update_rules``). It is used only where a sample has torch's bits, so ranks may differ in whether they have it, and a
+user who has no compiler misses nothing but time. It also tells whether bf16 weights are still their rounded masters.
+"""
+
+import ctypes
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.kernels.device import is_host
+from engine.kernels.optim.host_library import CompileError, library
+from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
+
+logger = logging.getLogger("trine")
+
+WORTH = 1 << 18
+"""Elements of a call from which on the kernel is used, and compiled at its first use: smaller arrays lie in caches."""
+SOURCE = Path(__file__).with_name("host_update.cpp")
+_Update = Callable[..., object]
+_LANES = (8, 16, 4)
+"""Elements of a vector of torch's kernels, by their likelihood."""
+
+
+def update_adam_(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    first_moments: Sequence[Tensor],
+    second_moments: Sequence[Tensor],
+    step: int,
+    rule: AdamRule,
+) -> None:
+    """``adam_``, with the same bits: by the kernel on the host, by torch elsewhere."""
+    kernel = _kernel_for((*weights, *grads, *first_moments, *second_moments), len(weights))
+    if kernel is None:
+        adam_(weights, grads, first_moments, second_moments, step, rule)
+        return
+    for w, g, m, v in zip(weights, grads, first_moments, second_moments, strict=True):
+        kernel.adam(w, g, m, v, step, rule)
+
+
+def update_sgd_(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor | None], rule: SGDRule
+) -> list[Tensor | None]:
+    """``sgd_``, with the same bits: with momentum by the kernel on the host, else by torch."""
+    known = [momentum for momentum in momenta if momentum is not None]
+    kernel = _kernel_for((*weights, *grads, *known), len(weights)) if rule.momentum else None
+    if kernel is None:
+        return sgd_(weights, grads, momenta, rule)
+    return [kernel.sgd(w, g, m, rule) for w, g, m in zip(weights, grads, momenta, strict=True)]
+
+
+def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
+    """``lion_``, with the same bits: by the kernel on the host, by torch elsewhere."""
+    kernel = _kernel_for((*weights, *grads, *momenta), len(weights))
+    if kernel is None:
+        lion_(weights, grads, momenta, rule)
+        return
+    for w, g, m in zip(weights, grads, momenta, strict=True):
+        kernel.lion(w, g, m, rule)
+
+
+def rounds_to(wide: Tensor, narrow: Tensor) -> bool:
+    """True if fp32 ``wide`` rounded to bf16 is ``narrow``, of equal size; False if not, or without the kernel."""
+    kernel = _kernel_for((wide,), 1) if narrow.dtype == torch.bfloat16 and is_host(narrow.device) else None
+    return kernel is not None and narrow.is_contiguous() and kernel.rounds_to(wide, narrow)
+
+
+@dataclass(frozen=True, slots=True)
+class HostKernel:
+    """The compiled rules. All tensors are contiguous, fp32, of equal size and on the host."""
+
+    compiled: ctypes.CDLL
+    lanes: int
+    """Elements of torch's vectors, which decide how the last elements of a span are computed."""
+
+    def adam(self, w: Tensor, g: Tensor, m: Tensor, v: Tensor, step: int, rule: AdamRule) -> None:
+        """Make update number ``step`` of ``w`` and both moments."""
+        age, (beta1, beta2) = rule.age(step), rule.betas
+        numbers = _floats(
+            1 - rule.lr * rule.weight_decay,
+            rule.weight_decay,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            math.sqrt(1 - beta2**age),
+            rule.eps,
+            rule.lr / (1 - beta1**age),
+        )
+        decay = (1 if rule.decoupled else 2) if rule.weight_decay else 0
+        self.compiled.trine_adam(*_places(w, g, m, v), numbers, decay, *self._spans())
+
+    def sgd(self, w: Tensor, g: Tensor, m: Tensor | None, rule: SGDRule) -> Tensor:
+        """Update ``w``, and return the momentum: ``m``, or a new one at the first update."""
+        first = m is None
+        momentum = torch.empty_like(g) if m is None else m
+        numbers = _floats(rule.lr, rule.momentum, 1 - rule.dampening, rule.weight_decay)
+        self.compiled.trine_sgd(*_places(w, g, momentum), numbers, first, rule.nesterov, *self._spans())
+        return momentum
+
+    def lion(self, w: Tensor, g: Tensor, m: Tensor, rule: LionRule) -> None:
+        """Update ``w`` and its momentum."""
+        beta1, beta2 = rule.betas
+        numbers = _floats(rule.lr, 1 - rule.lr * rule.weight_decay, 1 - beta1, 1 - beta2)
+        self.compiled.trine_lion(*_places(w, g, m), numbers, self._spans()[0])
+
+    def rounds_to(self, wide: Tensor, narrow: Tensor) -> bool:
+        """Whether ``wide`` rounded to bf16 is ``narrow``, in which NaN is never."""
+        places = ctypes.c_void_p(wide.data_ptr()), ctypes.c_void_p(narrow.data_ptr())
+        return bool(self.compiled.trine_rounds_to(*places, ctypes.c_int64(wide.numel()), self._spans()[0]))
+
+    def _spans(self) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+        """How torch cuts an array: for how many threads, and into vectors of how many elements."""
+        return ctypes.c_int64(torch.get_num_threads()), ctypes.c_int64(self.lanes)
+
+
+@cache
+def host_kernel() -> HostKernel | None:
+    """The kernel; None where it cannot be compiled, which is said once, or has other bits than torch."""
+    try:
+        made = library(SOURCE)
+        compiled = ctypes.CDLL(str(made)) if made is not None else None
+    except (CompileError, OSError) as error:
+        logger.warning(
+            "updates on the host are torch's, because their own kernel was not compiled: %s; the numbers are the same, "
+            "only slower.",
+            error,
+        )
+        return None
+    if compiled is None:
+        return None
+    for lanes in _LANES:
+        kernel = HostKernel(compiled, lanes)
+        if has_bits_of_torch(kernel):
+            return kernel
+    logger.info("updates on the host are torch's, because their own kernel gives other bits on this CPU.")
+    return None
+
+
+def has_bits_of_torch(kernel: HostKernel) -> bool:
+    """Whether every rule of the kernel gives torch's bits on a sample, whose end tells widths of vectors apart."""
+    w, g, m, v = torch.randn(4, 1021, generator=torch.Generator().manual_seed(0)).unbind()
+    v = v.square()
+    return all(_agree(ours, theirs, (w, g, m, v)) for ours, theirs in _pairs(kernel))
+
+
+def _pairs(kernel: HostKernel) -> Iterator[tuple[_Update, _Update]]:
+    """Updates of (weights, gradient, two moments) by the kernel and by torch."""
+    for first, decoupled in product((0.9, 0.3), (True, False)):
+        adam = AdamRule(0.1, (first, 0.99), 1e-8, 0.1, decoupled)
+        yield partial(kernel.adam, step=3, rule=adam), lambda w, g, m, v, by=adam: adam_([w], [g], [m], [v], 3, by)
+        lion = LionRule(0.1, (first, 0.99), 0.1)
+        yield lambda w, g, m, v, by=lion: kernel.lion(w, g, m, by), lambda w, g, m, v, by=lion: lion_([w], [g], [m], by)
+        sgd = SGDRule(0.1, first, 0.0, 0.1, decoupled)
+        yield lambda w, g, m, v, by=sgd: kernel.sgd(w, g, m, by), lambda w, g, m, v, by=sgd: sgd_([w], [g], [m], by)
+
+
+def _agree(ours: _Update, theirs: _Update, given: Sequence[Tensor]) -> bool:
+    here, there = ([tensor.clone() for tensor in given] for _ in range(2))
+    ours(*here)
+    theirs(*there)
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(here, there, strict=True))
+
+
+def _kernel_for(tensors: Sequence[Tensor], updated: int) -> HostKernel | None:
+    """The kernel, for a call that updates the first ``updated`` of these tensors, if it supports and is worth it."""
+    if sum(tensor.numel() for tensor in tensors[:updated]) < WORTH:
+        return None
+    return host_kernel() if all(_is_plain(tensor) for tensor in tensors) else None
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Contiguous fp32 in memory of the host: a rehearsal has tensors of other classes, which only claim to be there."""
+    plain = type(x) in (Tensor, nn.Parameter) and is_host(x.device)
+    return plain and x.dtype == torch.float32 and x.is_contiguous()
+
+
+def _places(*tensors: Tensor) -> Iterator[ctypes.c_void_p | ctypes.c_int64]:
+    """Addresses of tensors, and how many elements each has."""
+    yield from (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
+    yield ctypes.c_int64(tensors[0].numel())
+
+
+def _floats(*numbers: float) -> ctypes.Array[ctypes.c_float]:
+    return (ctypes.c_float * len(numbers))(*numbers)

@@ -1,0 +1,1 @@
+"""Rates of a machine at hand, measured for ``trine plan --calibrate``."""

@@ -1,0 +1,102 @@
+"""What one more block keeps for its backward, counted on models of a few blocks without a pipeline; takes a second.
+
+    blocks     | first | A A | last       two periods of alike blocks
+               | first | A A A | last     three: the difference is one period
+    layouts    with the same tensor ranks, sequence parallelism and recomputation share a sample
+
+So a layout whose whole plan takes long to count has an estimate that rests on the code of the model, and the first
+layout that is counted whole is most often the one that fits.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+
+from engine.build.request import Request
+from engine.config import Config
+from engine.launch.planner.counted_memory import kernels_of
+from engine.launch.planner.planned_model import PlannedModel
+from engine.parallel.model.user_code import is_own_mistake
+from engine.parallel.pipeline.schedule.actions import Op
+from engine.planning.cost_model.estimate import LayoutEstimate
+from engine.planning.cost_model.hardware import GpuSpec
+from engine.planning.cost_model.layout import TrainingLayout
+from engine.planning.cost_model.memory import BlockSample, working_bytes
+from engine.planning.cost_model.search import Working
+from engine.planning.cost_model.workload import Workload
+from engine.program.batch import map_tensors
+from engine.rehearsal.block_kinds import longest_run
+from engine.rehearsal.rank_forecast import forecast_of
+from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank
+from engine.rehearsal.shortened_models import shorten
+
+PERIODS = (2, 3)
+"""Of the short models."""
+
+
+class SampledBlocks:
+    """Samples of a model, made when they are first asked for.
+
+    Args:
+        planned: the model.
+        config_of: the configuration of a layout.
+        gpu: decides which operators have kernels.
+    """
+
+    def __init__(self, planned: PlannedModel, config_of: Callable[[TrainingLayout], Config], gpu: GpuSpec) -> None:
+        self._planned, self._config_of, self._gpu = planned, config_of, gpu
+        self._run = longest_run(planned.model)
+        self._samples: dict[Hashable, BlockSample | None] = {}
+        self._styles: dict[int, Mapping[str, str]] = {}
+        """What the search has found for so many tensor ranks."""
+
+    def of(self, layout: TrainingLayout, fresh: bool = True) -> BlockSample | None:
+        """The sample of ``layout``; None if the model has no run of alike blocks, or does not run on shapes.
+
+        ``fresh``: make it if there is none yet.
+        """
+        key = layout.tp, layout.sequence, layout.recomputation
+        if key not in self._samples and fresh:
+            self._samples[key] = self._sample(layout)
+        return self._samples.get(key)
+
+    def _sample(self, layout: TrainingLayout) -> BlockSample | None:
+        if self._run is None or self._run.periods < PERIODS[-1]:
+            return None
+        alone = replace(
+            layout, dp=1, pp=1, stage=0, reduction="step", micro=1, microbatches=1, schedule="1f1b", virtual=1
+        )
+        try:
+            (few, _), (more, peak) = (self._played(periods, self._config_of(alone)) for periods in PERIODS)
+        except Exception as error:  # the model's own code may raise anything on shapes; its estimate stays
+            if is_own_mistake(error):
+                raise
+            return None
+        period = more - few
+        return BlockSample(kept=period / self._run.period, around=max(0.0, peak - PERIODS[-1] * period))
+
+    def _played(self, periods: int, config: Config) -> tuple[int, int]:
+        """Bytes that the forward of a short model leaves, and the peak of its step."""
+        assert self._run is not None
+        short = replace(self._planned, model=shorten(self._planned.model, self._run, periods))
+        styles = self._styles.get(config.tp)
+        plan = (short if styles is None else replace(short, styles=styles)).plan(config)
+        if plan.tensor is not None:
+            self._styles[config.tp] = plan.tensor.patterns
+        example = map_tensors(short.row, lambda row: row.new_empty((1, *row.shape[1:])))
+        request = Request(short.loss_fn)
+        step = RehearsedRank(short.model, plan, 0, request, example, kernels_of(config, self._gpu)).step()
+        return step.actions[Op.FORWARD, 0, FIRST].left, forecast_of(plan, 0, step).peak.bytes
+
+
+def working_of(samples: SampledBlocks, work: Workload) -> Working:
+    """Bytes of activations and buffers of a layout: its closed form, at the scale of the sample."""
+
+    def working(one: LayoutEstimate, fresh: bool) -> float | None:
+        layout, closed = one.layout, working_bytes(work, one.layout)[0]
+        sample = samples.of(layout, fresh)
+        if sample is None or not closed:
+            return None
+        activations = one.memory.activations * sample.kept * layout.micro / closed
+        return activations + max(one.memory.buffers, sample.around * layout.micro)
+
+    return working

@@ -1,0 +1,91 @@
+"""Runs of TRL's trainers, alone or behind the engine's Trainer, as jobs of a launcher's processes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.engine.huggingface.host_runs import ENVIRONMENT, dataset, small_model, tokenizer
+from tests.launches import Launch, Line
+
+LOGGED = {
+    "SFT": ("loss", "grad_norm", "mean_token_accuracy", "entropy", "eval_loss"),
+    "DPO": ("loss", "grad_norm", "rewards/margins", "logps/chosen", "eval_loss"),
+}
+"""Trainer of TRL -> what of its logs is compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """A run, as plain data for its processes."""
+
+    folder: str
+    kind: str = "SFT"
+    config: Mapping[str, Any] | None = None
+    """The engine's configuration; None: the host alone."""
+    rows: int = 4
+    """Of a data rank in a microbatch."""
+
+
+def words() -> Any:
+    """A tokenizer of numbers between spaces."""
+    from tokenizers import pre_tokenizers
+
+    made: Any = tokenizer()
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.pad_token = made.eos_token = "0"
+    return made
+
+
+def rows_of(kind: str, count: int, seed: int) -> Any:
+    """Rows of tokens, or pairs of answers to a prompt."""
+    from datasets import Dataset
+
+    ids = [row["input_ids"].tolist() for row in dataset(count, seed)]
+    if kind == "SFT":
+        return Dataset.from_list([{"input_ids": row} for row in ids])
+    text = [[" ".join(map(str, part)) for part in (row[:4], row[4:8], row[8:])] for row in ids]
+    return Dataset.from_list([{"prompt": a, "chosen": f" {b}", "rejected": f" {c}"} for a, b, c in text])
+
+
+def tune(line: Line, case: Tuning) -> None:
+    """Train and evaluate; say what was logged, or the sentence of a refusal."""
+    import trl
+
+    from engine.errors import ConfigError
+
+    arguments = getattr(trl, f"{case.kind}Config")(
+        output_dir=case.folder, per_device_train_batch_size=case.rows, per_device_eval_batch_size=case.rows,
+        gradient_accumulation_steps=2, num_train_epochs=1, learning_rate=1e-2, logging_steps=1, eval_strategy="epoch",
+        save_strategy="no", max_grad_norm=0.5, report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False,
+        dataloader_pin_memory=False, disable_tqdm=True, seed=7, max_length=None,
+    )  # fmt: skip
+    given: dict[str, Any] = {
+        "model": small_model(), "args": arguments, "train_dataset": rows_of(case.kind, 32, 1),
+        "eval_dataset": rows_of(case.kind, 8, 2), "processing_class": words(),
+    }  # fmt: skip
+    if case.kind == "DPO":
+        given["ref_model"] = small_model()
+    host: Any = getattr(trl, f"{case.kind}Trainer")
+    if case.config is None:
+        trainer: Any = host(**given)
+    else:
+        from engine.huggingface import Trainer
+
+        Tuner: Any = type("Tuner", (Trainer, host), {})
+        try:
+            trainer = Tuner(**given, engine_config=case.config)
+        except ConfigError as error:
+            line(str(error))
+            return
+    trainer.train()
+    history = trainer.state.log_history
+    line({name: [entry[name] for entry in history if name in entry] for name in LOGGED[case.kind]})
+
+
+def run_tuning(case: Tuning, ranks: int) -> Any:
+    """What rank 0 says."""
+    quiet = ENVIRONMENT | {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "1"}
+    with Launch(tune, ranks, case, env=quiet) as job:
+        ended = job.end(240)
+    assert [end.code for end in ended] == [0] * ranks, "\n".join(end.error for end in ended)
+    return ended[0].said[0]

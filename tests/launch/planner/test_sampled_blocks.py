@@ -1,0 +1,119 @@
+"""What a block keeps, by models of two and three periods: what a longer model holds for each further block."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine.build.request import Request
+from engine.config import Config, load_config
+from engine.launch.planner.counted_memory import kernels_of
+from engine.launch.planner.plan_command import settings_of
+from engine.launch.planner.planned_model import KNOWN_STYLES, PlannedModel
+from engine.launch.planner.sampled_blocks import SampledBlocks, working_of
+from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.parallel.pipeline.schedule.actions import Op
+from engine.planning.cost_model.decoder_shape import DecoderShape
+from engine.planning.cost_model.estimate import StepModel
+from engine.planning.cost_model.hardware import load_gpu
+from engine.planning.cost_model.layout import TrainingLayout
+from engine.program.batch import map_tensors
+from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank
+from engine.rehearsal.shortened_models import shorten
+
+GPU, STYLES = load_gpu("h100"), KNOWN_STYLES["decoder"]
+SHAPE = DecoderShape(layers=8, width=32, heads=4, vocabulary=64, context=16)
+LAYOUTS = {
+    "one rank": TrainingLayout(),
+    "full": TrainingLayout(recomputation="full"),
+    "tp2": TrainingLayout(tp=2),
+    "tp2, selective": TrainingLayout(tp=2, recomputation="selective"),
+}
+
+
+def decoder(layers: int = SHAPE.layers) -> PlannedModel:
+    sizes = DecoderConfig(vocabulary=64, layers=layers, width=32, heads=4, context=16)
+    with torch.device("meta"):
+        return of_model(Decoder(sizes))
+
+
+def of_model(model: nn.Module) -> PlannedModel:
+    ids = torch.empty((1, 16), dtype=torch.int64, device="meta")
+    return PlannedModel(model=model, loss_fn=loss_sum, row={"input_ids": ids, "labels": ids}, styles=STYLES)
+
+
+def config_of(layout: TrainingLayout) -> Config:
+    return load_config(settings_of(layout), layout.world)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_sample_is_what_each_block_of_a_longer_model_keeps(name: str) -> None:
+    layout, planned = LAYOUTS[name], decoder()
+    sample = SampledBlocks(planned, config_of, GPU).of(layout)
+    assert sample is not None and sample.kept > 0 and sample.around > 0
+
+    def left(layers: int) -> int:
+        one, config = decoder(layers), config_of(layout)
+        example = map_tensors(one.row, lambda row: row.new_empty((1, *row.shape[1:])))
+        rank = RehearsedRank(one.model, one.plan(config), 0, Request(loss_sum), example, kernels_of(config, GPU))
+        return rank.step().actions[Op.FORWARD, 0, FIRST].left
+
+    assert left(5) - left(4) == sample.kept
+
+
+def test_layouts_with_equal_blocks_share_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = list[str]()
+    step: Callable[[RehearsedRank], Any] = RehearsedRank.step
+
+    def noted(self: RehearsedRank) -> Any:
+        played.append("step")
+        return step(self)
+
+    monkeypatch.setattr(RehearsedRank, "step", noted)
+    samples = SampledBlocks(decoder(), config_of, GPU)
+    layout = TrainingLayout(dp=2, stage=3, micro=4, recomputation="full")
+    assert samples.of(layout, fresh=False) is None and not played
+    first = samples.of(layout)
+    assert samples.of(replace(layout, pp=4, schedule="zb-v", virtual=2, microbatches=8), fresh=False) == first
+    assert first is not None and len(played) == 2
+    assert samples.of(replace(layout, recomputation="none"), fresh=False) is None
+
+
+def test_the_closed_form_takes_the_scale_of_the_sample() -> None:
+    samples, work = SampledBlocks(decoder(), config_of, GPU), SHAPE.workload()
+    estimate = StepModel(work, GPU, 8).estimate(TrainingLayout(dp=2, micro=2, microbatches=4))
+    working = working_of(samples, work)
+    assert working(estimate, False) is None
+    found, sample = working(estimate, True), samples.of(estimate.layout)
+    assert sample is not None and found is not None and found == working(estimate, False)
+    assert found == pytest.approx(8 * 2 * sample.kept + max(estimate.memory.buffers, 2 * sample.around))
+
+
+def test_models_without_alike_blocks_or_that_raise_have_none() -> None:
+    class Raises(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
+
+        def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no rows")
+
+    with torch.device("meta"):
+        assert SampledBlocks(of_model(nn.Linear(4, 4)), config_of, GPU).of(TrainingLayout()) is None
+        assert SampledBlocks(of_model(Raises()), config_of, GPU).of(TrainingLayout()) is None
+
+
+def test_alternating_blocks_are_averaged() -> None:
+    """A period of two kinds: the sample is half of what a period adds."""
+    one: Any = decoder(8).model
+    wide = [block for number, block in enumerate(one.blocks) if number % 2]
+    for block in wide:
+        block.eval()  # another kind, that does the same here
+    whole, mixed = (SampledBlocks(of_model(model), config_of, GPU) for model in (decoder(8).model, one))
+    assert mixed._run is not None and mixed._run.period == 2
+    assert mixed.of(TrainingLayout()) == whole.of(TrainingLayout())
+    short: Any = shorten(one, mixed._run, 2)
+    assert len(short.blocks) == 4
