@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from engine.config import Config
+from engine.kernels.quantized.weight_format import WeightFormat
 from engine.optim.built_in import matrix_groups, values_per_element
 from engine.optim.matrix_routes import MatrixOwners
 from engine.optim.param_groups import assign_groups
@@ -37,6 +38,7 @@ from engine.planning.budgets import (
     StateBytes,
     control_traffic,
     feedback_bytes,
+    frozen_bytes,
     gather_traffic,
     gradient_traffic,
     held_elements,
@@ -54,8 +56,9 @@ from engine.planning.budgets import (
 from engine.planning.cost_model.placement import tensor_groups_cross
 from engine.planning.flat_layouts import Users, flat_layouts
 from engine.planning.host_state.host_placement import refuse_limit, refuse_unknown, smallest_ratio, with_ratio
-from engine.planning.host_state.setting_notes import exact_weights, offload_notes, unused_formats
+from engine.planning.host_state.setting_notes import exact_weights, offload_notes, rounding_notes, unused_formats
 from engine.precision.dtypes import Precision, half_note, make_precision
+from engine.precision.frozen_weights import find_quantized, quantized_note, refuse_outside_reads
 from engine.program.program import Program
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather.gather_schedule import gather_order
@@ -168,7 +171,7 @@ class Plan:
         rows = self.table.held_by(coord.pp)
         sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
-        frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
+        frozen = sum(frozen_bytes(row, coord.tp, self.precision) for row in whole)
         values = partial(optimizer_values, groups=self._moments, dp=coord.dp, config=self.config)
         state = state_bytes(self.layout(coord), frozen, self.precision, self.config, values)
         device = dict(state.device)
@@ -263,10 +266,13 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)
-    table = build_table(model, assigned, _division(config, analysis, schedule))
+    quantized = find_quantized(model, config)
+    table = build_table(model, assigned, _division(config, analysis, schedule, quantized))
+    refuse_outside_reads(table)
     calls = [call.unit for call in analysis.timeline.calls] if analysis.timeline else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
     notes = [*_notes(request.program, config, precision), *schedule.notes, *analysis.notes]
+    notes += quantized_note(model, quantized, precision)
     users = Users(schedule.stages_of_rank, analysis.cut, analysis.timeline, gathers)
     plan = Plan(
         config=config,
@@ -315,7 +321,9 @@ def _settled(plan: Plan) -> Plan:
     return at(ratio)
 
 
-def _division(config: Config, analysis: Analysis, schedule: Schedule) -> Division:
+def _division(
+    config: Config, analysis: Analysis, schedule: Schedule, quantized: Mapping[str, WeightFormat]
+) -> Division:
     stages = analysis.cut.owners if analysis.cut else {}
     ranks = schedule.rank_of_stage
     return Division(
@@ -324,6 +332,7 @@ def _division(config: Config, analysis: Analysis, schedule: Schedule) -> Divisio
         partial=analysis.tensor.partial if analysis.tensor else (),
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=analysis.timeline.read_by_glue if analysis.timeline else (),
+        quantized=quantized,
     )
 
 
@@ -383,18 +392,5 @@ def _notes(program: Program, config: Config, precision: Precision) -> tuple[str,
     notes += offload_notes(model, config, precision)
     if (half := half_note(model, precision)) is not None:
         notes.append(half)
-    if precision.compute is not None:
-        frozen = [
-            name
-            for name, p in model.named_parameters()
-            if not p.requires_grad and precision.frozen(name, p.dtype) != p.dtype
-        ]
-        short = "bf16" if config.bf16.enabled else "fp16"
-        buffers = [
-            name for name, buffer in model.named_buffers() if precision.buffer(name, buffer.dtype) != buffer.dtype
-        ]
-        for kind, names in (("frozen parameters", frozen), ("buffers", buffers)):
-            if names:
-                more = f" and {len(names) - 2} more" * (len(names) > 2)
-                notes.append(f"{kind} are rounded to {short}, as Module.to does it: {', '.join(names[:2])}{more}")
+    notes += rounding_notes(model, config, precision)
     return tuple(notes)

@@ -64,3 +64,21 @@ def offload_notes(model: nn.Module, config: Config, precision: Precision) -> lis
             more = f" and {len(alone) - 1} more" * (len(alone) > 1)
             notes.append(f"zero: {alone[0]}{more} have no master, so the host that holds them updates them")
     return notes
+
+
+def rounding_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
+    """Notes about frozen parameters and buffers that bf16 or fp16 rounds."""
+    if precision.compute is None:
+        return []
+    frozen = [
+        name
+        for name, p in model.named_parameters()
+        if not p.requires_grad and precision.frozen(name, p.dtype) != p.dtype
+    ]
+    short, notes = "bf16" if config.bf16.enabled else "fp16", []
+    buffers = [name for name, buffer in model.named_buffers() if precision.buffer(name, buffer.dtype) != buffer.dtype]
+    for kind, names in (("frozen parameters", frozen), ("buffers", buffers)):
+        if names:
+            more = f" and {len(names) - 2} more" * (len(names) > 2)
+            notes.append(f"{kind} are rounded to {short}, as Module.to does it: {', '.join(names[:2])}{more}")
+    return notes
