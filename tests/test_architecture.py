@@ -38,7 +38,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
     "engine.kernels": (
         "device", "main_gradient", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim", "gpu", "ops",
-        "experts", "wire",
+        "experts", "wire", "quantized",
     ),
     "engine.planning.cost_model": (
         "workload", "decoder_shape", "layout", "hardware", "placement", "links", "roofline", "stages", "memory",
@@ -97,6 +97,7 @@ CRUMBS = {
     "engine.deepspeed.checkpointing": "deepspeed.checkpointing, a door",
     "engine.deepspeed.zero": "deepspeed.zero, a door",
     "engine.huggingface.versions": "asked before the libraries are imported",
+    "engine.kernels.gpu.quantized.dequantize": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.wire.sign_codec": "a code of its own, beside the blocks with which it shares only their names",
     "engine.launch.train_options": "answers --help without torch",

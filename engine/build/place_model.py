@@ -113,7 +113,7 @@ def place_model(
     replace_meta(model, {name: empty(name) for name in meta - drawn})
     for name in codes.keys() - meta:
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, coord)
-    read_quantized(model, {name: (form, _frozen_dtype(rows[name], plan)) for name, form in codes.items()})
+    read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
     if plan.tensor is not None:
         views = apply_plan(model, plan.tensor, axis, patches, already_cut=meta | codes.keys())
         views.planned = frozenset(parameters[name] for name in plan.tensor.partial)

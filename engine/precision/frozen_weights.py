@@ -1,10 +1,10 @@
 """Which frozen weights a run holds in fewer bits (``quantize_frozen``), as QLoRA does (Dettmers et al. 2023).
 
-Those of linear layers, without heads, whose logits a loss reads, without embeddings and what is tied to one, and
-without adapters, which may be frozen for a while and trained again.
+Those of linear layers and stacks of experts, without heads, whose logits a loss reads, without embeddings and what is
+tied to one, and without adapters, which may be frozen for a while and trained again.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -44,8 +44,8 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
     heads, held = _heads(model), WeightFormat(settings.dtype, settings.block_size)
     found = {
         names[0]: held
-        for names, modules in _holders(model)
-        if all(_fits(module, heads) for module in modules)
+        for names, holders in _holders(model)
+        if all(_fits(*holder, heads) for holder in holders) and not _is_written(holders[0], names)
         and not any(fnmatchcase(name, pattern) for name in names for pattern in (*settings.skip, *_ADAPTERS))
     }
     if not found:
@@ -94,24 +94,32 @@ def quantized_note(model: nn.Module, found: Mapping[str, WeightFormat], precisio
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[nn.Module, str]]]]:
-    """All names and holders of every frozen floating matrix."""
+    """All names and holders of every frozen floating parameter of at least two dims."""
     found: dict[int, tuple[list[str], list[tuple[nn.Module, str]]]] = {}
     for path, module in model.named_modules():
         for local, parameter in module._parameters.items():
-            if parameter is not None and _is_matrix(parameter):
+            if parameter is not None and _is_frozen(parameter):
                 names, holders = found.setdefault(id(parameter), ([], []))
                 names.append(f"{path}.{local}" if path else local)
                 holders.append((module, local))
     yield from found.values()
 
 
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    return not parameter.requires_grad and parameter.dtype.is_floating_point and parameter.ndim == 2
+def _is_frozen(parameter: nn.Parameter) -> bool:
+    return not parameter.requires_grad and parameter.dtype.is_floating_point and parameter.ndim > 1
 
 
-def _fits(holder: tuple[nn.Module, str], heads: frozenset[int]) -> bool:
-    module, local = holder
-    return local == "weight" and is_linear(module) and id(module) not in heads
+def _fits(module: nn.Module, local: str, heads: frozenset[int]) -> bool:
+    if is_linear(module):
+        return local == "weight" and id(module) not in heads
+    parameter, name = module._parameters[local], type(module).__name__.lower()
+    return parameter is not None and parameter.ndim == 3 and ("experts" in name or name.endswith("moe"))
+
+
+def _is_written(holder: tuple[nn.Module, str], names: Sequence[str]) -> bool:
+    """Whether adapters write their product into a stack of experts, as PEFT does while it runs."""
+    parameter = holder[0]._parameters[holder[1]]
+    return parameter is not None and parameter.ndim == 3 and any(".base_layer." in name for name in names)
 
 
 def _heads(model: nn.Module) -> frozenset[int]:

@@ -4,7 +4,8 @@
                  backward   W is dequantized again: dx = dy W
 
 A view of it (a transpose, a cast) is noted and made of the values once an operation needs them, so that what autograd
-saves for a backward is never a matrix of values. It has no gradient and cannot be written.
+saves for a backward is never a matrix of values. Of a stack (experts) one matrix can be taken alone. It has no gradient
+and cannot be written.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from engine.errors import EngineError
+from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.quantized.weight_format import QuantizedShape, dequantize
 
 _aten = torch.ops.aten
@@ -33,31 +35,38 @@ class QuantizedWeight(Tensor):
     packed: Tensor
     """Codes and scales, uint8 [bytes]."""
     form: QuantizedShape
-    held: torch.dtype
-    """Dtype of the values before ``views``."""
+    held: tuple[torch.dtype, Kernels]
+    """Dtype of the values before ``views``, and what makes them."""
     views: tuple[View, ...]
     """What is made of the values."""
+    index: int | None
+    """Of the matrix of a stack that ``views`` begin with; None: all of them."""
     _like: Tensor
     """On the meta device: shape and dtype of what all ``views`` together give."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
-        cls, packed: Tensor, form: QuantizedShape, held: torch.dtype, like: Tensor, views: tuple[View, ...] = ()
-    ) -> "QuantizedWeight":
+        cls, packed: Tensor, form: QuantizedShape, held: tuple[torch.dtype, Kernels], like: Tensor,
+        views: tuple[View, ...] = (),
+    ) -> "QuantizedWeight":  # fmt: skip
         """A tensor of the shape and dtype of ``like``, without memory."""
         self: QuantizedWeight = Tensor._make_wrapper_subclass(  # type: ignore[call-arg]
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=packed.device, storage_size=0
         )
-        self.packed, self.form, self.held, self._like, self.views = packed, form, held, like, views
+        self.packed, self.form, self.held, self._like, self.views, self.index = packed, form, held, like, views, None
         return self
 
     @classmethod
-    def of(cls, packed: Tensor, form: QuantizedShape, dtype: torch.dtype) -> "QuantizedWeight":
+    def of(
+        cls, packed: Tensor, form: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE
+    ) -> "QuantizedWeight":
         """The matrix of codes and scales in ``packed``."""
         with _disable_current_modes():
             like = torch.empty(form.shape, dtype=dtype, device="meta")
-        return cls(packed, form, dtype, like)
+        made = cls(packed, form, (dtype, kernels), like)
+        made._is_param = True  # type: ignore[attr-defined]  # isinstance(made, nn.Parameter), as code around layers asks
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -67,18 +76,20 @@ class QuantizedWeight(Tensor):
         weight = args[0] if args else None
         if isinstance(weight, cls):
             if func in _SAME:
-                return cls(weight.packed, weight.form, weight.held, weight._like, weight.views)
+                return weight._with(weight._like, weight.views)
             if func in _VIEWS and kwargs.get("device") is None:
                 return weight._viewed(func, args[1:], kwargs)
+            if func is _aten.select.int and args[1] == 0 and weight.ndim == 3 and not weight.views:
+                return weight._matrix(args[2])
             if func is _aten._to_copy.default and kwargs["device"].type == "meta":
-                return weight._like.to(kwargs.get("dtype") or weight.dtype)
+                return torch.empty_like(weight._like, dtype=kwargs.get("dtype"))
         _refuse_writes(func, args)
-        args, kwargs = tree_map_only(cls, cls.values, (args, kwargs))
+        args, kwargs = tree_map_only(cls, cls.dequantized, (args, kwargs))
         return func(*args, **kwargs)
 
-    def values(self) -> Tensor:
+    def dequantized(self) -> Tensor:
         """The matrix, in memory of its own."""
-        values = dequantize(self.packed, self.form, self.held)
+        values = dequantize(self.packed, self.form, *self.held, self.index)
         for view in self.views:
             values = view(values)
         return values
@@ -90,7 +101,19 @@ class QuantizedWeight(Tensor):
 
         with _disable_current_modes():
             like = view(self._like)
-        return QuantizedWeight(self.packed, self.form, self.held, like, (*self.views, view))
+        return self._with(like, (*self.views, view))
+
+    def _matrix(self, index: int) -> "QuantizedWeight":
+        """One matrix of a stack, such as that of an expert, without the values of the others."""
+        with _disable_current_modes():
+            made = self._with(self._like.select(0, index), ())
+        made.index = index % len(self._like)
+        return made
+
+    def _with(self, like: Tensor, views: tuple[View, ...]) -> "QuantizedWeight":
+        made = QuantizedWeight(self.packed, self.form, self.held, like, views)
+        made.index = self.index
+        return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"QuantizedWeight({self.form.format.kind}, shape={tuple(self.shape)}, dtype={self.dtype})"

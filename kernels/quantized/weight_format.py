@@ -20,14 +20,18 @@ Shape suffixes: R rows (all leading dims together), C columns, K blocks of a row
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.wire.block_codec import ENCODED_DTYPES, OPERATOR
 
 WeightKind = Literal["int8", "nf4"]
 AT_ONCE = 1 << 24
@@ -51,7 +55,7 @@ class WeightFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedShape:
-    """A matrix, or the part of it that a tensor rank holds."""
+    """A matrix or a stack of them, or the part of it that a tensor rank holds."""
 
     format: WeightFormat
     shape: tuple[int, ...]
@@ -63,6 +67,11 @@ class QuantizedShape:
     def rows(self) -> int:
         """All leading dims together."""
         return math.prod(self.shape[:-1])
+
+    @property
+    def matrix_rows(self) -> int:
+        """Rows of one matrix of a stack."""
+        return math.prod(self.shape[1:-1])
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, int], ...]:
@@ -114,7 +123,7 @@ def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
     """max |block| of every block, fp32 [R, K]."""
     found = torch.empty(shape.rows, len(shape.blocks), dtype=torch.float32, device=values.device)
     values_RC = values.reshape(shape.rows, -1)
-    for rows in _slabs(shape):
+    for rows in _slabs(shape, shape.rows):
         sizes_RC = values_RC[rows].float().abs()
         if shape.width is not None:
             found[rows] = sizes_RC.view(-1, len(shape.blocks), shape.width).amax(dim=2)
@@ -133,7 +142,7 @@ def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = N
     codes_RL, own_RK = _parts(packed, shape)
     own_RK.copy_(scales_RK)
     values_RC = values.reshape(shape.rows, -1)
-    for rows in _slabs(shape):
+    for rows in _slabs(shape, shape.rows):
         scale = torch.where(own_RK[rows] > 0, own_RK[rows], 1.0)
         ratios_RC = values_RC[rows].float() / _spread(scale, shape)
         codes_RL[rows] = _encoded(ratios_RC, shape.format.kind)
@@ -141,15 +150,46 @@ def quantize(values: Tensor, shape: QuantizedShape, scales_RK: Tensor | None = N
 
 
 @torch.no_grad()
-def dequantize(packed: Tensor, shape: QuantizedShape, dtype: torch.dtype) -> Tensor:
-    """The values [shape] of codes and scales, each rounded once to ``dtype``."""
+def dequantize(
+    packed: Tensor, shape: QuantizedShape, dtype: torch.dtype, kernels: Kernels = REFERENCE, index: int | None = None
+) -> Tensor:
+    """The values [shape] of codes and scales, each rounded once to ``dtype``; ``index``: of one matrix of a stack."""
     codes_RL, scales_RK = _parts(packed, shape)
-    values = torch.empty(shape.shape, dtype=dtype, device=packed.device)
-    values_RC = values.view(shape.rows, -1)
-    for rows in _slabs(shape):
+    if index is not None:
+        start, count = index * shape.matrix_rows, shape.matrix_rows
+        codes_RL, scales_RK = codes_RL.narrow(0, start, count), scales_RK.narrow(0, start, count)
+    size = shape.shape if index is None else shape.shape[1:]
+    if _fits(packed, shape, dtype, kernels):
+        book = _pairs(packed.device)[:16, 0].contiguous()
+        made: Tensor = _dequantize(codes_RL, scales_RK, book, dtype, shape.format.bits)
+        return made.view(size)
+    values = torch.empty(size, dtype=dtype, device=packed.device)
+    values_RC = values.view(len(codes_RL), -1)
+    for rows in _slabs(shape, len(codes_RL)):
         ratios_RC = _decoded(codes_RL[rows], shape)
         values_RC[rows] = ratios_RC * _spread(scales_RK[rows], shape)
     return values
+
+
+def _fits(packed: Tensor, shape: QuantizedShape, dtype: torch.dtype, kernels: Kernels) -> bool:
+    whole = shape.width == shape.format.block and packed.numel() > 0 and dtype in ENCODED_DTYPES
+    # bytes are moved as by the codec of traffic, so both run where one of them does
+    return whole and kernels.replaces(packed.device) and kernels.triton(OPERATOR, packed, shape.shape[-1])
+
+
+@torch.library.custom_op("trine::dequantize", mutates_args=())
+def _dequantize(codes: Tensor, scales: Tensor, book: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
+    """Values [R, C] of codes [R, L] and scales [R, K] of whole blocks."""
+    from engine.kernels.gpu.quantized.dequantize import launch_dequantize
+
+    out = torch.empty(codes.shape[0], codes.shape[1] * 8 // bits, dtype=dtype, device=codes.device)
+    launch_dequantize(codes, scales, book, out, bits)
+    return out
+
+
+@_dequantize.register_fake
+def _(codes: Tensor, scales: Tensor, book: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
+    return codes.new_empty(codes.shape[0], codes.shape[1] * 8 // bits, dtype=dtype)
 
 
 def _encoded(ratios_RC: Tensor, kind: WeightKind) -> Tensor:
@@ -167,9 +207,26 @@ def _decoded(codes_RL: Tensor, shape: QuantizedShape) -> Tensor:
     """Values between -1 and 1, fp32 [R, C]."""
     if shape.format.kind == "int8":
         return codes_RL.view(torch.int8).float().div_(127)
+    pairs_RC = torch.nn.functional.embedding(codes_RL.int(), _pairs(codes_RL.device)).view(codes_RL.shape[0], -1)
+    return pairs_RC[:, : shape.shape[-1]]
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two values of every byte, [256, 2]: made once, since a copy to a GPU waits for what runs there."""
     book = normal_book()
-    pairs = torch.tensor([[book[byte % 16], book[byte // 16]] for byte in range(256)], device=codes_RL.device)
-    return torch.nn.functional.embedding(codes_RL.int(), pairs).view(codes_RL.shape[0], -1)[:, : shape.shape[-1]]
+    return _table([[book[byte % 16], book[byte // 16]] for byte in range(256)], device)
+
+
+@cache
+def _widths(blocks: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    return _table([width for _, width in blocks], device)
+
+
+def _table(values: Sequence[Any], device: torch.device) -> Tensor:
+    """A tensor that serves all calls to come, whatever mode the first one runs in."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        return torch.tensor(values, device=device)
 
 
 def _parts(packed: Tensor, shape: QuantizedShape) -> tuple[Tensor, Tensor]:
@@ -182,12 +239,12 @@ def _spread(scales_RK: Tensor, shape: QuantizedShape) -> Tensor:
     """The scale of every column, [R, C]."""
     if shape.width is not None:
         return scales_RK.unsqueeze(2).expand(-1, -1, shape.width).reshape(scales_RK.shape[0], -1)
-    widths = torch.tensor([width for _, width in shape.blocks], device=scales_RK.device)
-    return scales_RK.repeat_interleave(widths, dim=1, output_size=shape.shape[-1])
+    widths_K = _widths(shape.blocks, scales_RK.device)
+    return scales_RK.repeat_interleave(widths_K, dim=1, output_size=shape.shape[-1])
 
 
-def _slabs(shape: QuantizedShape) -> Iterator[slice]:
+def _slabs(shape: QuantizedShape, rows: int) -> Iterator[slice]:
     """Runs of rows with about ``AT_ONCE`` elements."""
     step = max(1, AT_ONCE // max(1, shape.shape[-1]))
-    for start in range(0, shape.rows, step):
-        yield slice(start, min(start + step, shape.rows))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

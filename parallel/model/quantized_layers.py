@@ -8,13 +8,14 @@
 The layer keeps its class otherwise, with its forward and hooks. What it has become stays when its engine is closed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import PlanError
+from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.quantized.quantized_weight import QuantizedWeight
 from engine.kernels.quantized.weight_format import QuantizedShape, block_scales, quantize
 from engine.parallel.shard_table import ShardRow
@@ -24,7 +25,7 @@ class QuantizedLayer(nn.Module):
     """A layer that reads its weight out of codes and scales."""
 
 
-_Read = tuple[QuantizedShape, torch.dtype]
+_Held = tuple[QuantizedShape, torch.dtype]
 """What a parameter holds, and the dtype of the values that its layer reads."""
 
 
@@ -47,15 +48,15 @@ def quantize_part(full: Tensor, row: ShardRow, tp: int) -> Tensor:
     return quantize(torch.cat(held, row.dim), form, scales_RK)
 
 
-def read_quantized(model: nn.Module, held: Mapping[str, _Read]) -> None:
+def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
     """Let the layers of these parameters, which have codes and scales in their memory, read matrices."""
     named = {id(parameter): held[name] for name, parameter in model.named_parameters() if name in held}
-    classes: dict[tuple[type, str, _Read], type] = {}
+    classes: dict[tuple[type, tuple[tuple[str, _Held], ...]], type] = {}
     for module in model.modules():
-        for local, parameter in module._parameters.items():
-            if id(parameter) in named:
-                key = type(module), local, named[id(parameter)]
-                module.__class__ = classes.setdefault(key, _reading(*key))
+        own = tuple((local, named[id(p)]) for local, p in module._parameters.items() if id(p) in named)
+        if own:
+            key = type(module), own
+            module.__class__ = classes.setdefault(key, _reading(*key, kernels))  # equal layers share a class
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
@@ -76,11 +77,16 @@ def refuse_quantized(model: nn.Module) -> None:
         )
 
 
-def _reading(own: type[nn.Module], local: str, held: _Read) -> type:
+def _reading(own: type[nn.Module], weights: Sequence[tuple[str, _Held]], kernels: Kernels) -> type:
+    properties = {local: _read(local, held, kernels) for local, held in weights}
+    return type(f"Quantized{own.__name__}", (QuantizedLayer, own), properties)
+
+
+def _read(local: str, held: _Held, kernels: Kernels) -> property:
     def read(module: nn.Module) -> Any:
         packed = module._parameters[local]
         if packed is None or packed.dtype != torch.uint8:  # a trace has put values in its place
             return packed
-        return QuantizedWeight.of(packed, *held)
+        return QuantizedWeight.of(packed, *held, kernels)
 
-    return type(f"Quantized{own.__name__}", (QuantizedLayer, own), {local: property(read)})
+    return property(read)

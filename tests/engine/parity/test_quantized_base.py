@@ -125,7 +125,7 @@ def test_every_grid_has_the_same_base(tmp_path: Path) -> None:
 
 
 GRIDS: Mapping[str, dict[str, Any]] = {
-    "dp2": {"parallel": {"data": 2}, "zero_optimization": {"stage": 1}},
+    "dp2": {"parallel": {"data": 2}, "zero_optimization": {"stage": 1}, "integrity": {"every": 1}},
     "tp2": {"parallel": {"tensor": 2}},
     "tp2, sequence": {"parallel": {"tensor": 2, "sequence_parallel": True}},
     "ZeRO 3 x dp2": {"parallel": {"data": 2}, "zero_optimization": {"stage": 3}},

@@ -95,3 +95,13 @@ def test_writes_are_refused() -> None:
     for write in (lambda: held.add_(1.0), lambda: held.copy_(torch.zeros(SHAPE)), lambda: held.t().zero_()):
         with pytest.raises(EngineError, match=r"held in nf4 \(quantize_frozen\) and was written by aten::"):
             write()
+
+
+def test_one_matrix_of_a_stack_is_made_alone() -> None:
+    form = QuantizedShape(format=WeightFormat("int8", 8), shape=(3, *SHAPE))
+    packed = quantize(torch.randn(form.shape, generator=torch.Generator().manual_seed(1)), form)
+    values = dequantize(packed, form, torch.float32)
+    held, x = QuantizedWeight.of(packed, form, torch.float32), torch.randn(4, 16, requires_grad=True)
+    assert torch.equal(functional.linear(x, held[torch.tensor(2)]), functional.linear(x, values[2]))
+    assert torch.equal(held[-1].t().dequantized(), values[2].t()) and torch.equal(held.clone(), values)
+    assert torch.equal(held.transpose(1, 2)[1], values[1].t())

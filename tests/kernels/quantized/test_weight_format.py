@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.dispatch import Kernels
 from engine.kernels.quantized.weight_format import (
     QuantizedShape,
     WeightFormat,
@@ -99,3 +100,19 @@ def test_zeros_stay_zero_and_what_is_not_finite_shows(kind: WeightKind) -> None:
     decoded = dequantize(quantize(values, form), form, torch.float32)
     assert bool((decoded[0] == 0).all()) and bool(decoded[1, :64].isnan().all())
     assert decoded[1, 70] == 5.0
+
+
+@pytest.mark.parametrize(("kind", "block"), product(KINDS, (64, 256)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_triton_makes_the_same_bits(kind: WeightKind, block: int, dtype: torch.dtype) -> None:
+    form = whole(kind, (3, 5, 256), block)
+    packed = quantize(matrix((3, 5, 256)), form)
+    for index in (None, 1):
+        ours = dequantize(packed, form, dtype, Kernels("triton"), index)
+        assert torch.equal(ours, dequantize(packed, form, dtype, index=index)), index
+
+
+def test_one_matrix_of_a_stack() -> None:
+    form = whole("nf4", (3, 5, 100))
+    packed = quantize(matrix((3, 5, 100)), form)
+    assert torch.equal(dequantize(packed, form, torch.float32, index=2), dequantize(packed, form, torch.float32)[2])
