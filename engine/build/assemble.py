@@ -189,7 +189,7 @@ def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
 
 
 def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
-    """Leave layers that communicate or read codes out of compilation, and modules that stay in fp32 out of narrow dtypes."""
+    """Leave layers that communicate or read codes out of compilation, and modules in fp32 out of narrow dtypes."""
     if plan.config.compile:
         cut = plan.tensor.layers if plan.tensor is not None else ()
         leave_out_of_compilation(model, {*cut, *quantized_layers(model)}, patches)

@@ -139,7 +139,9 @@ def leave_out_of_compilation(model: nn.Module, names: Iterable[str], patches: Fo
         forward = vars(module).get("forward")
         own = forward.__func__ if isinstance(forward, MethodType) else type(module).forward
         eager = torch.compiler.disable(own)  # type: ignore[no-untyped-call]
-        patches.replace_forward(module, PatchLayer.COMPILE, eager, "is left out of torch.compile: it communicates or reads codes")
+        patches.replace_forward(
+            module, PatchLayer.COMPILE, eager, "is left out of torch.compile: it communicates or reads codes"
+        )
 
 
 def _compile(model: nn.Module, patches: ForwardPatches) -> None:

@@ -203,8 +203,8 @@ def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
     def refuse(*_: object) -> None:
         raise EngineError(
             "load_state_dict on a model of which each rank holds a part (parallel.tensor, parallel.pipeline) or codes "
-            "(quantize_frozen), so that full tensors do not fit; call eng.load_checkpoint(folder), give checkpoint.init_from, or load the model "
-            "before engine.initialize."
+            "(quantize_frozen), so that full tensors do not fit; call eng.load_checkpoint(folder), give "
+            "checkpoint.init_from, or load the model before engine.initialize."
         )
 
     for module in model.modules():

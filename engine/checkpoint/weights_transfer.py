@@ -53,8 +53,8 @@ def _check(source: RunState, target: RunState) -> None:
     for run, which in ((source, "other"), (target, "own")):
         if any(row.quantized is not None for row in run.runtime.plan.table):
             raise EngineError(
-                f"copy_weights_from: the {which} engine holds frozen weights as codes (quantize_frozen), and copies are "
-                "of values; give both engines the base in full."
+                f"copy_weights_from: the {which} engine holds frozen weights as codes (quantize_frozen), and copies "
+                "are of values; give both engines the base in full."
             )
     theirs, own = (_shapes(run) for run in (source, target))
     for name in sorted(theirs.keys() ^ own.keys() | {name for name in own if theirs.get(name) != own[name]}):

@@ -223,7 +223,7 @@ def _refuse_codes(run: RunState) -> None:
     for row in run.runtime.plan.table:
         if row.quantized is not None:
             raise CheckpointError(
-                f"save_pretrained: the frozen weight {row.name!r} is held in {row.quantized.kind} (quantize_frozen), and "
-                "a folder of the model would have rounded weights; save what was trained with eng.full_state_dict(), or "
-                "as adapters of PEFT, and merge it into the base in full."
+                f"save_pretrained: the frozen weight {row.name!r} is held in {row.quantized.kind} (quantize_frozen), "
+                "and a folder of the model would have rounded weights; save what was trained from "
+                "eng.full_state_dict(), or as adapters of PEFT, and merge it into the base in full."
             )

@@ -35,8 +35,8 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
         return {}
     if config.checkpoint.frozen:
         raise ConfigError(
-            "quantize_frozen with checkpoint.frozen true, and a checkpoint has no exact copy of weights that are held as "
-            "codes; set checkpoint.frozen to false, which stores what is trained and leaves the base to the model."
+            "quantize_frozen with checkpoint.frozen true, and a checkpoint has no exact copy of weights that are held "
+            "as codes; set checkpoint.frozen to false, which stores what is trained and leaves the base to the model."
         )
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     given = [(f"quantize_frozen.skip[{index}]", pattern) for index, pattern in enumerate(settings.skip)]
@@ -45,14 +45,15 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
     found = {
         names[0]: held
         for names, holders in _holders(model)
-        if all(_fits(*holder, heads) for holder in holders) and not _is_written(holders[0], names)
+        if all(_fits(*holder, heads) for holder in holders)
+        and not _is_written(holders[0], names)
         and not any(fnmatchcase(name, pattern) for name in names for pattern in (*settings.skip, *_ADAPTERS))
     }
     if not found:
         raise PlanError(
-            f"quantize_frozen.dtype {settings.dtype!r}, and the model has no frozen weight of a linear layer beside its "
-            "heads, embeddings and adapters; freeze the base (requires_grad_(False), or PEFT's get_peft_model), or leave "
-            "quantize_frozen out."
+            f"quantize_frozen.dtype {settings.dtype!r}, and the model has no frozen weight of a linear layer beside "
+            "its heads, embeddings and adapters; freeze the base (requires_grad_(False), or PEFT's get_peft_model), or "
+            "leave quantize_frozen out."
         )
     return found
 
@@ -66,8 +67,8 @@ def refuse_outside_reads(table: ShardTable) -> None:
     for row in table:
         if row.quantized is not None and row.in_glue:
             raise PlanError(
-                f"quantize_frozen: the code around the blocks reads {row.name!r} beside its layer, where it is not made "
-                f'of its codes; name it in skip: {{"quantize_frozen": {{"skip": [{row.name!r}]}}}}.'
+                f"quantize_frozen: the code around the blocks reads {row.name!r} beside its layer, where it is not "
+                f'made of its codes; name it in skip: {{"quantize_frozen": {{"skip": [{row.name!r}]}}}}.'
             )
 
 

@@ -123,7 +123,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...]) -> None:
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if argument.is_write and isinstance(given, QuantizedWeight):
             raise EngineError(
-                f"a frozen weight of shape {list(given.shape)} is held in {given.form.format.kind} (quantize_frozen) and "
-                f"was written by {func._schema.name}; write the model before engine.initialize, or name the weight in "
-                "quantize_frozen.skip."
+                f"a frozen weight of shape {list(given.shape)} is held in {given.form.format.kind} (quantize_frozen) "
+                f"and was written by {func._schema.name}; write the model before engine.initialize, or name the weight "
+                "in quantize_frozen.skip."
             )

@@ -16,13 +16,14 @@ Memory of a matrix, bytes: codes of all rows (4 bits: two a byte, the first one 
 
 What is not finite makes its block NaN or infinite. Arithmetic is in fp32.
 
-Shape suffixes: R rows (all leading dims together), C columns, K blocks of a row, W columns of a block, L bytes of a row.
+Shape suffixes: R rows (all leading dims together), C columns, K blocks of a row, L bytes of a row.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -196,7 +197,7 @@ def _encoded(ratios_RC: Tensor, kind: WeightKind) -> Tensor:
     if kind == "int8":
         return (ratios_RC * 127).round_().clamp_(-127, 127).to(torch.int8).view(torch.uint8)
     book = normal_book()
-    middles = [(low + high) / 2 for low, high in zip(book, book[1:], strict=False)]
+    middles = [(low + high) / 2 for low, high in pairwise(book)]
     codes = torch.bucketize(ratios_RC, torch.tensor(middles, device=ratios_RC.device), out_int32=True).to(torch.uint8)
     if codes.shape[1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))

@@ -1,7 +1,7 @@
 """Frozen weights of linear layers that are held as codes and scales, and read as matrices.
 
-    parameter     stays the user's object and has codes and scales in its memory, uint8 [bytes], so that buckets, gathers
-                  (ZeRO 3), digests and copies between places move these bytes
+    parameter     stays the user's object and has codes and scales in its memory, uint8 [bytes], so that buckets,
+                  gathers (ZeRO 3), digests and copies between places move these bytes
     layer.weight  a property of the layer's class: a matrix without memory, made anew at each read, because a gather
                   swaps the memory of a parameter between uses (``kernels.quantized.quantized_weight``)
 
@@ -72,8 +72,8 @@ def refuse_quantized(model: nn.Module) -> None:
     """
     for name in quantized_layers(model):
         raise PlanError(
-            f"the weight of {name!r} was quantized by an engine that had this model before (quantize_frozen); build the "
-            "model anew."
+            f"the weight of {name!r} was quantized by an engine that had this model before (quantize_frozen); build "
+            "the model anew."
         )
 
 

@@ -1,6 +1,6 @@
 """A base in 8 or 4 bits is read from a folder by ranks that never have it whole; adapters alone are saved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import engine
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
-from engine.parallel.comm.world import World
 from tests.engine.checkpoint.test_adapters import keys_of
 
 WIDTH = 24
@@ -57,6 +55,11 @@ def empty() -> nn.Module:
         return Pairs()
 
 
+def other() -> nn.Module:
+    torch.manual_seed(4)
+    return Pairs()
+
+
 def config(**changes: Any) -> dict[str, Any]:
     checkpoint = {"frozen": False} | changes.pop("checkpoint", {})
     return {
@@ -65,59 +68,60 @@ def config(**changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
+RunRanks = Callable[..., list[Any]]
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
-def train(build: Callable[[], nn.Module], given: dict[str, Any], steps: slice, world: World) -> Trained:
+def train(build: Callable[[], nn.Module], given: dict[str, Any], steps: tuple[int, int] = (0, 3)) -> Trained:
     """Body of a rank: go on from what is saved, if anything is, and save."""
-    with engine.initialize(build, given, example_batch=STEPS[0][:1], world=world) as eng:
+    with engine.initialize(build, given, example_batch=STEPS[0][:1]) as eng:
         if eng.config.checkpoint.folder is not None:
             eng.load_checkpoint(missing_ok=True)
         rows = 4 // eng.grid.dp
         first = eng.grid.coord().dp * rows
-        losses = [eng.train_batch(batch[first : first + rows]).loss for batch in STEPS[steps]]
+        losses = [eng.train_batch(batch[first : first + rows]).loss for batch in STEPS[slice(*steps)]]
         if eng.config.checkpoint.folder is not None:
             eng.save_checkpoint().wait()
         return losses, eng.full_state_dict()
 
 
-def on_ranks(build: Callable[[], nn.Module], given: dict[str, Any], steps: slice = slice(None)) -> Trained:
-    return run_thread_ranks(2, lambda world: train(build, given, steps, world))[0]
+def read_or_given(grids: Sequence[dict[str, Any]], folder: str) -> list[tuple[Trained, Trained]]:
+    """Body of a rank: for each grid, with a model in memory, and with one that reads the same weights."""
+    read = {"init_from": folder}
+    return [(train(seeded, config(**grid)), train(empty, config(**grid, checkpoint=read))) for grid in grids]
 
 
-@pytest.mark.parametrize("grid", [{"parallel": {"tensor": 2}}, {"zero_optimization": {"stage": 3}}], ids=["tp", "zero3"])
-def test_a_model_without_content_reads_its_base_into_codes(grid: dict[str, Any], tmp_path: Path) -> None:
+def test_a_model_without_content_reads_its_base_into_codes(run_ranks: RunRanks, tmp_path: Path) -> None:
     save_file(seeded().state_dict(), tmp_path / "model.safetensors")
-    losses, weights = on_ranks(seeded, config(**grid))
-    read, same = on_ranks(empty, config(**grid, checkpoint={"init_from": str(tmp_path)}))
-    assert read == losses and weights.keys() == same.keys()
-    for name, weight in weights.items():
-        assert torch.equal(weight, same[name]), name
+    grids = [{"parallel": {"tensor": 2}}, {"zero_optimization": {"stage": 3}}]
+    for (losses, weights), (read, same) in run_ranks(read_or_given, 2, grids, str(tmp_path))[0]:
+        assert read == losses and weights.keys() == same.keys()
+        for name, weight in weights.items():
+            assert torch.equal(weight, same[name]), name
 
 
-def test_trained_weights_alone_are_saved_and_another_grid_goes_on(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_trained_weights_alone_are_saved_and_another_grid_goes_on(run_ranks: RunRanks, tmp_path: Path) -> None:
     tensor: dict[str, Any] = {"parallel": {"tensor": 2}}
-    whole, weights = on_ranks(seeded, config(**tensor))
+    whole, weights = run_ranks(train, 2, seeded, config(**tensor))[0]
     folder = {"folder": str(tmp_path / "run")}
-    begun, _ = on_ranks(seeded, config(**tensor, checkpoint=folder), slice(0, 2))
-    ended, found = on_ranks(seeded, config(zero_optimization={"stage": 3}, checkpoint=folder), slice(2, 3))
+    begun, _ = run_ranks(train, 2, seeded, config(**tensor, checkpoint=folder), (0, 2))[0]
+    sharded = config(zero_optimization={"stage": 3}, checkpoint=folder)
+    ended, found = run_ranks(train, 2, seeded, sharded, (2, 3))[0]
     assert [*begun, *ended] == pytest.approx(whole, rel=1e-6)
     for name, weight in weights.items():
         assert (weight - found[name]).abs().max() < 1e-5, name
     assert sorted(keys_of(tmp_path / "run/step-00000002/model")) == ["blocks.0.scale", "blocks.1.scale"]
 
 
-def test_what_a_checkpoint_would_hold_of_it_is_read_as_codes(tmp_path: Path) -> None:
-    """A run that held its base in full has it in its checkpoint."""
-    exact = config(checkpoint={"folder": str(tmp_path / "run"), "frozen": True}, quantize_frozen=None)
-    on_ranks(seeded, exact, slice(0, 2))
-
-    def other() -> nn.Module:
-        torch.manual_seed(4)
-        return Pairs()
-
-    given = config(checkpoint={"folder": str(tmp_path / "run")})
-    _, loaded = on_ranks(other, given, slice(2, 2))
-    _, same = on_ranks(seeded, config(), slice(0, 0))
+@pytest.mark.long
+@pytest.mark.parametrize("grid", [{"parallel": {"tensor": 2}}, {"zero_optimization": {"stage": 3}}], ids=str)
+def test_a_base_that_a_checkpoint_has_is_read_into_codes(
+    run_ranks: RunRanks, grid: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "run")
+    run_ranks(train, 2, seeded, config(checkpoint={"folder": folder, "frozen": True}, quantize_frozen=None), (0, 2))
+    _, loaded = run_ranks(train, 2, other, config(**grid, checkpoint={"folder": folder}), (2, 2))[0]
+    _, same = run_ranks(train, 2, seeded, config(**grid), (0, 0))[0]
     for name in ("blocks.0.up.weight", "blocks.1.down.weight"):
         assert torch.equal(loaded[name], same[name]) and not torch.equal(loaded[name], seeded().state_dict()[name])

@@ -78,7 +78,10 @@ def test_keys_and_other_spellings() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"quantize_frozen": {"dtype": "fp4"}}, 'quantize_frozen.dtype: "fp4" is not a format of frozen weights; give "i'),
+        (
+            {"quantize_frozen": {"dtype": "fp4"}},
+            'quantize_frozen.dtype: "fp4" is not a format of frozen weights; give "i',
+        ),
         ({"quantize_frozen": {"block_size": 48}}, "quantize_frozen.block_size: 48 is not a block size; give 64, 128"),
         (config(skip=["blocks.2.*"]), r"quantize_frozen.skip[0]: 'blocks.2.*' matches no frozen parameter; similar"),
         (config(checkpoint={}), "quantize_frozen with checkpoint.frozen true, and a checkpoint has no exact copy"),
@@ -92,7 +95,9 @@ def test_mistakes_in_the_configuration(given: dict[str, Any], sentence: str) -> 
 
 def test_a_model_without_a_frozen_base_is_refused() -> None:
     model = Model().requires_grad_(True)
-    with pytest.raises(PlanError, match="and the model has no frozen weight of a linear layer beside its heads, embedd"):
+    with pytest.raises(
+        PlanError, match="and the model has no frozen weight of a linear layer beside its heads, embedd"
+    ):
         engine.initialize(model, config())
 
 
@@ -103,11 +108,13 @@ def test_what_codes_cannot_do_is_said() -> None:
     model: Any = Model()
     with engine.initialize(model, config()) as eng:
         eng.train_batch(IDS)
-        with pytest.raises(EngineError, match=r"full_parameters\('blocks.0.up.weight'\) names weights that are held as"):
+        with pytest.raises(
+            EngineError, match=r"full_parameters\('blocks.0.up.weight'\) names weights that are held as"
+        ):
             eng.full_parameters("blocks.0.up.weight").__enter__()
         with eng.full_parameters("blocks.0.*") as parameters:
             assert "blocks.0.up.bias" in parameters and "blocks.0.up.weight" not in parameters
-        with pytest.raises(EngineError, match="save_pretrained: the frozen weight 'blocks.0.up.weight' is held in nf4"):
+        with pytest.raises(EngineError, match=r"the frozen weight 'blocks.0.up.weight' is held in nf4"):
             eng.save_pretrained("nowhere")
         with pytest.raises(EngineError, match=r"holds a part .* or codes \(quantize_frozen\), so that full tensors"):
             model.load_state_dict({})
@@ -126,4 +133,6 @@ def test_the_banner_says_how_many_bytes_are_saved() -> None:
     with engine.initialize(Model(), config()) as eng:
         eng.train_batch(IDS)
         (note,) = [note for note in eng.plan.notes if note.startswith("quantize_frozen")]
-    assert note.startswith("quantize_frozen: 4 frozen weights in nf4, blocks of 64 columns: 448 bytes in place of 2,048")
+    assert note.startswith(
+        "quantize_frozen: 4 frozen weights in nf4, blocks of 64 columns: 448 bytes in place of 2,048"
+    )

@@ -23,7 +23,6 @@ def launches() -> Iterator[tuple[str, Launch]]:
                 for feedback in (False, True):
                     yield f"{name}, {dtype}{', feedback' * feedback}", partial(_encode, wire, dtype, feedback)
 
-
     for bits in (8, 4):
         for block in (64, 256):
             for dtype in (FP32, BF16):

@@ -41,7 +41,7 @@ def test_the_book_is_that_of_the_paper() -> None:
     assert normal_book() == pytest.approx(PUBLISHED, abs=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "shape"), product(KINDS, SHAPES))
+@pytest.mark.parametrize(("kind", "shape"), [*product(KINDS, SHAPES)])
 def test_an_error_is_at_most_half_a_step_of_its_block(kind: WeightKind, shape: tuple[int, ...]) -> None:
     form, values = whole(kind, shape), matrix(shape)
     packed = quantize(values, form)
@@ -54,7 +54,7 @@ def test_an_error_is_at_most_half_a_step_of_its_block(kind: WeightKind, shape: t
     assert bool((errors <= scales * (step / 2 + 1e-6)).all())
 
 
-@pytest.mark.parametrize(("kind", "shape"), product(KINDS, SHAPES))
+@pytest.mark.parametrize(("kind", "shape"), [*product(KINDS, SHAPES)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_of_codes_have_the_same_codes(kind: WeightKind, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     form = whole(kind, shape)
@@ -102,7 +102,7 @@ def test_zeros_stay_zero_and_what_is_not_finite_shows(kind: WeightKind) -> None:
     assert decoded[1, 70] == 5.0
 
 
-@pytest.mark.parametrize(("kind", "block"), product(KINDS, (64, 256)))
+@pytest.mark.parametrize(("kind", "block"), [*product(KINDS, (64, 256))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_triton_makes_the_same_bits(kind: WeightKind, block: int, dtype: torch.dtype) -> None:
     form = whole(kind, (3, 5, 256), block)
