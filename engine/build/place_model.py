@@ -80,8 +80,7 @@ def place_model(
     coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
     rows = {row.name: row for row in plan.table.held_by(coord.pp)}
     cuts = plan.tensor.parameters if plan.tensor else {}
-    who = _ownership(plan, coord)
-    buckets = reserve(plan.layout(coord), parameters, who, device)
+    buckets = reserve(plan.layout(coord), parameters, _ownership(plan, coord), device)
     codes = _codes(rows.values(), coord.tp)
     places = {
         slot.name: (flat, slot, view)

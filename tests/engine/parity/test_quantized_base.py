@@ -13,7 +13,7 @@ import engine
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.model.quantized_layers import QuantizedLayer
-from engine.verify import Parity, TrainingRecord, train_alone
+from engine.verify import Parity, TrainingRecord, train_alone, verify
 from tests.engine.parity.adapted_models import ADAPTED, DORA
 from tests.engine.parity.architectures import Architecture
 from tests.engine.parity.launches import compare, differences, held_bytes, settings
@@ -60,10 +60,11 @@ def rank(name: str, config: Mapping[str, Any], folder: str, world: World) -> Ran
         found = differences(eng, before, len(batches) - 1)
         uncounted = tuple(line for line in found if "integrity" not in line)  # compared as often as is asked for
         eng.save_pretrained(folder)
-        planned = eng.plan.rank(eng.grid.rank).state_bytes
+        state = eng.plan.rank(eng.grid.rank)
+        planned = [*state.state_bytes.values(), *state.host_bytes.values()]
         run = TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict())
         layers = sum(isinstance(module, QuantizedLayer) for module in eng.module.modules())
-        return Rank(run, uncounted, held_bytes(eng), sum(planned.values()), layers)
+        return Rank(run, uncounted, held_bytes(eng), sum(planned), layers)
 
 
 def trains_as_alone(name: str, config: dict[str, Any], folder: Path) -> list[Rank]:
@@ -151,3 +152,21 @@ def test_every_family_trains_as_in_one_process(
 ) -> None:
     for name, result in compare(run_ranks, [*ADAPTED, *DORA], grid(form, **changes)).items():
         assert not isinstance(result, str) and not result.uncounted, f"{name}: {result}"
+
+
+WAYS: Mapping[str, dict[str, Any]] = {
+    "compiled": {"compile": True},
+    "Triton": {"kernels": "triton", "parallel": {"tensor": 2}},
+    "autocast": {"torch_autocast": {"enabled": True}, "parallel": {"tensor": 2}},
+    "bf16": {"bf16": {"enabled": True}, "parallel": {"data": 2}, "zero_optimization": {"stage": 3}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_compute(way: str) -> None:
+    config, narrow = grid(NF4, **WAYS[way]), way in ("autocast", "bf16")
+    size = config["parallel"]["data"] * config["parallel"].get("tensor", 1)
+    parity = verify(MODELS[NAME].build, config, MODELS[NAME].batches(config["train_batch_size"])[:STEPS], threads=size)
+    assert parity is not None
+    assert parity.loss < 1e-3 if narrow else parity.holds(), str(parity)
