@@ -61,7 +61,7 @@ def rank(name: str, config: Mapping[str, Any], folder: str, world: World) -> Ran
         uncounted = tuple(line for line in found if "integrity" not in line)  # compared as often as is asked for
         eng.save_pretrained(folder)
         state = eng.plan.rank(eng.grid.rank)
-        planned = [*state.state_bytes.values(), *state.host_bytes.values()]
+        planned = (state.host_bytes or state.state_bytes).values()  # where parameters lie
         run = TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict())
         layers = sum(isinstance(module, QuantizedLayer) for module in eng.module.modules())
         return Rank(run, uncounted, held_bytes(eng), sum(planned), layers)
