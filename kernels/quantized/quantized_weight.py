@@ -39,7 +39,7 @@ class QuantizedWeight(Tensor):
     """Dtype of the values before ``views``, and what makes them."""
     views: tuple[View, ...]
     """What is made of the values."""
-    index: int | None
+    number: int | None
     """Of the matrix of a stack that ``views`` begin with; None: all of them."""
     _like: Tensor
     """On the meta device: shape and dtype of what all ``views`` together give."""
@@ -51,10 +51,10 @@ class QuantizedWeight(Tensor):
         views: tuple[View, ...] = (),
     ) -> "QuantizedWeight":  # fmt: skip
         """A tensor of the shape and dtype of ``like``, without memory."""
-        self: QuantizedWeight = Tensor._make_wrapper_subclass(  # type: ignore[call-arg]
+        self: QuantizedWeight = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=packed.device, storage_size=0
         )
-        self.packed, self.form, self.held, self._like, self.views, self.index = packed, form, held, like, views, None
+        self.packed, self.form, self.held, self._like, self.views, self.number = packed, form, held, like, views, None
         return self
 
     @classmethod
@@ -65,7 +65,7 @@ class QuantizedWeight(Tensor):
         with _disable_current_modes():
             like = torch.empty(form.shape, dtype=dtype, device="meta")
         made = cls(packed, form, (dtype, kernels), like)
-        made._is_param = True  # type: ignore[attr-defined]  # isinstance(made, nn.Parameter), as code around layers asks
+        made._is_param = True  # isinstance(made, nn.Parameter), as code around layers asks
         return made
 
     @classmethod
@@ -89,7 +89,7 @@ class QuantizedWeight(Tensor):
 
     def dequantized(self) -> Tensor:
         """The matrix, in memory of its own."""
-        values = dequantize(self.packed, self.form, *self.held, self.index)
+        values = dequantize(self.packed, self.form, *self.held, self.number)
         for view in self.views:
             values = view(values)
         return values
@@ -107,12 +107,12 @@ class QuantizedWeight(Tensor):
         """One matrix of a stack, such as that of an expert, without the values of the others."""
         with _disable_current_modes():
             made = self._with(self._like.select(0, index), ())
-        made.index = index % len(self._like)
+        made.number = index % len(self._like)
         return made
 
     def _with(self, like: Tensor, views: tuple[View, ...]) -> "QuantizedWeight":
         made = QuantizedWeight(self.packed, self.form, self.held, like, views)
-        made.index = self.index
+        made.number = self.number
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

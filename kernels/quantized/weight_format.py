@@ -129,7 +129,7 @@ def block_scales(values: Tensor, shape: QuantizedShape) -> Tensor:
         if shape.width is not None:
             found[rows] = sizes_RC.view(-1, len(shape.blocks), shape.width).amax(dim=2)
         else:
-            parts = sizes_RC.split([width for _, width in shape.blocks], dim=1)
+            parts = torch.split(sizes_RC, [width for _, width in shape.blocks], dim=1)
             found[rows] = torch.stack([part.amax(dim=1) for part in parts], dim=1)
     return found
 

@@ -24,7 +24,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(self.up(self.norm(x)).relu())
-        return x + y + self.lora_A(x).sum()
+        more: torch.Tensor = self.lora_A(x).sum()
+        return x + y + more
 
 
 class Model(nn.Module):
