@@ -165,6 +165,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo asks for it
 @pytest.mark.parametrize("way", WAYS)
 def test_other_ways_to_compute(way: str) -> None:
     config, narrow = grid(NF4, **WAYS[way]), way in ("autocast", "bf16")

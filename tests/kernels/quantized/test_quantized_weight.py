@@ -92,7 +92,10 @@ def test_it_answers_as_the_matrix_does_and_has_no_memory() -> None:
 
 def test_writes_are_refused() -> None:
     held, _ = pair()
-    for write in (lambda: held.add_(1.0), lambda: held.copy_(torch.zeros(SHAPE)), lambda: held.t().zero_()):
+    writes: list[Callable[[], Tensor]] = [
+        lambda: held.add_(1.0), lambda: held.copy_(torch.zeros(SHAPE)), lambda: held.t().zero_(),
+    ]  # fmt: skip
+    for write in writes:
         with pytest.raises(EngineError, match=r"held in nf4 \(quantize_frozen\) and was written by aten::"):
             write()
 
