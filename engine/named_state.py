@@ -113,7 +113,8 @@ class NamedState(ABC):
         """Inside, the parameters whose names match are full over dp, and may be read and written in place.
 
         Yields the parameters of this rank's stages by name; tensor ranks have their shard of each. Without sharded
-        parameters (ZeRO 0-2) they are always full. Collective, with the same pattern on all ranks: ZeRO 3 makes one
+        parameters (ZeRO 0-2) they are always full. Frozen weights that are held as codes (``quantize_frozen``) are left
+        out. Collective, with the same pattern on all ranks: ZeRO 3 makes one
         batch of gathers over dp, label "parameters", and at the end compares what the ranks have written, 8 bytes per
         bucket and parameter.
 

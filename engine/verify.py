@@ -27,6 +27,7 @@ from engine.parallel.model.materialize import materialize
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.precision.dtypes import make_precision, place_rest
 from engine.precision.fp32_modules import keep_in_fp32
+from engine.precision.frozen_weights import round_frozen
 from engine.precision.loss_scaler import make_loss_scale
 from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows, Name
@@ -199,6 +200,7 @@ class _Reference:
         for name, parameter in self.parameters.items():
             parameter.data = parameter.data.to(self.precision.parameter(name, parameter.dtype))
         place_rest(model, self.precision, self.device)
+        round_frozen(model, config)
         patches = ForwardPatches()
         keep_in_fp32(model, self.precision.kept.modules, self.precision.compute, patches)
         self.scale = make_loss_scale(config.fp16)

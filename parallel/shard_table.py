@@ -23,6 +23,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from engine.kernels.quantized.weight_format import QuantizedShape, WeightFormat
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -58,6 +60,8 @@ class ShardRow:
     trainable: bool
     group: int
     """Optimizer group, an index into the groups of the plan."""
+    quantized: WeightFormat | None = None
+    """How a frozen weight is held in fewer bits; None: as it is."""
 
     @property
     def elements(self) -> int:
@@ -70,6 +74,18 @@ class ShardRow:
             return self.shape
         held = sum(part.stop - part.start for part in self.ranges if tp in part.holders)
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
+
+    def local_elements(self, tp: int) -> int:
+        """Elements of the part that tensor coordinate ``tp`` holds."""
+        return prod(self.local_shape(tp))
+
+    def quantized_shape(self, tp: int) -> QuantizedShape | None:
+        """Codes and scales of the part that tensor coordinate ``tp`` holds; None if it is held as it is."""
+        if self.quantized is None:
+            return None
+        cut_columns = self.dim is not None and self.dim == len(self.shape) - 1
+        runs = tuple((part.start, part.stop) for part in self.ranges if cut_columns and tp in part.holders)
+        return QuantizedShape(format=self.quantized, shape=self.local_shape(tp), runs=runs)
 
     def counted(self, pp: int, tp: int) -> bool:
         """True if a norm counts the copy that this pipeline and tensor coordinate hold, except for its ``copies``."""
@@ -134,6 +150,8 @@ class Division:
     """Indices of axis pp; parameters without an entry are on the first stage."""
     in_glue: Collection[str] = ()
     """Parameters read outside modules."""
+    quantized: Mapping[str, WeightFormat] = field(default_factory=dict)
+    """Frozen weights that ranks hold in fewer bits."""
 
 
 def build_table(model: nn.Module, groups: Mapping[str, int], division: Division | None = None) -> ShardTable:
@@ -170,4 +188,5 @@ def _row(names: Sequence[str], parameter: nn.Parameter, group: int, division: Di
         in_glue=name in division.in_glue,
         trainable=parameter.requires_grad,
         group=group,
+        quantized=division.quantized.get(name),
     )

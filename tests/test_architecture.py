@@ -38,7 +38,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
     "engine.kernels": (
         "device", "main_gradient", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim", "gpu", "ops",
-        "experts", "wire",
+        "experts", "wire", "quantized",
     ),
     "engine.planning.cost_model": (
         "workload", "decoder_shape", "layout", "hardware", "placement", "links", "roofline", "stages", "memory",
@@ -96,6 +96,7 @@ CRUMBS = {
     "engine.build.overlap": "what the configuration asks for, apart from the assembly of a rank",
     "engine.deepspeed.checkpointing": "deepspeed.checkpointing, a door",
     "engine.deepspeed.zero": "deepspeed.zero, a door",
+    "engine.kernels.gpu.quantized.dequantize": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.wire.sign_codec": "a code of its own, beside the blocks with which it shares only their names",
     "engine.launch.train_options": "answers --help without torch",

@@ -288,6 +288,16 @@ def test_adapters_of_peft_are_saved_and_merged(runs: Runs) -> None:
     assert merged < 1e-5 and learned > 1e-2
 
 
+@pytest.mark.long
+def test_adapters_learn_over_a_base_in_four_bits(runs: Runs) -> None:
+    printed, exact = runs("peft_lora", "qlora.json"), runs("peft_lora", "tp2.json")
+    assert printed.falls() and printed.losses[1] != exact.losses[1]
+    assert printed.losses[1] == pytest.approx(exact.losses[1], rel=0.05)
+    folders = (runs.inputs / "MODEL", printed.folder / "adapters", printed.folder / "adapters-merged")
+    ((merged, learned),) = in_a_process(merged_logits, *map(str, folders))
+    assert merged < 1e-5 and learned > 1e-2
+
+
 def test_unet_prints_the_same_losses_on_every_grid(runs: Runs) -> None:
     import torch
 

@@ -33,6 +33,7 @@ from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.quantized_layers import quantized_layers
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
@@ -192,9 +193,10 @@ def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
 
 
 def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
-    """Leave layers that communicate out of compilation, and modules that stay in fp32 out of narrow dtypes."""
-    if plan.config.compile and plan.tensor is not None:
-        leave_out_of_compilation(model, plan.tensor.layers, patches)
+    """Leave layers that communicate or read codes out of compilation, and modules in fp32 out of narrow dtypes."""
+    if plan.config.compile:
+        cut = plan.tensor.layers if plan.tensor is not None else ()
+        leave_out_of_compilation(model, {*cut, *quantized_layers(model)}, patches)
     keep_in_fp32(model, plan.precision.kept.modules, plan.precision.compute, patches)
 
 

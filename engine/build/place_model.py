@@ -8,13 +8,16 @@ from torch import Tensor, nn
 
 from engine.build.request import ModelSource
 from engine.errors import EngineError, PlanError
+from engine.kernels.quantized.weight_format import QuantizedShape
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Coord
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.materialize import materialize, replace_meta
 from engine.parallel.model.placeholders import replace_absent
+from engine.parallel.model.quantized_layers import quantize_part, read_quantized
 from engine.parallel.model.rng_streams import keyed_generators
+from engine.parallel.shard_table import ShardRow
 from engine.parallel.tensor.layers.apply_plan import apply_plan, local_shard
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.budgets import hosts_parameters, reduces_each_microbatch, shards_parameters, wire_formats
@@ -77,8 +80,8 @@ def place_model(
     coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
     rows = {row.name: row for row in plan.table.held_by(coord.pp)}
     cuts = plan.tensor.parameters if plan.tensor else {}
-    who = _ownership(plan, coord)
-    buckets = reserve(plan.layout(coord), parameters, who, device)
+    buckets = reserve(plan.layout(coord), parameters, _ownership(plan, coord), device)
+    codes = _codes(rows.values(), coord.tp)
     places = {
         slot.name: (flat, slot, view)
         for flat in buckets
@@ -86,7 +89,8 @@ def place_model(
     }
 
     def keep(name: str, full: Tensor) -> Tensor:
-        part = local_shard(full, cuts[name], coord.tp) if name in cuts else full
+        part = local_shard(full, cuts[name], coord.tp) if name in cuts and name not in codes else full
+        part = _quantized(part, rows[name], plan, coord) if name in codes else part
         if name not in places:
             return part
         flat, slot, view = places[name]
@@ -96,6 +100,8 @@ def place_model(
     def empty(name: str) -> Tensor:
         if name in places:
             return places[name][2]
+        if name in codes:
+            return torch.zeros(codes[name].bytes, dtype=torch.uint8, device=device)
         return torch.zeros(rows[name].local_shape(coord.tp), dtype=rows[name].dtype, device=device)
 
     if _forget_backward(parameters.values()) and comm.grid.rank == 0:
@@ -104,14 +110,17 @@ def place_model(
     drawn = meta if config.checkpoint.init_from is None else set()
     materialize(model, drawn, config.seed, device, keep)
     replace_meta(model, {name: empty(name) for name in meta - drawn})
+    for name in codes.keys() - meta:
+        parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, coord)
+    read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
     if plan.tensor is not None:
-        views = apply_plan(model, plan.tensor, axis, patches, already_cut=meta)
+        views = apply_plan(model, plan.tensor, axis, patches, already_cut=meta | codes.keys())
         views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
     for flat in buckets:
         fill(flat, placed=meta)
-    if config.tp > 1 or config.pp > 1:
+    if config.tp > 1 or config.pp > 1 or codes:
         _refuse_state_dicts(model, patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
@@ -157,6 +166,20 @@ def _ownership(plan: Plan, coord: Coord) -> Ownership:
     )
 
 
+def _codes(rows: Iterable[ShardRow], tp: int) -> dict[str, QuantizedShape]:
+    """The codes and scales that this rank holds in place of weights."""
+    found = {row.name: row.quantized_shape(tp) for row in rows}
+    return {name: form for name, form in found.items() if form is not None}
+
+
+def _quantized(full: Tensor, row: ShardRow, plan: Plan, coord: Coord) -> Tensor:
+    return quantize_part(full.to(_frozen_dtype(row, plan)), row, coord.tp)
+
+
+def _frozen_dtype(row: ShardRow, plan: Plan) -> torch.dtype:
+    return plan.precision.frozen(row.name, row.dtype)
+
+
 def _forget_backward(parameters: Iterable[nn.Parameter]) -> bool:
     """Drop what the user's own forwards and backwards have left on parameters; True if there was a gradient.
 
@@ -178,9 +201,9 @@ def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
 
     def refuse(*_: object) -> None:
         raise EngineError(
-            "load_state_dict on a model of which each rank holds a part (parallel.tensor, parallel.pipeline), so that "
-            "full tensors do not fit; call eng.load_checkpoint(folder), give checkpoint.init_from, or load the model "
-            "before engine.initialize."
+            "load_state_dict on a model of which each rank holds a part (parallel.tensor, parallel.pipeline) or codes "
+            "(quantize_frozen), so that full tensors do not fit; call eng.load_checkpoint(folder), give "
+            "checkpoint.init_from, or load the model before engine.initialize."
         )
 
     for module in model.modules():

@@ -11,8 +11,10 @@ from engine.config.sections import Bf16Config, check_installed
 from engine.errors import ConfigError, PlanError
 from engine.parallel.activation_checkpointing.blocks import find_operators, offloaded_blocks, recomputed_blocks
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.quantized_layers import refuse_quantized
 from engine.planning.analysis import needs_example
 from engine.planning.plan import check_settings
+from engine.precision.frozen_weights import find_quantized
 from engine.program.batch import Batch, named_tensors
 from engine.zero.reduce.gradient_guard import check_own_hooks
 
@@ -35,6 +37,8 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
             "optimizer: null, and no optimizer was passed to initialize; name one in the config, or pass optimizer=...."
         )
     _refuse_shared_memory(model)
+    refuse_quantized(model)
+    find_quantized(model, config)
     for name, parameter in model.named_parameters():
         check_own_hooks(name, parameter, 0)
     _check_example(request.example_batch)

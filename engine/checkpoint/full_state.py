@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.quantized.weight_format import dequantize
 from engine.parallel.comm.backend import state_link
 from engine.parallel.comm.comm import Comm
 from engine.parallel.shard_table import ShardRow
@@ -112,12 +113,17 @@ class FullState:
         stage, here = row.owners[0], self._coord.pp
         whole: Tensor | None = None
         if here == stage:
-            whole = self._over_tensor_ranks(row, held[row.name])
+            whole = self._over_tensor_ranks(row, self._values(row, held[row.name]))
         if stage and self._coord.tp == 0:
             dtype = self._dtype(row)
             dtype = average_dtype(dtype) if averaged and row.trainable else dtype
             whole = self._to_first_stage(whole, row.shape, dtype, stage)
         return whole
+
+    def _values(self, row: ShardRow, part: Tensor) -> Tensor:
+        """The values of this rank's part, of which it may hold codes."""
+        codes = row.quantized_shape(self._coord.tp)
+        return part if codes is None else dequantize(part, codes, self._dtype(row))
 
     def _over_tensor_ranks(self, row: ShardRow, part: Tensor) -> Tensor:
         tp = self._plan.config.tp

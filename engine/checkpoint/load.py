@@ -182,9 +182,20 @@ class Loader:
             wider = master is not None and torch_dtype(narrow) != target.values.dtype
             landings.append(replace(target, tensor=f"{'master' if wider else 'param'}/{name}"))
         self._fill(landings)
+        self._read_quantized()
         for name, buffer in self.buffers.items():
             if not self._left_out(name):
                 self._read_one(name, Part(tuple(buffer.shape)), buffer)
+
+    def _read_quantized(self) -> None:
+        """Read each weight that is held as codes in full, whose scales are those of whole rows, and quantize it."""
+        ownership, stage = self.local_tensors.ownership, self.local_tensors.coord.pp
+        for row in ownership.plan.table.held_by(stage):
+            name = f"param/{row.name}"
+            if row.quantized is not None and not self._left_out(name):
+                values = torch.empty(row.shape, dtype=torch_dtype(self._kind(name)))
+                self.source.read([ReadRequest(name, Part(row.shape).whole(), as_bytes(values))])
+                self.local_tensors.place_quantized(row, values)
 
     @torch.no_grad()
     def read_moments(self, moments: Moments) -> None:

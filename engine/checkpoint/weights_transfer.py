@@ -50,6 +50,12 @@ def _check(source: RunState, target: RunState) -> None:
         raise EngineError(
             f"copy_weights_from: the engines run on {sizes[0]} and {sizes[1]} ranks; start both on the same ranks."
         )
+    for run, which in ((source, "other"), (target, "own")):
+        if any(row.quantized is not None for row in run.runtime.plan.table):
+            raise EngineError(
+                f"copy_weights_from: the {which} engine holds frozen weights as codes (quantize_frozen), and copies "
+                "are of values; give both engines the base in full."
+            )
     theirs, own = (_shapes(run) for run in (source, target))
     for name in sorted(theirs.keys() ^ own.keys() | {name for name in own if theirs.get(name) != own[name]}):
         given = [str(list(shapes[name])) if name in shapes else "nothing" for shapes in (theirs, own)]

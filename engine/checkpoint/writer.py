@@ -146,7 +146,12 @@ class CheckpointWriter:
         self._saver.host = host
 
     def export(self, folder: Path) -> None:
-        """Write the model folder alone and wait until it is written."""
+        """Write the model folder alone and wait until it is written.
+
+        Raises:
+            CheckpointError: weights are held as codes, of which no folder of a model has the values.
+        """
+        _refuse_codes(self._run)
         self.drain()
         saver, run = self._saver, self._run
         if run.stored != run.tensors:  # a folder of a model has all of it
@@ -212,3 +217,13 @@ class CheckpointWriter:
             logger.error("checkpoint failed at step %d: %s", step, save.problem)
         if self._config.on_failure == "stop":
             self.problem = CheckpointError(f"the checkpoint of step {step} was not saved: {save.problem}")
+
+
+def _refuse_codes(run: RunState) -> None:
+    for row in run.runtime.plan.table:
+        if row.quantized is not None:
+            raise CheckpointError(
+                f"save_pretrained: the frozen weight {row.name!r} is held in {row.quantized.kind} (quantize_frozen), "
+                "and a folder of the model would have rounded weights; save what was trained from "
+                "eng.full_state_dict(), or as adapters of PEFT, and merge it into the base in full."
+            )

@@ -51,13 +51,14 @@ from engine.config.sections import (
     OffloadConfig,
     OffloadParamConfig,
     ParallelConfig,
+    QuantizeFrozenConfig,
     ScheduleCosts,
     TorchAutocastConfig,
     WatchdogConfig,
     WireConfig,
     ZeroConfig,
 )
-from engine.config.wording import kind, show_path, shown_value
+from engine.config.wording import divisors, either, kind, show_path, shown_value
 from engine.errors import ConfigError
 from engine.parallel.grid import Grid
 
@@ -76,6 +77,7 @@ __all__ = [
     "OffloadParamConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "QuantizeFrozenConfig",
     "ScheduleCosts",
     "SchedulerConfig",
     "TorchAutocastConfig",
@@ -123,6 +125,8 @@ class Config:
     """Dtype of gradients on the wire; null uses the gradients' own dtype."""
     keep_fp32: tuple[str, ...] = setting((), GLOBS)
     """Name patterns of modules that stay in fp32 under bf16 or fp16."""
+    quantize_frozen: QuantizeFrozenConfig | None = setting(None, Section(cls=QuantizeFrozenConfig, null=True))
+    """Frozen weights in 8 or 4 bits, under adapters that are trained (QLoRA); null holds them as they are."""
     optimizer: OptimizerConfig | None = setting(
         OptimizerConfig(), Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, several=MatchedOptimizerConfig, null=True)
     )
@@ -334,7 +338,7 @@ def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> d
     for axis, size in fixed.items():
         share, left = divmod(world_size, product // size)
         if not left:
-            fits.append(f"parallel.{axis} {_either(_divisors(share)) if automatic else share}")
+            fits.append(f"parallel.{axis} {either(divisors(share)) if automatic else share}")
     given = " x ".join(f"{axis} {size}" for axis, size in fixed.items())
     if world_size == 1:  # most often a script that was started without its launcher
         problems.add(
@@ -344,7 +348,7 @@ def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> d
         )
         return None
     rule = "does not divide" if automatic else "is not"
-    remedy = f"{', or '.join(fits)} would fit" if fits else f"give sizes from {_either(_divisors(world_size))}"
+    remedy = f"{', or '.join(fits)} would fit" if fits else f"give sizes from {either(divisors(world_size))}"
     problems.add("parallel", f"{given} = {product} {rule} the world size {world_size}; {remedy}.")
     return None
 
@@ -385,15 +389,5 @@ def _batch_sentence(train: int, known: Mapping[str, int], product: int) -> str:
     if len(known) == 3:
         return f"{train} is not {factors}{total}; change one of them, or leave one out to have it derived."
     below = train // product * product
-    near = _either([size for size in (below, below + product) if size])
+    near = either([size for size in (below, below + product) if size])
     return f"{train} is not a multiple of {factors}{total}; give {near}, or change the other sizes."
-
-
-def _divisors(number: int) -> list[int]:
-    """Return the divisors that a message suggests; of a large number, only those up to 4096."""
-    return [size for size in range(1, min(number, 4096) + 1) if number % size == 0]
-
-
-def _either(numbers: Sequence[int]) -> str:
-    words = [str(number) for number in numbers]
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

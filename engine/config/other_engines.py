@@ -54,6 +54,9 @@ _KEYS: Mapping[str, str] = MappingProxyType({
         "precision mixed_precision mixed_precision_policy mp_policy dtype torch_dtype model_dtype param_dtype"
         " params_dtype mixed_precision_param compute_dtype amp_dtype half half_precision autocast autocast_dtype"
         " data_type training_dtype",
+    "quantize_frozen (frozen weights in 8 or 4 bits)":
+        "quantization quantization_config quantize qlora load_in_4bit load_in_8bit bnb bnb_4bit bnb_4bit_quant_type"
+        " bnb_4bit_compute_dtype bitsandbytes quant_type nf4",
     "bf16.enabled": "use_bf16 bf16_full_eval bf16_training",
     "fp16.enabled": "use_fp16 half_precision_backend fp16_opt_level",
     "fp16.loss_scale (0 makes it dynamic)": "dynamic_loss_scale grad_scaler use_grad_scaler",
@@ -150,7 +153,7 @@ _NOT_KEYS: Mapping[str, str] = MappingProxyType({
     _MODEL:
         "model model_name model_type model_config architecture num_layers n_layer n_layers num_hidden_layers"
         " hidden_size n_embd d_model num_attention_heads n_head n_heads num_heads vocab_size dropout lora lora_config"
-        " peft peft_config quantization",
+        " peft peft_config",
     "the attention is the model's own; choose it there":
         "attention attn_implementation flash_attn flash_attention use_flash_attn use_flash_attention attention_backend",
     _LAUNCHER:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-from engine.config.optim_sections import COUNT, NOT_NEGATIVE, SIZE, one_of
+from engine.config.optim_sections import COUNT, GLOBS, NOT_NEGATIVE, SIZE, one_of
 from engine.config.reader import Section, setting
 from engine.config.rules import AnyOf, Choice, Flag, FrozenMap, Int, ListOf, OperatorName, Real, Text, TextMap
 from engine.config.wording import shown_value
@@ -170,6 +170,20 @@ class WireConfig:
     """Elements that share a scale (fp32), with int8 and int4."""
     error_feedback: bool = setting(False, Flag())
     """Add what messages between stages leave out of gradients to the next ones; takes 4 bytes an element of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeFrozenConfig:
+    """Frozen weights of linear layers in 8 or 4 bits, under adapters that are trained (QLoRA)."""
+
+    dtype: Literal["int8", "nf4"] = setting("nf4", Choice(
+        options=("int8", "nf4"), noun="a format of frozen weights", also=FrozenMap({"4bit": "nf4", "8bit": "int8"}),
+        remedy='give "int8", or "nf4" for 4 bits'))  # fmt: skip
+    """int8: an error of up to max |block| / 254; nf4: 16 quantiles of a normal distribution, 4 bits."""
+    block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(64, BLOCKS)
+    """Columns of a row that share a scale (fp32)."""
+    skip: tuple[str, ...] = setting((), GLOBS)
+    """Name patterns of parameters that stay as they are, beside heads, embeddings and adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ nested, or fail to describe itself.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from numbers import Real as RealNumber
 
@@ -45,6 +45,17 @@ def kind(value: object) -> str:
     words = ((bool, "a true/false value"), (type(None), "no value"), (str, "text"), (RealNumber, "a number"),
              (Mapping, "an object"), ((list, tuple), "a list"))  # fmt: skip
     return next((word for types, word in words if isinstance(value, types)), f"a {type(value).__name__}")
+
+
+def either(numbers: Sequence[int]) -> str:
+    """Name numbers as a choice: "1, 2 or 4"."""
+    words = [str(number) for number in numbers]
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors that a message suggests; of a large number, only those up to 4096."""
+    return [size for size in range(1, min(number, 4096) + 1) if number % size == 0]
 
 
 def printable(text: str) -> str:

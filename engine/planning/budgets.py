@@ -87,15 +87,15 @@ class StateBytes:
 
 def state_bytes(
     layout: FlatLayout,
-    frozen: tuple[tuple[ShardRow, int], ...],
+    frozen: int,
     precision: Precision,
     config: Config,
     kept: Callable[[Bucket], int],
 ) -> StateBytes:
     """Bytes that a rank holds between steps.
 
-    ``frozen``: frozen rows outside of all buckets, each with the elements that this rank holds. ``kept``: bytes of
-    the optimizer state that it has of a bucket.
+    ``frozen``: those of frozen rows outside of all buckets, which this rank holds. ``kept``: bytes of the optimizer
+    state that it has of a bucket.
     """
     state = {"parameters": 0, "frozen parameters": 0, "gradients": 0, "master": 0, "optimizer": 0}
     formats = wire_formats(config, precision)
@@ -125,8 +125,7 @@ def state_bytes(
             state["master"] += owned * widths.master.itemsize
     for bucket in layout.frozen:
         held["frozen parameters"] += bucket.elements // parts * getattr(torch, bucket.dtype).itemsize
-    for row, elements in frozen:
-        state["frozen parameters"] += elements * precision.frozen(row.name, row.dtype).itemsize
+    state["frozen parameters"] += frozen
     if config.zero_optimization.offload_optimizer.device != "nvme":
         return StateBytes(state, _held(host), 0)
     del host["optimizer"]
@@ -388,11 +387,9 @@ def control_traffic(config: Config, world: int) -> Tally:
     return tally
 
 
-def scale_tally(tally: Tally, count: int) -> Tally:
-    """``tally`` with calls and bytes multiplied by ``count``."""
-    return Tally(Traffic(row.axis, row.label, row.calls * count, row.bytes * count) for row in tally.rows())
-
-
-def held_elements(row: ShardRow, tp: int) -> int:
-    """Elements of a row that a tensor rank holds."""
-    return prod(row.local_shape(tp))
+def frozen_bytes(row: ShardRow, tp: int, precision: Precision) -> int:
+    """Bytes of a frozen row that a tensor rank holds outside of buckets."""
+    quantized = row.quantized_shape(tp)
+    if quantized is not None:
+        return quantized.bytes
+    return row.local_elements(tp) * precision.frozen(row.name, row.dtype).itemsize

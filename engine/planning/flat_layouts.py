@@ -101,11 +101,12 @@ def _items(
     for row in rows:
         dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.name, row.dtype)
         if row.trainable or (users.gathers is not None and dtype in SHARDED_DTYPES):
+            codes = row.quantized_shape(tp)
             items.append(
                 Item(
                     name=row.name,
-                    shape=row.local_shape(tp),
-                    dtype=str(dtype).removeprefix("torch."),
+                    shape=row.local_shape(tp) if codes is None else (codes.bytes,),
+                    dtype=str(dtype if codes is None else torch.uint8).removeprefix("torch."),
                     group=row.group,
                     counted=row.counted(pp, tp),
                     shared=any(len(part.holders) > 1 for part in row.ranges),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from engine.config import Config
+from engine.kernels.quantized.weight_format import WeightFormat
 from engine.optim.built_in import GroupState, kept_state, matrix_groups
 from engine.optim.matrix_routes import MatrixOwners, factor_routes
 from engine.optim.param_groups import assign_groups
@@ -38,25 +39,24 @@ from engine.planning.budgets import (
     control_traffic,
     factor_bytes,
     feedback_bytes,
+    frozen_bytes,
     gather_traffic,
     gradient_traffic,
-    held_elements,
     hosted_buckets,
     optimizer_bytes,
     pipeline_format,
     ranks_with_secondary_shards,
-    scale_tally,
     shards_parameters,
     stage_traffic,
     state_bytes,
     stored_bytes,
     wire_formats,
 )
-from engine.planning.cost_model.placement import tensor_groups_cross
 from engine.planning.flat_layouts import Users, flat_layouts
 from engine.planning.host_state.host_placement import refuse_limit, refuse_unknown, smallest_ratio, with_ratio
-from engine.planning.host_state.setting_notes import exact_weights, offload_notes, rounded_notes, unused_formats
-from engine.precision.dtypes import Precision, half_note, make_precision
+from engine.planning.host_state.setting_notes import setting_notes
+from engine.precision.dtypes import Precision, make_precision
+from engine.precision.frozen_weights import find_quantized, quantized_note, refuse_outside_reads
 from engine.program.program import Program
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather.gather_schedule import gather_order
@@ -161,7 +161,7 @@ class Plan:
     def rank(self, rank: int) -> RankPlan:
         """State and traffic of ``rank``; pure arithmetic."""
         coord = self.grid(rank).coord()
-        held = sum(held_elements(row, coord.tp) for row in self.table.held_by(coord.pp))
+        held = sum(row.local_elements(coord.tp) for row in self.table.held_by(coord.pp))
         state = self.state(coord)
         return RankPlan(coord, held, state.device, state.host, state.disk, self._traffic(coord))
 
@@ -170,7 +170,7 @@ class Plan:
         rows = self.table.held_by(coord.pp)
         sharded = {slot.name for bucket in self.layout(coord).frozen for slot in bucket.slots}
         whole = [row for row in rows if not row.trainable and row.name not in sharded]
-        frozen = tuple((row, held_elements(row, coord.tp)) for row in whole)
+        frozen = sum(frozen_bytes(row, coord.tp, self.precision) for row in whole)
         groups, precision = self._moments, self.precision
         owned = partial(optimizer_bytes, groups=groups, dp=coord.dp, config=self.config, precision=precision)
         state = state_bytes(self.layout(coord), frozen, precision, self.config, owned)
@@ -242,7 +242,7 @@ class Plan:
             parts.append(Tally(factors.traffic()))
         parts.append(control_traffic(self.config, self.grid(0).world_size))
         for stage in self.stages(coord.pp):
-            parts.append(scale_tally(self.tensor_traffic.get(stage, Tally()), microbatches))
+            parts.append(self.tensor_traffic.get(stage, Tally()).times(microbatches))
             if self.cut is not None and self.timeline is not None:
                 ranks = self.schedule.rank_of_stage
                 form, values = pipeline_format(self.config), self.timeline.values
@@ -274,10 +274,13 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     schedule = analysis.decision.schedule if analysis.decision else requested or _schedule(config)
     if analysis.measured is not None and config.parallel.schedule_costs is None:
         schedule = _made(config, config.parallel.schedule, analysis.measured)
-    table = build_table(model, assigned, _division(config, analysis, schedule))
+    quantized = find_quantized(model, config)
+    table = build_table(model, assigned, _division(config, analysis, schedule, quantized))
+    refuse_outside_reads(table)
     calls = [call.unit for call in analysis.timeline.calls] if analysis.timeline else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
-    notes = [*_notes(request.program, config, precision), *schedule.notes, *analysis.notes]
+    notes = [*setting_notes(request.program, config, precision), *schedule.notes, *analysis.notes]
+    notes += quantized_note(model, quantized, precision)
     users = Users(schedule.stages_of_rank, analysis.cut, analysis.timeline, gathers)
     plan = Plan(
         config=config,
@@ -326,7 +329,9 @@ def _settled(plan: Plan) -> Plan:
     return at(ratio)
 
 
-def _division(config: Config, analysis: Analysis, schedule: Schedule) -> Division:
+def _division(
+    config: Config, analysis: Analysis, schedule: Schedule, quantized: Mapping[str, WeightFormat]
+) -> Division:
     stages = analysis.cut.owners if analysis.cut else {}
     ranks = schedule.rank_of_stage
     return Division(
@@ -335,6 +340,7 @@ def _division(config: Config, analysis: Analysis, schedule: Schedule) -> Divisio
         partial=analysis.tensor.partial if analysis.tensor else (),
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
         in_glue=analysis.timeline.read_by_glue if analysis.timeline else (),
+        quantized=quantized,
     )
 
 
@@ -359,40 +365,3 @@ def _made(config: Config, kind: str, cost: Cost) -> Schedule:
     schedule = make_schedule(kind, config.pp, config.accumulation, config.parallel.virtual_stages, cost)
     check(schedule)
     return schedule
-
-
-def _notes(program: Program, config: Config, precision: Precision) -> tuple[str, ...]:
-    notes, model = list(config.notes), program.model
-    if program.loss_fn is None and hasattr(model, "generate") and hasattr(model, "config"):
-        notes.append(
-            "loss: a Hugging Face output.loss is a mean per microbatch; with unequal token counts pass a loss_fn that "
-            "returns (sum, weight) for the exact mean over tokens"
-        )
-    if 1 <= config.accumulation < config.pp:
-        count = f"{config.accumulation} microbatch{'es' * (config.accumulation > 1)}"
-        notes.append(
-            f"pipeline: {count} for {config.pp} pipeline ranks, so that ranks wait for each other in every step; raise "
-            "gradient_accumulation_steps, with smaller microbatches if need be"
-        )
-    node = config.parallel.gpus_per_node
-    if node is not None and tensor_groups_cross(config.tp, min(node, config.pp * config.dp * config.tp)):
-        notes.append(
-            f"tensor: groups of {config.tp} ranks cross nodes of {node} GPUs, so every layer waits for the network; "
-            "take a tensor size that divides a node"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        notes.append(
-            "the model has no trainable parameter: it predicts, generates and evaluates, and cannot be trained"
-        )
-    if 1 < config.shards == config.zero_optimization.zero_hpz_partition_size:
-        notes.append(
-            f"zero: zero_hpz_partition_size {config.shards} puts all ranks that share a shard into one node, whose "
-            "secondary shards would be the shards once more, so none are kept"
-        )
-    notes += unused_formats(config, precision)
-    notes += exact_weights(model, wire_formats(config, precision), precision)
-    notes += offload_notes(model, config, precision)
-    if (half := half_note(model, precision)) is not None:
-        notes.append(half)
-    notes += rounded_notes(model, config, precision)
-    return tuple(notes)

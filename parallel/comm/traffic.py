@@ -83,6 +83,10 @@ class Tally:
         """Bytes sent by this rank, over all axes and labels."""
         return sum(row.bytes for row in self._rows.values())
 
+    def times(self, count: int) -> "Tally":
+        """The same with calls and bytes multiplied by ``count``."""
+        return Tally(Traffic(row.axis, row.label, row.calls * count, row.bytes * count) for row in self.rows())
+
     def since(self, earlier: "Tally") -> "Tally":
         """The traffic added after ``earlier`` was copied."""
         before = {(row.axis, row.label): row for row in earlier.rows()}

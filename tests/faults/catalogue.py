@@ -14,6 +14,7 @@ from tests.faults.matrix_optimizers import MATRIX_OPTIMIZERS
 from tests.faults.offload import OFFLOAD
 from tests.faults.pipeline import PIPELINE
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
+from tests.faults.quantized_base import QUANTIZED_BASE
 from tests.faults.reliability import RELIABILITY
 from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.shard_groups import SHARD_GROUPS
@@ -37,6 +38,7 @@ AREAS = {
     "products into buckets": PRODUCTS_INTO_BUCKETS,
     "fewer bits": FEWER_BITS,
     "activations in fewer bits": WIRE,
+    "quantized base": QUANTIZED_BASE,
     "secondary shards": SECONDARY_SHARDS,
     "shard groups": SHARD_GROUPS,
     "step and precision": STEP_AND_PRECISION,

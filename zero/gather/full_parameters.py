@@ -65,4 +65,10 @@ def _matching(sharded: ShardedModel, pattern: str) -> list[str]:
     names = [name for row in sharded.table for name in (row.name, *row.aliases)]
     refuse_unmatched([("full_parameters", pattern)], names, "parameter", EngineError)
     stage = sharded.comm.grid.coord().pp
-    return [row.name for row in matching_rows(sharded.table, pattern) if stage in row.owners]
+    matching = matching_rows(sharded.table, pattern)
+    if all(row.quantized is not None for row in matching):
+        raise EngineError(
+            f"full_parameters({pattern!r}) names weights that are held as codes alone (quantize_frozen), which cannot "
+            "be written; read them in eng.full_state_dict(), or name them in quantize_frozen.skip."
+        )
+    return [row.name for row in matching if stage in row.owners and row.quantized is None]

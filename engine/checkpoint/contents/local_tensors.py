@@ -11,6 +11,7 @@ from engine.checkpoint.format.host_image import kind_of
 from engine.checkpoint.format.pieces import Part, Piece, runs
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.parallel.grid import Coord
+from engine.parallel.model.quantized_layers import quantize_part
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Slot
@@ -37,7 +38,7 @@ class Held:
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Lists the tensors that one rank holds."""
+    """Lists the tensors that one rank holds, but for weights of which it holds codes (``quantized``)."""
 
     ownership: SaveOwnership
     coord: Coord
@@ -50,6 +51,8 @@ class LocalTensors:
     def weights(self) -> Iterator[Held]:
         """Parameters in buckets, in the dtype that the model computes with."""
         for row, flat, slot in self._slots():
+            if row.quantized is not None:
+                continue
             values = flat.kept[slot_slice(flat.owned, slot, self.ownership.own(row, self.coord))]
             yield self._held(f"param/{row.name}", row, values)
 
@@ -58,8 +61,17 @@ class LocalTensors:
         inside = {slot.name for flat in self.buckets for slot in flat.bucket.slots}
         parameters = dict(self.model.named_parameters())
         for row in self.ownership.plan.table.held_by(self.coord.pp):
-            if row.name not in inside:
+            if row.name not in inside and row.quantized is None:
                 yield self._held(f"param/{row.name}", row, parameters[row.name].detach().view(-1))
+
+    def place_quantized(self, row: ShardRow, full: Tensor) -> None:
+        """Quantize the values of a whole weight, and keep the part that this rank holds."""
+        device = self.buckets[0].params.device if self.buckets else full.device
+        codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, self.coord.tp)
+        for _, flat, slot in (found for found in self._slots() if found[0] is row):
+            flat.place(slot, codes)
+            return
+        dict(self.model.named_parameters())[row.name].data.copy_(codes)
 
     def masters(self) -> Iterator[Held]:
         """fp32 master weights of parameters in a narrower dtype."""

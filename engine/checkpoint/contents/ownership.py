@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import TensorKind, code_of
 from engine.parallel.grid import Coord
@@ -97,10 +99,14 @@ class SaveOwnership:
         piece = self.own(row, coord).within(part)
         return piece if piece.elements else None
 
+    def frozen_dtype(self, row: ShardRow) -> torch.dtype:
+        """The dtype in which the model computes with a frozen parameter."""
+        return self.plan.precision.frozen(row.name, row.dtype)
+
     def kind(self, row: ShardRow) -> TensorKind:
         """Shape of a parameter, and the dtype that the model computes with."""
         precision = self.plan.precision
-        dtype = precision.parameter(row.name, row.dtype) if row.trainable else precision.frozen(row.name, row.dtype)
+        dtype = precision.parameter(row.name, row.dtype) if row.trainable else self.frozen_dtype(row)
         return TensorKind(code_of(str(dtype).removeprefix("torch.")), row.shape)
 
 

@@ -197,7 +197,7 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     "compression_training": {"layer_reduction": Feature(_SCRIPT, noted=True)},
     "zero_optimization": {
         "zero_quantized_nontrainable_weights": Noted(
-            "zero_optimization.zero_quantized_weights gathers frozen parameters in fewer bits too", _OFF
+            "quantize_frozen holds frozen weights in 8 or 4 bits, and stage 3 then gathers their codes", _OFF
         ),
         "zeropp_loco_param": Noted("zero_optimization.zero_gradient_error_feedback keeps residuals", (None,)),
         "cpu_offload_use_pin_memory": Moved(

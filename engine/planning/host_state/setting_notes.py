@@ -3,8 +3,49 @@
 from torch import nn
 
 from engine.config import Config
-from engine.precision.dtypes import Precision
+from engine.planning.budgets import wire_formats
+from engine.planning.cost_model.placement import tensor_groups_cross
+from engine.precision.dtypes import Precision, half_note
+from engine.program.program import Program
 from engine.zero.wire_formats import WireFormats
+
+
+def setting_notes(program: Program, config: Config, precision: Precision) -> tuple[str, ...]:
+    """All notes of a plan about its settings."""
+    notes, model = list(config.notes), program.model
+    if program.loss_fn is None and hasattr(model, "generate") and hasattr(model, "config"):
+        notes.append(
+            "loss: a Hugging Face output.loss is a mean per microbatch; with unequal token counts pass a loss_fn that "
+            "returns (sum, weight) for the exact mean over tokens"
+        )
+    if 1 <= config.accumulation < config.pp:
+        count = f"{config.accumulation} microbatch{'es' * (config.accumulation > 1)}"
+        notes.append(
+            f"pipeline: {count} for {config.pp} pipeline ranks, so that ranks wait for each other in every step; raise "
+            "gradient_accumulation_steps, with smaller microbatches if need be"
+        )
+    node = config.parallel.gpus_per_node
+    if node is not None and tensor_groups_cross(config.tp, min(node, config.pp * config.dp * config.tp)):
+        notes.append(
+            f"tensor: groups of {config.tp} ranks cross nodes of {node} GPUs, so every layer waits for the network; "
+            "take a tensor size that divides a node"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        notes.append(
+            "the model has no trainable parameter: it predicts, generates and evaluates, and cannot be trained"
+        )
+    if 1 < config.shards == config.zero_optimization.zero_hpz_partition_size:
+        notes.append(
+            f"zero: zero_hpz_partition_size {config.shards} puts all ranks that share a shard into one node, whose "
+            "secondary shards would be the shards once more, so none are kept"
+        )
+    notes += unused_formats(config, precision)
+    notes += exact_weights(model, wire_formats(config, precision), precision)
+    notes += offload_notes(model, config, precision)
+    if (half := half_note(model, precision)) is not None:
+        notes.append(half)
+    notes += rounding_notes(model, config, precision)
+    return tuple(notes)
 
 
 def unused_formats(config: Config, precision: Precision) -> list[str]:
@@ -66,18 +107,17 @@ def offload_notes(model: nn.Module, config: Config, precision: Precision) -> lis
     return notes
 
 
-def rounded_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """Notes about frozen parameters and buffers that lose bits."""
+def rounding_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
+    """Notes about frozen parameters and buffers that bf16 or fp16 rounds."""
     if precision.compute is None:
         return []
-    short = "bf16" if config.bf16.enabled else "fp16"
     frozen = [
         name
         for name, p in model.named_parameters()
         if not p.requires_grad and precision.frozen(name, p.dtype) != p.dtype
     ]
+    short, notes = "bf16" if config.bf16.enabled else "fp16", []
     buffers = [name for name, buffer in model.named_buffers() if precision.buffer(name, buffer.dtype) != buffer.dtype]
-    notes = []
     for kind, names in (("frozen parameters", frozen), ("buffers", buffers)):
         if names:
             more = f" and {len(names) - 2} more" * (len(names) > 2)

@@ -150,7 +150,7 @@ class _Installer:
         parents: dict[int, nn.Module] = {}
         for path, module in self.modules.items():
             cuts = {
-                local: (cut, _whole_shape(p, cut))
+                local: (cut, _whole_shape(getattr(module, local), cut))
                 for local, p in module.named_parameters(recurse=False)
                 if id(p) in wholes
                 for cut in [self.plan.parameters[wholes[id(p)]]]
@@ -226,16 +226,19 @@ def shown_class(
     own: type[nn.Module], cuts: Mapping[str, tuple[ParameterCut, tuple[int, ...]]], context: GlobalTensorContext
 ) -> type:
     """A subclass of ``own`` whose attributes named in ``cuts`` (sharding, full shape) read as global tensors."""
-    properties = {name: _shown(name, cut, shape, context) for name, (cut, shape) in cuts.items()}
+    properties = {name: _shown(own, name, (cut, shape), context) for name, (cut, shape) in cuts.items()}
     return type(f"Shown{own.__name__}", (own,), properties)
 
 
-def _shown(name: str, cut: ParameterCut, shape: tuple[int, ...], context: GlobalTensorContext) -> property:
+def _shown(
+    own: type[nn.Module], name: str, held: tuple[ParameterCut, tuple[int, ...]], context: GlobalTensorContext
+) -> property:
+    (cut, shape), inner = held, getattr(own, name, None)  # a property where the parameter holds codes
     sets: list[Index | None] = [None] * len(shape)
     sets[cut.dim] = Index.of_ranges(cut.ranges, context.axis.size)
 
     def read(module: nn.Module) -> Tensor | GlobalTensor:
-        parameter = module._parameters[name]
+        parameter: Any = inner.__get__(module) if isinstance(inner, property) else module._parameters[name]
         assert parameter is not None
         return show_parameter(parameter, shape, tuple(sets), context)
 

@@ -228,7 +228,7 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
         ),
         (
             {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
-            "zero_optimization.zero_quantized_weights gathers frozen parameters in fewer bits too",
+            "quantize_frozen holds frozen weights in 8 or 4 bits, and stage 3 then gathers their codes",
         ),
         (
             {"zero_optimization": {"mics_hierarchical_params_gather": True}},

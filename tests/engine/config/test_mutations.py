@@ -107,6 +107,8 @@ def names(message: str, edit: Edit) -> bool:
         return True  # such a file is not read at all
     about = (f"{edit.path}:", f"{edit.path}.", f"{edit.path}[")
     key = edit.path.rpartition(".")[2]
+    if str(edit.given).startswith("[") and any(line.startswith(f"{edit.path}[") for line in message.split("\n")):
+        return True  # the lines show elements of the list
     return any(shows(line, edit.given) and (line.startswith(about) or key in line) for line in message.split("\n"))
 
 

@@ -28,6 +28,7 @@ FULL: Tree = json.loads("""{
                          "map_memory": false, "memory_limit": null, "delayed_update": false},
                         "offload_param": {"device": "none", "pin_memory": true}},
   "wire": {"pipeline": "int8", "tensor": "exact", "block_size": 512, "error_feedback": false},
+  "quantize_frozen": {"dtype": "int8", "block_size": 128, "skip": ["*.router.*"]},
   "bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true,
            "check_grad_overflow": true},
   "fp16": {"enabled": false, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 2,

@@ -1,10 +1,11 @@
-"""The block codec in both widths, with and without a residual."""
+"""The block codec in both widths, with and without a residual; codes of frozen weights."""
 
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 
+from engine.kernels.gpu.quantized.dequantize import launch_dequantize
 from engine.kernels.gpu.wire.block_codec import launch_decode, launch_encode, launch_sum
 from engine.kernels.wire.block_codec import BlockFormat
 from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
@@ -21,6 +22,16 @@ def launches() -> Iterator[tuple[str, Launch]]:
                 yield f"{name}, {dtype}, sum", partial(_sum, wire, dtype)
                 for feedback in (False, True):
                     yield f"{name}, {dtype}{', feedback' * feedback}", partial(_encode, wire, dtype, feedback)
+
+    for bits in (8, 4):
+        for block in (64, 256):
+            for dtype in (FP32, BF16):
+                yield f"frozen weights, {bits} bits, blocks of {block}, {dtype}", partial(_weights, bits, block, dtype)
+
+
+def _weights(bits: int, block: int, dtype: torch.dtype) -> None:
+    codes, book = meta(ROWS, BLOCKS * block * bits // 8, dtype=torch.uint8), meta(16, dtype=FP32)
+    launch_dequantize(codes, meta(ROWS, BLOCKS, dtype=FP32), book, meta(ROWS, BLOCKS * block, dtype=dtype), bits)
 
 
 def _messages(wire: BlockFormat) -> torch.Tensor:

@@ -1,0 +1,130 @@
+"""Which frozen weights a run holds in fewer bits (``quantize_frozen``), as QLoRA does (Dettmers et al. 2023).
+
+Those of linear layers and stacks of experts, without heads, whose logits a loss reads, without embeddings and what is
+tied to one, and without adapters, which may be frozen for a while and trained again.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from engine.config import Config
+from engine.errors import ConfigError, PlanError
+from engine.kernels.quantized.weight_format import QuantizedShape, WeightFormat, dequantize, quantize
+from engine.parallel.kernel_injection.inject import find_heads
+from engine.parallel.model.name_patterns import refuse_unmatched
+from engine.parallel.shard_table import ShardTable
+from engine.parallel.tensor.deferred_linear import is_linear
+from engine.precision.dtypes import Precision
+
+_ADAPTERS = ("*.lora_*", "*.modules_to_save.*", "*.original_module.*")
+"""PEFT's names of what it trains, and of what it has put a trained copy beside."""
+
+
+def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
+    """The weights by first name, and how they are held; reads names, shapes and flags only.
+
+    Raises:
+        ConfigError: a pattern of ``skip`` matches no frozen parameter, or checkpoints would store frozen ones.
+        PlanError: there is no such weight.
+    """
+    settings = config.quantize_frozen
+    if settings is None:
+        return {}
+    if config.checkpoint.frozen:
+        raise ConfigError(
+            "quantize_frozen with checkpoint.frozen true, and a checkpoint has no exact copy of weights that are held "
+            "as codes; set checkpoint.frozen to false, which stores what is trained and leaves the base to the model."
+        )
+    frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
+    given = [(f"quantize_frozen.skip[{index}]", pattern) for index, pattern in enumerate(settings.skip)]
+    refuse_unmatched(given, frozen, "frozen parameter")
+    heads, held = _heads(model), WeightFormat(settings.dtype, settings.block_size)
+    found = {
+        names[0]: held
+        for names, holders in _holders(model)
+        if all(_fits(*holder, heads) for holder in holders)
+        and not _is_written(holders[0], names)
+        and not any(fnmatchcase(name, pattern) for name in names for pattern in (*settings.skip, *_ADAPTERS))
+    }
+    if not found:
+        raise PlanError(
+            f"quantize_frozen.dtype {settings.dtype!r}, and the model has no frozen weight of a linear layer beside "
+            "its heads, embeddings and adapters; freeze the base (requires_grad_(False), or PEFT's get_peft_model), or "
+            "leave quantize_frozen out."
+        )
+    return found
+
+
+def refuse_outside_reads(table: ShardTable) -> None:
+    """Refuse weights that are read where no layer makes a matrix of their codes.
+
+    Raises:
+        PlanError: names the first one.
+    """
+    for row in table:
+        if row.quantized is not None and row.in_glue:
+            raise PlanError(
+                f"quantize_frozen: the code around the blocks reads {row.name!r} beside its layer, where it is not "
+                f'made of its codes; name it in skip: {{"quantize_frozen": {{"skip": [{row.name!r}]}}}}.'
+            )
+
+
+def round_frozen(model: nn.Module, config: Config) -> None:
+    """Give the frozen weights of a model of one process the values that codes of them stand for."""
+    parameters = dict(model.named_parameters())
+    for name, held in find_quantized(model, config).items():
+        values = parameters[name].data
+        form = QuantizedShape(format=held, shape=tuple(values.shape))
+        parameters[name].data = dequantize(quantize(values, form), form, values.dtype)
+
+
+def quantized_note(model: nn.Module, found: Mapping[str, WeightFormat], precision: Precision) -> list[str]:
+    """A line of the plan about them."""
+    if not found:
+        return []
+    named, held = dict(model.named_parameters()), next(iter(found.values()))
+    before = sum(named[name].numel() * precision.frozen(name, named[name].dtype).itemsize for name in found)
+    after = sum(QuantizedShape(format=held, shape=tuple(named[name].shape)).bytes for name in found)
+    return [
+        f"quantize_frozen: {len(found)} frozen weights in {held.kind}, blocks of {held.block} columns: {after:,} bytes "
+        f"in place of {before:,}, from {next(iter(found))}; a layer dequantizes its own in forward and in backward"
+    ]
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[nn.Module, str]]]]:
+    """All names and holders of every frozen floating parameter of at least two dims."""
+    found: dict[int, tuple[list[str], list[tuple[nn.Module, str]]]] = {}
+    for path, module in model.named_modules():
+        for local, parameter in module._parameters.items():
+            if parameter is not None and _is_frozen(parameter):
+                names, holders = found.setdefault(id(parameter), ([], []))
+                names.append(f"{path}.{local}" if path else local)
+                holders.append((module, local))
+    yield from found.values()
+
+
+def _is_frozen(parameter: nn.Parameter) -> bool:
+    return not parameter.requires_grad and parameter.dtype.is_floating_point and parameter.ndim > 1
+
+
+def _fits(module: nn.Module, local: str, heads: frozenset[int]) -> bool:
+    if is_linear(module):
+        return local == "weight" and id(module) not in heads
+    parameter, name = module._parameters[local], type(module).__name__.lower()
+    return parameter is not None and parameter.ndim == 3 and ("experts" in name or name.endswith("moe"))
+
+
+def _is_written(holder: tuple[nn.Module, str], names: Sequence[str]) -> bool:
+    """Whether adapters write their product into a stack of experts, as PEFT does while it runs."""
+    parameter = holder[0]._parameters[holder[1]]
+    return parameter is not None and parameter.ndim == 3 and any(".base_layer." in name for name in names)
+
+
+def _heads(model: nn.Module) -> frozenset[int]:
+    found = {id(model.get_submodule(name)) for name in find_heads(model)}
+    named: Any = getattr(model, "get_output_embeddings", None)
+    head = named() if callable(named) else None
+    return frozenset(found | {id(head)} if isinstance(head, nn.Module) else found)

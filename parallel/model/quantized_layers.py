@@ -1,0 +1,92 @@
+"""Frozen weights of linear layers that are held as codes and scales, and read as matrices.
+
+    parameter     stays the user's object and has codes and scales in its memory, uint8 [bytes], so that buckets,
+                  gathers (ZeRO 3), digests and copies between places move these bytes
+    layer.weight  a property of the layer's class: a matrix without memory, made anew at each read, because a gather
+                  swaps the memory of a parameter between uses (``kernels.quantized.quantized_weight``)
+
+The layer keeps its class otherwise, with its forward and hooks. What it has become stays when its engine is closed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import PlanError
+from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.quantized.quantized_weight import QuantizedWeight
+from engine.kernels.quantized.weight_format import QuantizedShape, block_scales, quantize
+from engine.parallel.shard_table import ShardRow
+
+
+class QuantizedLayer(nn.Module):
+    """A layer that reads its weight out of codes and scales."""
+
+
+_Held = tuple[QuantizedShape, torch.dtype]
+"""What a parameter holds, and the dtype of the values that its layer reads."""
+
+
+@torch.no_grad()
+def quantize_part(full: Tensor, row: ShardRow, tp: int) -> Tensor:
+    """Codes and scales, uint8 [bytes], of the part of ``full`` that tensor coordinate ``tp`` holds.
+
+    All grids have the same values: scales are those of the whole matrix, wherever a rank's part of it ends.
+    """
+    form = row.quantized_shape(tp)
+    assert form is not None
+    if row.dim is None:
+        return quantize(full, form)
+    held = [full.narrow(row.dim, part.start, part.stop - part.start) for part in row.ranges if tp in part.holders]
+    scales_RK = None
+    if form.runs:
+        whole = QuantizedShape(format=form.format, shape=tuple(full.shape))
+        touched = torch.tensor([number for number, _ in form.blocks], device=full.device)
+        scales_RK = block_scales(full, whole).index_select(1, touched)
+    return quantize(torch.cat(held, row.dim), form, scales_RK)
+
+
+def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
+    """Let the layers of these parameters, which have codes and scales in their memory, read matrices."""
+    named = {id(parameter): held[name] for name, parameter in model.named_parameters() if name in held}
+    classes: dict[tuple[type, tuple[tuple[str, _Held], ...]], type] = {}
+    for module in model.modules():
+        own = tuple((local, named[id(p)]) for local, p in module._parameters.items() if id(p) in named)
+        if own:
+            key = type(module), own
+            module.__class__ = classes.setdefault(key, _reading(*key, kernels))  # equal layers share a class
+
+
+def quantized_layers(model: nn.Module) -> list[str]:
+    """Names of the layers that read their weight out of codes and scales."""
+    return [name for name, module in model.named_modules() if isinstance(module, QuantizedLayer)]
+
+
+def refuse_quantized(model: nn.Module) -> None:
+    """Refuse a model whose weights an engine has replaced by codes.
+
+    Raises:
+        PlanError: a layer reads its weight out of codes and scales.
+    """
+    for name in quantized_layers(model):
+        raise PlanError(
+            f"the weight of {name!r} was quantized by an engine that had this model before (quantize_frozen); build "
+            "the model anew."
+        )
+
+
+def _reading(own: type[nn.Module], weights: Sequence[tuple[str, _Held]], kernels: Kernels) -> type:
+    properties = {local: _read(local, held, kernels) for local, held in weights}
+    return type(f"Quantized{own.__name__}", (QuantizedLayer, own), properties)
+
+
+def _read(local: str, held: _Held, kernels: Kernels) -> property:
+    def read(module: nn.Module) -> Any:
+        packed = module._parameters[local]
+        if packed is None or packed.dtype != torch.uint8:  # a trace has put values in its place
+            return packed
+        return QuantizedWeight.of(packed, *held, kernels)
+
+    return property(read)
