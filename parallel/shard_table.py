@@ -77,7 +77,7 @@ class ShardRow:
 
     def local_elements(self, tp: int) -> int:
         """Elements of the part that tensor coordinate ``tp`` holds."""
-        return prod(self.local_shape(tp))
+        return math.prod(self.local_shape(tp))
 
     def quantized_shape(self, tp: int) -> QuantizedShape | None:
         """Codes and scales of the part that tensor coordinate ``tp`` holds; None if it is held as it is."""

@@ -57,7 +57,6 @@ from engine.planning.host_state.host_placement import refuse_limit, refuse_unkno
 from engine.planning.host_state.setting_notes import setting_notes
 from engine.precision.dtypes import Precision, make_precision
 from engine.precision.frozen_weights import find_quantized, quantized_note, refuse_outside_reads
-from engine.program.program import Program
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather.gather_schedule import gather_order
 from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
