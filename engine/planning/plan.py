@@ -278,7 +278,11 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     refuse_outside_reads(table)
     calls = [call.unit for call in analysis.timeline.calls] if analysis.timeline else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
-    notes = [*setting_notes(request.program, config, precision), *schedule.notes, *analysis.notes]
+    notes = [
+        *setting_notes(request.program, config, precision, wire_formats(config, precision)),
+        *schedule.notes,
+        *analysis.notes,
+    ]
     notes += quantized_note(model, quantized, precision)
     users = Users(schedule.stages_of_rank, analysis.cut, analysis.timeline, gathers)
     plan = Plan(

@@ -3,14 +3,13 @@
 from torch import nn
 
 from engine.config import Config
-from engine.planning.budgets import wire_formats
 from engine.planning.cost_model.placement import tensor_groups_cross
 from engine.precision.dtypes import Precision, half_note
 from engine.program.program import Program
 from engine.zero.wire_formats import WireFormats
 
 
-def setting_notes(program: Program, config: Config, precision: Precision) -> tuple[str, ...]:
+def setting_notes(program: Program, config: Config, precision: Precision, formats: WireFormats) -> tuple[str, ...]:
     """All notes of a plan about its settings."""
     notes, model = list(config.notes), program.model
     if program.loss_fn is None and hasattr(model, "generate") and hasattr(model, "config"):
@@ -40,7 +39,7 @@ def setting_notes(program: Program, config: Config, precision: Precision) -> tup
             "secondary shards would be the shards once more, so none are kept"
         )
     notes += unused_formats(config, precision)
-    notes += exact_weights(model, wire_formats(config, precision), precision)
+    notes += exact_weights(model, formats, precision)
     notes += offload_notes(model, config, precision)
     if (half := half_note(model, precision)) is not None:
         notes.append(half)

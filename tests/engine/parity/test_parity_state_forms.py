@@ -1,6 +1,7 @@
 """Optimizers whose state is no number of fp32 for each element: one process's numbers, bytes as planned, any grid."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +210,8 @@ def train(
 
 @pytest.mark.parametrize("optimizer", DECODER)
 def test_a_process_goes_on_from_its_checkpoint(tmp_path: Path, optimizer: str) -> None:
-    arguments: Any = (str(tmp_path), 1, {}, {"stage": 0}, DECODER[optimizer])
-    (losses, *weights), (again, *found) = (train(*arguments, load) for load in (False, True))
+    run = partial(train, str(tmp_path), 1, {}, {"stage": 0}, DECODER[optimizer])
+    (losses, *weights), (again, *found) = (run(load) for load in (False, True))
     assert again == losses
     assert all(torch.equal(b[name], value) for a, b in zip(weights, found, strict=True) for name, value in a.items())
 
