@@ -11,7 +11,7 @@ import torch
 from benchmarks.kernels.cases.case import Case, Slice, llama
 from benchmarks.kernels.cases.loss import cross_entropies, linear_cross_entropies
 from benchmarks.kernels.cases.matmul import every_linear, linears
-from benchmarks.kernels.cases.optimizer import adamw, squared_norms
+from benchmarks.kernels.cases.optimizer import adamw, adamw_8bit, squared_norms
 from benchmarks.kernels.cases.rotary import rotary
 from benchmarks.kernels.cases.rows import activations, gated, norms
 from benchmarks.kernels.cases.wire import block_codecs
@@ -28,6 +28,7 @@ MAKERS: Mapping[str, Maker] = MappingProxyType(
         "cross_entropy": cross_entropies,
         "linear_cross_entropy": linear_cross_entropies,
         "adamw": adamw,
+        "adamw_8bit": adamw_8bit,
         "squared_norm": squared_norms,
         "block_codec": block_codecs,
     }
@@ -46,6 +47,7 @@ _SLICES: Mapping[str, tuple[Slice, ...]] = MappingProxyType(
         "linear": (SQUARE, *_CUT),
         "cross_entropy": _SMALL_CUT,
         "adamw": _WHOLE[:1],
+        "adamw_8bit": _WHOLE[:1],
         "squared_norm": _WHOLE[:1],
         "block_codec": _WHOLE[:1],
     }
@@ -58,7 +60,7 @@ WIDE = Slice("wide", 40, 8192, 14336, 16, 2, 128, 128256, 3_000_000)
 TINY = Slice("tiny", 5, 24, 40, 2, 1, 16, 67, 1000)
 """For the interpreter."""
 ROW_OPERATORS = frozenset(
-    {"norm", "gated", "activation", "rotary", "cross_entropy", "adamw", "squared_norm", "block_codec"}
+    {"norm", "gated", "activation", "rotary", "cross_entropy", "adamw", "adamw_8bit", "squared_norm", "block_codec"}
 )
 Scale = Literal["tiny", "some", "all"]
 """Of checks: in the interpreter, beside a measurement, by themselves."""

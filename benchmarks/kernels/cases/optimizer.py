@@ -9,11 +9,14 @@ from torch import Tensor
 from benchmarks.kernels.cases.case import Case, Cost, Inputs, Slice, Target, random
 from benchmarks.kernels.cases.errors import Operator
 from engine.kernels.dispatch import Kernels
+from engine.kernels.optim.eight_bit_codes import BlockCodes, StateFormat, adam_8bit_, encode
 from engine.kernels.optim.update_rules import AdamRule, adam_
 
 RULE = AdamRule(3e-4, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
 FACTOR = 0.5
 STEP = 10
+BLOCK = 256
+"""Elements that share a scale of moments in 8 bits, as by default."""
 
 
 def adamw(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
@@ -23,6 +26,16 @@ def adamw(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
     yield Case(
         "adamw", "fp32 master", where, dtype, _power(where.parameters), partial(_states, dtype), where.parameters,
         ours=_adamw, eager=_eager_adamw, forward=Cost((wide + dtype.itemsize + narrow) * where.parameters),
+        shape=f"{where.parameters:.0e}", targets=(Target("forward", "copy", 0.9),),
+    )  # fmt: skip
+
+
+def adamw_8bit(where: Slice, dtype: torch.dtype) -> Iterator[Case]:
+    """AdamW with an fp32 master and moments in 8 bits; gradients are fp32 whatever ``dtype`` the model has."""
+    bytes_of_element = 3 * 4 + 2 * 2  # gradient read, weights and both codes read and written
+    yield Case(
+        "adamw_8bit", f"blocks of {BLOCK}", where, dtype, _power(where.parameters), _coded_states, where.parameters,
+        ours=_adamw_8bit, eager=_eager_adamw_8bit, forward=Cost(bytes_of_element * where.parameters), compiled=False,
         shape=f"{where.parameters:.0e}", targets=(Target("forward", "copy", 0.9),),
     )  # fmt: skip
 
@@ -65,6 +78,36 @@ def _adamw(kernels: Kernels) -> Operator:
         return tuple(state)
 
     return update
+
+
+def _coded_states(device: torch.device, elements: int) -> Inputs:
+    """Gradient, weights, and codes and scales of both moments."""
+    gradient, weights, first, second = _states(torch.float32, device, elements)
+    coded = list[Tensor]()
+    for values, signed in ((first, True), (second, False)):
+        codes = BlockCodes.zeros(elements, BLOCK, device)
+        encode(values, codes, StateFormat(BLOCK, signed))
+        coded += codes
+    return gradient, weights, *coded
+
+
+def _adamw_8bit(kernels: Kernels) -> Operator:
+    from engine.kernels.ops.adamw import AdamRun, adamw_8bit_
+
+    def update(*given: Tensor) -> Tensor:
+        gradient, weights, first, first_scales, second, second_scales = (x.detach() for x in given)
+        run = AdamRun(weights, gradient, first, second)
+        adamw_8bit_(run, (first_scales, second_scales), RULE, STEP, BLOCK, kernels)
+        return weights  # which the moments' new codes have no part in
+
+    return update
+
+
+def _eager_adamw_8bit(*given: Tensor) -> Tensor:
+    gradient, weights, first, first_scales, second, second_scales = (x.detach() for x in given)
+    moments = BlockCodes(first, first_scales), BlockCodes(second, second_scales)
+    adam_8bit_(weights, gradient, moments, STEP, RULE, BLOCK)
+    return weights
 
 
 def _eager_adamw(*given: Tensor) -> tuple[Tensor, ...]:

@@ -62,6 +62,7 @@ def found_of(case: Case, **times: tuple[float, float]) -> dict[str, Any]:
         ("rotary", 4 * T * (32 + 8) * 128, 4 * T * (32 + 8) * 128),
         ("cross_entropy", 2 * T * V, 4 * T * V),
         ("adamw", 28 * 500_000_000, 0),
+        ("adamw_8bit", 16 * 500_000_000, 0),
         ("squared_norm", 2 * 500_000_000, 0),
     ],
 )

@@ -23,6 +23,7 @@ from engine.planning.cost_model.layout import TrainingLayout
 from engine.program.batch import map_tensors
 from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank
 from engine.rehearsal.shortened_models import shorten
+from tests.selection import wide
 
 GPU, STYLES = load_gpu("h100"), KNOWN_STYLES["decoder"]
 SHAPE = DecoderShape(layers=8, width=32, heads=4, vocabulary=64, context=16)
@@ -49,7 +50,7 @@ def config_of(layout: TrainingLayout) -> Config:
     return load_config(settings_of(layout), layout.world)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["tp2, selective", *(wide(name) for name in LAYOUTS if name != "tp2, selective")])
 def test_a_sample_is_what_each_block_of_a_longer_model_keeps(name: str) -> None:
     layout, planned = LAYOUTS[name], decoder()
     sample = SampledBlocks(planned, config_of, GPU).of(layout)
