@@ -3,6 +3,8 @@
 The runtime is that of training: sharded layers, operators, recomputation, gathers, reducers. So what is counted is
 what the run holds. Per stage, the first, a middle and the last microbatch are played, in the order F .. F B .. B of one
 microbatch after another; :mod:`engine.planning.activation_memory.schedule_walk` puts them in the order of the schedule.
+Where every microbatch reduces its gradients, the second one is played besides: a buffer is given back when another
+bucket needs it, so that two microbatches pass until each gives back as much as it takes.
 """
 
 import gc
@@ -27,6 +29,7 @@ from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.planning.activation_memory.live_storages import LiveStorages
 from engine.planning.activation_memory.schedule_walk import ActionMemory
+from engine.planning.budgets import reduces_each_microbatch
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, map_tensors
 from engine.rehearsal.gpu_attention import attention_of_gpu
@@ -36,9 +39,7 @@ from engine.step.microbatches import StepMicrobatches
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
 
-FIRST, MIDDLE, LAST = 0, 1, 2
-MOST_MICROBATCHES = 3
-"""That are played: one for each place."""
+FIRST, SECOND, MIDDLE, LAST = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class RehearsedStep:
     """What the actions of a rank do to memory in a steady step."""
 
     actions: dict[tuple[Op, int, int], ActionMemory]
-    """By operation, stage and place of the microbatch: FIRST, MIDDLE or LAST."""
+    """By operation, stage and place of the microbatch: FIRST, SECOND, MIDDLE or LAST."""
     base: int
     """Bytes that live between steps."""
     end_rise: int
@@ -54,7 +55,7 @@ class RehearsedStep:
 
     def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
         """Memory of the action that is the n-th of ``total`` of its stage and operation."""
-        place = LAST if number == total - 1 else FIRST if number == 0 else MIDDLE
+        place = LAST if number == total - 1 else min(number, MIDDLE)
         return self.actions[action.op, action.stage, place]
 
     def on_stages(self, stages: Mapping[int, int]) -> "RehearsedStep":
@@ -84,7 +85,9 @@ class RehearsedRank:
         self._plan, self._mode = plan, shape_mode()
         copied = deepcopy(model)
         example = map_tensors(example, _real)
-        self._batches = [map_tensors(example, Tensor.clone) for _ in range(MOST_MICROBATCHES)]
+        most = 4 if reduces_each_microbatch(plan.config) else 3
+        played = min(most, plan.schedule.microbatches)
+        self._batches = [map_tensors(example, Tensor.clone) for _ in range(played)]
         given = replace(request, patches=ForwardPatches(), placing=lambda: self._mode, example_batch=example)
         prepare(copied, plan.config, given)
         given = replace(given, changes=change_forwards(copied, plan.config, CPU, given.patches, kernels))
@@ -111,7 +114,7 @@ class RehearsedRank:
             base = self.live.bytes
             begun = {action.op for action in row} & {Op.BACKWARD, Op.BACKWARD_INPUT}
             for splits in sorted(op is Op.BACKWARD_INPUT for op in begun):
-                actions = short_row(row, min(MOST_MICROBATCHES, self._plan.schedule.microbatches), splits)
+                actions = short_row(row, len(self._batches), splits)
                 found |= self._play(actions)
                 end_rise = max(end_rise, self._reduce())
         return RehearsedStep(actions=found, base=base, end_rise=end_rise)
@@ -196,12 +199,12 @@ def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[A
 
 
 def _places(microbatch: int, microbatches: int) -> Sequence[int]:
-    """Places that a microbatch of a short step stands for."""
+    """Places that a microbatch of a short step stands for, until a later one stands for them."""
     if microbatches == 1:
-        return FIRST, MIDDLE, LAST
+        return FIRST, SECOND, MIDDLE, LAST
     if microbatch == microbatches - 1:
         return (LAST,)
-    return (FIRST, MIDDLE) if microbatch == 0 else (MIDDLE,)
+    return range(microbatch, LAST)
 
 
 def _gathered_bytes(runtime: RankRuntime) -> Callable[[], int]:

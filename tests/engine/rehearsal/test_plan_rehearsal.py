@@ -10,7 +10,7 @@ from engine.build.request import Request
 from engine.config import load_config
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.pipeline.schedule.actions import Op
-from engine.planning.activation_memory.schedule_walk import ActionMemory
+from engine.planning.activation_memory.schedule_walk import ActionMemory, LivePeak
 from engine.planning.analysis import PlanRequest
 from engine.planning.plan import Plan, build_plan
 from engine.precision.dtypes import make_precision
@@ -90,6 +90,15 @@ def test_alike_ranks_are_rehearsed_once(name: str, monkeypatch: pytest.MonkeyPat
     kinds = len({likeness.of(pp) for pp in range(way.pp)})
     assert len(played) == kinds
     assert kinds < way.pp or way.schedule == "zb-v"  # whose eight stages are cut unevenly here
+
+
+def test_more_microbatches_hold_no_more_where_each_reduces_its_gradients() -> None:
+    def peak(microbatches: int) -> LivePeak:
+        way = Way(dp=2, pp=2, stage=2, reduce="microbatch", schedule="zb-h1", microbatches=microbatches)
+        model = deep(2)
+        return forecast_rank(model, planned(model, way), 2, request_of(model), batch_of(ROWS, 0)).peak
+
+    assert peak(6).bytes == peak(12).bytes
 
 
 @pytest.mark.parametrize("name", ["one rank", *(wide(name) for name in ALONE if name != "one rank")])

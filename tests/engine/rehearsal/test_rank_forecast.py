@@ -50,6 +50,9 @@ WAYS: Mapping[str, Way] = {
     "pp2, zb-h1": Way(pp=2, schedule="zb-h1", microbatches=6),
     "pp2, zb-v, full recomputation": Way(pp=2, schedule="zb-v", virtual=2, recompute={"mode": "full"}),
     "dp2 x pp2, ZeRO 1, bf16": Way(dp=2, pp=2, stage=1, bf16=True),
+    "dp2 x pp2, ZeRO 2 of every microbatch, zb-h1": Way(
+        dp=2, pp=2, stage=2, reduce="microbatch", schedule="zb-h1", microbatches=8
+    ),
     "tp2 x pp2, gpipe": Way(tp=2, pp=2, schedule="gpipe"),
 }
 
