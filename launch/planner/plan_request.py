@@ -24,7 +24,7 @@ class ModelSource:
     """Where the model comes from; exactly one of the first three."""
 
     folder: Path | None = None
-    """With a ``config.json`` of Hugging Face."""
+    """With a ``config.json`` of Hugging Face, or such a file, whatever its name."""
     function: str | None = None
     """``module:function`` that builds it."""
     decoder: DecoderShape | None = None
@@ -219,4 +219,4 @@ def _from_folder(path: Path, context: int | None) -> ModelSource:
     shape = decoder_shape_of(text)
     if shape is not None:
         shape = replace(shape, context=context or shape.context)
-    return ModelSource(folder=file.parent, shape=shape, context=context)
+    return ModelSource(folder=path, shape=shape, context=context)

@@ -61,6 +61,13 @@ def test_a_folder_with_a_configuration(llama: Path, tmp_path: Path, capsys: pyte
     assert "config" not in found
 
 
+def test_a_file_alone_of_any_name(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text((llama / "config.json").read_text())
+    given = "--world", 2, "--batch", 4, "--estimate"
+    assert planned(capsys, file, *given) == planned(capsys, llama, *given)
+
+
 def test_a_folder_alone(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from engine.launch.planner import counted_memory
 
