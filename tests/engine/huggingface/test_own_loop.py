@@ -1,7 +1,5 @@
 """A loop written for accelerate trains over the engine as it does alone: losses, norms, rates, metrics, checkpoints."""
 
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,45 +7,16 @@ import pytest
 
 from tests.engine.huggingface.host_runs import ENVIRONMENT, small_model
 from tests.engine.huggingface.loop_runs import LoopCase, Looped, loss_of_folder, make_accelerator, run_loop
+from tests.hosted_runs import EXACT, SAME, HostedRuns
 from tests.launches import Launch, Line
 from tests.selection import wide
 
-EXACT = 1e-5
-"""Largest relative difference of a loss in fp32."""
-GRIDS: Mapping[str, tuple[int, int, Mapping[str, Any] | None]] = {
-    "host": (1, 4, None),
-    "host of two": (2, 2, None),
-    "alone": (1, 4, {}),
-    "tp2": (2, 4, {"parallel": {"tensor": 2}}),
-    "dp2": (2, 2, {}),
-    "zero3": (2, 2, {"zero_optimization": {"stage": 3}}),
-    "dp2 x tp2": (4, 2, {"parallel": {"tensor": 2}, "zero_optimization": {"stage": 1}}),
-}
-"""Processes, rows of a data rank, configuration."""
-SAME = {"alone": "host", "tp2": "host", "dp2": "host of two", "zero3": "host of two", "dp2 x tp2": "host of two"}
-"""The run of the host with as many data ranks."""
-
-
-class Loops:
-    """Each run once; several tests look at the same."""
-
-    def __init__(self, factory: pytest.TempPathFactory) -> None:
-        self._factory = factory
-        self._done: dict[str, tuple[Looped, Path]] = {}
-
-    def __call__(self, name: str, **changes: Any) -> tuple[Looped, Path]:
-        key = f"{name} {changes}"
-        if key not in self._done:
-            folder = self._factory.mktemp("loop")
-            ranks, rows, config = GRIDS[name]
-            case = replace(LoopCase(folder=str(folder), config=config, rows=rows), **changes)
-            self._done[key] = run_loop(case, ranks), folder
-        return self._done[key]
+Loops = HostedRuns[Looped]
 
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
-    return Loops(tmp_path_factory)
+    return Loops(tmp_path_factory, LoopCase, run_loop)
 
 
 def assert_same(found: Looped, host: Looped, exact: float = EXACT) -> None:

@@ -1,6 +1,5 @@
 """Lightning's Trainer over the engine fits, validates, saves and goes on as it does alone."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,45 +7,16 @@ from typing import Any
 import pytest
 
 from tests.engine.lightning.lightning_runs import ENVIRONMENT, Lit, LitCase, lit_module, loss_of_weights, run_lit
+from tests.hosted_runs import EXACT, SAME, HostedRuns
 from tests.launches import Launch, Line
 from tests.selection import wide
 
-EXACT = 1e-5
-"""Largest relative difference of a loss in fp32."""
-GRIDS: Mapping[str, tuple[int, int, Mapping[str, Any] | None]] = {
-    "host": (1, 4, None),
-    "host of two": (2, 2, None),
-    "alone": (1, 4, {}),
-    "tp2": (2, 4, {"parallel": {"tensor": 2}}),
-    "dp2": (2, 2, {}),
-    "zero3": (2, 2, {"zero_optimization": {"stage": 3}}),
-    "dp2 x tp2": (4, 2, {"parallel": {"tensor": 2}, "zero_optimization": {"stage": 1}}),
-}
-"""Processes, rows of a data rank, configuration."""
-SAME = {"alone": "host", "tp2": "host", "dp2": "host of two", "zero3": "host of two", "dp2 x tp2": "host of two"}
-"""The run of the host with as many data ranks."""
-
-
-class Runs:
-    """Each run once; several tests look at the same."""
-
-    def __init__(self, factory: pytest.TempPathFactory) -> None:
-        self._factory = factory
-        self._done: dict[str, tuple[Lit, Path]] = {}
-
-    def __call__(self, name: str, **changes: Any) -> tuple[Lit, Path]:
-        key = f"{name} {changes}"
-        if key not in self._done:
-            folder = self._factory.mktemp("lit")
-            ranks, rows, config = GRIDS[name]
-            case = replace(LitCase(folder=str(folder), config=config, rows=rows), **changes)
-            self._done[key] = run_lit(case, ranks), folder
-        return self._done[key]
+Runs = HostedRuns[Lit]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory)
+    return Runs(tmp_path_factory, LitCase, run_lit)
 
 
 def assert_same(found: Lit, host: Lit) -> None:
