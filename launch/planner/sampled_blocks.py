@@ -10,6 +10,7 @@ layout that is counted whole is most often the one that fits.
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 from engine.build.request import Request
 from engine.config import Config
@@ -66,7 +67,8 @@ class SampledBlocks:
             layout, dp=1, pp=1, stage=0, reduction="step", micro=1, microbatches=1, schedule="1f1b", virtual=1
         )
         try:
-            (few, _), (more, peak) = (self._played(periods, self._config_of(alone)) for periods in PERIODS)
+            config = self._config_of(alone)
+            (few, _), (more, peak) = (self._played(short, config) for short in self._shorts)
         except Exception as error:  # the model's own code may raise anything on shapes; its estimate stays
             if is_own_mistake(error):
                 raise
@@ -74,10 +76,16 @@ class SampledBlocks:
         period = more - few
         return BlockSample(kept=period / self._run.period, around=max(0.0, peak - PERIODS[-1] * period))
 
-    def _played(self, periods: int, config: Config) -> tuple[int, int]:
-        """Bytes that the forward of a short model leaves, and the peak of its step."""
+    @cached_property
+    def _shorts(self) -> tuple[PlannedModel, ...]:
+        """The short models; plans and rehearsals leave them as they are."""
         assert self._run is not None
-        short = replace(self._planned, model=shorten(self._planned.model, self._run, periods))
+        return tuple(
+            replace(self._planned, model=shorten(self._planned.model, self._run, periods)) for periods in PERIODS
+        )
+
+    def _played(self, short: PlannedModel, config: Config) -> tuple[int, int]:
+        """Bytes that the forward of a short model leaves, and the peak of its step."""
         styles = self._styles.get(config.tp)
         plan = (short if styles is None else replace(short, styles=styles)).plan(config)
         if plan.tensor is not None:
