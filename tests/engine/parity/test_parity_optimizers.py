@@ -14,6 +14,7 @@ from engine.engine import Engine
 from engine.models.decoder import loss_sum
 from engine.verify import verify
 from tests import models
+from tests.engine.parity.optimizer_grids import OPTIMIZER_GRIDS
 from tests.parallel.wire.small_decoder import batch, on_threads
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
@@ -71,18 +72,7 @@ def test_a_list_trains_as_one_process_of_torch(optimizer: Any, zero: dict[str, A
     assert all(norm > 0.05 for norm in found.reference.norms), "clipping must be active"
 
 
-@pytest.mark.parametrize(
-    ("parallel", "zero", "ranks"),
-    [
-        ({"tensor": 2}, {"stage": 0}, 2),
-        wide({"pipeline": 2}, {"stage": 0}, 2),
-        wide({"data": 2, "tensor": 2}, {"stage": 1}, 4),
-        wide({"data": 2, "tensor": 2}, {"stage": 3}, 4),
-        wide({"data": 2, "pipeline": 2}, {"stage": 2}, 4),
-        wide({"data": 4}, {"stage": 1, "shard_size": 2}, 4),
-        wide({"data": 2, "tensor": 2, "pipeline": 2}, {"stage": 1}, 8),
-    ],
-)
+@pytest.mark.parametrize(("parallel", "zero", "ranks"), OPTIMIZER_GRIDS)
 @pytest.mark.parametrize("kind", ["decoder", wide("llama"), wide("decoder tied")])
 def test_matrices_in_parts_train_as_one_process(
     kind: str, parallel: dict[str, Any], zero: dict[str, Any], ranks: int

@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.models.decoder import loss_sum
 from engine.verify import verify
 from tests import models
+from tests.engine.parity.optimizer_grids import OPTIMIZER_GRIDS
 from tests.engine.parity.test_fewer_bits_training import STEPS, losses
 from tests.engine.parity.test_parity_optimizers import MUON, SGD
 from tests.engine.parity.test_parity_optimizers import settings as warming
@@ -105,18 +106,7 @@ def test_data_ranks_train_as_one_process(optimizer: str, ranks: int, zero: dict[
     assert all(norm > 0.05 for norm in found.reference.norms), "clipping must be active"
 
 
-@pytest.mark.parametrize(
-    ("parallel", "zero", "ranks"),
-    [
-        ({"tensor": 2}, {"stage": 0}, 2),
-        wide({"pipeline": 2}, {"stage": 0}, 2),
-        wide({"data": 2, "tensor": 2}, {"stage": 1}, 4),
-        wide({"data": 2, "tensor": 2}, {"stage": 3}, 4),
-        wide({"data": 2, "pipeline": 2}, {"stage": 2}, 4),
-        wide({"data": 4}, {"stage": 1, "shard_size": 2}, 4),
-        wide({"data": 2, "tensor": 2, "pipeline": 2}, {"stage": 1}, 8),
-    ],
-)
+@pytest.mark.parametrize(("parallel", "zero", "ranks"), OPTIMIZER_GRIDS)
 @pytest.mark.parametrize("kind", ["llama", wide("decoder"), wide("decoder tied")])
 @pytest.mark.parametrize("optimizer", ["adafactor", wide("schedule-free"), wide("8 bits")])
 def test_any_grid_trains_as_one_process(
