@@ -5,23 +5,29 @@
 
 A rank sends each owner one message, which has its pieces of all matrices of that owner in their order. Messages have
 one size, the largest that any two ranks exchange, so that both ways are one all-to-all each. Pieces that their owner
-holds itself are not sent.
+holds itself are not sent. Matrices go in rounds, so that one round travels while another is computed.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.comm.traffic import Traffic, sent_bytes
 from engine.parallel.grid import Axis
 
 LABEL = "matrices"
 """Label of both ways."""
+ROUNDS = 4
+"""Rounds of a step, where owners have so many matrices: the first to come and the last to go back hide behind none."""
+ROUND_ELEMENTS = 1 << 24
+"""Elements that an owner gathers in a round, which have a place in its memory beside those of the rounds around it."""
+Arrived = TypeVar("Arrived")
 
 
 @dataclass(frozen=True)
@@ -81,54 +87,102 @@ def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]])
     return {name: owners[name] for name in costs}
 
 
+def rounds_of(
+    owners: Mapping[str, int], costs: Mapping[str, int], elements: Mapping[str, int], order: Sequence[str]
+) -> list[list[str]]:
+    """The matrices in rounds, in which every owner makes about the same part of its updates.
+
+    There are at least ``ROUNDS`` as far as an owner has so many matrices, and more where an owner would gather more
+    than ``ROUND_ELEMENTS`` in one.
+
+    Args:
+        order: the matrices as buckets have them, so that early rounds complete the first buckets.
+    """
+    of_owner: dict[int, list[str]] = {}
+    for name in order:
+        of_owner.setdefault(owners[name], []).append(name)
+    largest = max((sum(elements[name] for name in own) for own in of_owner.values()), default=0)
+    most = max(map(len, of_owner.values()), default=0)
+    count = min(most, max(ROUNDS, math.ceil(largest / ROUND_ELEMENTS)))
+    found: list[list[str]] = [[] for _ in range(count)]
+    for own in of_owner.values():
+        total, before = max(1, sum(costs[name] for name in own)), 0
+        for name in own:  # to the round in which the middle of its work lies
+            found[min(count - 1, count * (2 * before + costs[name]) // (2 * total))].append(name)
+            before += costs[name]
+    place = {name: index for index, name in enumerate(order)}
+    return [sorted(names, key=place.__getitem__) for names in found if names]
+
+
+class Arriving(Generic[Arrived]):
+    """What an exchange under way brings."""
+
+    def __init__(self, pending: Pending | None, read: Callable[[], Arrived]) -> None:
+        """``read``: makes the result of what has come. ``pending`` None: nothing is sent."""
+        self._pending, self._read = pending, read
+
+    def wait(self) -> Arrived:
+        """Wait for it; once."""
+        if self._pending is not None:
+            self._pending.wait()
+        return self._read()
+
+
 class OwnerExchange:
-    """The two ways of one route on this rank; an all-to-all each, label "matrices"."""
+    """The two ways of one route on this rank; an all-to-all each, label "matrices", which is started and waited for."""
 
     def __init__(self, route: OwnerRoute, comm: Comm) -> None:
         self._route, self._comm = route, comm
         self._here = route.members.index(comm.grid.index(route.axis))
 
-    def gather(self, pieces: Mapping[str, Tensor], blank: Tensor) -> dict[str, list[Tensor]]:
+    def gather(self, pieces: Mapping[str, Tensor], blank: Tensor) -> Arriving[dict[str, list[Tensor]]]:
         """The pieces of all members, flat and in order, of each matrix that this rank owns.
 
         ``pieces``: those of this rank. ``blank``: no elements, in the dtype and on the device of the pieces.
         """
         own = {name: pieces.get(name, blank).reshape(-1) for name in self._route.owners}
         places = range(len(self._route.members))
-        received = self._swap([[own[name] for name in self._route.owned(owner)] for owner in places], blank)
+        pending, received = self._swap([[own[name] for name in self._route.owned(owner)] for owner in places], blank)
         mine = self._route.owned(self._here)
-        found: dict[str, list[Tensor]] = {name: [] for name in mine}
-        for source in places:
-            sizes = [self._route.sizes[name][source] for name in mine]
-            parts = [own[name] for name in mine] if source == self._here else _split(received[source], sizes)
-            for name, part in zip(mine, parts, strict=True):
-                found[name].append(part)
-        return found
 
-    def scatter(self, results: Mapping[str, Sequence[Tensor]], blank: Tensor) -> dict[str, Tensor]:
+        def read() -> dict[str, list[Tensor]]:
+            found: dict[str, list[Tensor]] = {name: [] for name in mine}
+            for source in places:
+                sizes = [self._route.sizes[name][source] for name in mine]
+                parts = [own[name] for name in mine] if source == self._here else _split(received[source], sizes)
+                for name, part in zip(mine, parts, strict=True):
+                    found[name].append(part)
+            return found
+
+        return Arriving(pending, read)
+
+    def scatter(self, results: Mapping[str, Sequence[Tensor]], blank: Tensor) -> Arriving[dict[str, Tensor]]:
         """This rank's piece of each matrix, flat; ``results``: the pieces of all members of matrices it owns."""
         places, mine = range(len(self._route.members)), self._route.owned(self._here)
-        received = self._swap([[results[name][place] for name in mine] for place in places], blank)
-        found: dict[str, Tensor] = {}
-        for owner in places:
-            names = self._route.owned(owner)
-            sizes = [self._route.sizes[name][self._here] for name in names]
-            own = [results[name][owner] for name in mine] if owner == self._here else None
-            found.update(zip(names, own if own is not None else _split(received[owner], sizes), strict=True))
-        return found
+        pending, received = self._swap([[results[name][place] for name in mine] for place in places], blank)
+        kept = [results[name][self._here] for name in mine]
 
-    def _swap(self, messages: Sequence[Sequence[Tensor]], blank: Tensor) -> Tensor:
-        """Send message i to member i, but for this rank's own; returns what has come [members, message]."""
+        def read() -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            for owner in places:
+                names = self._route.owned(owner)
+                sizes = [self._route.sizes[name][self._here] for name in names]
+                found.update(zip(names, kept if owner == self._here else _split(received[owner], sizes), strict=True))
+            return found
+
+        return Arriving(pending, read)
+
+    def _swap(self, messages: Sequence[Sequence[Tensor]], blank: Tensor) -> tuple[Pending | None, Tensor]:
+        """Start to send message i to member i, but for this rank's own; and what will come [members, message]."""
         given = blank.new_zeros(len(messages), self._route.message)
         if not self._route.message:
-            return given
+            return None, given
         for place, parts in enumerate(messages):
             if place != self._here and parts:
                 whole = torch.cat([part.reshape(-1) for part in parts])
                 given[place, : whole.numel()].copy_(whole)
         received = torch.empty_like(given)
-        self._comm.all_to_all(received, given, self._route.members, LABEL, self._route.axis).wait()
-        return received
+        return self._comm.all_to_all(received, given, self._route.members, LABEL, self._route.axis), received
 
 
 def _split(message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
