@@ -18,7 +18,6 @@ from engine.zero.optim.matrix.matrix_updates import MatrixRound, MatrixRoutes, s
 from engine.zero.optim.matrix.owner_exchange import OwnerRoute, balanced_owners, rounds_of
 from engine.zero.optim.rules.adafactor import FactorRoutes
 
-
 Value = TypeVar("Value")
 
 
@@ -59,13 +58,12 @@ class MatrixOwners:
         cut = {name: row for name, row in rows.items() if row.dim is not None} if self.config.tp > 1 else {}
         tensor = self._tensor_owners({name: row for name, row in cut.items() if owners[name] == place})
         order = [slot.name for bucket in self.layouts[coord.pp, 0].buckets for slot in bucket.slots]
-        sizes = {name: sum(held) for name, held in decides.items()}
         rounds = [
             MatrixRound(
                 data=OwnerRoute("dp", tuple(range(first, first + count)), _of(names, owners), _of(names, own)),
                 tensor=self._tensor_route(_of(names, tensor), cut),
             )
-            for names in rounds_of(owners, costs, sizes, [name for name in order if name in rows])
+            for names in rounds_of(owners, costs, decides, [name for name in order if name in rows])
         ]
         return MatrixRoutes(
             rows=rows, rounds=tuple(rounds), dtype=_dtype(rows.values()), place=place, tp=coord.tp, crossed=bool(cut)

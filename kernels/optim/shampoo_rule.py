@@ -1,4 +1,4 @@
-"""Shampoo (Gupta et al. 2018) of a whole matrix, with the averages and grafting of its distributed form (Shi et al. 2023).
+"""Shampoo (Gupta et al. 2018) of a whole matrix, with averages and grafting as in Shi et al. 2023.
 
     L <- b2 L + (1 - b2) G G'      R <- b2 R + (1 - b2) G' G      sums instead, where b2 is 1
     M <- b1 M + (1 - b1) G

@@ -5,10 +5,15 @@
     N' = Adam(G')                                              moments in the basis
     N  = QL N' QR'                                             the update
 
-The bases are the eigenvectors of L and R: those of the first gradient by a full decomposition, which makes no update,
-and from then on, every ``precondition_frequency`` updates, one step of the power method and a QR decomposition, from
-the bases before. Columns are in the order of falling eigenvalues, so that equal ranks of equal bases meet. Whatever
-decomposes is in the dtype of the state, fp32 or fp64, on the device of the matrix.
+The bases approach the eigenvectors of L and R by steps of the power method, each with a QR decomposition: some on the
+first gradient, from the coordinates themselves, which makes no update, and from then on one every
+``precondition_frequency`` updates, its columns in the order of falling eigenvalues. All of it is in the dtype of the
+state, fp32 or fp64, on the device of the matrix.
+
+A gradient has a lower rank than its longer side, so L or R is singular at first, and any basis of its null space would
+be one of eigenvectors. A full decomposition lets rounding choose it, and later gradients are not zero there: no two
+grids would train alike. So steps are those of L plus a small multiple of the identity, which has the same eigenvectors
+and leaves directions without a gradient as they were.
 
 Shape suffixes: A rows, B columns of the full matrix.
 """
@@ -20,11 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.optim.matrix_rule import MatrixState, add_gram_, both_sides, eigen, side_shapes, transposed
+from engine.kernels.optim.matrix_rule import MatrixState, add_gram_, both_sides, side_shapes, transposed
 
 LEFT, RIGHT, LEFT_BASIS, RIGHT_BASIS = "soap_left", "soap_right", "soap_left_basis", "soap_right_basis"
 FIRST, SECOND = "soap_exp_avg", "soap_exp_avg_sq"
 SOAP_STATE = frozenset({LEFT, RIGHT, LEFT_BASIS, RIGHT_BASIS, FIRST, SECOND})
+
+_SHIFT = 3e-3
+"""Part of the largest eigenvalue that is added to all; rounding in fp32 is some ten thousand times smaller."""
+_FIRST_STEPS = 4
+"""Steps of the power method on the first gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +89,7 @@ class SoapRule:
             self._accumulate(grad, state)
             for average, basis in ((LEFT, LEFT_BASIS), (RIGHT, RIGHT_BASIS)):
                 if average in state:
-                    state[basis].copy_(eigen(state[average])[1].flip(1))
+                    _begin(state[average], state[basis])
             return torch.zeros_like(grad)
         found = self._adam(grad, state, step - 1)
         self._accumulate(grad, state)
@@ -107,14 +117,28 @@ class SoapRule:
         add_gram_(state.get(LEFT), state.get(RIGHT), grad_AB, b, 1 - b)
 
 
+def _begin(average: Tensor, basis: Tensor) -> None:
+    """Bring the coordinates near to the eigenvectors of the first average."""
+    basis.copy_(torch.eye(len(basis), dtype=basis.dtype, device=basis.device))
+    for _ in range(_FIRST_STEPS):
+        basis.copy_(torch.linalg.qr(_grown(average, basis)[0]).Q)
+
+
+def _grown(average: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of a basis after a step of the power method, and estimates of their eigenvalues."""
+    grown = average @ basis
+    sizes = (basis * grown).sum(0)
+    return grown.addcmul_(basis, _SHIFT * sizes.max()), sizes
+
+
 def _refresh(state: MatrixState) -> None:
     """Bring both bases nearer to the eigenvectors of the averages, and the moments into the new ones."""
     left, right = state.get(LEFT_BASIS), state.get(RIGHT_BASIS)
     first = both_sides(left, state[FIRST], transposed(right))
     for dim, average, basis in ((0, state.get(LEFT), left), (1, state.get(RIGHT), right)):
         if average is not None and basis is not None:
-            grown = average @ basis
-            order = (basis * grown).sum(0).argsort(descending=True, stable=True)  # by the estimates of eigenvalues
+            grown, sizes = _grown(average, basis)
+            order = sizes.argsort(descending=True, stable=True)
             state[SECOND].copy_(state[SECOND].index_select(dim, order))
             basis.copy_(torch.linalg.qr(grown[:, order]).Q)
     state[FIRST].copy_(both_sides(transposed(left), first, right))

@@ -72,7 +72,7 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
         given = f"momentum is {params['momentum']} and dampening {params['dampening']}"
         problems.add(f"{at}.nesterov", f"true needs momentum above 0 and dampening 0, but {given}; give both.")
     if entry.type == "Shampoo" and params["betas"][0] == 1:
-        problems.add(f"{at}.betas", "the first is 1, and the momentum would take no gradient in; give a number below 1.")
+        problems.add(f"{at}.betas", "the first is 1, and momenta would take no gradient in; give a number below 1.")
     if entry.type == "Adafactor" and params["eps"][1] is None:
         problems.add(f"{at}.eps", "[.., null] has no least RMS of the weights; give a number, such as 1e-3.")
     if entry.type == "ScheduleFreeAdamW" and not params["betas"][0]:

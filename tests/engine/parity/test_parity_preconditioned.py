@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import engine
 from engine.engine import Engine
 from engine.errors import CheckpointError
 from engine.models.decoder import loss_sum
@@ -174,23 +173,11 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_grid(
     assert worst <= 1e-5
 
 
-def test_tensor_ranks_store_what_they_own(tmp_path: Path) -> None:
-    changes = {"parallel": {"data": 1, "tensor": 2}, "optimizer": EACH["soap"]}
-
-    def save(eng: Engine) -> list[float]:
-        for step in range(2):
-            eng.train_batch(batch(eng, step))
-        eng.save_checkpoint(str(tmp_path)).wait()
-        return [eng.train_batch(batch(eng, step)).loss for step in range(2, 4)]
-
-    def load(eng: Engine) -> list[float]:
-        eng.load_checkpoint(str(tmp_path))
-        return [eng.train_batch(batch(eng, step)).loss for step in range(2, 4)]
-
-    saved = on_threads(2, changes, save)
-    assert on_threads(2, changes, load) == saved
-    (alone,) = on_threads(1, {"optimizer": EACH["soap"]}, load)
-    assert alone == pytest.approx(saved[0], rel=1e-6)
+def test_tensor_ranks_store_what_they_own(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run = (2, str(tmp_path), 2, {"tensor": 2}, {"stage": 0}, EACH["soap"])
+    losses, weights, _ = run_ranks(train, *run, False)[0]
+    again, found, _ = run_ranks(train, *run, True)[0]
+    assert again == losses and all(torch.equal(found[name], value) for name, value in weights.items())
 
 
 def test_state_of_other_preconditioners_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -210,9 +197,7 @@ def test_state_of_other_preconditioners_is_refused_in_one_sentence(tmp_path: Pat
     run(EACH["soap"], save)
     found = run([{"match": "*", **ONE_SIDE}, ADAMW], load)
     assert "the optimizer state soap_exp_avg [" in found and "soap_left_basis [32, 32]" in found
-    assert found.endswith(
-        "give the optimizer the params of the saved run, or load with load_optimizer_states=False."
-    )
+    assert found.endswith("give the optimizer the params of the saved run, or load with load_optimizer_states=False.")
 
 
 @pytest.mark.parametrize("optimizer", ["soap", "shampoo"])
@@ -228,7 +213,8 @@ def test_matrices_without_a_gradient_keep_weights_and_state(optimizer: str) -> N
         wrong = []
         for key, now in kept(eng).items():
             same, frozen = torch.equal(now, before[key]), "/blocks.1." in key
-            wrong += [key] * (same != frozen and (frozen or key.endswith("weight")))
+            moves = key.endswith("weight") and "_root/" not in key  # roots are made in every second update
+            wrong += [key] * (same != frozen and (frozen or moves))
         return wrong + ["nothing"] * (not any(key.startswith(optimizer) for key in before))
 
     changes = {"parallel": {"data": 2}, "zero_optimization": {"stage": 1}, "optimizer": EACH[optimizer]}

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from engine.config.optim_sections import SOAPParams
 from engine.config.reader import stored
+from engine.kernels.optim.soap_rule import _FIRST_STEPS, _SHIFT
 from engine.zero.optim.matrix.matrix_optimizers import FlatSOAP
 
 SHAPES = ((6, 10), (10, 6), (7, 7), (1, 5))
@@ -17,8 +18,8 @@ STEPS = 9
 class PaperSoap:
     """Algorithm 3 of Vyas et al. 2024 for one matrix, its momentum in the space of the weights.
 
-    Eigenvectors are those of the first gradient, which makes no update; then, every ``f`` updates, the columns of a basis
-    are ordered by their estimated eigenvalues, and one step of the power method is made orthogonal.
+    The first gradient makes no update. Its eigenvectors are approached by some steps of the power method from the
+    coordinates; then, every ``f`` updates, one more, of columns that are ordered by their estimated eigenvalues.
     """
 
     def __init__(self, weight: Tensor, p: dict[str, Any]) -> None:
@@ -47,7 +48,8 @@ class PaperSoap:
             if len(gram) > self.p["max_precond_dim"]:
                 continue
             if not self.t:
-                self.bases[side] = torch.linalg.svd(self.squares[side]).U
+                for _ in range(_FIRST_STEPS):
+                    self.bases[side] = self.power(side, self.bases[side])
             elif self.t % self.p["precondition_frequency"] == 0:
                 self.refresh(side)
         self.t += 1
@@ -57,7 +59,13 @@ class PaperSoap:
         sizes = (basis.T @ self.squares[side] @ basis).diagonal()
         order = sizes.argsort(descending=True)
         self.v = self.v[order] if side == 0 else self.v[:, order]
-        self.bases[side] = torch.linalg.qr(self.squares[side] @ basis[:, order]).Q
+        self.bases[side] = self.power(side, basis[:, order])
+
+    def power(self, side: int, basis: Tensor) -> Tensor:
+        largest = (basis.T @ self.squares[side] @ basis).diagonal().max()
+        shifted = self.squares[side] + _SHIFT * largest * torch.eye(len(basis), dtype=torch.float64)
+        found: Tensor = torch.linalg.qr(shifted @ basis).Q
+        return found
 
 
 def grads(shape: tuple[int, ...], seed: int = 0) -> list[Tensor]:
@@ -103,6 +111,31 @@ def test_without_bases_it_is_adam_from_the_second_gradient_on() -> None:
     found = train(flat, one, given)
     assert sorted(flat.state[one]) == ["soap_exp_avg", "soap_exp_avg_sq"]
     torch.testing.assert_close(found, train(torch.optim.AdamW([other], **options), other, given[1:]))
+
+
+def test_bases_come_to_the_eigenvectors_of_the_averages() -> None:
+    options = dict(stored(SOAPParams())) | {"precondition_frequency": 1}
+    weight, scales = weight_of((6, 10)), torch.logspace(0, 2, 6, dtype=torch.float64)
+    flat = FlatSOAP([weight], **options)
+    train(flat, weight, [scales[:, None] * gradient for seed in range(12) for gradient in grads((6, 10), seed)])
+    state = flat.state[weight]
+    turned = state["soap_left_basis"].T @ state["soap_left"] @ state["soap_left_basis"]
+    values = torch.linalg.eigvalsh(state["soap_left"]).flip(0)
+    torch.testing.assert_close(turned.diagonal(), values, rtol=0.02, atol=0)
+
+
+def test_rounding_of_a_gradient_of_low_rank_does_not_choose_the_basis() -> None:
+    """Two runs in fp32 whose gradients differ in their last bits; a gradient has rank 2, and the longer side 30."""
+    generator = torch.Generator().manual_seed(8)
+    given = [torch.randn(30, 2, generator=generator) @ torch.randn(2, 6, generator=generator) for _ in range(STEPS)]
+    other = [gradient * (1 + 1e-7 * torch.randn(30, 6, generator=generator)) for gradient in given]
+    params = dict(stored(SOAPParams())) | {"precondition_frequency": 2, "eps": 1e-2}
+    found = []
+    for gradients in (given, other):
+        weight = nn.Parameter(torch.zeros(30, 6))
+        found.append(train(FlatSOAP([weight], **params), weight, gradients))
+    assert found[0].abs().max() > 1e-2
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=5e-6)
 
 
 def test_bases_stay_orthonormal_in_fp32_without_a_gradient() -> None:

@@ -107,6 +107,8 @@ class MatrixUpdates:
         ]
         self._blank = torch.empty(0, dtype=routes.dtype, device=places[0].flat.params.device if places else None)
         self.state: dict[str, dict[str, Tensor]] = {}
+        self.shapes: WholeShapes = {name: self._rule(name).state_shapes(row.shape) for name, row in routes.rows.items()}
+        """What owners keep of each matrix."""
 
     @property
     def families(self) -> frozenset[str]:
@@ -118,11 +120,6 @@ class MatrixUpdates:
         """Every data rank updates all matrices, and so keeps all of their state."""
         return all(len(each.data.members) == 1 for each in self._routes.rounds)
 
-    @property
-    def shapes(self) -> WholeShapes:
-        """What owners keep of each matrix."""
-        return {name: self._rule(name).state_shapes(row.shape) for name, row in self._routes.rows.items()}
-
     def names(self, flat: FlatBucket) -> frozenset[str]:
         """The parameters of the bucket that are updated here, and not by the step of the optimizer."""
         return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._routes.rows)
@@ -133,12 +130,10 @@ class MatrixUpdates:
 
     def prepare(self) -> dict[str, dict[str, Tensor]]:
         """What this rank keeps of the matrices that it owns, of zeros where there is nothing yet."""
-        shapes, device = self.shapes, self._blank.device
         for name in self._routes.made if not self.state else ():
-            if shapes[name]:
-                dtype = state_dtype(self._routes.rows[name])
-                own = {kind: torch.zeros(shape, dtype=dtype, device=device) for kind, shape in shapes[name].items()}
-                self.state[name] = own
+            if own := self.shapes[name]:
+                dtype, device = state_dtype(self._routes.rows[name]), self._blank.device
+                self.state[name] = {k: torch.zeros(shape, dtype=dtype, device=device) for k, shape in own.items()}
         return self.state
 
     @torch.no_grad()

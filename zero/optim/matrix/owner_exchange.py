@@ -25,6 +25,8 @@ LABEL = "matrices"
 """Label of both ways."""
 ROUNDS = 4
 """Rounds of a step, where owners have so many matrices: the first to come and the last to go back hide behind none."""
+SURPLUS = 1.25
+"""Messages of rounds beside those of a single one, at most: each has the size of the largest of its round."""
 ROUND_ELEMENTS = 1 << 24
 """Elements that an owner gathers in a round, which have a place in its memory beside those of the rounds around it."""
 Arrived = TypeVar("Arrived")
@@ -88,22 +90,34 @@ def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]])
 
 
 def rounds_of(
-    owners: Mapping[str, int], costs: Mapping[str, int], elements: Mapping[str, int], order: Sequence[str]
+    owners: Mapping[str, int], costs: Mapping[str, int], held: Mapping[str, Sequence[int]], order: Sequence[str]
 ) -> list[list[str]]:
     """The matrices in rounds, in which every owner makes about the same part of its updates.
 
-    There are at least ``ROUNDS`` as far as an owner has so many matrices, and more where an owner would gather more
-    than ``ROUND_ELEMENTS`` in one.
+    There are at most ``ROUNDS``, fewer where owners have fewer matrices, or where messages of one size would be more than
+    ``SURPLUS`` times those of a single round; more where an owner would gather over ``ROUND_ELEMENTS`` in one.
 
     Args:
+        held: elements of each rank.
         order: the matrices as buckets have them, so that early rounds complete the first buckets.
     """
     of_owner: dict[int, list[str]] = {}
     for name in order:
         of_owner.setdefault(owners[name], []).append(name)
-    largest = max((sum(elements[name] for name in own) for own in of_owner.values()), default=0)
     most = max(map(len, of_owner.values()), default=0)
-    count = min(most, max(ROUNDS, math.ceil(largest / ROUND_ELEMENTS)))
+    largest = max((sum(sum(held[name]) for name in own) for own in of_owner.values()), default=0)
+    least = min(most, math.ceil(largest / ROUND_ELEMENTS))
+    single = _message_elements([order], owners, held)
+    for count in range(min(most, max(ROUNDS, least)), least, -1):
+        found = _in_rounds(count, of_owner, costs, order)
+        if _message_elements(found, owners, held) <= SURPLUS * single:
+            return found
+    return _in_rounds(least, of_owner, costs, order)
+
+
+def _in_rounds(
+    count: int, of_owner: Mapping[int, Sequence[str]], costs: Mapping[str, int], order: Sequence[str]
+) -> list[list[str]]:
     found: list[list[str]] = [[] for _ in range(count)]
     for own in of_owner.values():
         total, before = max(1, sum(costs[name] for name in own)), 0
@@ -112,6 +126,17 @@ def rounds_of(
             before += costs[name]
     place = {name: index for index, name in enumerate(order)}
     return [sorted(names, key=place.__getitem__) for names in found if names]
+
+
+def _message_elements(
+    rounds: Sequence[Sequence[str]], owners: Mapping[str, int], held: Mapping[str, Sequence[int]]
+) -> int:
+    ranks = len(next(iter(held.values()), ()))
+    routes = [
+        OwnerRoute("dp", tuple(range(ranks)), {n: owners[n] for n in names}, {n: tuple(held[n]) for n in names})
+        for names in rounds
+    ]
+    return sum(route.message for route in routes)
 
 
 class Arriving(Generic[Arrived]):

@@ -147,7 +147,7 @@ class FactoredUpdates:
 
     @torch.no_grad()
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
-        """Update every parameter of the step at once; those without a gradient, ``unused``, stay and keep their count."""
+        """Update every parameter of the step at once; ``unused`` ones have no gradient, and stay with their count."""
         due = {weight for maker in self._makers for weight in maker.due}
         for maker in self._makers:
             maker.due.clear()

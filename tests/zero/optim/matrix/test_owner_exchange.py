@@ -38,7 +38,7 @@ def test_rounds_give_every_owner_about_the_same_part_of_its_work() -> None:
         ranks, names = dice.randint(1, 5), [f"w{index}" for index in range(dice.randint(1, 40))]
         costs = {name: dice.randint(1, 1000) for name in names}
         owners = {name: dice.randrange(ranks) for name in names}
-        rounds = rounds_of(owners, costs, costs, names)
+        rounds = rounds_of(owners, costs, {name: (cost,) for name, cost in costs.items()}, names)
         assert [name for each in rounds for name in each if owners[name] == 0] == [n for n in names if owners[n] == 0]
         assert sorted(name for each in rounds for name in each) == sorted(names)
         most = max(sum(owner == rank for owner in owners.values()) for rank in range(ranks))
@@ -51,10 +51,23 @@ def test_rounds_give_every_owner_about_the_same_part_of_its_work() -> None:
 
 def test_large_matrices_are_gathered_in_more_rounds() -> None:
     names = [f"w{index}" for index in range(12)]
-    owners = {name: index % 2 for index, name in enumerate(names)}
-    alike = dict.fromkeys(names, 1)
-    assert len(rounds_of(owners, alike, alike, names)) == ROUNDS
-    assert rounds_of(owners, alike, dict.fromkeys(names, 1 << 24), names) == [names[at : at + 2] for at in range(0, 12, 2)]
+    owners, alike = {name: index % 2 for index, name in enumerate(names)}, dict.fromkeys(names, 1)
+    assert len(rounds_of(owners, alike, dict.fromkeys(names, (1,)), names)) == ROUNDS
+    found = rounds_of(owners, alike, dict.fromkeys(names, (1 << 24,)), names)
+    assert found == [names[at : at + 2] for at in range(0, 12, 2)]
+
+
+def test_rounds_add_at_most_a_quarter_to_what_is_sent() -> None:
+    dice, fewer = random.Random(11), 0
+    for _ in range(100):
+        names = [f"w{index}" for index in range(dice.randint(1, 30))]
+        held = {name: tuple(dice.choice((0, 0, 1, 50)) for _ in range(4)) for name in names}
+        owners = balanced_owners(dict.fromkeys(names, 1), held)
+        rounds = rounds_of(owners, dict.fromkeys(names, 1), held, names)
+        parts = [OwnerRoute("dp", (0, 1, 2, 3), {n: owners[n] for n in each}, held) for each in [names, *rounds]]
+        assert sum(part.message for part in parts[1:]) <= 1.25 * parts[0].message
+        fewer += len(rounds) < min(ROUNDS, max(sum(o == r for o in owners.values()) for r in range(4)))
+    assert fewer, "some would have sent more"
 
 
 ROUTE = OwnerRoute(
