@@ -55,7 +55,7 @@ def eigen(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     """Ascending eigenvalues, and eigenvectors as columns, in the dtype of the matrix."""
     try:
         values, vectors = torch.linalg.eigh(symmetric)
-    except torch.linalg.LinAlgError:  # devices' solvers give up on some matrices of fp32
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # solvers give up on some matrices of fp32
         values, vectors = torch.linalg.eigh(symmetric.double())
     return values.to(symmetric.dtype), vectors.to(symmetric.dtype)
 

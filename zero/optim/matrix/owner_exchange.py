@@ -94,8 +94,8 @@ def rounds_of(
 ) -> list[list[str]]:
     """The matrices in rounds, in which every owner makes about the same part of its updates.
 
-    There are at most ``ROUNDS``, fewer where owners have fewer matrices, or where messages of one size would be more than
-    ``SURPLUS`` times those of a single round; more where an owner would gather over ``ROUND_ELEMENTS`` in one.
+    There are at most ``ROUNDS``, fewer where owners have fewer matrices, or where messages of one size would be more
+    than ``SURPLUS`` times those of a single round; more where an owner would gather over ``ROUND_ELEMENTS`` in one.
 
     Args:
         held: elements of each rank.
