@@ -105,7 +105,7 @@ def test_a_matrix_trains_as_the_paper_has_it(shape: tuple[int, int], options: di
 
 
 def test_without_bases_it_is_adam_from_the_second_gradient_on() -> None:
-    options = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.2, "eps": 1e-30}
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.2, "eps": 1e-30}
     one, other, given = weight_of((6, 4)), weight_of((6, 4)), grads((6, 4))
     flat = FlatSOAP([one], **(dict(stored(SOAPParams())) | options | {"max_precond_dim": 3}))
     found = train(flat, one, given)
