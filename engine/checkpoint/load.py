@@ -9,7 +9,7 @@ So every byte is read by one data rank. Tensors outside buckets (buffers, frozen
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -212,21 +212,23 @@ class Loader:
                 updates.prepare()
                 self._fill(held for held in self.local_tensors.apart(updates) if held.row.name in known)
 
-    def check_apart(self, whole: Iterable[WholeUpdates]) -> None:
+    def check_apart(self, whole: Iterable[WholeUpdates], updated: Collection[str]) -> None:
         """Check that what the source keeps of a parameter as a whole is what this run's optimizer keeps of it.
+
+        ``updated``: the parameters that the saved run has updated; of others it has no state.
 
         Raises:
             CheckpointError: names the first parameter of which it is not.
         """
         for updates in whole:
-            wanted = updates.shapes
-            for name, stored in self._stored_apart(updates).items():
-                if name in wanted and stored != wanted[name]:
-                    given, own = (_listed(shapes) for shapes in (stored, wanted[name]))
+            found = self._stored_apart(updates)
+            for name, wanted in updates.shapes.items():
+                stored = found.get(name, {})
+                if stored != wanted and (stored or (self.strict and name in updated)):
+                    given, own = (_listed(shapes) for shapes in (stored, wanted))
                     raise CheckpointError(
-                        f"{self.source.name} has for {name!r} the optimizer state {given}, and this run's optimizer "
-                        f"keeps {own}; give the optimizer the params of the saved run, or load with "
-                        "load_optimizer_states=False."
+                        f"{self.source.name}: the optimizer state of {name!r} is {given}, and this run's optimizer "
+                        f"keeps {own}; give the optimizer as in the saved run, or load with load_optimizer_states=False."
                     )
 
     def _stored_apart(self, updates: WholeUpdates) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -269,7 +271,7 @@ class Loader:
 
 
 def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items()))
+    return ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items())) or "none"
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from engine.checkpoint.contents.optimizer_state import (
     make_moments,
     restore,
     restore_schedule,
+    updated_parameters,
 )
 from engine.checkpoint.contents.trainer_state import joined, own_states
 from engine.checkpoint.foreign import foreign_folder, open_checkpoint
@@ -190,7 +191,7 @@ class Resume:
         if self._states:
             check_type(runtime.optimizer, manifest.optimizer, self._step)
             families = self._families(reader)
-            loader.check_apart(runtime.optimizer.whole)
+            loader.check_apart(runtime.optimizer.whole, updated_parameters(manifest.optimizer))
             loader.check_moments(families)
             if not families.kinds and "origin" in manifest.info and self._host.rank == 0:
                 logger.warning("%s has no optimizer state, so the optimizer starts afresh", self._step)

@@ -1,7 +1,6 @@
 """SOAP and Shampoo, whose owners keep preconditioners of whole matrices: one process's numbers, bytes as planned, any
 grid."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -180,11 +179,16 @@ def test_tensor_ranks_store_what_they_own(run_ranks: RunRanks, tmp_path: Path) -
     assert again == losses and all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-def test_state_of_other_preconditioners_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    def run(optimizer: Any, body: Callable[[Engine], Any]) -> Any:
-        (found,) = on_threads(1, {"optimizer": optimizer}, body)
-        return found
-
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ([{"match": "blocks.*", **ONE_SIDE}, ADAMW], "soap_left_basis [32, 32], soap_right [32, 32]"),
+        ([{"match": "head.*", **SOAP}, ADAMW], ""),
+        ([{"match": "blocks.0.*", **SOAP}, {"match": "head.*", **SHAMPOO}, ADAMW], "SOAP + Shampoo + AdamW"),
+    ],
+    ids=["preconditioners", "patterns", "kinds"],
+)
+def test_state_of_other_matrices_is_refused_in_one_sentence(tmp_path: Path, other: Any, said: str) -> None:
     def save(eng: Engine) -> None:
         eng.train_batch(batch(eng, 0))
         eng.save_checkpoint(str(tmp_path)).wait()
@@ -192,12 +196,21 @@ def test_state_of_other_preconditioners_is_refused_in_one_sentence(tmp_path: Pat
     def load(eng: Engine) -> str:
         with pytest.raises(CheckpointError) as caught:
             eng.load_checkpoint(str(tmp_path))
+        before = {name: p.detach().clone() for name, p in eng.module.named_parameters()}
+        eng.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+        for step in range(2):
+            eng.train_batch(batch(eng, step))
+        still = [name for name, p in eng.module.named_parameters() if torch.equal(p, before[name])]
+        assert not still
         return str(caught.value)
 
-    run(EACH["soap"], save)
-    found = run([{"match": "*", **ONE_SIDE}, ADAMW], load)
-    assert "the optimizer state soap_exp_avg [" in found and "soap_left_basis [32, 32]" in found
-    assert found.endswith("give the optimizer the params of the saved run, or load with load_optimizer_states=False.")
+    saved = [{"match": "blocks.*", **SOAP}, ADAMW]
+    on_threads(1, {"optimizer": saved}, save)
+    (found,) = on_threads(1, {"optimizer": other}, load)
+    assert said in found and found.count(". ") == 0
+    if "SOAP +" not in said:
+        assert ": the optimizer state of '" in found
+        assert found.endswith("give the optimizer as in the saved run, or load with load_optimizer_states=False.")
 
 
 @pytest.mark.parametrize("optimizer", ["soap", "shampoo"])

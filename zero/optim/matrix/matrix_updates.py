@@ -109,6 +109,8 @@ class MatrixUpdates:
         self.state: dict[str, dict[str, Tensor]] = {}
         self.shapes: WholeShapes = {name: self._rule(name).state_shapes(row.shape) for name, row in routes.rows.items()}
         """What owners keep of each matrix."""
+        self._begun: set[str] = set()
+        """Matrices whose state is known to be that of earlier updates, or of the first one."""
 
     @property
     def families(self) -> frozenset[str]:
@@ -127,6 +129,7 @@ class MatrixUpdates:
     def forget(self) -> None:
         """Begin anew at the next update."""
         self.state.clear()
+        self._begun.clear()
 
     def prepare(self) -> dict[str, dict[str, Tensor]]:
         """What this rank keeps of the matrices that it owns, of zeros where there is nothing yet."""
@@ -197,9 +200,16 @@ class MatrixUpdates:
         """The update of a whole matrix, flat; zeros without a gradient, whose state stays."""
         if name in step.unused:
             return torch.zeros_like(matrix).reshape(-1)
-        state, whole = self.state.get(name, {}), matrix.view(self._routes.rows[name].shape)
-        whole = whole.to(state_dtype(self._routes.rows[name])) if state else whole
-        return self._rule(name).update(whole, state, self._number(name, step)).to(self._routes.dtype).reshape(-1)
+        state, whole, number = self.state.get(name, {}), matrix.view(self._shape(name)), self._number(name, step)
+        if state:
+            whole = whole.to(state_dtype(self._routes.rows[name]))
+            if name not in self._begun:  # a checkpoint that was loaded without strict may have had no state of it
+                self._begun.add(name)
+                number = number if any(bool(kept.any()) for kept in state.values()) else 1
+        return self._rule(name).update(whole, state, number).to(self._routes.dtype).reshape(-1)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._routes.rows[name].shape
 
     def _number(self, name: str, step: "_Step") -> int:
         """The number of this update of a matrix."""
