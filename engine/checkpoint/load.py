@@ -228,7 +228,8 @@ class Loader:
                     given, own = (_listed(shapes) for shapes in (stored, wanted))
                     raise CheckpointError(
                         f"{self.source.name}: the optimizer state of {name!r} is {given}, and this run's optimizer "
-                        f"keeps {own}; give the optimizer as in the saved run, or load with load_optimizer_states=False."
+                        f"keeps {own}; give the optimizer as in the saved run, or load with "
+                        "load_optimizer_states=False."
                     )
 
     def _stored_apart(self, updates: WholeUpdates) -> dict[str, dict[str, tuple[int, ...]]]:
