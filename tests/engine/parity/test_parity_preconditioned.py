@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.format.filesystem import Files
+from engine.checkpoint.format.step_folders import read_manifest
 from engine.engine import Engine
 from engine.errors import CheckpointError
 from engine.models.decoder import loss_sum
@@ -146,6 +148,17 @@ def test_a_process_goes_on_from_its_checkpoint(tmp_path: Path, optimizer: str) -
     assert all(torch.equal(b[name], value) for a, b in zip(weights, found, strict=True) for name, value in a.items())
 
 
+def test_the_plan_knows_what_is_stored(tmp_path: Path) -> None:
+    def body(eng: Engine) -> int:
+        eng.train_batch(batch(eng, 0))
+        eng.save_checkpoint(str(tmp_path)).wait()
+        return eng.plan.stored_bytes
+
+    (planned,) = on_threads(1, {"optimizer": DECODER}, body)
+    (step,) = tmp_path.glob("step-*")
+    assert sum(tensor.kind.bytes for tensor in read_manifest(Files(), step).tensors.values()) == planned
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "parallel", "zero"),
@@ -213,6 +226,24 @@ def test_state_of_other_matrices_is_refused_in_one_sentence(tmp_path: Path, othe
         assert found.endswith("give the optimizer as in the saved run, or load with load_optimizer_states=False.")
 
 
+def test_without_strict_matrices_that_lack_state_begin_anew(tmp_path: Path) -> None:
+    def save(eng: Engine) -> None:
+        for step in range(3):
+            eng.train_batch(batch(eng, step))
+        eng.save_checkpoint(str(tmp_path)).wait()
+
+    def load(eng: Engine) -> list[str]:
+        eng.load_checkpoint(str(tmp_path), strict=False)
+        eng.train_batch(batch(eng, 3))
+        before = {name: p.detach().clone() for name, p in eng.module.named_parameters()}
+        eng.train_batch(batch(eng, 4))
+        moved = {name: p.detach() - before[name] for name, p in eng.module.named_parameters()}
+        return [name for name, step in moved.items() if not bool(step.isfinite().all() and step.abs().max() > 1e-4)]
+
+    on_threads(1, {"optimizer": [{"match": "blocks.0.*", **SOAP}, ADAMW]}, save)
+    assert on_threads(1, {"optimizer": [{"match": "blocks.*", **SOAP}, ADAMW]}, load) == [[]]
+
+
 @pytest.mark.parametrize("optimizer", ["soap", "shampoo"])
 def test_matrices_without_a_gradient_keep_weights_and_state(optimizer: str) -> None:
     def body(eng: Engine) -> list[str]:
@@ -234,8 +265,10 @@ def test_matrices_without_a_gradient_keep_weights_and_state(optimizer: str) -> N
     assert on_threads(2, changes, body) == [[], []]
 
 
-@pytest.mark.parametrize("stage", [1, wide(0)])
-def test_state_is_guarded_and_waits_on_the_host(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "zero"), [(2, {"stage": 1}), wide(2, {"stage": 0}), wide(4, {"stage": 1, "shard_size": 2})]
+)
+def test_state_is_guarded_and_waits_on_the_host(ranks: int, zero: dict[str, Any]) -> None:
     def body(eng: Engine) -> list[float]:
         found = [eng.train_batch(batch(eng, step)).loss for step in range(2)]
         if eng.config.integrity.every:
@@ -243,8 +276,8 @@ def test_state_is_guarded_and_waits_on_the_host(stage: int) -> None:
             eng.reload_states()
         return found + [eng.train_batch(batch(eng, step)).loss for step in range(2, 4)]
 
-    changes = {"parallel": {"data": 2}, "zero_optimization": {"stage": stage}, "optimizer": DECODER}
-    assert on_threads(2, changes | {"integrity": {"every": 1}}, body) == on_threads(2, changes, body)
+    changes = {"parallel": {"data": ranks}, "zero_optimization": zero, "optimizer": DECODER}
+    assert on_threads(ranks, changes | {"integrity": {"every": 1}}, body) == on_threads(ranks, changes, body)
 
 
 class Turns(nn.Module):

@@ -6,7 +6,8 @@
         -> the update, from what the owner alone keeps of the matrix
         -> the same two ways back, to the weights that each rank owns
 
-A matrix that tensor ranks hold in full is made by each of them, from equal bits, and not sent over that axis.
+A matrix that tensor ranks hold in full is made by each of them, from equal bits, and not sent over that axis; what is
+kept of it is then on each of them too.
 
 Matrices go in rounds, one behind the other, so that what is sent of one travels while another is computed:
 
@@ -176,6 +177,7 @@ class MatrixUpdates:
             yield _UNDER_WAY
         split = {name: torch.split(made[name].reshape(-1), list(route.sizes[name])) for name in parts}
         arriving = data.scatter(split, self._blank)
+        del gathered, parts, meeting, cut, made, split  # while a round waits, it holds no more than its messages
         yield _UNDER_WAY
         self._apply(arriving.wait(), step)
         yield frozenset(route.owners)
