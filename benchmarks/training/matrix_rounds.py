@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
@@ -85,10 +85,10 @@ class _Clock:
         time.sleep(self.asleep * matrix.numel())
         return torch.zeros_like(matrix).reshape(-1)
 
-    def run(self, *arguments: Any) -> Iterator[frozenset[str]]:
+    def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
         """All updates of a step, timed."""
         began = time.perf_counter()
-        yield from MatrixUpdates.run(self.updates, *arguments)
+        yield from MatrixUpdates.run(self.updates, unused, missed)
         self.seconds.append(time.perf_counter() - began)
 
 

@@ -237,8 +237,8 @@ def test_without_strict_matrices_that_lack_state_begin_anew(tmp_path: Path) -> N
         eng.train_batch(batch(eng, 3))
         before = {name: p.detach().clone() for name, p in eng.module.named_parameters()}
         eng.train_batch(batch(eng, 4))
-        moved = {name: p.detach() - before[name] for name, p in eng.module.named_parameters()}
-        return [name for name, step in moved.items() if not bool(step.isfinite().all() and step.abs().max() > 1e-4)]
+        moved = {name: p.detach() - before[name] for name, p in eng.module.named_parameters() if p.dim() == 2}
+        return [name for name, step in moved.items() if not (bool(step.isfinite().all()) and step.abs().max() > 1e-6)]
 
     on_threads(1, {"optimizer": [{"match": "blocks.0.*", **SOAP}, ADAMW]}, save)
     assert on_threads(1, {"optimizer": [{"match": "blocks.*", **SOAP}, ADAMW]}, load) == [[]]

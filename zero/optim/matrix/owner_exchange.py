@@ -199,13 +199,15 @@ class OwnerExchange:
 
     def _swap(self, messages: Sequence[Sequence[Tensor]], blank: Tensor) -> tuple[Pending | None, Tensor]:
         """Start to send message i to member i, but for this rank's own; and what will come [members, message]."""
-        given = blank.new_zeros(len(messages), self._route.message)
+        given = blank.new_empty(len(messages), self._route.message)
         if not self._route.message:
             return None, given
         for place, parts in enumerate(messages):
-            if place != self._here and parts:
-                whole = torch.cat([part.reshape(-1) for part in parts])
-                given[place, : whole.numel()].copy_(whole)
+            flat = [part.reshape(-1) for part in parts] if place != self._here else []
+            used = sum(part.numel() for part in flat)
+            if used:
+                torch.cat(flat, out=given[place, :used])
+            given[place, used:].zero_()
         received = torch.empty_like(given)
         return self._comm.all_to_all(received, given, self._route.members, LABEL, self._route.axis), received
 
