@@ -47,7 +47,7 @@ class TrainingLoop(ABC):
         """Report a step that is over."""
 
     def open_pipeline(self, rows: int | None = None) -> None:
-        """From now on ``eng(batch)`` runs all stages of a pipeline and gives its output to every rank; all ranks call it.
+        """From now on ``eng(batch)`` runs all stages of a pipeline and gives its output to every rank. Collective.
 
         A loop may then compute the loss itself and call ``backward(loss)``. Each forward waits for its backward, so all
         its activations are live, as in GPipe, and each of p stages idles for (p-1)/(m+p-1) of the time of a forward in
