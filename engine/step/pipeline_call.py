@@ -45,6 +45,8 @@ class _Arrivals:
     open: bool = False
     """A backward of the engine's runs."""
     calls: "list[PipelineCall]" = field(default_factory=list)
+    updates: int = 0
+    """Times that weights may have changed."""
 
 
 class PipelineCalls:
@@ -94,6 +96,10 @@ class PipelineCalls:
             arrivals.open = False
             arrivals.calls.clear()
 
+    def expire(self) -> None:
+        """Weights may have changed: no call before now can be differentiated any more."""
+        self._arrivals.updates += 1
+
     def look_again(self) -> None:
         """Trace the newest call again, after a step whose loss is NaN.
 
@@ -126,8 +132,8 @@ class PipelineCall:
         self._which = Backward(last=False)
         self._backwards: Counter[int] = Counter()
         """Backwards that each stage has begun."""
-        self._spent = False
-        """The stages have run back."""
+        self._spent, self._updates = False, arrivals.updates
+        """Whether the stages have run back, and the number of updates before the call."""
 
     def trace(self) -> None:
         """Trace the parts. Nothing is communicated.
@@ -167,7 +173,7 @@ class PipelineCall:
         """Keep the gradients of the outputs of a part; the stages run back once all have arrived.
 
         Raises:
-            EngineError: no backward of the engine's runs, or the stages have run back before.
+            EngineError: no backward of the engine's runs, the stages have run back before, or weights have changed.
         """
         ranks = self._runtime.plan.config.pp
         if not self._arrivals.open:
@@ -181,6 +187,8 @@ class PipelineCall:
                 f"a second backward through one forward with parallel.pipeline {ranks}, whose stages keep their "
                 "activations for one; add the losses before one backward, or call the model again."
             )
+        if self._updates != self._arrivals.updates:
+            raise stale_forward()
         if self not in self._arrivals.calls:
             self._arrivals.calls.append(self)
         self._gradients[part][:] = gradients
@@ -250,6 +258,14 @@ class PipelineCall:
     def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Nothing is computed beside an action."""
         return nullcontext()
+
+
+def stale_forward() -> EngineError:
+    """The error about a backward through weights that are no longer there."""
+    return EngineError(
+        "a backward after step(): the weights have changed since the forward that it differentiates; call eng(batch) "
+        "again, and backward before step()."
+    )
 
 
 def _run(runtime: RankRuntime, given: Arguments) -> tuple[Any]:

@@ -27,7 +27,7 @@ from engine.errors import EngineError
 from engine.program.batch import Batch
 from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable, with_metrics
 from engine.step.batch_check import check_batch
-from engine.step.pipeline_call import PipelineCalls
+from engine.step.pipeline_call import PipelineCalls, stale_forward
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
@@ -156,6 +156,7 @@ class UserLoop:
         self._expected = self._backwards
         self._forget()
         self._updated = True
+        self._expire()
         return self._runner.finish(step)
 
     def zero_grad(self) -> None:
@@ -214,6 +215,11 @@ class UserLoop:
         if self.unfinished:
             raise EngineError(f"{call} inside an unfinished accumulation; call step() first, or zero_grad().")
         self._forget()
+        self._expire()
+
+    def _expire(self) -> None:
+        if self._calls is not None:
+            self._calls.expire()
 
     # ------------------------------------------------------------------ a backward of the user's own
 
@@ -238,10 +244,7 @@ class UserLoop:
         self._runtime.gradient_guard.lift()
         if not (self._fresh or self._losses or self._step):
             if self._updated:
-                raise EngineError(
-                    "a backward after step(): the weights have changed since the forward that it differentiates; call "
-                    "eng(batch) again, and backward before step()."
-                )
+                raise stale_forward()
             return None
         step, loss = self._open_step(), self._announced
         self._unscaled = self._unscaled or (step.scale != 1.0 and loss is None)

@@ -165,11 +165,12 @@ def mistakes() -> list[str]:
         refused(lambda: eng(ids))
         eng.open_pipeline()
         refused(lambda: eng(ids[: 3 + eng.grid.rank]))
-        found = eng(ids)
+        found, late = eng(ids), eng(ids)["loss"]
         eng.backward(found["loss"])
         report = eng.step()
         assert report is not None and found["tokens"] == ids.numel()
         said.append(f"{report.loss:.6f} {report.grad_norm:.4f}")
+        refused(lambda: eng.backward(late))
     return said
 
 
@@ -191,6 +192,7 @@ def test_mistakes_are_sentences_on_every_stage(run_ranks: RunRanks) -> None:
         "the model returns a number, such as the mean of a loss, for a part of a batch, and outputs of parts are",
         "rank 0 and rank 1 were given different batches; all tensor and pipeline ranks of a data coordinate",
         f"{float(loss):.6f} {float(norm):.4f}",
+        "a backward after step(): the weights have changed since the forward that it differentiates; call eng(batch)",
     ]
     assert len(first) == len(expected)
     for text, begin in zip(first, expected, strict=True):
