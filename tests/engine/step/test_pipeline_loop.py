@@ -84,7 +84,6 @@ def all_loops(config: dict[str, Any], model: str, rows: int | None, loops: list[
     return found
 
 
-V4 = {"schedule": "zb-v"}
 CASES = [
     pytest.param(PP2, 0, "plain", None, id="pp2"),
     wide(PP2, 1, "tied", None, id="pp2-tied"),
@@ -92,8 +91,8 @@ CASES = [
     wide({"data": 2, "pipeline": 2}, 1, "repeated", 2, id="dp2-pp2-zero1-repeated-parts"),
     wide({"data": 2, "pipeline": 2}, {"stage": 2, "reduce": "microbatch"}, "plain", None, id="dp2-pp2-zero2"),
     wide({"data": 2, "pipeline": 2}, 3, "plain", 1, id="dp2-pp2-zero3-parts"),
-    wide(PP2 | {"virtual_stages": 2}, 0, "deep", 2, id="interleaved"),
-    wide(PP2 | V4, 1, "deep", 2, id="zb-v"),
+    wide(PP2 | {"schedule": "interleaved", "virtual_stages": 2}, 0, "deep", 2, id="interleaved-parts"),
+    wide(PP2 | {"schedule": "zb-v"}, 1, "deep", 2, id="zb-v-parts"),
     wide({"data": 1, "pipeline": 4}, 0, "deep", 1, id="pp4-parts"),
     wide(PP2, 0, "frozen", 2, id="frozen"),
 ]
@@ -107,6 +106,27 @@ def test_every_loop_trains_as_torch_in_one_process(
     loops = [*ONCE, "unused"]
     found = run_ranks(all_loops, world, settings(grid, stage), model, rows, loops, seconds=300.0)[0]
     assert found == dict.fromkeys(loops, "")
+
+
+def narrow(more: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Body of a rank: norms of the loop ``summed``, and those of fp32."""
+    runs = [trained(settings(PP2, 0, **each), ONCE["summed"], models.decoder, 2) for each in (more, {})]
+    return runs[0].norms, runs[1].norms
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("more", "exact"),
+    [
+        ({"fp16": {"enabled": True, "initial_scale_power": 8}}, 2e-2),
+        ({"bf16": {"enabled": True}}, 5e-2),
+        ({"activation_checkpointing": {"mode": "full"}}, 1e-6),
+    ],
+    ids=["fp16", "bf16", "recomputed"],
+)
+def test_a_loss_scale_narrow_weights_and_recomputation(more: dict[str, Any], exact: float, run_ranks: RunRanks) -> None:
+    (found, wide_norms), other = run_ranks(narrow, 2, more)
+    assert found == pytest.approx(wide_norms, rel=exact) and other == (found, wide_norms)
 
 
 def kept() -> tuple[int, int, bool]:
@@ -191,7 +211,7 @@ def test_mistakes_are_sentences_on_every_stage(run_ranks: RunRanks) -> None:
         "step() before backward()",
         "the model returns a number, such as the mean of a loss, for a part of a batch, and outputs of parts are",
         "rank 0 and rank 1 were given different batches; all tensor and pipeline ranks of a data coordinate",
-        f"{float(loss):.6f} {float(norm):.4f}",
+        f"{float(loss.detach()):.6f} {float(norm):.4f}",
         "a backward after step(): the weights have changed since the forward that it differentiates; call eng(batch)",
     ]
     assert len(first) == len(expected)
