@@ -180,5 +180,6 @@ class TrainingLoop(ABC):
         if self._config.pp > 1 and not self._control.piped:
             raise EngineError(
                 f"{call} with parallel.pipeline {self._config.pp}: forwards and backwards of all stages are one "
-                "schedule, and no stage alone has the output; call train_batch(batch) or eval_batch(batch)."
+                "schedule, and no stage alone has the output; call train_batch(batch) or eval_batch(batch), or, for a "
+                "loop of your own, eng.open_pipeline() before."
             )

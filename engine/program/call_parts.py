@@ -64,7 +64,7 @@ def check_joins(trace: ModelTrace, part: Arguments) -> None:
             )
 
 
-def join_parts(outputs: Sequence[Any]) -> Any:
+def joined_parts(outputs: Sequence[Any]) -> Any:
     """The output of the batch: tensors are joined along dim 0, all else is that of the first part."""
     if len(outputs) == 1:
         return outputs[0]

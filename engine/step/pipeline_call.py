@@ -28,8 +28,8 @@ from engine.parallel.pipeline.schedule.one_f_one_b import there_and_back
 from engine.parallel.tensor.logits.sharded_logits import gather_logits
 from engine.parallel.trace.model_trace import FromParameter, FromValue, Leaf, ModelTrace
 from engine.program.batch import named_tensors
-from engine.program.call_parts import Arguments, check_joins, cut_arguments, join_parts
-from engine.step.microbatches import copied
+from engine.program.call_parts import Arguments, check_joins, cut_arguments, joined_parts
+from engine.step.microbatches import microbatch_copy
 from engine.step.runtime import RankRuntime
 from engine.step.trace_cache import TracedForward
 from engine.zero.reduce.reducer import Backward
@@ -160,7 +160,7 @@ class PipelineCall:
             traces = [traced.trace for traced in self._traced]
             results, self._results = self._results, []
             brought = bring_outputs(results, traces, runtime.program.model, carrier)
-        return join_parts([self._attached(index, result) for index, result in enumerate(brought)])
+        return joined_parts([self._attached(index, result) for index, result in enumerate(brought)])
 
     def run_back(self, which: Backward) -> None:
         """Run the stages back, from the gradients that have arrived."""
@@ -270,7 +270,7 @@ def stale_forward() -> EngineError:
 
 def _run(runtime: RankRuntime, given: Arguments) -> tuple[Any]:
     """The plain output of the model, alone in a tuple, from copies of what it is given."""
-    args, kwargs = copied(given, runtime.program.device)
+    args, kwargs = microbatch_copy(given, runtime.program.device)
     output = runtime.first_use.watch((args, kwargs), lambda: runtime.program.call(*args, **kwargs))
     return (runtime.own(gather_logits(output)),)
 

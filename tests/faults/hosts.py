@@ -108,12 +108,12 @@ HOSTS = (
         tests=(f"{_LIGHTNING}::test_parameters_beside_it_are_refused",),
     ),
     Fault(
-        name="reduced-before-the-last-call",
-        about="Two forwards share a backward, and gradients are reduced in that of the first.",
+        name="backward-through-old-weights",
+        about="The stages of a pipeline run back through weights that an update has changed.",
         file="engine/step/pipeline_call.py",
-        old="                last, further = which.last and call is calls[-1], which.further and not place\n",
-        new="                last, further = which.last, which.further and not place\n",
-        tests=(f"{_PIPED}::test_every_loop_trains_as_torch_in_one_process",),
+        old="        if self._updates != self._arrivals.updates:\n",
+        new="        if False:\n",
+        tests=(f"{_PIPED}::test_mistakes_are_sentences_on_every_stage",),
     ),
     Fault(
         name="outputs-without-gradient",
