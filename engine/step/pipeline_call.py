@@ -56,6 +56,8 @@ class PipelineCalls:
         self._runtime, self._arrivals, self._count = runtime, _Arrivals(), 0
         self._newest: Arguments | None = None
         """Arguments of the newest call that may be differentiated."""
+        self._rows: dict[int, RankSchedule] = {}
+        """This rank's actions, by the number of parts."""
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], rows: int | None) -> Any:
         """The model's output for one batch, on every rank of the replica, plain and attached to a graph in training.
@@ -75,11 +77,17 @@ class PipelineCalls:
         _refuse_gradients(args, kwargs, runtime.plan.config.pp)
         self._count += 1
         parts = cut_arguments(args, kwargs, runtime.program.rows, rows)
-        call = PipelineCall(runtime, parts, key, self._arrivals, self._count)
+        call = PipelineCall(runtime, parts, self._row(len(parts)), key, self._arrivals, self._count)
         call.trace()
         if torch.is_grad_enabled():
             self._newest = parts[0]
         return call.run()
+
+    def _row(self, parts: int) -> RankSchedule:
+        if parts not in self._rows:
+            schedule = there_and_back(self._runtime.plan.schedule.stages_of_rank, parts)
+            self._rows[parts] = rank_schedule(schedule, self._runtime.comm.grid.coord().pp)
+        return self._rows[parts]
 
     @contextmanager
     def backward(self, which: Backward) -> Iterator[None]:
@@ -116,13 +124,14 @@ class PipelineCall:
     """One call: its forward, and the backward that may follow. The runner of the executor's actions."""
 
     def __init__(
-        self, runtime: RankRuntime, parts: Sequence[Arguments], key: tuple[int, ...], arrivals: _Arrivals, number: int
-    ) -> None:
-        self._runtime, self._arguments, self._key, self._arrivals = runtime, parts, key, arrivals
+        self, runtime: RankRuntime, parts: Sequence[Arguments], row: RankSchedule, key: tuple[int, ...],
+        arrivals: _Arrivals, number: int,
+    ) -> None:  # fmt: skip
+        """``row``: the actions of this rank, forwards and then backwards."""
+        self._runtime, self._arguments, self._row, self._key = runtime, parts, row, key
+        self._arrivals = arrivals
         self.number = number
         """Calls of this loop up to this one."""
-        self._rank = runtime.comm.grid.coord().pp
-        self._row = rank_schedule(there_and_back(runtime.plan.schedule.stages_of_rank, len(parts)), self._rank)
         self._executor = runtime.executor.apart()
         self._traced: list[TracedForward] = []
         self._results: list[Any] = []
