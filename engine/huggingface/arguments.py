@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from engine.config import Config
 from engine.deepspeed.auto_values import fill_auto
 from engine.errors import ConfigError
+from engine.huggingface.versions import refuse_untested
 
 
 class _Owned(NamedTuple):
@@ -47,6 +49,17 @@ _REFUSED: Mapping[str, str] = MappingProxyType({
     "eval_use_gather_object": "ranks gather tensors; leave it out",
     "fp16_full_eval": "its weights keep the dtype of training; leave it out",
 })  # fmt: skip
+
+TRL_GENERATING = ("GRPOTrainer", "RLOOTrainer")
+_ON_TENSOR_RANKS = ("SFTTrainer", "DPOTrainer")
+_TESTED_OF_TRL = (*_ON_TENSOR_RANKS, *TRL_GENERATING, "KTOTrainer", "RewardTrainer")
+
+_REFUSED_OF_TRL: Mapping[str, str] = MappingProxyType({
+    "use_vllm": "completions come from the engine's weights, which vLLM does not see; leave it out",
+    "use_transformers_continuous_batching": "completions come from eng.generate; leave it out",
+    "cache_implementation": "eng.generate keeps no keys and values; leave it out",
+})  # fmt: skip
+_REFUSED_PARTS = ("tools", "environment_factory", "rollout_func")
 
 
 def refuse_arguments(args: Any) -> None:
@@ -141,3 +154,60 @@ def conflict(key: str, given: Any, name: str, value: Any, owner: str = "Training
         f"{key} is {given} in engine_config and {name} is {value} in {owner}, and a run has one; give the same value, "
         f'or "auto" in engine_config.'
     )
+
+
+def refuse_trl(kind: str | None, given: Mapping[str, Any], args: Any) -> None:
+    """Refuse what no trainer of TRL over an engine can do, before TRL acts on it.
+
+    ``kind``: name of the trainer; ``given``: its keyword arguments; ``args``: its settings.
+
+    Raises:
+        ConfigError: a trainer, an argument or a size that is not served; a version that is not tested.
+    """
+    if kind is None:
+        return
+    refuse_untested("trl")
+    if kind not in _TESTED_OF_TRL:
+        served = f"{', '.join(_TESTED_OF_TRL[:-1])} or {_TESTED_OF_TRL[-1]}"
+        raise ConfigError(f"{kind} of TRL is not tested over the engine; use {served}.")
+    for name, remedy in _REFUSED_OF_TRL.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"{type(args).__name__} has {name}, and {remedy}.")
+    for name in _REFUSED_PARTS:
+        if given.get(name):
+            raise ConfigError(
+                f"{kind} was given {name}, by which ranks generate different numbers of times, and the engine "
+                "generates on all ranks together; leave it out."
+            )
+    if kind in TRL_GENERATING and args is not None:
+        _check_generations(args)
+
+
+def _check_generations(args: Any) -> None:
+    """Refuse to generate between the microbatches of one step, whose gradients would be half summed."""
+    every, accumulation = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
+    if every % accumulation:
+        raise ConfigError(
+            f"{type(args).__name__} has steps_per_generation {args.steps_per_generation}, num_iterations "
+            f"{args.num_iterations} and gradient_accumulation_steps {accumulation}, so that completions would be "
+            "generated inside a step; give steps_per_generation that is a multiple of gradient_accumulation_steps."
+        )
+
+
+def refuse_trl_grid(kind: str, args: Any, config: Config) -> None:
+    """Refuse a grid on which a trainer of TRL would compute something else.
+
+    Raises:
+        ConfigError: tensor ranks, or sharded parameters, that it does not know of.
+    """
+    if config.tp > 1 and kind not in _ON_TENSOR_RANKS:
+        raise ConfigError(
+            f"{kind} of TRL with parallel.tensor {config.tp}: it counts every process as a data rank; leave "
+            f"parallel.tensor out, or use {' or '.join(_ON_TENSOR_RANKS)}."
+        )
+    if getattr(args, "sync_ref_model", False) and (config.tp > 1 or config.zero_optimization.stage == 3):
+        raise ConfigError(
+            f"{type(args).__name__} has sync_ref_model, which reads whole weights of the trained model on every rank, "
+            "and a rank has a part of them; leave parallel.tensor out and give zero_optimization.stage 2, or leave it "
+            "out."
+        )

@@ -24,9 +24,9 @@ from engine.config import ConfigSource, load_config, load_raw
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.huggingface.accelerator import EngineAccelerator
-from engine.huggingface.arguments import refuse_arguments, settled
+from engine.huggingface.arguments import refuse_arguments, refuse_trl, settled
 from engine.huggingface.hosted_model import HostedModel
-from engine.huggingface.versions import refuse_untested
+from engine.huggingface.trl_loop import TrlLoop, plan_inputs
 from engine.huggingface.whole_steps import OwnLoss, WholeSteps
 
 _STATE = "engine"
@@ -34,13 +34,13 @@ _STATE = "engine"
 _SCHEDULE = "schedule"
 
 
-class Trainer(transformers.Trainer):
+class Trainer(TrlLoop):
     """``transformers.Trainer`` with ``engine_config``, a dict or the path of a file; all else is the host's.
 
     ``TrainingArguments`` own sizes, precision, optimizer, schedule and clipping; the configuration says the grid, ZeRO
     and what the arguments have no word for. ``per_device_train_batch_size`` counts rows of a data rank.
 
-    A class of TRL may stand behind it: ``class Tuner(Trainer, trl.SFTTrainer)``, on data ranks.
+    A class of TRL may stand behind it: ``class Tuner(Trainer, trl.GRPOTrainer)``, without a pipeline.
 
     With a pipeline a step runs as one: ``on_pre_optimizer_step`` is called after the update, and the loss is the
     model's, ``compute_loss_func``'s or that of label smoothing.
@@ -49,9 +49,9 @@ class Trainer(transformers.Trainer):
         ConfigError: the configuration contradicts the arguments; an argument that places the model in another way.
     """
 
-    accelerator: EngineAccelerator
-
     def __init__(self, *args: Any, engine_config: ConfigSource, **kwargs: Any) -> None:
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, transformers.TrainingArguments))
+        refuse_trl(self.trl_kind(), kwargs, next(given, None))
         self._raw = load_raw(engine_config)
         self._steps: WholeSteps | None = None
         self._parameters = 0
@@ -74,19 +74,7 @@ class Trainer(transformers.Trainer):
         config = load_config(settled(self._raw, self.args), self.args.world_size)
         self.accelerator = EngineAccelerator.around(self.accelerator, config.grid(self.args.process_index))
         self.gather_function = self.accelerator.gather_for_metrics
-        self._check_trl(config.tp)
-
-    def _check_trl(self, tensor_ranks: int) -> None:
-        """Refuse what a trainer of TRL behind this class cannot do."""
-        kind = next((kind for kind in type(self).__mro__ if kind.__module__.startswith("trl.")), None)
-        if kind is None:
-            return
-        refuse_untested("trl")
-        if tensor_ranks > 1:
-            raise ConfigError(
-                f"{kind.__name__} of TRL with parallel.tensor {tensor_ranks}: its loss multiplies by the whole weight "
-                "of the head, of which a tensor rank has a part; leave parallel.tensor out."
-            )
+        self._check_trl(config)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: the engine moves what a rank holds."""
@@ -110,6 +98,7 @@ class Trainer(transformers.Trainer):
         if self.accelerator.grid.pp > 1:
             counts = bool(self.model_accepts_loss_kwargs) or self.compute_loss_func is not None
             self._steps = WholeSteps(self.args, self.accelerator, own, counts)
+        self._prepare_trl_model(model)
         example = self._example()
         if self._steps is None or own is None:
             return HostedModel(initialize(model, config, None, example, optimizer))
@@ -118,6 +107,8 @@ class Trainer(transformers.Trainer):
 
     def _example(self) -> Any:
         """The first microbatch of the dataset, for the plan; None for data that cannot be indexed, and without need."""
+        if (tokens := self._trl_example()) is not None:
+            return tokens
         dataset: Any = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         rows = self.args.per_device_train_batch_size
         if self.accelerator.grid.size("replica") == 1 or isinstance(dataset, Mapping):
@@ -127,6 +118,8 @@ class Trainer(transformers.Trainer):
         with _unchanged_random_state():
             collate = self._get_collator_with_removed_columns(self.data_collator)
             inputs: Any = self._prepare_inputs(collate([dataset[index] for index in range(rows)]))
+        if self.trl_kind() is not None:
+            return plan_inputs(inputs)
         count = self._get_num_items_in_batch([inputs], self.args.device)
         if self._steps is not None:
             return self._steps.microbatch(inputs, count)
@@ -137,9 +130,10 @@ class Trainer(transformers.Trainer):
         """Rows of a step over all data ranks."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Any) -> int:
         """This rank's share of the operations of a forward and backward over a data rank's rows, as the host counts."""
-        main: Any = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        main: Any = inputs.get(name) if isinstance(inputs, Mapping) else None  # prompts of TRL are a list
         if main is None:
             return 0
         return int(6 * main.numel() * self._parameters / self.accelerator.grid.size("replica"))

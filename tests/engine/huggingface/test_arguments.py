@@ -11,7 +11,7 @@ import pytest
 import engine
 from engine.config import load_config
 from engine.huggingface import versions
-from engine.huggingface.arguments import refuse_arguments, settled
+from engine.huggingface.arguments import refuse_arguments, refuse_trl, refuse_trl_grid, settled
 
 
 def arguments(**changes: Any) -> SimpleNamespace:
@@ -158,3 +158,78 @@ def test_the_engine_imports_no_host() -> None:
     code = f"import sys, engine, engine.huggingface, engine.lightning; print({hosts} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "set()"
+
+
+def of_trl(**changes: Any) -> SimpleNamespace:
+    """What is read of a GRPOConfig."""
+    given = {"steps_per_generation": 2, "num_iterations": 1, "gradient_accumulation_steps": 2, "use_vllm": False}
+    return SimpleNamespace(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "changes", "sentence"),
+    [
+        (
+            "DistillationTrainer", {}, {},
+            "DistillationTrainer of TRL is not tested over the engine; use SFTTrainer, DPOTrainer, GRPOTrainer, "
+            "RLOOTrainer, KTOTrainer or RewardTrainer.",
+        ),
+        (
+            "GRPOTrainer", {}, {"use_vllm": True},
+            "SimpleNamespace has use_vllm, and completions come from the engine's weights, which vLLM does not see; "
+            "leave it out.",
+        ),
+        (
+            "GRPOTrainer", {}, {"cache_implementation": "static"},
+            "SimpleNamespace has cache_implementation, and eng.generate keeps no keys and values; leave it out.",
+        ),
+        (
+            "GRPOTrainer", {"tools": [len]}, {},
+            "GRPOTrainer was given tools, by which ranks generate different numbers of times, and the engine generates "
+            "on all ranks together; leave it out.",
+        ),
+        (
+            "RLOOTrainer", {}, {"steps_per_generation": 1, "num_iterations": 3},
+            "SimpleNamespace has steps_per_generation 1, num_iterations 3 and gradient_accumulation_steps 2, so that "
+            "completions would be generated inside a step; give steps_per_generation that is a multiple of "
+            "gradient_accumulation_steps.",
+        ),
+    ],
+)  # fmt: skip
+def test_what_trl_cannot_do_over_an_engine_is_refused(
+    kind: str, parts: dict[str, Any], changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(engine.ConfigError) as caught:
+        refuse_trl(kind, parts, of_trl(**changes))
+    assert str(caught.value) == sentence
+
+
+def test_what_trl_can_do_is_not() -> None:
+    refuse_trl(None, {"tools": [len]}, of_trl(use_vllm=True))
+    refuse_trl("SFTTrainer", {"tools": None}, SimpleNamespace())
+    refuse_trl("GRPOTrainer", {}, of_trl(steps_per_generation=4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "raw", "sentence"),
+    [
+        (
+            "GRPOTrainer", {}, {"parallel": {"tensor": 2}},
+            "GRPOTrainer of TRL with parallel.tensor 2: it counts every process as a data rank; leave parallel.tensor "
+            "out, or use SFTTrainer or DPOTrainer.",
+        ),
+        (
+            "DPOTrainer", {"sync_ref_model": True}, {"zero_optimization": {"stage": 3}},
+            "SimpleNamespace has sync_ref_model, which reads whole weights of the trained model on every rank, and a "
+            "rank has a part of them; leave parallel.tensor out and give zero_optimization.stage 2, or leave it out.",
+        ),
+    ],
+)  # fmt: skip
+def test_grids_on_which_trl_would_compute_something_else_are_refused(
+    kind: str, changes: dict[str, Any], raw: dict[str, Any], sentence: str
+) -> None:
+    config = load_config(settled(raw, arguments()), 2)
+    with pytest.raises(engine.ConfigError) as caught:
+        refuse_trl_grid(kind, SimpleNamespace(**changes), config)
+    assert str(caught.value) == sentence
+    refuse_trl_grid(kind, SimpleNamespace(**changes), load_config(settled({}, arguments()), 2))
