@@ -40,7 +40,7 @@ class Generation:
         shell: Any = _shell(model, self._forward)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             object.__setattr__(shell, "get_encoder", lambda *_, **__: _PassedOn())
-        result = shell.generate(inputs.to(self._device), **dict(options) | {"use_cache": False})
+        result = shell.generate(inputs.to(self._device), **_without_cache(options))
         while self._runner.accompany(self._last):
             pass
         return result
@@ -83,6 +83,16 @@ class Generation:
             given["input_ids"] = passed[0].squeeze(-1)
         self._last = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
         return self._runner.predict(self._last, together=True)
+
+
+def _without_cache(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``generate`` without a cache; a ``generation_config`` is to be the only one of its kind."""
+    given = options.get("generation_config")
+    if given is None:
+        return {**options, "use_cache": False}
+    plain = copy.deepcopy(given)
+    plain.use_cache = False
+    return {**options, "generation_config": plain}
 
 
 class _PassedOn(nn.Module):

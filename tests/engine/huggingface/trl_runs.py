@@ -92,14 +92,14 @@ def settings_of(case: Tuning) -> dict[str, Any]:
 
 
 def model_of(case: Tuning) -> Any:
-    """The model of a run; one that generates is read from a folder, as its reference is."""
+    """The model of a run; where TRL reads the reference from the model's folder, from one."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
     if case.kind == "Reward":
         torch.manual_seed(0)
         return LlamaForSequenceClassification(LlamaConfig(**SIZES, **HEADS, num_labels=1, pad_token_id=0))
-    if case.kind not in GENERATING:
+    if case.kind not in (*GENERATING, "KTO"):
         return small_model()
     folder = Path(case.folder, f"model-{os.environ.get('RANK', '0')}")
     small_model().save_pretrained(folder)
