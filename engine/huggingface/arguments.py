@@ -5,13 +5,17 @@ says "auto", or says the same; anything else is refused.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from engine.config import Config
 from engine.deepspeed.auto_values import fill_auto
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.huggingface.versions import refuse_untested
 
 
@@ -156,6 +160,45 @@ def conflict(key: str, given: Any, name: str, value: Any, owner: str = "Training
     )
 
 
+def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """``compute_metrics`` of the user, whose result is a mapping, or None before the last batch.
+
+    Raises:
+        ConfigError: in a call that returns something else.
+    """
+
+    @wraps(compute)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        found = compute(*args, **kwargs)
+        if found is not None and not isinstance(found, Mapping):
+            raise ConfigError(
+                f"compute_metrics returned a {type(found).__name__}, and metrics are logged by name; return a dict, "
+                'such as {"accuracy": 0.5}.'
+            )
+        return found
+
+    return checked
+
+
+def refuse_best_metric(args: Any, metrics: Mapping[str, Any]) -> None:
+    """Refuse a metric that is to find the best model and cannot be compared.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
+    name = args.metric_for_best_model
+    if name is None:
+        return
+    value = metrics.get(name if name.startswith("eval_") else f"eval_{name}", 0.0)
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"metric_for_best_model is {name!r}, and evaluation found {value!r} for it, which is not a number; return "
+            "a number for it from compute_metrics, or name another metric."
+        ) from None
+
+
 def refuse_trl(kind: str | None, given: Mapping[str, Any], args: Any) -> None:
     """Refuse what no trainer of TRL over an engine can do, before TRL acts on it.
 
@@ -192,6 +235,23 @@ def _check_generations(args: Any) -> None:
             f"{args.num_iterations} and gradient_accumulation_steps {accumulation}, so that completions would be "
             "generated inside a step; give steps_per_generation that is a multiple of gradient_accumulation_steps."
         )
+
+
+def refuse_rewards(name: str, rewards: Any, count: int) -> None:
+    """Refuse what a reward function of TRL's has returned for ``count`` completions.
+
+    Raises:
+        EngineError: no list, another number of rewards, or one that is not a number.
+    """
+    if not isinstance(rewards, Sequence | Tensor) or len(rewards) != count:
+        given = f"{len(rewards)} rewards" if isinstance(rewards, Sequence | Tensor) else f"a {type(rewards).__name__}"
+        raise EngineError(f"the reward function {name} returned {given} for {count} completions; return one for each.")
+    for reward in rewards:
+        if not (reward is None or isinstance(reward, Real | Tensor)):
+            raise EngineError(
+                f"the reward function {name} returned {reward!r} for a completion, which is not a number; return "
+                "numbers, and None where there is no reward."
+            )
 
 
 def refuse_trl_grid(kind: str, args: Any, config: Config) -> None:

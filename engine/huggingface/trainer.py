@@ -24,7 +24,13 @@ from engine.config import ConfigSource, load_config, load_raw
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.huggingface.accelerator import EngineAccelerator
-from engine.huggingface.arguments import refuse_arguments, refuse_trl, settled
+from engine.huggingface.arguments import (
+    checked_metrics,
+    refuse_arguments,
+    refuse_best_metric,
+    refuse_trl,
+    settled,
+)
 from engine.huggingface.hosted_model import HostedModel
 from engine.huggingface.trl_loop import TrlLoop, plan_inputs
 from engine.huggingface.whole_steps import OwnLoss, WholeSteps
@@ -52,11 +58,20 @@ class Trainer(TrlLoop):
     def __init__(self, *args: Any, engine_config: ConfigSource, **kwargs: Any) -> None:
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, transformers.TrainingArguments))
         refuse_trl(self.trl_kind(), kwargs, next(given, None))
+        model = args[0] if args else kwargs.get("model")
+        if self.trl_kind() is None and isinstance(model, str):
+            raise ConfigError(
+                f"Trainer was given model {model!r}, a name, and trains a module; give "
+                "AutoModelForCausalLM.from_pretrained of it."
+            )
         self._raw = load_raw(engine_config)
         self._steps: WholeSteps | None = None
         self._parameters = 0
         """Of the whole model, without embeddings; counted before the engine places it."""
         super().__init__(*args, **kwargs)
+        if self.compute_metrics is not None:
+            self.compute_metrics = checked_metrics(self.compute_metrics)
+        self._check_rewards()
         if self.accelerator.grid.pp > 1:
             self._refuse_own_steps()
 
@@ -175,6 +190,10 @@ class Trainer(TrlLoop):
                 )
 
     # ------------------------------------------------------------------ checkpoints
+
+    def _determine_best_metric(self, metrics: dict[str, Any], trial: Any) -> bool:
+        refuse_best_metric(self.args, metrics)
+        return bool(super()._determine_best_metric(metrics, trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder for ``from_pretrained``, with the processing class and the arguments. Collective."""

@@ -8,6 +8,7 @@ fused head           on tensor ranks it works on this rank's columns of the logi
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.huggingface.accelerator import EngineAccelerator
-from engine.huggingface.arguments import TRL_GENERATING, refuse_trl_grid
+from engine.huggingface.arguments import TRL_GENERATING, refuse_rewards, refuse_trl_grid
+from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.tensor.logits.token_values import token_values
 
 _IGNORED = -100
@@ -61,6 +63,14 @@ class TrlLoop(transformers.Trainer):
         if self.trl_kind() is not None and self.accelerator.grid.tp > 1:
             shard_fused_head(model)
 
+    def _check_rewards(self) -> None:
+        """Let a mistake in a function that rewards end every rank, which would else wait for the rank that made it."""
+        functions: Any = getattr(self, "reward_funcs", None)
+        for index, function in enumerate(functions or ()):
+            awaited = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+            if not isinstance(function, nn.Module) and not awaited:
+                functions[index] = _checked_reward(function, self.accelerator)
+
     # ------------------------------------------------------------------ calls of TRL
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +85,21 @@ class TrlLoop(transformers.Trainer):
         hosted = self.accelerator.hosted
         asked = hosted if hosted is not None and model is self.model else model
         return host._get_per_token_logps_and_entropies(asked, *args, **kwargs)
+
+
+def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:
+    """``function``, whose errors and wrong results are raised on all ranks; one all-reduce over the world a call."""
+    name = getattr(function, "__name__", type(function).__name__)
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        engine = accelerator.trained
+        with all_or_none(engine.comm, engine.device, "could not compute its rewards"):
+            rewards = function(*args, **kwargs)
+            refuse_rewards(name, rewards, len(kwargs["completions"]))
+        return rewards
+
+    return checked
 
 
 def plan_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:

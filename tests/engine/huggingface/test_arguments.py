@@ -11,7 +11,15 @@ import pytest
 import engine
 from engine.config import load_config
 from engine.huggingface import versions
-from engine.huggingface.arguments import refuse_arguments, refuse_trl, refuse_trl_grid, settled
+from engine.huggingface.arguments import (
+    checked_metrics,
+    refuse_arguments,
+    refuse_best_metric,
+    refuse_rewards,
+    refuse_trl,
+    refuse_trl_grid,
+    settled,
+)
 
 
 def arguments(**changes: Any) -> SimpleNamespace:
@@ -233,3 +241,41 @@ def test_grids_on_which_trl_would_compute_something_else_are_refused(
         refuse_trl_grid(kind, SimpleNamespace(**changes), config)
     assert str(caught.value) == sentence
     refuse_trl_grid(kind, SimpleNamespace(**changes), load_config(settled({}, arguments()), 2))
+
+
+def test_metrics_that_are_no_mapping_are_refused() -> None:
+    assert checked_metrics(lambda found, compute_result: None)(0, compute_result=False) is None
+    with pytest.raises(engine.ConfigError) as caught:
+        checked_metrics(lambda found: 0.5)(0)
+    assert str(caught.value) == (
+        'compute_metrics returned a float, and metrics are logged by name; return a dict, such as {"accuracy": 0.5}.'
+    )
+
+
+def test_a_best_metric_that_is_not_a_number_is_refused() -> None:
+    for name in (None, "loss", "eval_loss", "absent"):
+        refuse_best_metric(SimpleNamespace(metric_for_best_model=name), {"eval_loss": 1.0})
+    with pytest.raises(engine.ConfigError) as caught:
+        refuse_best_metric(SimpleNamespace(metric_for_best_model="verdict"), {"eval_verdict": "good"})
+    assert str(caught.value) == (
+        "metric_for_best_model is 'verdict', and evaluation found 'good' for it, which is not a number; return a "
+        "number for it from compute_metrics, or name another metric."
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([1.0], "1 rewards for 2 completions; return one for each."),
+        (1.0, "a float for 2 completions; return one for each."),
+        (
+            [1.0, "good"],
+            "'good' for a completion, which is not a number; return numbers, and None where there is no reward.",
+        ),
+    ],
+)
+def test_rewards_that_are_not_numbers_are_refused(rewards: Any, said: str) -> None:
+    refuse_rewards("letters", [None, 2], 2)
+    with pytest.raises(engine.EngineError) as caught:
+        refuse_rewards("letters", rewards, 2)
+    assert str(caught.value) == f"the reward function letters returned {said}"

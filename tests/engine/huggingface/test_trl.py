@@ -49,13 +49,13 @@ WHERE: Mapping[str, tuple[str, ...]] = {
     "SFT": (*DATA, "tp2", "dp2 x tp2"),
     "SFT with adapters": ("zero3", "tp2"),
     "DPO": (*DATA, "tp2", "dp2 x tp2"),
-    "DPO with adapters": ("zero1",),
+    "DPO with adapters": ("zero1", "zero3", "tp2"),
     "GRPO": DATA,
     "GRPO of several updates": ("dp2", "zero3"),
     "GRPO with adapters": ("zero3",),
     "RLOO": ("zero3",),
     "KTO": ("zero3",),
-    "Reward": ("zero3", ),
+    "Reward": ("zero3",),
 }  # fmt: skip
 Logs = dict[str, list[float]]
 
