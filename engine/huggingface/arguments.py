@@ -56,6 +56,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType({
 
 TRL_GENERATING = ("GRPOTrainer", "RLOOTrainer")
 _ON_TENSOR_RANKS = ("SFTTrainer", "DPOTrainer")
+TRL_BARE_REFERENCE = ("DPOTrainer", "KTOTrainer")
 _TESTED_OF_TRL = (*_ON_TENSOR_RANKS, *TRL_GENERATING, "KTOTrainer", "RewardTrainer")
 
 _REFUSED_OF_TRL: Mapping[str, str] = MappingProxyType({

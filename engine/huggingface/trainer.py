@@ -72,6 +72,7 @@ class Trainer(TrlLoop):
         if self.compute_metrics is not None:
             self.compute_metrics = checked_metrics(self.compute_metrics)
         self._check_rewards()
+        self._check_reference()
         if self.accelerator.grid.pp > 1:
             self._refuse_own_steps()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.huggingface.accelerator import EngineAccelerator
-from engine.huggingface.arguments import TRL_GENERATING, refuse_rewards, refuse_trl_grid
+from engine.huggingface.arguments import TRL_BARE_REFERENCE, TRL_GENERATING, refuse_rewards, refuse_trl_grid
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.tensor.logits.token_values import token_values
 
@@ -30,6 +30,8 @@ class TrlLoop(transformers.Trainer):
     """The calls of TRL's trainers that ``transformers.Trainer`` does not make; without one behind, none is made."""
 
     accelerator: EngineAccelerator
+    _sharded: bool
+    """A rank has a part of each parameter; known once a trainer of TRL behind this class is found."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -49,6 +51,16 @@ class TrlLoop(transformers.Trainer):
         """Refuse a grid on which the trainer of TRL behind this class would compute something else."""
         if (kind := self.trl_kind()) is not None:
             refuse_trl_grid(kind, self.args, config)
+            self._sharded = config.tp > 1 or config.zero_optimization.stage == 3
+
+    def _check_reference(self) -> None:
+        """Refuse a reference that TRL computes by the bare model without its adapters, where a rank has a part."""
+        adapters, reference = hasattr(self.model, "disable_adapter"), getattr(self, "ref_model", self)
+        if (kind := self.trl_kind()) in TRL_BARE_REFERENCE and adapters and reference is None and self._sharded:
+            raise ConfigError(
+                f"{kind} with adapters and without ref_model computes its reference by the bare model, of which a rank "
+                "has a part; leave parallel.tensor out and give zero_optimization.stage 2, or give ref_model."
+            )
 
     def _trl_example(self) -> dict[str, Any] | None:
         """Tokens for the plan of a trainer that generates before its first forward; None for others."""

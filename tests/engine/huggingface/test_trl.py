@@ -27,6 +27,9 @@ HOSTS: Mapping[str, Host] = {
     "SFT with adapters": Host(1, {"kind": "SFT", "adapters": True}),
     "DPO": Host(1, {"kind": "DPO"}),
     "DPO with adapters": Host(1, {"kind": "DPO", "adapters": True}),
+    "DPO of a moving reference": Host(
+        1, {"kind": "DPO", "arguments": {"sync_ref_model": True, "ref_model_sync_steps": 1}}
+    ),
     "GRPO": Host(2, {"kind": "GRPO"}),
     "GRPO of several updates": Host(
         2, {"kind": "GRPO", "arguments": {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 4, "max_steps": 8}}
@@ -49,7 +52,8 @@ WHERE: Mapping[str, tuple[str, ...]] = {
     "SFT": (*DATA, "tp2", "dp2 x tp2"),
     "SFT with adapters": ("zero3", "tp2"),
     "DPO": (*DATA, "tp2", "dp2 x tp2"),
-    "DPO with adapters": ("zero1", "zero3", "tp2"),
+    "DPO with adapters": ("zero1",),
+    "DPO of a moving reference": ("zero2",),
     "GRPO": DATA,
     "GRPO of several updates": ("dp2", "zero3"),
     "GRPO with adapters": ("zero3",),
@@ -94,4 +98,12 @@ def test_pipelines_are_refused(kind: str, tmp_path: Path) -> None:
     assert found == (
         f"{kind}Trainer.compute_loss with parallel.pipeline 2: no stage alone has the model's output; give "
         "compute_loss_func, or leave parallel.pipeline out."
+    )
+
+
+def test_a_reference_by_the_bare_model_is_refused_where_a_rank_has_a_part(tmp_path: Path) -> None:
+    given = Tuning(folder=str(tmp_path), kind="DPO", adapters=True, config={"zero_optimization": {"stage": 3}})
+    assert run_tuning(given, 2) == (
+        "DPOTrainer with adapters and without ref_model computes its reference by the bare model, of which a rank has "
+        "a part; leave parallel.tensor out and give zero_optimization.stage 2, or give ref_model."
     )

@@ -98,7 +98,9 @@ def model_of(case: Tuning) -> Any:
 
     if case.kind == "Reward":
         torch.manual_seed(0)
-        return LlamaForSequenceClassification(LlamaConfig(**SIZES, **HEADS, num_labels=1, pad_token_id=0))
+        settings: dict[str, Any] = {**SIZES, **HEADS, "num_labels": 1, "pad_token_id": 0}
+        rewarding: Any = LlamaForSequenceClassification
+        return rewarding(LlamaConfig(**settings))
     if case.kind not in (*GENERATING, "KTO"):
         return small_model()
     folder = Path(case.folder, f"model-{os.environ.get('RANK', '0')}")

@@ -51,6 +51,7 @@ def adapted(case: Case) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+    settings_of: Any = BitsAndBytesConfig
     folder = Path(case.folder, os.environ["RANK"])
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -59,7 +60,7 @@ def adapted(case: Case) -> Any:
     four: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
     kind = {"load_in_4bit": True, **four} if case.bits == 4 else {"load_in_8bit": True}
     quantized: Any = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=BitsAndBytesConfig(**kind), dtype=torch.float32
+        folder, quantization_config=settings_of(**kind), dtype=torch.float32
     )
     torch.manual_seed(1)
     settings = LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights=False)

@@ -38,7 +38,8 @@ class Linear4bit(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.weight
-        return x @ (weight.to(x.dtype) * weight.quant_state).t()
+        values: Tensor = weight.to(x.dtype) * weight.quant_state
+        return x @ values.t()
 
 
 def model(weight: nn.Parameter | None = None) -> nn.Module:

@@ -50,13 +50,13 @@ def test_of_a_part_of_the_vocabulary(tp: int, size: int) -> None:
     logits, labels = given(size)
     logits.requires_grad_()
     expected = token_values(logits, labels, NAMES, 0.7)
-    (expected["log_probs"].sum() * 2 + expected["entropy"].square().sum()).backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(expected["log_probs"].sum() * 2 + expected["entropy"].square().sum())
 
     def body(axis: Any) -> tuple[dict[str, Tensor], Tensor, list[str]]:
         vocabulary = Vocabulary(axis, tuple(r.stop - r.start for r in cut_unevenly(size, axis.size)))
         local = logits.detach().narrow(-1, vocabulary.start, vocabulary.width).clone().requires_grad_()
         found = token_values(ShardedLogits.wrap(local * 1, vocabulary), labels, NAMES, 0.7)
-        (found["log_probs"].sum() * 2 + found["entropy"].square().sum()).backward()
+        torch.autograd.backward(found["log_probs"].sum() * 2 + found["entropy"].square().sum())
         assert local.grad is not None and logits.grad is not None
         mine = logits.grad.narrow(-1, vocabulary.start, vocabulary.width)
         assert torch.allclose(local.grad, mine, atol=1e-5)
