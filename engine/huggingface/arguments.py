@@ -4,19 +4,23 @@ The arguments own what they name: sizes, clipping, optimizer, schedule, precisio
 says "auto", or says the same; anything else is refused.
 """
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.config import Config
 from engine.deepspeed.auto_values import fill_auto
 from engine.errors import ConfigError, EngineError
 from engine.huggingface.versions import refuse_untested
+from engine.parallel.comm.agreement import differing
+from engine.parallel.comm.comm import Comm
 
 
 class _Owned(NamedTuple):
@@ -53,6 +57,15 @@ _REFUSED: Mapping[str, str] = MappingProxyType({
     "eval_use_gather_object": "ranks gather tensors; leave it out",
     "fp16_full_eval": "its weights keep the dtype of training; leave it out",
 })  # fmt: skip
+
+_ALIKE = (
+    "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "label_smoothing_factor",
+    "per_device_eval_batch_size", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
+    "load_best_model_at_end", "dataloader_drop_last", "average_tokens_across_devices", "num_generations",
+    "num_iterations", "steps_per_generation", "max_completion_length", "beta", "loss_type",
+)  # fmt: skip
+"""What steers steps beside what the configuration has, of the Trainer's arguments and of TRL's."""
 
 TRL_GENERATING = ("GRPOTrainer", "RLOOTrainer")
 _ON_TENSOR_RANKS = ("SFTTrainer", "DPOTrainer")
@@ -161,6 +174,21 @@ def conflict(key: str, given: Any, name: str, value: Any, owner: str = "Training
     )
 
 
+def refuse_unlike(args: Any, rows: Mapping[str, int | None], comm: Comm, device: torch.device) -> None:
+    """Refuse arguments and numbers of rows that ranks were given differently. One all-reduce over the world.
+
+    Raises:
+        ConfigError: names the first one, on all ranks.
+    """
+    given = {f"{name} of {type(args).__name__}": repr(getattr(args, name, None)) for name in _ALIKE}
+    given |= {f"the number of rows of {name}": repr(count) for name, count in rows.items()}
+    hashes = [hashlib.blake2b(text.encode(), digest_size=7).digest() for text in given.values()]
+    numbers = torch.tensor([int.from_bytes(each, "little") for each in hashes])
+    for name, unlike in zip(given, differing(numbers, comm, device, "start"), strict=True):
+        if unlike:
+            raise ConfigError(f"{name} differs between ranks, which make their steps together; give all the same.")
+
+
 def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
     """``compute_metrics`` of the user, whose result is a mapping, or None before the last batch.
 
@@ -244,8 +272,9 @@ def refuse_rewards(name: str, rewards: Any, count: int) -> None:
     Raises:
         EngineError: no list, another number of rewards, or one that is not a number.
     """
-    if not isinstance(rewards, Sequence | Tensor) or len(rewards) != count:
-        given = f"{len(rewards)} rewards" if isinstance(rewards, Sequence | Tensor) else f"a {type(rewards).__name__}"
+    listed = hasattr(rewards, "__len__") and hasattr(rewards, "__iter__") and not isinstance(rewards, str | Mapping)
+    if not listed or len(rewards) != count:
+        given = f"{len(rewards)} rewards" if listed else f"a {type(rewards).__name__}"
         raise EngineError(f"the reward function {name} returned {given} for {count} completions; return one for each.")
     for reward in rewards:
         if not (reward is None or isinstance(reward, Real | Tensor)):

@@ -25,10 +25,12 @@ from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.huggingface.accelerator import EngineAccelerator
 from engine.huggingface.arguments import (
+    TRL_GENERATING,
     checked_metrics,
     refuse_arguments,
     refuse_best_metric,
     refuse_trl,
+    refuse_unlike,
     settled,
 )
 from engine.huggingface.hosted_model import HostedModel
@@ -117,24 +119,29 @@ class Trainer(TrlLoop):
         self._prepare_trl_model(model)
         example = self._example()
         if self._steps is None or own is None:
-            return HostedModel(initialize(model, config, None, example, optimizer))
-        loss, inputs = self._steps.loss, self._steps.inputs
-        return HostedModel(initialize(model, config, loss, example, optimizer, inputs=inputs))
+            placed = initialize(model, config, None, example, optimizer)
+        else:
+            placed = initialize(model, config, self._steps.loss, example, optimizer, inputs=self._steps.inputs)
+        rows = {name: _rows(getattr(self, name)) for name in ("train_dataset", "eval_dataset")}
+        refuse_unlike(self.args, rows, placed.comm, placed.device)
+        return HostedModel(placed)
 
     def _example(self) -> Any:
         """The first microbatch of the dataset, for the plan; None for data that cannot be indexed, and without need."""
-        if (tokens := self._trl_example()) is not None:
-            return tokens
+        of_trl = self.trl_kind()
+        if of_trl in TRL_GENERATING:  # it generates before its first forward
+            return self._plan_tokens()
         dataset: Any = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         rows = self.args.per_device_train_batch_size
-        if self.accelerator.grid.size("replica") == 1 or isinstance(dataset, Mapping):
+        if self.accelerator.grid.size("replica") == 1:
             return None
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) < rows:
-            return None
+        indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, Mapping)
+        if not indexed or len(dataset) < rows:
+            return None if of_trl is None else self._plan_tokens()
         with _unchanged_random_state():
             collate = self._get_collator_with_removed_columns(self.data_collator)
             inputs: Any = self._prepare_inputs(collate([dataset[index] for index in range(rows)]))
-        if self.trl_kind() is not None:
+        if of_trl is not None:
             return plan_inputs(inputs)
         count = self._get_num_items_in_batch([inputs], self.args.device)
         if self._steps is not None:
@@ -248,6 +255,11 @@ class Trainer(TrlLoop):
     def _load_best_model(self) -> None:
         best: Any = self.state.best_model_checkpoint
         self.engine.load_checkpoint(Path(os.fspath(best), _STATE), load_module_only=True)
+
+
+def _rows(dataset: Any) -> int | None:
+    """Number of rows; None for a dataset that does not know it."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.huggingface.accelerator import EngineAccelerator
-from engine.huggingface.arguments import TRL_BARE_REFERENCE, TRL_GENERATING, refuse_rewards, refuse_trl_grid
+from engine.huggingface.arguments import TRL_BARE_REFERENCE, refuse_rewards, refuse_trl_grid
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.tensor.logits.token_values import token_values
 
@@ -62,13 +62,12 @@ class TrlLoop(transformers.Trainer):
                 "has a part; leave parallel.tensor out and give zero_optimization.stage 2, or give ref_model."
             )
 
-    def _trl_example(self) -> dict[str, Any] | None:
-        """Tokens for the plan of a trainer that generates before its first forward; None for others."""
-        if self.trl_kind() not in TRL_GENERATING:
-            return None
+    def _plan_tokens(self) -> dict[str, Any]:
+        """Tokens for the plan, where no microbatch of the dataset is there before the first forward."""
         args: Any = self.args
-        ids = torch.zeros(args.per_device_train_batch_size, args.max_completion_length, dtype=torch.int64)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        lengths = (getattr(args, name, None) for name in ("max_completion_length", "max_length"))
+        length = next((each for each in lengths if each), 16)
+        return plan_inputs({"input_ids": torch.zeros(args.per_device_train_batch_size, length, dtype=torch.int64)})
 
     def _prepare_trl_model(self, model: nn.Module) -> None:
         """Make the fused head of TRL one that works with a part of the vocabulary, before the engine places it."""

@@ -139,4 +139,12 @@ HOSTS = (
         new="    if False:\n",
         tests=(f"{_ARGUMENTS}::test_grids_on_which_trl_would_compute_something_else_are_refused",),
     ),
+    Fault(
+        name="ranks-of-different-arguments",
+        about="Ranks train with different learning rates, or have different numbers of rows, until one waits forever.",
+        file="engine/huggingface/arguments.py",
+        old="        if unlike:\n",
+        new="        if False:\n",
+        tests=(f"{_ARGUMENTS}::test_what_ranks_were_given_differently_is_refused_on_all",),
+    ),
 )

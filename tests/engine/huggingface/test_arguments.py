@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import engine
 from engine.config import load_config
@@ -18,8 +19,13 @@ from engine.huggingface.arguments import (
     refuse_rewards,
     refuse_trl,
     refuse_trl_grid,
+    refuse_unlike,
     settled,
 )
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.world import World
+from engine.parallel.grid import Grid
 
 
 def arguments(**changes: Any) -> SimpleNamespace:
@@ -279,3 +285,30 @@ def test_rewards_that_are_not_numbers_are_refused(rewards: Any, said: str) -> No
     with pytest.raises(engine.EngineError) as caught:
         refuse_rewards("letters", rewards, 2)
     assert str(caught.value) == f"the reward function letters returned {said}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "name"),
+    [
+        ({}, 16, None),
+        ({"learning_rate": 1e-3}, 16, "learning_rate of SimpleNamespace"),
+        ({}, 24, "the number of rows of train_dataset"),
+    ],
+)
+def test_what_ranks_were_given_differently_is_refused_on_all(
+    changes: dict[str, Any], rows: int, name: str | None
+) -> None:
+    def body(world: World) -> str | None:
+        grid = Grid(dp=2, rank=world.rank)
+        given = arguments(**changes) if world.rank else arguments()
+        counts = {"train_dataset": rows if world.rank else 16, "eval_dataset": None}
+        try:
+            refuse_unlike(given, counts, Comm(grid, world.connect(grid)), torch.device("cpu"))  # type: ignore[misc]
+        except engine.ConfigError as error:
+            return str(error)
+        return None
+
+    sentence = (
+        None if name is None else f"{name} differs between ranks, which make their steps together; give all the same."
+    )
+    assert run_thread_ranks(2, body) == [sentence, sentence]
