@@ -25,6 +25,7 @@ class Host(NamedTuple):
 HOSTS: Mapping[str, Host] = {
     "SFT": Host(1, {"kind": "SFT"}),
     "SFT with adapters": Host(1, {"kind": "SFT", "adapters": True}),
+    "SFT packed": Host(1, {"kind": "SFT", "arguments": {"packing": True, "max_length": 24, "num_train_epochs": 2}}),
     "DPO": Host(1, {"kind": "DPO"}),
     "DPO with adapters": Host(1, {"kind": "DPO", "adapters": True}),
     "DPO of a moving reference": Host(
@@ -51,6 +52,7 @@ DATA = ("dp2", "zero1", "zero2", "zero3")
 WHERE: Mapping[str, tuple[str, ...]] = {
     "SFT": (*DATA, "tp2", "dp2 x tp2"),
     "SFT with adapters": ("zero3", "tp2"),
+    "SFT packed": ("zero3", "tp2"),
     "DPO": (*DATA, "tp2", "dp2 x tp2"),
     "DPO with adapters": ("zero1",),
     "DPO of a moving reference": ("zero2",),
