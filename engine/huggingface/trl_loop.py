@@ -54,13 +54,22 @@ class TrlLoop(transformers.Trainer):
             self._sharded = config.tp > 1 or config.zero_optimization.stage == 3
 
     def _check_reference(self) -> None:
-        """Refuse a reference that TRL computes by the bare model without its adapters, where a rank has a part."""
-        adapters, reference = hasattr(self.model, "disable_adapter"), getattr(self, "ref_model", self)
-        if (kind := self.trl_kind()) in TRL_BARE_REFERENCE and adapters and reference is None and self._sharded:
+        """Let the engine compute a reference that TRL asks of the bare model without its adapters.
+
+        Raises:
+            ConfigError: TRL asks it of a copy of the adapters, and a rank has a part of the model.
+        """
+        model: Any = self.model
+        adapters, reference = getattr(model, "peft_config", None), getattr(self, "ref_model", self)
+        if self.trl_kind() not in TRL_BARE_REFERENCE or adapters is None or reference is not None or not self._sharded:
+            return
+        if "ref" in adapters:
             raise ConfigError(
-                f"{kind} with adapters and without ref_model computes its reference by the bare model, of which a rank "
-                "has a part; leave parallel.tensor out and give zero_optimization.stage 2, or give ref_model."
+                f"{self.trl_kind()} was given a model that has adapters already and no ref_model, so that a copy of "
+                "them in the bare model is its reference, and a rank has a part of it; give ref_model, or leave "
+                "parallel.tensor out and give zero_optimization.stage 2."
             )
+        _route_reference(model, self.accelerator)
 
     def _plan_tokens(self) -> dict[str, Any]:
         """Tokens for the plan, where no microbatch of the dataset is there before the first forward."""
@@ -96,6 +105,29 @@ class TrlLoop(transformers.Trainer):
         hosted = self.accelerator.hosted
         asked = hosted if hosted is not None and model is self.model else model
         return host._get_per_token_logps_and_entropies(asked, *args, **kwargs)
+
+
+def _route_reference(model: Any, accelerator: EngineAccelerator) -> None:
+    """Without its adapters, a call of ``model`` is one of the engine, which has them switched off then."""
+    own = model.disable_adapter
+
+    @contextmanager
+    def disable_adapter() -> Iterator[None]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            del model.forward  # the engine calls the model's own
+            try:
+                return accelerator.hosted(*args, **kwargs) if accelerator.hosted else model(*args, **kwargs)
+            finally:
+                model.forward = forward
+
+        with own():
+            model.forward = forward
+            try:
+                yield
+            finally:
+                del model.forward
+
+    model.disable_adapter = disable_adapter
 
 
 def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:
