@@ -288,8 +288,13 @@ def refuse_trl_grid(kind: str, args: Any, config: Config) -> None:
     """Refuse a grid on which a trainer of TRL would compute something else.
 
     Raises:
-        ConfigError: tensor ranks, or sharded parameters, that it does not know of.
+        ConfigError: stages, tensor ranks, or sharded parameters, that it does not know of.
     """
+    if config.pp > 1:
+        raise ConfigError(
+            f"{kind} of TRL with parallel.pipeline {config.pp}: its loss multiplies by the weight of the head, which the "
+            "last stage alone has; leave parallel.pipeline out."
+        )
     if config.tp > 1 and kind not in _ON_TENSOR_RANKS:
         raise ConfigError(
             f"{kind} of TRL with parallel.tensor {config.tp}: it counts every process as a data rank; leave "

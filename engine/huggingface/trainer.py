@@ -51,7 +51,8 @@ class Trainer(TrlLoop):
     A class of TRL may stand behind it: ``class Tuner(Trainer, trl.GRPOTrainer)``, without a pipeline.
 
     With a pipeline a step runs as one: ``on_pre_optimizer_step`` is called after the update, and the loss is the
-    model's, ``compute_loss_func``'s or that of label smoothing.
+    model's, ``compute_loss_func``'s or that of label smoothing. A subclass that overrides ``compute_loss`` or
+    ``training_step`` has the host's steps: each forward runs all stages and waits for its backward.
 
     Raises:
         ConfigError: the configuration contradicts the arguments; an argument that places the model in another way.
@@ -75,8 +76,6 @@ class Trainer(TrlLoop):
             self.compute_metrics = checked_metrics(self.compute_metrics)
         self._check_rewards()
         self._check_reference()
-        if self.accelerator.grid.pp > 1:
-            self._refuse_own_steps()
 
     @property
     def engine(self) -> Engine:
@@ -92,6 +91,7 @@ class Trainer(TrlLoop):
         config = load_config(settled(self._raw, self.args), self.args.world_size)
         self.accelerator = EngineAccelerator.around(self.accelerator, config.grid(self.args.process_index))
         self.gather_function = self.accelerator.gather_for_metrics
+        self.accelerator.whole_steps = config.pp > 1 and not self._has_own_steps()
         self._check_trl(config)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -113,7 +113,7 @@ class Trainer(TrlLoop):
             self._parameters = model.num_parameters(exclude_embeddings=True)
         optimizer: Any = self.create_optimizer()
         config, own = settled(self._raw, self.args), self._own_loss()
-        if self.accelerator.grid.pp > 1:
+        if self.accelerator.whole_steps:
             counts = bool(self.model_accepts_loss_kwargs) or self.compute_loss_func is not None
             self._steps = WholeSteps(self.args, self.accelerator, own, counts)
         self._prepare_trl_model(model)
@@ -124,7 +124,7 @@ class Trainer(TrlLoop):
             placed = initialize(model, config, self._steps.loss, example, optimizer, inputs=self._steps.inputs)
         rows = {name: _rows(getattr(self, name)) for name in ("train_dataset", "eval_dataset")}
         refuse_unlike(self.args, rows, placed.comm, placed.device)
-        return HostedModel(placed)
+        return HostedModel(placed, whole_steps=self.accelerator.whole_steps)
 
     def _example(self) -> Any:
         """The first microbatch of the dataset, for the plan; None for data that cannot be indexed, and without need."""
@@ -188,14 +188,11 @@ class Trainer(TrlLoop):
         shifts = bool(self._loss_shifts_labels)
         return lambda output, labels, count: smoother(output, labels, shift_labels=shifts, num_items_in_batch=count)
 
-    def _refuse_own_steps(self) -> None:
-        for name in ("compute_loss", "training_step"):
-            owner = next(kind for kind in type(self).__mro__ if name in vars(kind))
-            if owner not in (Trainer, transformers.Trainer):
-                raise ConfigError(
-                    f"{owner.__name__}.{name} with parallel.pipeline {self.accelerator.grid.pp}: no stage alone has "
-                    "the model's output; give compute_loss_func, or leave parallel.pipeline out."
-                )
+    def _has_own_steps(self) -> bool:
+        """Whether a subclass computes the loss, or makes a step, by code of its own."""
+        names = ("compute_loss", "training_step")
+        owners = (next(kind for kind in type(self).__mro__ if name in vars(kind)) for name in names)
+        return any(owner not in (Trainer, transformers.Trainer) for owner in owners)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -233,6 +233,11 @@ def test_what_trl_can_do_is_not() -> None:
             "out, or use SFTTrainer or DPOTrainer.",
         ),
         (
+            "SFTTrainer", {}, {"parallel": {"pipeline": 2}},
+            "SFTTrainer of TRL with parallel.pipeline 2: its loss multiplies by the weight of the head, which the last "
+            "stage alone has; leave parallel.pipeline out.",
+        ),
+        (
             "DPOTrainer", {"sync_ref_model": True}, {"zero_optimization": {"stage": 3}},
             "SimpleNamespace has sync_ref_model, which reads whole weights of the trained model on every rank, and a "
             "rank has a part of them; leave parallel.tensor out and give zero_optimization.stage 2, or leave it out.",
