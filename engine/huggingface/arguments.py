@@ -292,8 +292,8 @@ def refuse_trl_grid(kind: str, args: Any, config: Config) -> None:
     """
     if config.pp > 1:
         raise ConfigError(
-            f"{kind} of TRL with parallel.pipeline {config.pp}: its loss multiplies by the weight of the head, which the "
-            "last stage alone has; leave parallel.pipeline out."
+            f"{kind} of TRL with parallel.pipeline {config.pp}: its loss multiplies by the weight of the head, which "
+            "the last stage alone has; leave parallel.pipeline out."
         )
     if config.tp > 1 and kind not in _ON_TENSOR_RANKS:
         raise ConfigError(
