@@ -33,6 +33,7 @@ from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.parametrized_weights import keep_parameters
 from engine.parallel.model.quantized_layers import quantized_layers
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
@@ -148,6 +149,7 @@ def assemble_rank(
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     _keep_out(model, plan, patches)
     on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
+    keep_parameters(model, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
     return RankRuntime(
         plan=plan,

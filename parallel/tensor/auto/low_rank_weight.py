@@ -120,6 +120,8 @@ class LowRankWeight(Tensor):
         if any(issubclass(other, GlobalTensor) for other in types):
             return NotImplemented
         name = function_name(func)
+        if func is Tensor.set_ and all(arg is first for arg in args):  # as torch.nn.utils.parametrize does
+            return first
         written = args and first is args[0] and writes_in_place(name)
         if not torch.is_grad_enabled() or name.startswith("set ") or written:
             raise _refuse(first)
@@ -298,8 +300,11 @@ def _rmatmul(b: Any, a: Any) -> Any:
 
 
 def _addmm(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    if beta != 1 or alpha != 1 or _has_weight(bias):
+    if beta != 1 or (alpha != 1 and not _has_weight(bias)):
         raise NoRuleError("another form")
+    if _has_weight(bias):
+        left, right = (leaf.factors.full() if _has_weight(leaf) else leaf for leaf in (a, b))
+        return bias.view_of(bias.factors.plus(alpha * left, right))
     return bias + _matmul(a, b)
 
 
