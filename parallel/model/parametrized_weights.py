@@ -2,18 +2,18 @@
 
     ParamWrapper.forward    torch.nn.utils.parametrize puts W + B A in the place of W, and removes it afterwards
 
-Putting it on sets W to itself, which torch counts as a write though no value changes, and ZeRO 3 refuses writes into
-gathered weights. Removing it registers what the module answers as W, which need not be the parameter (a matrix of
-codes), and registers it last. Here the count and the module's own parameters are put back.
+Putting it on sets W to itself. No value changes, but torch counts a write, which ZeRO 3 refuses in gathered weights,
+and detaches W from graphs of earlier calls. Removing it registers what the module answers as W, which need not be the
+parameter (a matrix of codes), and registers it last. Here W is left alone, and the module gets its parameters back.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 
@@ -30,14 +30,28 @@ def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
 
 
 @contextmanager
+def unchanged_by_itself(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, setting one of ``tensors`` to itself does nothing."""
+    shadowed: list[Any] = list(tensors)
+    for tensor in shadowed:
+        tensor.set_ = partial(_set, tensor)  # neither function modes nor subclasses see this method
+    try:
+        yield
+    finally:
+        for tensor in shadowed:
+            del tensor.set_
+
+
+def _set(tensor: Tensor, *source: Any) -> Tensor:
+    return tensor if source[0] is tensor else Tensor.set_(tensor, *source)
+
+
+@contextmanager
 def _put_on(module: Any, adapters: Sequence[str]) -> Iterator[None]:
     held: dict[str, Any] = module.get_base_layer()._parameters
-    before, parameter = dict(held), held.get(module.parameter_name)
-    version = None if parameter is None else parameter._version
+    before, own = dict(held), [p for name, p in held.items() if name == module.parameter_name and p is not None]
     try:
-        with getattr(type(module), _PUT_ON)(module, adapters):
-            if version is not None:
-                torch._C._autograd._unsafe_set_version_counter((parameter,), (version,))
+        with unchanged_by_itself(own), getattr(type(module), _PUT_ON)(module, adapters):
             yield
     finally:
         held.clear()

@@ -51,8 +51,8 @@ ADAPTERS = (
         name="parametrization-counted-as-a-write",
         about="Adding an adapter to a stack of experts counts as a write, which ZeRO 3 refuses.",
         file="parallel/model/parametrized_weights.py",
-        old="            if version is not None:\n",
-        new="            if False:\n",
+        old="unchanged_by_itself(own), getattr",
+        new="getattr",
         tests=(_STACKS,),
     ),
     Fault(

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.parametrized_weights import unchanged_by_itself
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.auto.matmul_trace import MatmulRecord, MatmulTrace
 from engine.parallel.tensor.auto.needed_rows import Needed, NeededRows, SharedInput, is_partition
@@ -145,7 +146,8 @@ class GradientSparsity:
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:
         args, kwargs = self._given
         watch = MatmulTrace(self._block, cut_off)
-        with torch.enable_grad(), watch:
+        # the graph of the observed run is asked after later ones
+        with torch.enable_grad(), unchanged_by_itself(self._parameters.values()), watch:
             self._block(*args, **kwargs)
         return watch.seen
 
@@ -265,7 +267,7 @@ class GradientSparsity:
 
     def _outputs(self, cut_off: Sequence[str]) -> list[Tensor]:
         args, kwargs = self._given
-        with torch.enable_grad(), MatmulTrace(self._block, cut_off):
+        with torch.enable_grad(), unchanged_by_itself(self._parameters.values()), MatmulTrace(self._block, cut_off):
             out = self._block(*args, **kwargs)
         return float_leaves(out, self._used)
 

@@ -120,8 +120,6 @@ class LowRankWeight(Tensor):
         if any(issubclass(other, GlobalTensor) for other in types):
             return NotImplemented
         name = function_name(func)
-        if func is Tensor.set_ and all(arg is first for arg in args):  # as torch.nn.utils.parametrize does
-            return first
         written = args and first is args[0] and writes_in_place(name)
         if not torch.is_grad_enabled() or name.startswith("set ") or written:
             raise _refuse(first)
@@ -138,6 +136,8 @@ class LowRankWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:  # as torch.nn.utils.parametrize does
+            return args[0]
         raise _refuse(next(found for found in (*args, *(kwargs or {}).values()) if _has_weight(found)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LowRankWeight":

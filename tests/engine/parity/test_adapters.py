@@ -151,6 +151,26 @@ def test_every_family_trains_as_in_one_process(run_ranks: RunRanks, grid: str) -
         assert not result.uncounted, f"{name}: {result.uncounted}"
 
 
+EXPERT_WAYS: Mapping[str, dict[str, Any]] = {
+    "recomputed": {"parallel": {"tensor": 2}, "activation_checkpointing": {"mode": "full"}},
+    "ZeRO 3, recomputed": {
+        "parallel": {"data": 2}, "zero_optimization": {"stage": 3}, "activation_checkpointing": {"mode": "full"},
+    },
+    "ZeRO 3 x pp2": {"parallel": {"data": 2, "pipeline": 2}, "zero_optimization": {"stage": 3}},
+    "zb-h1": {"parallel": {"pipeline": 2, "schedule": "zb-h1"}},
+    "tp4": {"parallel": {"tensor": 4}},
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", EXPERT_WAYS)
+def test_pairs_written_into_experts_run_in_other_ways(run_ranks: RunRanks, way: str) -> None:
+    changes = dict(EXPERT_WAYS[way])
+    config = settings(changes["parallel"].get("pipeline", 1), **changes)
+    for name, result in compare(run_ranks, [*EXPERTS], config).items():
+        assert not isinstance(result, str) and not result.uncounted, f"{name}: {result}"
+
+
 def held(name: str, world: World) -> tuple[dict[str, int], set[str]]:
     """Body of a rank: what it holds of the model, and how its layers are shared."""
     model, config = ADAPTED[name], settings(1, parallel={"tensor": 2})
