@@ -256,7 +256,12 @@ def _joined(factors: Sequence[Tensor]) -> Tensor:
 
 def _by_group(rows_SA: Tensor, stack_EAB: Tensor, groups: Tensor) -> Tensor:
     """Each row times the matrix of its group."""
-    return (rows_SA.unsqueeze(1) @ stack_EAB.index_select(0, groups)).squeeze(1)
+    if stack_EAB.stride(0) == 0:  # one matrix for all
+        return rows_SA @ stack_EAB[0]
+    if bool((groups.diff() < 0).any()):
+        return (rows_SA.unsqueeze(1) @ stack_EAB.index_select(0, groups)).squeeze(1)
+    parts = torch.split(rows_SA, groups.bincount(minlength=len(stack_EAB)).tolist())
+    return torch.cat([part @ matrix_AB for part, matrix_AB in zip(parts, stack_EAB.unbind(), strict=True)])
 
 
 def _total(parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:

@@ -115,6 +115,14 @@ def test_a_grid_trains_on_the_values_of_the_codes(
         assert torch.equal(loaded.eval()(**batch).logits, expected.eval()(**batch).logits)
 
 
+def test_stacks_of_experts_with_pairs_are_codes(tmp_path: Path) -> None:
+    name = next(iter(EXPERTS))
+    ranks = trains_as_alone(name, grid(NF4, parallel={"tensor": 2}), tmp_path / "adapters")
+    assert [found.layers for found in ranks] == [10, 10]  # of each block q, k, v, o, and the module of both stacks
+    rounded = differs(EXPERTS[name].build(), ranks[0].run.weights)
+    assert sum(key.endswith((".gate_up_proj", ".down_proj")) for key in rounded) == 4
+
+
 @pytest.mark.long
 def test_every_grid_has_the_same_base(tmp_path: Path) -> None:
     found: dict[str, dict[str, Tensor]] = {}

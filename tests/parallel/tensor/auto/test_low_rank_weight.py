@@ -112,13 +112,16 @@ def test_experts(body: Callable[[Any], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(E, O, I), (E, I, O)])
-def test_rows_of_groups(shape: tuple[int, ...]) -> None:
-    rows = torch.tensor([0, 0, 2, 2, 2])
+@pytest.mark.parametrize("rows", [[0, 0, 2, 2, 2], [2, 0, 1, 2, 0]])
+@pytest.mark.parametrize("added", [False, True])
+def test_rows_of_groups(shape: tuple[int, ...], rows: list[int], added: bool) -> None:
+    left, right = noise(E, shape[1], 2), noise(E, 2, shape[2])
 
     def body(w: Any) -> Tensor:
         x = noise(5, shape[1])
+        w = torch.baddbmm(w, left, right) if added else w
         if isinstance(w, LowRankWeight):
-            return w.factors.grouped(x, rows)
+            return w.factors.grouped(x, torch.tensor(rows))
         return torch.stack([one @ w[row] for one, row in zip(x, rows, strict=True)])
 
     compare(shape, body)
