@@ -62,24 +62,28 @@ def rank(name: str, config: Mapping[str, Any], folder: str, world: World) -> Ran
     batches = model.batches(config["train_batch_size"])[:STEPS]
     example = take_rows(batches[0], 0, config["train_micro_batch_size_per_gpu"])
     with engine.initialize(model.build, dict(config), example_batch=example, world=world) as eng:
-        reports, before = [eng.train_batch(batches[0])], eng.sent
-        reports += [eng.train_batch(batch) for batch in batches[1:]]
+        rows, first = eng.config.micro * eng.config.accumulation, eng.grid.coord().dp
+        mine = [take_rows(batch, first * rows, rows) for batch in batches]
+        reports, before = [eng.train_batch(mine[0])], eng.sent
+        reports += [eng.train_batch(batch) for batch in mine[1:]]
         uncounted = differences(eng, before, len(batches) - 1)
         eng.save_pretrained(folder)
         run = TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict())
-        assert eng.plan.tensor is not None
-        return Rank(run, shares(eng.module), uncounted, frozenset(reason.how for reason in eng.plan.tensor.reasons))
+        reasons = eng.plan.tensor.reasons if eng.plan.tensor is not None else ()
+        return Rank(run, shares(eng.module), uncounted, frozenset(reason.how for reason in reasons))
 
 
-def trains_and_is_saved(name: str, folder: Path) -> tuple[list[dict[str, int]], dict[str, int]]:
-    """What each of two tensor ranks holds of a model, and the whole; it trains as in one process, and PEFT loads it."""
+def trains_and_is_saved(name: str, folder: Path, **changes: Any) -> tuple[list[dict[str, int]], dict[str, int]]:
+    """What each of two ranks holds of a model, and the whole; it trains as in one process, and PEFT loads it."""
     from peft import PeftModel
 
-    model, config = MODELS[name], settings(1, parallel={"tensor": 2}, train_batch_size=4)
+    parallel = changes.pop("parallel", {"tensor": 2})
+    model, config = MODELS[name], settings(1, parallel=parallel, train_batch_size=4, **changes)
     config["gradient_clipping"] = CLIPPING if name in PROMPTS else 0.05
     ranks = run_thread_ranks(2, lambda world: rank(name, config, str(folder), world))
     batches = model.batches(config["train_batch_size"])[:STEPS]
-    parity = Parity(ranks[0].run, train_alone(model.build, config | {"parallel": {"data": 1}}, batches))
+    alone = config | {"parallel": {"data": 1}, "zero_optimization": {"stage": 0}}
+    parity = Parity(ranks[0].run, train_alone(model.build, alone, batches))
     assert parity.holds() and min(parity.reference.norms) > config["gradient_clipping"], str(parity)
     assert not any(found.uncounted for found in ranks), ranks[0].uncounted
     given: Any = model.build()
@@ -114,6 +118,15 @@ def test_experts_are_shared_with_the_pairs_that_peft_writes_into_them(name: str,
         assert 2 * held[STACKS] == whole[STACKS] > 0
         assert 2 * held[".base_layer.weight"] == whole[".base_layer.weight"]
         assert held[".lora_A."] < whole[".lora_A."] and held[".lora_B."] < whole[".lora_B."]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "changes", [{"parallel": {"data": 2}, "zero_optimization": {"stage": 3}}, {"parallel": {"pipeline": 2}}], ids=str
+)
+def test_pairs_of_experts_are_saved_on_other_axes(changes: dict[str, Any], tmp_path: Path) -> None:
+    for number, name in enumerate(EXPERTS):
+        trains_and_is_saved(name, tmp_path / str(number), **changes)
 
 
 @pytest.mark.long
