@@ -149,7 +149,6 @@ def assemble_rank(
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     _keep_out(model, plan, patches)
     on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
-    keep_parameters(model, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
     return RankRuntime(
         plan=plan,
@@ -365,6 +364,7 @@ def _gatherer(
     own_backward: OwnBackward,
 ) -> ParameterGatherer | None:  # fmt: skip
     """The gatherer of sharded parameters (ZeRO 3), with hooks on the modules that read them; None below ZeRO 3."""
+    keep_parameters(model, patches)  # of codes too, which need no gatherer
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
         return None

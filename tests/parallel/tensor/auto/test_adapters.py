@@ -59,7 +59,7 @@ class Written(nn.Module):
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         for name in self.names:
             first, second = self.get_parameter(f"{name}_first"), self.get_parameter(f"{name}_second")
-            pair = first.unflatten(1, (RANK, 3)).permute(2, 0, 1), second.unflatten(0, (3, RANK))
+            pair = first.view(-1, RANK, 3).permute(2, 0, 1), second.view(3, RANK, -1)
             parametrize.register_parametrization(self.base_layer, name, Sum(*pair, self.at_once))
         try:
             out: Tensor = self.base_layer(x, weights)

@@ -179,7 +179,8 @@ def test_what_factors_cannot_answer_is_refused_and_remembered(read: Callable[[An
 def test_a_parametrization_reads_its_factors_and_leaves_it_as_it_was() -> None:
     """As PEFT puts adapters on a stack of experts."""
     layer = nn.Linear(I, O, bias=False)
-    given = layer._parameters["weight"] = weight_of(O, I)  # type: ignore[assignment]
+    given: Any = weight_of(O, I)
+    layer._parameters["weight"] = given
     adapter = Added()
     parametrize.register_parametrization(layer, "weight", adapter)
     y, dense = layer(noise(5, I)), given.factors.full() + adapter.left @ adapter.right
