@@ -186,7 +186,7 @@ def test_a_parametrization_reads_its_factors_and_leaves_it_as_it_was() -> None:
     y, dense = layer(noise(5, I)), given.factors.full() + adapter.left @ adapter.right
     parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
     torch.testing.assert_close(y, noise(5, I) @ dense.t())
-    assert layer._parameters["weight"] is given and not given.refused
+    assert not given.refused and layer._parameters["weight"] is given
 
 
 class Added(nn.Module):
