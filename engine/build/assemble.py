@@ -33,6 +33,7 @@ from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.parametrized_weights import keep_parameters
 from engine.parallel.model.quantized_layers import quantized_layers
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
@@ -363,6 +364,7 @@ def _gatherer(
     own_backward: OwnBackward,
 ) -> ParameterGatherer | None:  # fmt: skip
     """The gatherer of sharded parameters (ZeRO 3), with hooks on the modules that read them; None below ZeRO 3."""
+    keep_parameters(model, patches)  # of codes too, which need no gatherer
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
         return None

@@ -44,7 +44,10 @@ def trace_example(
 
     def run() -> tuple[Any, ...]:
         with watch.run() if watch else nullcontext():
-            return tuple(there.planned_loss(microbatch))
+            loss = there.planned_loss(microbatch)
+            if watch is not None:
+                watch.keep_reached(loss.sum)
+            return tuple(loss)
 
     # shard first: keep_fp32 wraps the forwards of the layers that the run has
     with torch.enable_grad(), watch.cut() if watch else nullcontext(), run_dtypes(program.model, program.precision):

@@ -4,7 +4,7 @@ Those of linear layers and stacks of experts, without heads, whose logits a loss
 tied to one, and without adapters, which may be frozen for a while and trained again.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -46,7 +46,6 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
         names[0]: held
         for names, holders in _holders(model)
         if all(_fits(*holder, heads) for holder in holders)
-        and not _is_written(holders[0], names)
         and not any(fnmatchcase(name, pattern) for name in names for pattern in (*settings.skip, *_ADAPTERS))
     }
     if not found:
@@ -115,12 +114,6 @@ def _fits(module: nn.Module, local: str, heads: frozenset[int]) -> bool:
         return local == "weight" and id(module) not in heads
     parameter, name = module._parameters[local], type(module).__name__.lower()
     return parameter is not None and parameter.ndim == 3 and ("experts" in name or name.endswith("moe"))
-
-
-def _is_written(holder: tuple[nn.Module, str], names: Sequence[str]) -> bool:
-    """Whether adapters write their product into a stack of experts, as PEFT does while it runs."""
-    parameter = holder[0]._parameters[holder[1]]
-    return parameter is not None and parameter.ndim == 3 and any(".base_layer." in name for name in names)
 
 
 def _heads(model: nn.Module) -> frozenset[int]:

@@ -26,6 +26,7 @@ _VIEWS = frozenset({
     _aten.expand.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten._to_copy.default,
 })  # fmt: skip
 _SAME = frozenset({_aten.detach.default, _aten.alias.default})
+_SET = _aten.set_.source_Tensor
 View = Callable[[Tensor], Tensor]
 
 
@@ -83,6 +84,8 @@ class QuantizedWeight(Tensor):
                 return weight._matrix(args[2])
             if func is _aten._to_copy.default and kwargs["device"].type == "meta":
                 return torch.empty_like(weight._like, dtype=kwargs.get("dtype"))
+        if func is _SET and args[0] is args[1]:  # as torch.nn.utils.parametrize does
+            return weight
         _refuse_writes(func, args)
         args, kwargs = tree_map_only(cls, cls.dequantized, (args, kwargs))
         return func(*args, **kwargs)

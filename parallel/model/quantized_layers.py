@@ -84,6 +84,8 @@ def _reading(own: type[nn.Module], weights: Sequence[tuple[str, _Held]], kernels
 
 def _read(local: str, held: _Held, kernels: Kernels) -> property:
     def read(module: nn.Module) -> Any:
+        if local not in module._parameters:  # torch.nn.utils.parametrize has put something in its place
+            raise AttributeError(local)
         packed = module._parameters[local]
         if packed is None or packed.dtype != torch.uint8:  # a trace has put values in its place
             return packed

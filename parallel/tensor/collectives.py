@@ -58,8 +58,8 @@ def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[P
     The gradient is passed on at once; ``started`` gets the pending all-reduce, which must be waited for before the
     gradient is read.
     """
-    axis.expect("all_reduce", COLUMN_INPUTS, x)
     copied: Tensor = _CopyTo.apply(x, axis, owned, started)  # type: ignore[no-untyped-call]
+    axis.expect("all_reduce", COLUMN_INPUTS, x, copied)
     return copied
 
 
@@ -108,7 +108,7 @@ def start_gather_to(
 ) -> Tensor:
     """:func:`gather_to` that overlaps the reduce-scatter of the gradient with backward, as :func:`start_copy_to`."""
     whole: Tensor = _GatherTo.apply(x, axis, (dim % x.ndim, label), owned, started)  # type: ignore[no-untyped-call]
-    axis.expect("reduce_scatter", label, whole)
+    axis.expect("reduce_scatter", label, whole, whole)
     return whole
 
 
@@ -125,8 +125,8 @@ def scatter_from(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = ROW_OU
     dim = check_parts(x, axis, dim)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return _scatter(x, axis, dim, label, owned)
-    axis.expect("all_gather", label, x)
     part: Tensor = _ScatterFrom.apply(x, axis, dim, label, owned)  # type: ignore[no-untyped-call]
+    axis.expect("all_gather", label, x, part)
     return part
 
 
@@ -139,9 +139,9 @@ def slice_of(x: Tensor, axis: TensorAxis, dim: int = -2, label: str = COLUMN_INP
     if axis.size == 1:
         return x
     dim = check_parts(x, axis, dim)
-    if torch.is_grad_enabled() and x.requires_grad:
-        axis.expect("all_gather", label, x)
     part: Tensor = _SliceOf.apply(x, axis, dim, label)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and x.requires_grad:
+        axis.expect("all_gather", label, x, part)
     return part
 
 

@@ -29,6 +29,12 @@ class Expected(NamedTuple):
     backward: bool
 
 
+Node = Any
+"""A node of autograd's graph, whose backward makes a collective."""
+Listener = Callable[[Expected, Node | None], None]
+"""Called with a collective of a dry run, and with the node that makes it in backward; None: the forward makes it."""
+
+
 class Overlap(NamedTuple):
     """When compute overlaps a collective: on ``devices``, for tensors of at least ``bytes``."""
 
@@ -71,7 +77,7 @@ class TensorAxis:
         self.index = comm.grid.index("tp")
         self.size = comm.grid.tp
         self.dry = False
-        self.listener: Callable[[Expected], None] | None = None
+        self.listener: Listener | None = None
         self._comm = comm
 
     @contextmanager
@@ -95,13 +101,17 @@ class TensorAxis:
         finally:
             self.dry = before
 
-    def expect(self, op: Op, label: str, whole: Tensor, backward: bool = True) -> None:
-        """Report a collective over the tensor ``whole`` to the listener of a dry axis; otherwise do nothing."""
+    def expect(self, op: Op, label: str, whole: Tensor, made: Tensor | None = None) -> None:
+        """Report a collective over the tensor ``whole`` to the listener of a dry axis; otherwise do nothing.
+
+        ``made``: the tensor in whose backward it happens; None: it happens now. A backward may never get there.
+        """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
         fake = isinstance(whole, FakeTensor)
         if self.dry and self.listener is not None and not fake:
+            node = None if made is None else made.grad_fn
             for sent, size in self._as_sent(op, label, whole):
-                self.listener(Expected(sent, label, size, backward))
+                self.listener(Expected(sent, label, size, made is not None), node)
 
     def _as_sent(self, op: Op, label: str, whole: Tensor) -> tuple[tuple[Op, int], ...]:
         """The collectives of a call, each with the bytes of its full tensor."""
@@ -137,7 +147,7 @@ class TensorAxis:
     def start_all_reduce(self, tensor: Tensor, label: str, op: Reduction = "sum") -> Pending:
         """Start :meth:`all_reduce`; ``tensor`` is ready after ``wait``."""
         if self.dry or self.size == 1:
-            self.expect("all_reduce", label, tensor, backward=False)
+            self.expect("all_reduce", label, tensor)
             return Pending()
         return self._start(tensor, tensor, lambda: self._all_reduce(tensor, label, op))
 
@@ -145,7 +155,7 @@ class TensorAxis:
         """Start :meth:`all_gather`; its result is ready after ``wait``."""
         if self.dry or self.size == 1:
             full = part.expand(self.size, *part.shape)
-            self.expect("all_gather", label, full, backward=False)
+            self.expect("all_gather", label, full)
             return full, Pending()
         full = part.new_empty((self.size, *part.shape))
         return full, self._start(full, full, lambda: self._all_gather(full, part, label))
@@ -153,7 +163,7 @@ class TensorAxis:
     def start_reduce_scatter(self, full: Tensor, label: str) -> tuple[Tensor, Pending]:
         """Start :meth:`reduce_scatter`; its result is ready after ``wait``."""
         if self.dry or self.size == 1:
-            self.expect("reduce_scatter", label, full, backward=False)
+            self.expect("reduce_scatter", label, full)
             return full[self.index], Pending()
         part = full.new_empty(full.shape[1:])
         return part, self._start(full, part, lambda: self._reduce_scatter(part, full, label))
@@ -192,5 +202,5 @@ class TensorAxis:
 class DryAxis(TensorAxis):
     """The first of ``size`` ranks without any process; it is always dry."""
 
-    def __init__(self, size: int, listener: Callable[[Expected], None] | None = None) -> None:
+    def __init__(self, size: int, listener: Listener | None = None) -> None:
         self.index, self.size, self.dry, self.listener = 0, size, True, listener

@@ -8,7 +8,7 @@ autocast     decides by the device of its arguments and ignores meta tensors; so
              FakeTensors that claim the run device, and their result tells the dtypes
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -135,12 +135,10 @@ class MetaTwins:
 
     def lift(self, out: Any, operation: Operation) -> Any:
         """Twins for the result of ``on_zeros``."""
-        grad = torch.is_grad_enabled() and any(self.of(tensor).requires_grad for tensor in operation.tensors)
+        inputs = [self.of(tensor) for tensor in operation.tensors]
 
         def twin(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return leaf.detach().to(META).requires_grad_(grad and leaf.is_floating_point())
+            return depending(leaf.detach().to(META), inputs) if isinstance(leaf, Tensor) else leaf
 
         return map_leaves(twin, out)
 
@@ -190,7 +188,8 @@ def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], argument
         plain = tree_leaves(run(arguments))
     except RuntimeError:  # mixed dtypes that only autocast makes compatible
         plain = shown
-    return tree_unflatten([_cast(leaf, like) for leaf, like in zip(plain, shown, strict=True)], spec)
+    inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return tree_unflatten([_cast(leaf, like, inputs) for leaf, like in zip(plain, shown, strict=True)], spec)
 
 
 def _inner(fake: Any) -> Any:
@@ -198,10 +197,31 @@ def _inner(fake: Any) -> Any:
     return fake.clone() if isinstance(fake, FakeTensor) and fake.requires_grad else fake
 
 
-def _cast(leaf: Any, like: Any) -> Any:
+def _cast(leaf: Any, like: Any, inputs: Sequence[Tensor]) -> Any:
     if not isinstance(like, Tensor):
         return like
     if leaf is not like:
         return leaf if leaf.dtype == like.dtype else leaf.to(like.dtype)
     size, stride = tuple(like.shape), like.stride()
-    return torch.empty_strided(size, stride, dtype=like.dtype, device="meta").requires_grad_(like.requires_grad)
+    made = torch.empty_strided(size, stride, dtype=like.dtype, device="meta")
+    return depending(made, inputs) if like.requires_grad else made
+
+
+def depending(made: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """``made``, as a function of those ``inputs`` that require a gradient, for who follows the graph."""
+    graded = [tensor for tensor in inputs if tensor.requires_grad]
+    if not (graded and torch.is_grad_enabled() and (made.is_floating_point() or made.is_complex())):
+        return made
+    linked: Tensor = _Depending.apply(made, *graded)  # type: ignore[no-untyped-call]
+    return linked
+
+
+class _Depending(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, *inputs: Tensor) -> Tensor:
+        # a tensor of its own: a view that a Function returns could not be written in place
+        return torch.empty_strided(made.size(), made.stride(), dtype=made.dtype, device=META)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise NotImplementedError("a trace has no gradients")

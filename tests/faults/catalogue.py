@@ -1,5 +1,6 @@
 """All seeded faults, by area."""
 
+from tests.faults.adapters import ADAPTERS
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.data import DATA
@@ -28,6 +29,7 @@ from tests.faults.zero import ZERO
 AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "tensor": TENSOR,
+    "adapters": ADAPTERS,
     "pipeline": PIPELINE,
     "zero": ZERO,
     "matrix optimizers": MATRIX_OPTIMIZERS,

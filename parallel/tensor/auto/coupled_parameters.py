@@ -18,31 +18,27 @@ whole.
     x ─┬─ W ─────── + ── y sharded        x sharded ─┬─ W ── sum ────── + ── y
        └─ A ── B ───┘                                └─ A ── sum ── B ──┘
 
-A function mode around one run of the block records its products. It changes some functions, so that a gradient is zero
-only where a row is not needed:
+The product of an adapter may also be added to the weight itself (PEFT's pairs for a stack of experts). Parameters that
+reach a product through its weight alone are called its factors: they are cut where the weight is cut.
 
-    relu          leaks; the rows of a dead unit would otherwise seem not needed
-    norms         do not differentiate their statistics; a norm over a sharded width then counts as elementwise
+    W + B A       rows of W and of B on a rank, all of A       columns of W and of A, all of B
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.parametrized_weights import unchanged_by_itself
 from engine.parallel.shard_table import Range
-from engine.parallel.tensor.auto.low_rank_weight import memory_of
+from engine.parallel.tensor.auto.matmul_trace import MatmulRecord, MatmulTrace
 from engine.parallel.tensor.auto.needed_rows import Needed, NeededRows, SharedInput, is_partition
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
-from engine.parallel.tensor.global_tensor.rules.attention import multi_head_in_steps
 from engine.parallel.tensor.plan.ranges import cut_parts, ranges_of
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
@@ -65,21 +61,8 @@ class CoupledParameters:
     """Replicated parameters used between columns and row: each rank has a partial gradient of them."""
     beside: tuple[str, ...] = ()
     """Parameters whose products have the row layer's very input, and are summed as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class MatmulRecord:
-    """A product of an activation with a parameter or a view of one."""
-
-    weight: str
-    bias: str | None
-    x: Tensor
-    x_dim: int
-    """The dim of x that is summed over."""
-    weight_dim: int
-    """The dim of the full parameter that is summed over."""
-    dropped: bool = False
-    """Whether x comes straight from a dropout."""
+    factors: tuple[str, ...] = ()
+    """Sharded parameters that reach a product through its weight alone."""
 
 
 class GradientSparsity:
@@ -163,7 +146,8 @@ class GradientSparsity:
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:
         args, kwargs = self._given
         watch = MatmulTrace(self._block, cut_off)
-        with torch.enable_grad(), watch:
+        # the graph of the observed run is asked after later ones
+        with torch.enable_grad(), unchanged_by_itself(self._parameters.values()), watch:
             self._block(*args, **kwargs)
         return watch.seen
 
@@ -188,10 +172,26 @@ class GradientSparsity:
         for name in columns:
             if (bias := self._bias_of.get(name)) is not None:
                 cuts[bias] = ParameterCut(0, cuts[name].ranges)
+        inside = self._inside_weights([*rows, *columns])
         for name in rows:
             dim = next(p.weight_dim for p in self.products if p.weight == name)
+            cuts |= self._cuts_inside(name, dim, tp, taken)
             cuts[name] = ParameterCut(dim, cut_parts(self._parameters[name].shape[dim], tp))
-        return CoupledParameters(row, tuple(columns), cuts, (), tuple(rows[1:]))
+        factors = tuple(name for name in cuts if name in inside and name not in (*rows, *columns))
+        return CoupledParameters(row, tuple(columns), cuts, (), tuple(rows[1:]), factors)
+
+    def _inside_weights(self, weights: Collection[str]) -> list[str]:
+        """The parameters that reach products with ``weights`` through what was added to these."""
+        made = [p.made for p in self.products if p.weight in weights and p.made is not None]
+        return list(self._rows.reaching(made)) if made else []
+
+    def _cuts_inside(self, row: str, dim: int, tp: int, taken: set[str]) -> dict[str, ParameterCut]:
+        """How the factors of a row layer's weight are cut, which is cut along ``dim``."""
+        made = {id(p.made): p.made for p in self.products if p.weight == row and p.made is not None}
+        if not made:
+            return {}
+        inputs = [SharedInput(weight, dim) for weight in made.values()]
+        return dict(self._cuts(row, self._rows.of_ranks(f"weight of {row}", inputs, tp), taken))
 
     def _same_input(self, products: Sequence[MatmulRecord]) -> list[str]:
         """The parameters whose products have the very inputs of ``products``: they need the same rows."""
@@ -267,14 +267,16 @@ class GradientSparsity:
 
     def _outputs(self, cut_off: Sequence[str]) -> list[Tensor]:
         args, kwargs = self._given
-        with torch.enable_grad(), MatmulTrace(self._block, cut_off):
+        with torch.enable_grad(), unchanged_by_itself(self._parameters.values()), MatmulTrace(self._block, cut_off):
             out = self._block(*args, **kwargs)
         return float_leaves(out, self._used)
 
     def _between(self, group: CoupledParameters) -> tuple[str, ...]:
-        """Replicated parameters that reach the row layer even when its columns are detached."""
+        """Replicated parameters that reach the row layer even when its columns are detached, or are inside weights."""
         names = [name for name in self._parameters if name not in group.cuts]
-        return self._reaching(group.row, [name for name in group.cuts if name != group.row], names)
+        found = self._reaching(group.row, [name for name in group.cuts if name != group.row], names)
+        inside = self._inside_weights([group.row, *group.columns, *group.beside])
+        return tuple(dict.fromkeys((*found, *(name for name in names if name in inside))))
 
     def _reaching(self, row: str, cut_off: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
         """Those of ``names`` that reach the input of ``row`` when the products of ``cut_off`` are detached."""
@@ -303,98 +305,3 @@ def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
     leaves = pytree.tree_leaves(out, is_leaf=lambda node: isinstance(node, GlobalTensor))
     read = [leaf for number, leaf in enumerate(leaves) if used is None or number in used]
     return [leaf for leaf in read if isinstance(leaf, Tensor | GlobalTensor) and leaf.is_floating_point()]
-
-
-_LEAK = 0.3
-DROPOUTS = frozenset(
-    (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
-     functional.feature_alpha_dropout, torch.dropout, torch.alpha_dropout, torch.feature_dropout)
-)  # fmt: skip
-
-
-class _Form(NamedTuple):
-    """The positions of a function's operands, and the dims that it sums over."""
-
-    x: int
-    weight: int
-    bias: int | None
-    x_dim: int
-    weight_dim: int
-
-
-_MATMUL = _Form(0, 1, None, -1, -2)
-_ADDMM = _Form(1, 2, 0, -1, -2)
-_BY_FUNCTION: Mapping[Any, _Form] = MappingProxyType(
-    {functional.linear: _Form(0, 1, 2, -1, -1), torch.addmm: _ADDMM, torch.baddbmm: _ADDMM}
-    | dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm), _MATMUL)
-    | dict.fromkeys((Tensor.bmm, torch._grouped_mm, getattr(functional, "grouped_mm", torch._grouped_mm)), _MATMUL)
-)
-_RELUS = frozenset((functional.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_))
-_STATISTICS = frozenset((Tensor.mean, torch.mean, Tensor.var, torch.var, Tensor.sum, torch.sum))
-_NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm))
-
-
-class MatmulTrace(TorchFunctionMode):
-    """Records the products of ``block``. ``cut_off``: parameters whose products are detached."""
-
-    def __init__(self, block: nn.Module, cut_off: Collection[str] = ()) -> None:
-        super().__init__()
-        self.seen: list[MatmulRecord] = []
-        self._cut_off = cut_off
-        self._dropped: list[Tensor] = []
-        self._owner = {memory_of(p): (name, p) for name, p in block.named_parameters()}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is functional.multi_head_attention_forward:
-            with self:
-                return multi_head_in_steps(*args, **kwargs)
-        if func in _BY_FUNCTION and self._note(_BY_FUNCTION[func], args, kwargs):
-            return func(*args, **kwargs).detach()
-        if func in DROPOUTS and (args[1] if len(args) > 1 else kwargs.get("p", 0.5)):
-            self._dropped.append(func(*args, **kwargs).view_as(args[0]))  # no dropout here, but another tensor
-            return self._dropped[-1]
-        if func in _RELUS:
-            return functional.leaky_relu(args[0], _LEAK)
-        if func in _STATISTICS and kwargs.get("keepdim"):
-            return func(*args, **kwargs).detach()
-        if func in _NORMS and args[0].requires_grad:
-            return _without_statistics(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _note(self, form: _Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Record a product with a parameter; returns whether it is to be detached."""
-        weight = args[form.weight] if len(args) > form.weight else kwargs.get("weight", kwargs.get("mat2"))
-        found = self._owner_of(weight)
-        if found is None or weight is None or weight.dim() < 2:
-            return False
-        name, parameter = found
-        stride, size = weight.stride(form.weight_dim), weight.shape[form.weight_dim]
-        dims = [d for d in range(parameter.dim()) if parameter.stride(d) == stride and parameter.shape[d] == size]
-        if not dims:
-            return False
-        bias = None
-        if form.bias is not None:
-            bias = self._owner_of(args[form.bias] if len(args) > form.bias else kwargs.get("bias"))
-        is_vector = bias is not None and bias[1].dim() == 1
-        x, dropped = args[form.x], any(args[form.x] is one for one in self._dropped)
-        self.seen.append(MatmulRecord(name, bias[0] if bias and is_vector else None, x, form.x_dim, dims[-1], dropped))
-        return name in self._cut_off
-
-    def _owner_of(self, tensor: Any) -> tuple[str, nn.Parameter] | None:
-        return self._owner.get(memory_of(tensor)) if isinstance(tensor, Tensor) else None
-
-
-def _without_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The value of the norm, with the gradient of an elementwise product with its weight."""
-    weight = args[2] if len(args) > 2 else kwargs.get("weight")
-    bias = args[3] if len(args) > 3 else kwargs.get("bias")
-    x = args[0]
-    with torch.no_grad():
-        plain = func(*args, **kwargs)
-    moved = x - x.detach()
-    out = plain + (moved if weight is None else moved * weight.detach())
-    for parameter in (weight, bias):
-        if parameter is not None:
-            out = out + (parameter - parameter.detach())
-    return out

@@ -50,6 +50,7 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
         cuts={local(name): cut for name, cut in group.cuts.items()},
         partial=tuple(local(name) for name in group.partial if is_inside(name, path)),
         beside=tuple(map(local, group.beside)),
+        factors=tuple(map(local, group.factors)),
     )
 
 

@@ -29,8 +29,9 @@ from torch.utils import _pytree as pytree
 from engine.errors import first_line
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.user_code import is_own_mistake
-from engine.parallel.tensor.auto.coupled_parameters import DROPOUTS, Given, float_leaves
+from engine.parallel.tensor.auto.coupled_parameters import Given, float_leaves
 from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight, WholeWeightError, gradient_leaves
+from engine.parallel.tensor.auto.matmul_trace import DROPOUTS
 from engine.parallel.tensor.global_tensor.context import GlobalTensorContext
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 from engine.parallel.tensor.global_tensor.redistribute import SequenceError, enter_stream, full

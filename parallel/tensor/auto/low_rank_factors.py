@@ -160,6 +160,21 @@ class Factors:
         """A factor for each matrix of a stack."""
         return factor.unbind(0) if self.kinds[0] in (side, BOTH) else (factor.squeeze(0),) * self.twin.shape[0]
 
+    def plus(self, left: Tensor, right: Tensor) -> "Factors":
+        """The sum with ``left`` [.., O, Z] ``right`` [.., Z, I], as one more term.
+
+        Raises:
+            NoRuleError: the dims are not those of a matrix [O, I] or a stack [E, O, I].
+        """
+        if self.kinds[-2:] != LEFT + RIGHT or len(self.kinds) > 3:
+            raise NoRuleError("a product of other dims")
+        more = left.unsqueeze(-2), right.mT.unsqueeze(-3)
+        twin, stack = torch.empty(self.twin.shape, device="meta"), tuple(self.twin.shape[:-2])
+        if not stack:
+            return Factors((*self.terms, more), self.kinds, twin)
+        terms = self._changed(lambda a: a.expand(*stack, *a.shape[1:]), lambda b: b.expand(*stack, *b.shape[1:]))
+        return Factors((*terms, more), BOTH + LEFT + RIGHT, twin)
+
     # ---- products
 
     def between(self, summed: int, kept: int) -> list[Term]:
@@ -241,7 +256,12 @@ def _joined(factors: Sequence[Tensor]) -> Tensor:
 
 def _by_group(rows_SA: Tensor, stack_EAB: Tensor, groups: Tensor) -> Tensor:
     """Each row times the matrix of its group."""
-    return (rows_SA.unsqueeze(1) @ stack_EAB.index_select(0, groups)).squeeze(1)
+    if stack_EAB.stride(0) == 0:  # one matrix for all
+        return rows_SA @ stack_EAB[0]
+    if bool((groups.diff() < 0).any()):
+        return (rows_SA.unsqueeze(1) @ stack_EAB.index_select(0, groups)).squeeze(1)
+    parts = torch.split(rows_SA, groups.bincount(minlength=len(stack_EAB)).tolist())
+    return torch.cat([part @ matrix_AB for part, matrix_AB in zip(parts, stack_EAB.unbind(), strict=True)])
 
 
 def _total(parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:

@@ -136,6 +136,8 @@ class LowRankWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:  # as torch.nn.utils.parametrize does
+            return args[0]
         raise _refuse(next(found for found in (*args, *(kwargs or {}).values()) if _has_weight(found)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LowRankWeight":
@@ -298,8 +300,11 @@ def _rmatmul(b: Any, a: Any) -> Any:
 
 
 def _addmm(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    if beta != 1 or alpha != 1 or _has_weight(bias):
+    if beta != 1 or (alpha != 1 and not _has_weight(bias)):
         raise NoRuleError("another form")
+    if _has_weight(bias):
+        left, right = (leaf.factors.full() if _has_weight(leaf) else leaf for leaf in (a, b))
+        return bias.view_of(bias.factors.plus(alpha * left, right))
     return bias + _matmul(a, b)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.parallel.tensor.auto.low_rank_weight import gradient_leaves
+from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight, gradient_leaves
 
 Rows = list[Tensor]
 """For each dim of a parameter, whether each of its rows has a gradient: bool [size]."""
@@ -23,7 +23,7 @@ _ROUNDING = 1e-11
 
 
 class SharedInput(NamedTuple):
-    """The input of a product, of which each rank has a part."""
+    """The input of a product, or its weight, of which each rank has a part."""
 
     x: Tensor
     dim: int
@@ -93,10 +93,20 @@ class NeededRows:
         out = torch.zeros(())
         for x, dim in inputs:
             width = x.shape[dim] // tp
-            part = x.narrow(dim, rank * width, width)
-            noise = torch.randn(part.shape, generator=self._generator, dtype=part.dtype)
-            out = out + (part * noise).sum()
+            out = out + self._random_sum(x.narrow(dim, rank * width, width))
         return self.gradients(out, self._parameters, again=True)
+
+    def reaching(self, tensors: Iterable[Tensor]) -> dict[str, tuple[Tensor, ...]]:
+        """Gradients of the parameters that one of the tensors depends on, from random numbers."""
+        out = sum((self._random_sum(tensor) for tensor in tensors), torch.zeros(()))
+        return self.gradients(out, self._parameters, again=True)
+
+    def _random_sum(self, part: Tensor) -> Tensor:
+        """A random linear function; of a low-rank weight one that its factors compute."""
+        if isinstance(part, LowRankWeight):
+            part = part @ torch.randn(part.shape[-1], 1, generator=self._generator, dtype=part.dtype)
+        noise = torch.randn(part.shape, generator=self._generator, dtype=part.dtype)
+        return (part * noise).sum()
 
 
 def is_partition(rows: Sequence[Tensor]) -> bool:

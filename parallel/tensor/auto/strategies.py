@@ -42,7 +42,8 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> Strategy | Non
     styles = {name: "partial" for name in group.partial}
     if len(owners) == 1:
         owner = owners.pop()
-        if is_linear(block.get_submodule(owner)) or any(_owner(name) != owner for name in group.cuts):
+        others = [name for name in group.cuts if _owner(name) != owner and name not in group.factors]
+        if is_linear(block.get_submodule(owner)) or others:
             return None
         cut = {name: _cut_style(block, name, piece, tp) for name, piece in group.cuts.items()}
         return Strategy("local", styles | {owner: "experts"} | cut)

@@ -1,8 +1,9 @@
 """The bytes that a tensor plan makes a rank send, counted from runs of the model on shapes.
 
 layers    the tracer runs the model with the shapes that one rank holds, over a dry axis that reports every
-          collective; collectives of backward are reported by the forward that causes them. Recomputation
-          repeats the collectives of a forward up to the last tensor that backward needs.
+          collective; collectives of backward are reported by the forward that causes them, and count if their node
+          of autograd can be reached from the loss. Recomputation repeats the collectives of a forward up to the
+          last tensor that backward needs.
 logits    the glue operations after the head run once more on meta tensors, under the same rules as in training,
           so that the traffic of the loss is counted by the code that causes it.
 """
@@ -30,7 +31,7 @@ from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
 from engine.parallel.tensor.plan.ranges import cut_unevenly
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
-from engine.parallel.tensor.tp_axis import DryAxis, Expected, TensorAxis
+from engine.parallel.tensor.tp_axis import DryAxis, Expected, Node, TensorAxis
 from engine.parallel.trace.model_trace import FreeTensor, FromValue, Glue, ModelTrace, Sample
 from engine.parallel.wire.activation_format import ActivationFormat
 
@@ -65,6 +66,8 @@ class TrafficRecorder:
         self._axis = DryAxis(tp, self._note)
         self._axis.wire = wire
         self._sent: list[Sent] = []
+        self._nodes: list[Node | None] = []
+        """The node of each collective of backward, else None."""
         self._reads = OutsideReads(model, plan)
         self._running: list[str] = []
         self._last = ""
@@ -116,6 +119,7 @@ class TrafficRecorder:
     def run(self) -> Iterator[None]:
         """A context around one run of the model; records of an earlier run are discarded."""
         self._sent.clear()
+        self._nodes.clear()
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 handles = [
@@ -131,12 +135,19 @@ class TrafficRecorder:
             finally:
                 self._running.clear()
 
-    def _note(self, what: Expected) -> None:
+    def keep_reached(self, loss: Tensor) -> None:
+        """Discard the collectives of backward that no gradient of ``loss`` leads to, as behind a ``detach``."""
+        reached = _nodes_before(loss.grad_fn)
+        kept = [sent for sent, node in zip(self._sent, self._nodes, strict=True) if node is None or node in reached]
+        self._sent, self._nodes = kept, [None] * len(kept)
+
+    def _note(self, what: Expected, node: Node | None) -> None:
         if what.label == LOGITS:  # an artefact of the dry run; find_logit_use counts what happens to logits
             return
         if not what.backward:
             self._pending.append((len(self._sent), self._saved))
         self._sent.append(Sent(self._running[-1] if len(self._running) > 1 else self._last, what))
+        self._nodes.append(node)
 
     def _pack(self, saved: Tensor) -> Tensor:
         self._saved += 1
@@ -157,6 +168,18 @@ class TrafficRecorder:
             if self._saved > saved:
                 self._sent[index] = replace(self._sent[index], repeated=True)
         self._pending.clear()
+
+
+def _nodes_before(last: Node | None) -> set[Node]:
+    """All nodes whose backward follows from that of ``last``."""
+    found: set[Node] = set()
+    waiting = [last]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    return found
 
 
 def traffic_by_call(sent: tuple[Sent, ...], timeline: ModelTrace, tp: int) -> dict[int, Tally]:
@@ -202,8 +225,9 @@ def _traffic(label: str, op: Op, payload: int, tp: int) -> Traffic:
 def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
     """Replay the glue of ``timeline`` that reads the outputs of the heads of ``plan``."""
     told: list[Expected] = []
-    axis = DryAxis(tp, told.append)
+    axis = DryAxis(tp, lambda what, _: told.append(what))
     logits = {number: _wrap(timeline, number, size, axis) for number, size in _made_by_heads(plan, timeline)}
+    reached = _values_of_loss(timeline)
     gathers: list[str] = []
     unknown: list[str] = []
     for glue in timeline.glue:
@@ -211,11 +235,25 @@ def find_logit_use(plan: TensorPlan, timeline: ModelTrace, tp: int) -> LogitUse:
         if logits.keys() & {leaf.source for leaf in leaves if isinstance(leaf, Sample)}:
             before = len(told)
             problem = _replay(glue, timeline, logits)
+            if reached.isdisjoint(glue.makes):  # a metric that nobody has detached has no backward either
+                told[before:] = [sent for sent in told[before:] if not sent.backward]
             if any(sent.op == "all_gather" and not sent.backward for sent in told[before:]):
                 gathers.append(f"{glue.name} at {glue.place}")
             elif problem:
                 unknown.append(f"{glue.name} at {glue.place} ({problem})")
     return LogitUse(tuple(told), tuple(dict.fromkeys(gathers)), tuple(dict.fromkeys(unknown)))
+
+
+def _values_of_loss(timeline: ModelTrace) -> set[int]:
+    """The values through which gradients of the loss flow, which is the first leaf that the traced program returns."""
+    found: set[int] = set()
+    waiting = [leaf.value for leaf in timeline.result.leaves[:1] if isinstance(leaf, FromValue)]
+    while waiting:
+        value = timeline.values[waiting.pop()]
+        if value.grad and value.number not in found:
+            found.add(value.number)
+            waiting += value.inputs
+    return found
 
 
 def _made_by_heads(plan: TensorPlan, timeline: ModelTrace) -> Iterator[tuple[int, int]]:

@@ -155,8 +155,8 @@ def share_operand(x: Tensor, axis: TensorAxis, label: str = OPERANDS) -> Tensor:
     """``x``, full, which every rank uses for its own columns: its gradient is summed over the ranks."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    axis.expect("all_reduce", label, x)
     shared: Tensor = _Share.apply(x, axis, label)  # type: ignore[no-untyped-call]
+    axis.expect("all_reduce", label, x, shared)
     return shared
 
 
@@ -165,8 +165,9 @@ def cut_operand(x: Tensor, dim: int, vocabulary: Vocabulary) -> Tensor:
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x.narrow(dim, vocabulary.start, vocabulary.width)
     widest = max(vocabulary.widths) * len(vocabulary.widths)
-    vocabulary.axis.expect("all_gather", OPERANDS, x.narrow(dim, 0, 1).expand(replaced(x.shape, dim, widest)))
     part: Tensor = _Cut.apply(x, dim, vocabulary)  # type: ignore[no-untyped-call]
+    whole = x.narrow(dim, 0, 1).expand(replaced(x.shape, dim, widest))
+    vocabulary.axis.expect("all_gather", OPERANDS, whole, part)
     return part
 
 

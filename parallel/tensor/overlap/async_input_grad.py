@@ -92,10 +92,11 @@ def share_input(x: Tensor, entrance: Entrance, layers: Iterable[nn.Module]) -> S
     if (again is None and not _is_worth_it(x, axis)) or not _can_travel(x, axis):
         return Shared(enter_region(x, entrance))
     late = [layer for layer in layers if has_own_weights(layer)]
-    if again is not None and late:
-        again.expect(x)
     if not late or axis.dry:
-        return Shared(enter_region(x, entrance))
+        copied = enter_region(x, entrance)
+        if again is not None and late:
+            again.expect(x, copied)
+        return Shared(copied)
     # the order of these three creations is the reverse of the order in backward: see the picture above
     sum_ = _Sum(entrance.passed)
     arriving: Tensor = _Arrive.apply(x, sum_)  # type: ignore[no-untyped-call]
@@ -183,9 +184,9 @@ class _Again:
         self._whole: Tensor | None = None
         self._users = 0
 
-    def expect(self, x: Tensor) -> None:
-        """Report the gather in a dry run."""
-        self._axis.expect("all_gather", COLUMN_INPUTS, x.expand(self._axis.size, *x.shape))
+    def expect(self, x: Tensor, whole: Tensor) -> None:
+        """Report the gather in a dry run, in the backward of ``whole``."""
+        self._axis.expect("all_gather", COLUMN_INPUTS, x.expand(self._axis.size, *x.shape), whole)
 
     def start(self, part: Tensor) -> None:
         """Called once for each use; the first one starts the gather."""

@@ -105,9 +105,9 @@ def gather_multiply(x: Tensor, weight: Tensor, bias: Tensor | None, pieced: Piec
     y, whole = _GatherMultiply.apply(x, weight, bias, pieced)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled():
         if x.requires_grad:
-            pieced.axis.expect("reduce_scatter", pieced.label, _whole_of(x, pieced.axis))
+            pieced.axis.expect("reduce_scatter", pieced.label, _whole_of(x, pieced.axis), y)
         if pieced.regather and weight.requires_grad:
-            pieced.axis.expect("all_gather", pieced.label, _whole_of(x, pieced.axis))
+            pieced.axis.expect("all_gather", pieced.label, _whole_of(x, pieced.axis), y)
     return y, whole
 
 
@@ -121,7 +121,7 @@ def multiply_scatter(x: Tensor, weight: Tensor, pieced: Pieced) -> Tensor:
     _check_pieces(split_parts(x, pieced.axis, x.ndim - 2)[0], pieced)
     y: Tensor = _MultiplyScatter.apply(x, weight, pieced)  # type: ignore[no-untyped-call]
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        pieced.axis.expect("all_gather", pieced.label, _whole_of(y, pieced.axis))
+        pieced.axis.expect("all_gather", pieced.label, _whole_of(y, pieced.axis), y)
     return y
 
 

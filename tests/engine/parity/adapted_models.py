@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.engine.parity.architectures import Architecture, face
-from tests.engine.parity.tensor_models import FOUR, GROUPED, HEADS
+from tests.engine.parity.tensor_models import FOUR, GROUPED, HEADS, UNSEEN
 
 RANK = 4
 LORA: Mapping[str, Any] = MappingProxyType(
@@ -45,7 +45,16 @@ ADAPTED: Mapping[str, Architecture] = MappingProxyType(
         "Mixtral with LoRA": adapted(FOUR["Mixtral" + HEADS], target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]),
     }
 )
-EXPERTS = adapted(FOUR["Mixtral" + HEADS])
+EXPERTS: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "Mixtral with LoRA of experts": adapted(FOUR["Mixtral" + HEADS]),
+        "Qwen3-MoE with LoRA of experts": adapted(
+            UNSEEN["Qwen3-MoE" + HEADS],
+            target_modules=["q_proj", "v_proj"],
+            target_parameters=["mlp.experts.down_proj", "mlp.experts.gate_up_proj"],
+        ),
+    }
+)
 """PEFT puts pairs beside the stacked matrices of experts too, and writes their products into them while it runs."""
 DORA: Mapping[str, Architecture] = MappingProxyType(
     {f"{name} with DoRA": adapted(_DECODERS[name], use_dora=True) for name in ("Llama", "Qwen2")}

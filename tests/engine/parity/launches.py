@@ -10,13 +10,15 @@ import engine
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
-from tests.engine.parity.adapted_models import ADAPTED, DORA, PROMPTS
+from tests.engine.parity.adapted_models import ADAPTED, DORA, EXPERTS, PROMPTS
 from tests.engine.parity.architectures import ALL, ROWS, Architecture, find
 from tests.engine.parity.tensor_models import FOUR, SHORT, UNSEEN
 from tests.kernels.interpreter import repair
 from tests.models import take_rows
 
-EVERY: Mapping[str, Architecture] = {**ALL, **FOUR, **UNSEEN, **SHORT, **ADAPTED, **DORA, **PROMPTS}
+EVERY: Mapping[str, Architecture] = {
+    **ALL, **FOUR, **UNSEEN, **SHORT, **ADAPTED, **EXPERTS, **DORA, **PROMPTS,
+}  # fmt: skip
 RunRanks = Callable[..., list[Any]]
 
 MICRO = 2

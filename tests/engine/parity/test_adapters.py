@@ -1,6 +1,7 @@
 """Adapters of PEFT and their frozen base, shared by tensor ranks: equal to one process, and each holds half."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,18 @@ import engine
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.verify import Parity, TrainingRecord, train_alone
-from tests.engine.parity.adapted_models import ADAPTED, DORA, PROMPTS, RANK, adapted
+from tests.engine.parity.adapted_models import ADAPTED, DORA, EXPERTS, PROMPTS, RANK, adapted
 from tests.engine.parity.architectures import Architecture
-from tests.engine.parity.launches import compare, settings
+from tests.engine.parity.launches import compare, differences, settings
 from tests.engine.parity.tensor_models import FOUR, HEADS
 from tests.models import take_rows
 
 RunRanks = Callable[..., list[Any]]
 STEPS = 2
+STACKS = "stacks of experts"
 CLIPPING = 1e-4
 """Of prompts, whose gradients are small."""
-MODELS: Mapping[str, Architecture] = {**ADAPTED, **DORA, **PROMPTS}
+MODELS: Mapping[str, Architecture] = {**ADAPTED, **EXPERTS, **DORA, **PROMPTS}
 BASE = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
 """Elements of the weights of a Llama's linear layers: two blocks with q and o, k and v, gate, up and down."""
 pytestmark = [
@@ -33,51 +35,68 @@ pytestmark = [
 
 
 def shares(model: nn.Module) -> dict[str, int]:
-    """Elements of the weights of base layers, and of the halves of the pairs beside them, on this rank; without
-    routers of experts, which every rank holds."""
-    found = {".base_layer.weight": 0, ".lora_A.": 0, ".lora_B.": 0}
+    """Elements of the weights of base layers, of stacks of experts, and of the halves of the pairs beside them, on this
+    rank; without routers of experts, which every rank holds."""
+    found = {".base_layer.weight": 0, STACKS: 0, ".lora_A.": 0, ".lora_B.": 0}
     for name, parameter in model.named_parameters():
         for part in found:
-            if part in name and ".mlp.gate." not in name:
+            if (parameter.ndim == 3 if part == STACKS else part in name) and ".mlp.gate." not in name:
                 found[part] += parameter.numel()
     return found
 
 
-def rank(name: str, config: Mapping[str, Any], folder: str, world: World) -> tuple[TrainingRecord, dict[str, int]]:
-    """Body of a rank: train, and save the adapters."""
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What came out on a rank."""
+
+    run: TrainingRecord
+    held: dict[str, int]
+    uncounted: tuple[str, ...]
+    how: frozenset[str]
+    """How groups of layers are shared."""
+
+
+def rank(name: str, config: Mapping[str, Any], folder: str, world: World) -> Rank:
+    """Body of a rank: train, save the adapters, and compare what was sent with the plan."""
     model = MODELS[name]
     batches = model.batches(config["train_batch_size"])[:STEPS]
     example = take_rows(batches[0], 0, config["train_micro_batch_size_per_gpu"])
     with engine.initialize(model.build, dict(config), example_batch=example, world=world) as eng:
-        reports = [eng.train_batch(batch) for batch in batches]
+        rows, first = eng.config.micro * eng.config.accumulation, eng.grid.coord().dp
+        mine = [take_rows(batch, first * rows, rows) for batch in batches]
+        reports, before = [eng.train_batch(mine[0])], eng.sent
+        reports += [eng.train_batch(batch) for batch in mine[1:]]
+        uncounted = differences(eng, before, len(batches) - 1)
         eng.save_pretrained(folder)
-        held = shares(eng.module)
-        record = TrainingRecord(
-            tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict()
-        )
-    return record, held
+        run = TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict())
+        reasons = eng.plan.tensor.reasons if eng.plan.tensor is not None else ()
+        return Rank(run, shares(eng.module), uncounted, frozenset(reason.how for reason in reasons))
 
 
-def trains_and_is_saved(name: str, folder: Path) -> tuple[list[dict[str, int]], dict[str, int]]:
-    """What each of two tensor ranks holds of a model, and the whole; it trains as in one process, and PEFT loads it."""
+def trains_and_is_saved(name: str, folder: Path, **changes: Any) -> tuple[list[dict[str, int]], dict[str, int]]:
+    """What each of two ranks holds of a model, and the whole; it trains as in one process, and PEFT loads it."""
     from peft import PeftModel
 
-    model, config = MODELS[name], settings(1, parallel={"tensor": 2}, train_batch_size=4)
+    parallel = changes.pop("parallel", {"tensor": 2})
+    model, config = MODELS[name], settings(1, parallel=parallel, train_batch_size=4, **changes)
     config["gradient_clipping"] = CLIPPING if name in PROMPTS else 0.05
     ranks = run_thread_ranks(2, lambda world: rank(name, config, str(folder), world))
     batches = model.batches(config["train_batch_size"])[:STEPS]
-    parity = Parity(ranks[0][0], train_alone(model.build, config | {"parallel": {"data": 1}}, batches))
+    alone = config | {"parallel": {"data": 1}, "zero_optimization": {"stage": 0}}
+    parity = Parity(ranks[0].run, train_alone(model.build, alone, batches))
     assert parity.holds() and min(parity.reference.norms) > config["gradient_clipping"], str(parity)
+    assert not any(found.uncounted for found in ranks), ranks[0].uncounted
     given: Any = model.build()
     whole = shares(given)
     base = given.get_base_model() if name in PROMPTS else given.unload()
     loaded: Any = PeftModel.from_pretrained(base, folder)
     trained: Any = model.build()
-    trained.load_state_dict(ranks[0][0].weights)
+    trained.load_state_dict(ranks[0].run.weights)
     with torch.no_grad():
         assert torch.equal(loaded.eval()(**batches[0]).logits, trained.eval()(**batches[0]).logits)
     assert {file.name for file in folder.iterdir()} == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    return [held for _, held in ranks], whole
+    assert name in PROMPTS or all(found.how <= {"local", "local+", "view"} for found in ranks)
+    return [found.held for found in ranks], whole
 
 
 def test_a_base_is_shared_with_its_adapters_and_peft_loads_what_was_saved(tmp_path: Path) -> None:
@@ -87,7 +106,27 @@ def test_a_base_is_shared_with_its_adapters_and_peft_loads_what_was_saved(tmp_pa
     first, second = 2 * RANK * (5 * 32 + 32 // 2 + 48 // 2), 2 * RANK * ((32 + 2 * 16 + 2 * 48) // 2 + 2 * 32)
     assert whole[".base_layer.weight"] == BASE
     for held in ranks:
-        assert held == {".base_layer.weight": BASE // 2, ".lora_A.": first, ".lora_B.": second}
+        assert held == {".base_layer.weight": BASE // 2, STACKS: 0, ".lora_A.": first, ".lora_B.": second}
+
+
+@pytest.mark.parametrize(
+    "name", [next(iter(EXPERTS)), *(pytest.param(n, marks=pytest.mark.long) for n in [*EXPERTS][1:])]
+)
+def test_experts_are_shared_with_the_pairs_that_peft_writes_into_them(name: str, tmp_path: Path) -> None:
+    ranks, whole = trains_and_is_saved(name, tmp_path / "adapters")
+    for held in ranks:
+        assert 2 * held[STACKS] == whole[STACKS] > 0
+        assert 2 * held[".base_layer.weight"] == whole[".base_layer.weight"]
+        assert held[".lora_A."] < whole[".lora_A."] and held[".lora_B."] < whole[".lora_B."]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "changes", [{"parallel": {"data": 2}, "zero_optimization": {"stage": 3}}, {"parallel": {"pipeline": 2}}], ids=str
+)
+def test_pairs_of_experts_are_saved_on_other_axes(changes: dict[str, Any], tmp_path: Path) -> None:
+    for number, name in enumerate(EXPERTS):
+        trains_and_is_saved(name, tmp_path / str(number), **changes)
 
 
 @pytest.mark.long
@@ -120,9 +159,29 @@ GRIDS: Mapping[str, dict[str, Any]] = {
 def test_every_family_trains_as_in_one_process(run_ranks: RunRanks, grid: str) -> None:
     changes = dict(GRIDS[grid])
     config = settings(changes["parallel"].get("pipeline", 1), **changes)
-    for name, result in compare(run_ranks, list(ADAPTED), config).items():
+    for name, result in compare(run_ranks, [*ADAPTED, *EXPERTS], config).items():
         assert not isinstance(result, str), f"{name}: {result}"
         assert not result.uncounted, f"{name}: {result.uncounted}"
+
+
+EXPERT_WAYS: Mapping[str, dict[str, Any]] = {
+    "recomputed": {"parallel": {"tensor": 2}, "activation_checkpointing": {"mode": "full"}},
+    "ZeRO 3, recomputed": {
+        "parallel": {"data": 2}, "zero_optimization": {"stage": 3}, "activation_checkpointing": {"mode": "full"},
+    },
+    "ZeRO 3 x pp2": {"parallel": {"data": 2, "pipeline": 2}, "zero_optimization": {"stage": 3}},
+    "zb-h1": {"parallel": {"pipeline": 2, "schedule": "zb-h1"}},
+    "tp4": {"parallel": {"tensor": 4}},
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", EXPERT_WAYS)
+def test_pairs_written_into_experts_run_in_other_ways(run_ranks: RunRanks, way: str) -> None:
+    changes = dict(EXPERT_WAYS[way])
+    config = settings(changes["parallel"].get("pipeline", 1), **changes)
+    for name, result in compare(run_ranks, [*EXPERTS], config).items():
+        assert not isinstance(result, str) and not result.uncounted, f"{name}: {result}"
 
 
 def held(name: str, world: World) -> tuple[dict[str, int], set[str]]:

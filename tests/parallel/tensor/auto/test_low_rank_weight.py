@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from engine.parallel.tensor.auto import low_rank_factors
 from engine.parallel.tensor.auto.low_rank_weight import (
@@ -71,6 +72,7 @@ PRODUCTS: dict[str, Callable[[Any], Tensor]] = {
     "a number of a weight": lambda w: w.square().sum() + (w * 2).amax(),
     "both factors in one dim": lambda w: w.reshape(-1) * noise(O * I),
     "a weight with itself": lambda w: w @ w.t(),
+    "with a product added": lambda w: functional.linear(noise(5, I), torch.addmm(w, noise(O, 2), noise(2, I))),
     "stacked": lambda w: functional.linear(noise(5, I), torch.cat([w, w[:2]])),
 }
 EXPERTS: dict[str, Callable[[Any], Tensor]] = {
@@ -84,7 +86,19 @@ EXPERTS: dict[str, Callable[[Any], Tensor]] = {
     "halves": lambda w: torch.bmm(noise(E, 5, O // 2), w[:, 1::2]),
     "for each of a batch": lambda w: noise(2, E, 5, I) @ w.mT.unsqueeze(0).expand(2, -1, -1, -1),
     "all numbers": lambda w: w.softmax(0),
+    "with products added": lambda w: noise(E, 5, I) @ summed(w).transpose(-2, -1),
+    "one with its product added": lambda w: functional.linear(noise(5, I), summed(w)[torch.tensor(1)]),
+    "with products added twice": lambda w: torch.bmm(noise(E, 5, O), summed(summed(w))),
+    "with all numbers of a product": lambda w: torch.bmm(noise(E, 5, O), w + noise(E, O, 2) @ noise(E, 2, I)),
 }
+
+
+SUMMED = ("with products added", "one with its product added", "with products added twice")
+
+
+def summed(w: Any) -> Any:
+    """The weight of each expert and the product of its adapter."""
+    return torch.baddbmm(w, noise(E, O, 2), noise(E, 2, I), alpha=0.5)
 
 
 @pytest.mark.parametrize("body", PRODUCTS.values(), ids=PRODUCTS)
@@ -98,13 +112,16 @@ def test_experts(body: Callable[[Any], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(E, O, I), (E, I, O)])
-def test_rows_of_groups(shape: tuple[int, ...]) -> None:
-    rows = torch.tensor([0, 0, 2, 2, 2])
+@pytest.mark.parametrize("rows", [[0, 0, 2, 2, 2], [2, 0, 1, 2, 0]])
+@pytest.mark.parametrize("added", [False, True])
+def test_rows_of_groups(shape: tuple[int, ...], rows: list[int], added: bool) -> None:
+    left, right = noise(E, shape[1], 2), noise(E, 2, shape[2])
 
     def body(w: Any) -> Tensor:
         x = noise(5, shape[1])
+        w = torch.baddbmm(w, left, right) if added else w
         if isinstance(w, LowRankWeight):
-            return w.factors.grouped(x, rows)
+            return w.factors.grouped(x, torch.tensor(rows))
         return torch.stack([one @ w[row] for one, row in zip(x, rows, strict=True)])
 
     compare(shape, body)
@@ -124,7 +141,8 @@ def test_products_make_no_dense_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, experts = weight_of(O, I), weight_of(E, O, I)
     for name in ("linear", "x @ w.t()", "addmm", "einsum", "split", "heads", "embedding", "rows"):
         PRODUCTS[name](weight)
-    for name in ("one expert", "bmm", "one of transposed ones", "chosen", "einsum"):
+    PRODUCTS["with a product added"](weight)
+    for name in ("one expert", "bmm", "one of transposed ones", "chosen", "einsum", *SUMMED):
         EXPERTS[name](experts)
 
 
@@ -156,6 +174,30 @@ def test_what_factors_cannot_answer_is_refused_and_remembered(read: Callable[[An
     with pytest.raises(WholeWeightError, match=r"^w is read"):
         read(weight)
     assert weight.refused == {"w"}
+
+
+def test_a_parametrization_reads_its_factors_and_leaves_it_as_it_was() -> None:
+    """As PEFT puts adapters on a stack of experts."""
+    layer = nn.Linear(I, O, bias=False)
+    given: Any = weight_of(O, I)
+    layer._parameters["weight"] = given
+    adapter = Added()
+    parametrize.register_parametrization(layer, "weight", adapter)
+    y, dense = layer(noise(5, I)), given.factors.full() + adapter.left @ adapter.right
+    parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+    torch.testing.assert_close(y, noise(5, I) @ dense.t())
+    assert not given.refused and layer._parameters["weight"] is given
+
+
+class Added(nn.Module):
+    """An adapter of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = noise(O, 2), noise(2, I)
+
+    def forward(self, weight: Any) -> Any:
+        return torch.addmm(weight, self.left, self.right)
 
 
 def test_it_is_a_parameter_of_its_shape() -> None:

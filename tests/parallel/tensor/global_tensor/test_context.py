@@ -118,7 +118,7 @@ def test_a_dry_run_tells_all_collectives_and_makes_none() -> None:
     def body(axis: TensorAxis) -> list[Expected]:
         seen: list[Expected] = []
         views = global_context(axis, sequence=True)
-        axis.listener = seen.append
+        axis.listener = lambda what, _: seen.append(what)
         index = Index.even_blocks(8, 2)
         with axis.dry_run():
             x = GlobalTensor(

@@ -9,7 +9,7 @@ from engine.parallel.tensor.tp_axis import DryAxis
 
 
 def test_pow_without_gradients() -> None:
-    views = global_context(DryAxis(2, lambda _: None), True)
+    views = global_context(DryAxis(2, lambda *_: None), True)
     x = enter_stream(views, torch.arange(64.0).view(2, 4, 8))
     assert isinstance(x, GlobalTensor)
     cubed = torch.pow(x, 3.0)

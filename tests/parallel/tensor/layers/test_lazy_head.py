@@ -471,7 +471,7 @@ def test_losses_of_a_cut_head_are_those_of_a_whole_one(name: str) -> None:
 
 def test_a_dry_axis_is_told_what_a_cut_head_sends_as_before() -> None:
     told: list[Any] = []
-    axis = DryAxis(2, told.append)
+    axis = DryAxis(2, lambda what, _: told.append(what))
     model = nn.Sequential(head())
     apply_plan(model, find_tensor_plan(model, {"0": "vocabulary"}, 2), axis, ForwardPatches())
     x, _ = given()
