@@ -58,6 +58,7 @@ from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import keep_in_fp32
 from engine.program.batch import Batch
+from engine.program.expert_load import ExpertCounter
 from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.runtime import RankRuntime
 from engine.step.trace_cache import TraceCache
@@ -181,7 +182,20 @@ def assemble_rank(
         on_host=on_host,
         integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
         away=_away(model, (buckets, frozen), optimizer, (reducer, encoder), gatherer, device),
+        experts=_expert_counter(model, plan, comm.grid, device, patches),
     )
+
+
+def _expert_counter(
+    model: nn.Module, plan: Plan, grid: Grid, device: torch.device, patches: ForwardPatches
+) -> ExpertCounter | None:
+    """What counts the rows of experts; tensor ranks route the same rows, and the first of them counts."""
+    if not plan.experts:
+        return None
+    counter = ExpertCounter(plan.experts, device)
+    if grid.coord().tp == 0:
+        counter.install(model, patches)
+    return counter
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

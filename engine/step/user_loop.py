@@ -83,6 +83,8 @@ class UserLoop:
         """The backward before was taken for the last one of the step."""
         self._running = False
         """A backward runs."""
+        self._counted: Tensor | None = None
+        """Rows of experts in the forwards of this step; None: no forward yet, or they are not counted."""
         self._announced: Tensor | None = None
         """The loss of the backward that begins, if ``scale`` has seen it."""
         self._unscaled = False
@@ -106,8 +108,10 @@ class UserLoop:
         if training:  # an evaluation must not change what training draws
             self._forwards += 1
             self._fresh, self._forwarded = True, given
+            if self._counted is None:
+                self._counted = runtime.uncounted()
         check_batch([(args, kwargs)], None, runtime.comm, runtime.program.device)
-        with runtime.forward(*key):
+        with runtime.forward(*key), runtime.counting(self._counted if training else None):
             return runtime.own(runtime.first_use.watch((args, kwargs), lambda: runtime.program.call(*args, **kwargs)))
 
     def backward(
@@ -262,6 +266,8 @@ class UserLoop:
                 )
             started, self._started = self._started, None
             self._step = self._runner.begin(started)
+            if self._counted is not None:
+                self._step.experts = self._counted
         return self._step
 
     def _due(self, step: StepState) -> bool:
@@ -345,13 +351,15 @@ class UserLoop:
     def _forget(self) -> None:
         """Forget the unfinished step itself, and the forwards that no backward has followed."""
         self._forget_gradients()
-        self._started = None
+        self._started = self._counted = None
         self._fresh = self._updated = False
         self._forwards = 0
 
     def _forget_gradients(self) -> None:
         self._runtime.gradient_guard.lift()
         self._step = None
+        if not self._fresh:  # a forward whose backward is still to come is one of the next step
+            self._counted = None
         self._unscaled = self._was_last = False
         self._backwards = self._losses = 0
 
