@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from engine.errors import EngineError
 from engine.launch.run_report.charts import Curve, chart
-from engine.launch.run_report.expert_load import expert_charts
+from engine.launch.run_report.expert_charts import expert_charts
 from engine.launch.run_report.merged_trace import RankTrace, perfetto, read_traces
 from engine.launch.run_report.recorded_run import RecordedRun, read_run
 from engine.launch.run_report.style import STYLE

@@ -152,7 +152,7 @@ def failure(loss_fn: Callable[..., Any], **monitor: Any) -> str:
         (
             {"a": torch.tensor(1j)},
             ["a"],
-            'the metric "a" that loss_fn returned is a complex64 tensor of shape (); give',
+            'the metric "a" that loss_fn returned is a complex64 tensor of shape ()',
         ),
     ],
 )
