@@ -1,9 +1,11 @@
 """How many rows each expert of a mixture of experts is given: where experts are, and who counts.
 
-A router sends each row to some of the experts of its layer. Two forms are found, by no class's name:
+A router sends each row to some of the experts of its layer. Two forms are found, of any class:
 
 stack   a module that owns matrices [experts, ., .] and is called with (rows, numbers of experts, ...)
 list    a ModuleList or ModuleDict named "...expert...", whose members are called with their own rows
+
+Attention may own matrices [width, heads, .] too; a stack has one of ``WORDS`` in its name or those of its arguments.
 """
 
 import inspect
@@ -21,6 +23,7 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 
 logger = logging.getLogger("trine")
 _NOTE = "has the rows of its experts counted (monitor.expert_load)"
+WORDS = ("expert", "router", "index", "indices", "numbers", "sizes", "counts")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
@@ -44,7 +47,7 @@ def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
     if not found:
         raise ConfigError(
             "monitor.expert_load = true, but the model has no experts: neither a module with matrices [experts, ., .] "
-            "that is called with the numbers of experts, nor a ModuleList named experts; leave it out."
+            "that is called with numbers of experts, nor a ModuleList named experts; leave it out."
         )
     return found
 
@@ -54,7 +57,9 @@ def _held_by(name: str, module: nn.Module) -> int:
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         alike = len({type(child) for child in module.children()}) == 1 and len(module) > 1
         return len(module) if alike and "expert" in name.rpartition(".")[2].lower() else 0
-    if type(module).__module__.startswith("torch.nn.") or len(inspect.signature(module.forward).parameters) < 2:
+    names = [*inspect.signature(module.forward).parameters]
+    named = any(word in text.lower() for word in WORDS for text in (name, type(module).__name__, *names[1:]))
+    if type(module).__module__.startswith("torch.nn.") or len(names) < 2 or not named:
         return 0
     sizes = {weight.shape[0] for weight in module.parameters(recurse=False) if weight.dim() == 3}
     return sizes.pop() if len(sizes) == 1 and min(sizes) > 1 else 0

@@ -149,18 +149,30 @@ class Grouped(nn.Module):
         return torch.cat([part @ weight for part, weight in zip(x.split(sizes.tolist()), self.weight, strict=True)])
 
 
+class Heads(nn.Module):
+    """Matrices [width, heads, head dim], as XLNet's attention has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.ones(4, 2, 2))
+
+    def forward(self, h: Tensor, memory: Tensor) -> Tensor:
+        return h + memory * self.q.mean()
+
+
 class Sorted(nn.Module):
     """The same router before grouped products."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bilinear = nn.Bilinear(4, 4, 4)  # no experts, though its weight has three dims
+        self.heads = Heads()
         self.products = Grouped()
 
     def forward(self, x: Tensor) -> Tensor:
         order = (x[:, 0] <= 0).long().argsort()
         positive = (x[:, 0] > 0).sum()
-        return self.products(self.bilinear(x, x)[order], torch.stack([positive, len(x) - positive]))
+        return self.products(self.heads(self.bilinear(x, x), x)[order], torch.stack([positive, len(x) - positive]))
 
 
 @pytest.mark.parametrize(("build", "name"), [(Chosen, "experts"), (Sorted, "products")])
