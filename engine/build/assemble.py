@@ -148,6 +148,7 @@ def assemble_rank(
     _fuse(model, plan, comm, device, request, axis)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     _keep_out(model, plan, patches)
+    experts = _expert_counter(model, plan, comm.grid, device, patches)
     on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
     return RankRuntime(
@@ -182,7 +183,7 @@ def assemble_rank(
         on_host=on_host,
         integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
         away=_away(model, (buckets, frozen), optimizer, (reducer, encoder), gatherer, device),
-        experts=_expert_counter(model, plan, comm.grid, device, patches),
+        experts=experts,
     )
 
 

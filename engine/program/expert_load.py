@@ -81,15 +81,15 @@ class ExpertCounter:
         return torch.zeros(sum(stack.experts for stack in self._stacks), dtype=torch.float64, device=self._device)
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:
-        """Look at the calls of the experts of ``model``."""
+        """Look at the calls of the experts of ``model``, before anything is put around them that may run them twice."""
         start = 0
         for stack in self._stacks:
             module = model.get_submodule(stack.name)
             if isinstance(module, nn.ModuleList | nn.ModuleDict):
                 for place, expert in enumerate(module.children(), start):
-                    self._hook(expert, partial(self._see_expert, place), patches)
+                    self._watch(expert, partial(self._see_expert, place), patches)
             else:
-                self._hook(module, partial(self._see_stack, stack, start), patches)
+                self._watch(module, partial(self._see_stack, stack, start), patches)
             start += stack.experts
 
     @contextmanager
@@ -102,13 +102,16 @@ class ExpertCounter:
             self._into = before
 
     @staticmethod
-    def _hook(module: nn.Module, see: Callable[[Any, Any], None], patches: ForwardPatches) -> None:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            see(args, kwargs)
+    def _watch(module: nn.Module, see: Callable[[Any, Any], None], patches: ForwardPatches) -> None:
+        """Count where the module runs; a hook would also be called where another pipeline stage runs it."""
+        own: Callable[..., Any] = module.forward
+        look = torch.compiler.disable(see)  # type: ignore[no-untyped-call]
 
-        handle = module.register_forward_pre_hook(look, with_kwargs=True)
-        patches.hook(module, PatchLayer.PARAMETERS, handle, _NOTE)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            look(args, kwargs)
+            return own(*args, **kwargs)
+
+        patches.wrap_forward(module, PatchLayer.COUNT, forward, _NOTE)
 
     def _see_expert(self, place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         rows = _first_rows((*args, *kwargs.values()))

@@ -69,8 +69,8 @@ def same_losses(given: list[tuple[float, float]], expected: list[tuple[float, fl
 @pytest.mark.parametrize(
     ("grid", "options", "lengths"),
     [
-        ((2, 1, 1), {"shuffle": True}, True),
-        wide((2, 1, 1), {"shuffle": True, "workers": 2}, True),
+        ((2, 1, 1), {"shuffle": True, "workers": 2}, True),
+        wide((2, 1, 1), {"shuffle": True}, True),
         wide((4, 1, 1), {"shuffle": True}, True),
         wide((4, 1, 1), {"shuffle": True, "workers": 1}, True),
         wide((2, 1, 1), {"workers": 1}, False),
