@@ -190,12 +190,11 @@ def assemble_rank(
 def _expert_counter(
     model: nn.Module, plan: Plan, grid: Grid, device: torch.device, patches: ForwardPatches
 ) -> ExpertCounter | None:
-    """What counts the rows of experts; tensor ranks route the same rows, and the first of them counts."""
+    """What counts the rows of experts; None: they are not counted."""
     if not plan.experts:
         return None
-    counter = ExpertCounter(plan.experts, device)
-    if grid.coord().tp == 0:
-        counter.install(model, patches)
+    counter = ExpertCounter(plan.experts, device, grid.coord().tp)
+    counter.install(model, patches)
     return counter
 
 

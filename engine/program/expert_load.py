@@ -13,13 +13,17 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from engine.errors import ConfigError
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
 
 logger = logging.getLogger("trine")
 _NOTE = "has the rows of its experts counted (monitor.expert_load)"
@@ -68,11 +72,12 @@ def _held_by(name: str, module: nn.Module) -> int:
 class ExpertCounter:
     """Counts on this rank while ``counting`` is open; a forward that is repeated in backward counts once.
 
-    Tensor ranks route the same rows, so the first one counts; the sum over the world is then that over all rows.
+    Tensor ranks route the same rows, or parts of one sequence: each row counts on the first rank that holds it, so the
+    sum over the world is that over all rows. ``rank``: the index of this one on the axis tp.
     """
 
-    def __init__(self, stacks: Sequence[ExpertStack], device: torch.device) -> None:
-        self._stacks, self._device = stacks, device
+    def __init__(self, stacks: Sequence[ExpertStack], device: torch.device, rank: int = 0) -> None:
+        self._stacks, self._device, self._rank = stacks, device, rank
         self._into: Tensor | None = None
         self._told: set[str] = set()
 
@@ -116,15 +121,17 @@ class ExpertCounter:
     def _see_expert(self, place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         rows = _first_rows((*args, *kwargs.values()))
         if self._into is not None and rows is not None:
-            self._into[place] += rows
+            with torch._C.DisableTorchFunction():  # hidden from what watches the forward
+                self._into[place] += int(self._own(rows, rows.ndim - 1).sum())
 
     def _see_stack(self, stack: ExpertStack, start: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._into is None:
             return
-        counts = _rows_by_expert((*args, *kwargs.values()), stack.experts, self._device)
-        if counts is not None:
-            self._into[start : start + stack.experts] += counts
-        elif stack.name not in self._told:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            counts = self._by_expert((*args, *kwargs.values()), stack.experts)
+            if counts is not None:
+                self._into[start : start + stack.experts] += counts
+        if counts is None and stack.name not in self._told:
             self._told.add(stack.name)
             logger.warning(
                 "%s holds %d experts and was called without their numbers, an integer tensor beside the rows; its "
@@ -133,29 +140,42 @@ class ExpertCounter:
                 stack.experts,
             )
 
+    def _by_expert(self, values: Sequence[Any], experts: int) -> Tensor | None:
+        """Rows of each expert that count here, fp64 [experts], of the arguments of a stack. The host does not wait.
 
-def _first_rows(values: Sequence[Any]) -> int | None:
-    """Rows of the first floating tensor, [..., width]."""
-    rows = next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
-    return None if rows is None else rows.numel() // max(1, rows.shape[-1])
+        Numbers of experts, of any shape, name one expert each; those outside of 0 to experts - 1 stand for none. One
+        integer for each expert, where there are not just as many rows, says how many rows it has.
+        """
+        for value in values:
+            if isinstance(value, list | tuple) and len(value) == experts and all(type(count) is int for count in value):
+                return torch.tensor(value, dtype=torch.float64, device=self._device) * (self._rank == 0)
+        chosen = next((value for value in values if isinstance(value, Tensor) and value.dtype in _INTEGERS), None)
+        if chosen is None:
+            return None
+        rows, own = _first_rows(values), self._own(chosen, chosen.ndim)
+        held = chosen.local if isinstance(chosen, GlobalTensor) else chosen
+        if not own.any():
+            return torch.zeros(experts, dtype=torch.float64, device=held.device)
+        if tuple(chosen.shape) == (experts,) and (rows is None or prod(rows.shape[:-1]) != experts):
+            return held.double()
+        numbers = held.long()
+        if not own.all():
+            numbers = numbers.where(torch.from_numpy(own).to(held.device), experts)
+        numbers = numbers.where((numbers >= 0) & (numbers < experts), experts).flatten()
+        counts = torch.zeros(experts + 1, dtype=torch.float64, device=numbers.device)
+        return counts.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))[:experts]
+
+    def _own(self, given: Tensor, dims: int) -> NDArray[np.bool_]:
+        """Which elements of the first ``dims`` dims count on this tensor rank: those that no rank before it holds."""
+        if not isinstance(given, GlobalTensor):
+            return np.full(tuple(given.shape[:dims]), self._rank == 0)
+        holders = np.full(tuple(given.local.shape[:dims]), -1, dtype=np.int64)  # bits of all ranks
+        for dim, index in enumerate(given.sets[:dims]):
+            if index is not None:
+                holders &= index.holders[index.ranks[self._rank]].reshape([-1 if n == dim else 1 for n in range(dims)])
+        return np.asarray((holders & -holders) == 1 << self._rank)
 
 
-@torch.no_grad()
-def _rows_by_expert(values: Sequence[Any], experts: int, device: torch.device) -> Tensor | None:
-    """Rows of each expert, fp64 [experts], of the arguments of a stack. The host does not wait.
-
-    Numbers of experts, of any shape, name one expert each; those outside of 0 to experts - 1 stand for none. One
-    integer for each expert, where there are not just as many rows, says how many rows it has.
-    """
-    for value in values:
-        if isinstance(value, list | tuple) and len(value) == experts and all(type(count) is int for count in value):
-            return torch.tensor(value, dtype=torch.float64, device=device)
-    chosen = next((value for value in values if isinstance(value, Tensor) and value.dtype in _INTEGERS), None)
-    if chosen is None:
-        return None
-    if chosen.shape == (experts,) and _first_rows(values) != experts:
-        return chosen.double()
-    numbers = chosen.flatten().long()
-    numbers = numbers.where((numbers >= 0) & (numbers < experts), experts)
-    counts = torch.zeros(experts + 1, dtype=torch.float64, device=numbers.device)
-    return counts.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))[:experts]
+def _first_rows(values: Sequence[Any]) -> Tensor | None:
+    """The first floating tensor, [..., width]."""
+    return next((v for v in values if isinstance(v, Tensor) and v.dtype.is_floating_point and v.ndim), None)

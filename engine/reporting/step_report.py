@@ -77,7 +77,7 @@ class StepReport:
         values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
         metrics = {name: _finite(value) for name, value in values.pop("metrics").items()}
         load = {name: list(rows) for name, rows in values.pop("expert_load").items()}
-        further = {"metrics": metrics} if metrics else {}
+        further: dict[str, Any] = {"metrics": metrics} if metrics else {}
         if load:
             further |= {"expert_imbalance": self.expert_imbalance, "expert_load": load}
         return {name: _finite(value) for name, value in values.items()} | further

@@ -10,7 +10,7 @@ from typing import Final
 from engine.launch.run_report.charts import WIDTH, figure, nice_ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 6, 4, 22
-_LOWEST, _HIGHEST, _ROW = 120, 400, 3.0
+_LOWEST, _HIGHEST, _ROW = 164, 400, 3.0
 """Heights of the cells together, and the height of a row where there are many."""
 BOUNDS: Final = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
 """Shares of the mean at which the colour changes; the middle one is even."""

@@ -56,6 +56,7 @@ vertical-align:-1px;background:var(--k5)}
 .key.m2::before{background:var(--k0);opacity:.3}.key.m3::before{background:var(--track)}
 .key.m4::before{background:var(--k1);opacity:.35}.key.m5::before{background:var(--k1);opacity:.7}
 .key.m6::before{background:var(--k1)}
+.charts+.keys{margin-top:12px}
 .panel{padding:14px 18px;overflow:auto}
 .panel+.panel,.charts+.panel,.panel+.charts{margin-top:14px}
 .tall{max-height:460px}

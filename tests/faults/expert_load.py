@@ -18,8 +18,8 @@ EXPERT_LOAD = (
         name="dropped-rows-go-to-the-last-expert",
         about="Rows that the router gives to no expert count for the last one.",
         file=COUNTER,
-        old="numbers = numbers.where((numbers >= 0) & (numbers < experts), experts)",
-        new="numbers = numbers.clamp(0, experts - 1)",
+        old="numbers = numbers.where((numbers >= 0) & (numbers < experts), experts).flatten()",
+        new="numbers = numbers.clamp(0, experts - 1).flatten()",
         tests=(f"{TEST}::test_numbers_of_no_expert_count_for_none",),
     ),
     Fault(

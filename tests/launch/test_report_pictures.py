@@ -48,12 +48,13 @@ def trained(folder: Path) -> None:
 
 
 def routed(folder: Path) -> None:
-    """A run of a small mixture of experts without a loss that balances it, on one rank."""
+    """A run of a small mixture of experts with a weak loss that balances it, on one rank."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes: dict[str, Any] = dict(
         vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, num_local_experts=16, num_experts_per_tok=2,
+        output_router_logits=True, router_aux_loss_coef=0.02,
     )  # fmt: skip
     settings = {
         "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},

@@ -90,7 +90,7 @@ def rows_of(microbatch: dict[str, Any]) -> list[list[int]]:
 
 def drawn(rng: np.random.Generator, kinds: Sequence[Kind]) -> Run:
     """A run over a random dataset."""
-    kind = kinds[rng.integers(len(kinds))]
+    kind = kinds[int(rng.integers(len(kinds)))]
     options: LoaderOptions = {"shuffle": bool(rng.integers(2)) and kind.mapped}
     if not kind.texts:
         size = int(rng.integers(1, 40))

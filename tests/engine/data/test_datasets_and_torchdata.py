@@ -14,7 +14,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import engine
 from engine.data import Packing, StepLoader, loader
-from engine.data.settings import LoaderOptions
 from engine.errors import EngineError
 from engine.models.decoder import loss_sum
 from tests import models
@@ -22,6 +21,7 @@ from tests.engine.data.histories import Kind, check
 from tests.engine.data.loaders import Texts, loaders, made_for, step_of
 from tests.selection import wide
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
 RunRanks = Callable[..., list[Any]]
 AT_ONCE = 100
 
@@ -171,19 +171,19 @@ def within_vocabulary(row: dict[str, list[int]]) -> dict[str, list[int]]:
     return {"input_ids": [token % models.VOCABULARY for token in row["input_ids"]]}
 
 
-def data_of(eng: engine.Engine, options: LoaderOptions) -> StepLoader:
+def data_of(eng: engine.Engine) -> StepLoader:
     lengths = [9, 30, 2, 14, 1, 25, 40, 3, 17, 8, 33, 12, 21]
     made = texts(lengths, None).map(
         lambda row: {"input_ids": [token % models.VOCABULARY for token in row["input_ids"]]}
     )
     packing = Packing(length=12, labels="shifted")
-    return loader(made.to_iterable_dataset(2).with_format("torch"), eng, pack=packing, **options)
+    return loader(made.to_iterable_dataset(2).with_format("torch"), eng, pack=packing, workers=1)
 
 
 def train_on(config: dict[str, Any], folder: Path, steps: int) -> list[float]:
     """Body of a rank: go on from the folder for some steps, and save."""
     with engine.initialize(models.decoder(), config, loss_sum) as eng:
-        data = data_of(eng, {"workers": 1})
+        data = data_of(eng)
         eng.register_for_checkpointing(data=data)
         eng.load_checkpoint(folder, missing_ok=True)
         losses = [eng.train_batch(data).loss for _ in range(steps)]
