@@ -29,6 +29,7 @@ from engine.optim.built_in import built_in_optimizer
 from engine.optim.given_optimizer import show_inner
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
+from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
@@ -147,9 +148,7 @@ def assemble_rank(
     reducer = _reducer(model, plan, comm, optimizer.copies, own_backward, kernels)
     _fuse(model, plan, comm, device, request, axis)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
-    _keep_out(model, plan, patches)
-    experts = _expert_counter(model, plan, comm.grid, device, patches)
-    on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
+    experts, on_host = _within_gathers(model, plan, comm.grid, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
     return RankRuntime(
         plan=plan,
@@ -185,6 +184,15 @@ def assemble_rank(
         away=_away(model, (buckets, frozen), optimizer, (reducer, encoder), gatherer, device),
         experts=experts,
     )
+
+
+def _within_gathers(
+    model: nn.Module, plan: Plan, grid: Grid, axis: TensorAxis, device: torch.device, patches: ForwardPatches
+) -> tuple[ExpertCounter | None, HostActivations]:
+    """Put around forwards what runs while parameters are gathered, from inside to outside; recomputation is last."""
+    _keep_out(model, plan, patches)
+    counter = _expert_counter(model, plan, grid, device, patches)
+    return counter, recompute_blocks(model, plan.config.activation_checkpointing, patches, axis, device)
 
 
 def _expert_counter(

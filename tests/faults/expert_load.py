@@ -23,6 +23,14 @@ EXPERT_LOAD = (
         tests=(f"{TEST}::test_numbers_of_no_expert_count_for_none",),
     ),
     Fault(
+        name="tensor-ranks-count-again",
+        about="Every tensor rank counts the rows that all of them route.",
+        file=COUNTER,
+        old="return np.full(tuple(given.shape[:dims]), self._rank == 0)",
+        new="return np.full(tuple(given.shape[:dims]), True)",
+        tests=(f"{TEST}::test_every_grid_counts_the_rows_of_one_process",),
+    ),
+    Fault(
         name="experts-not-planned",
         about="The plan leaves out the counts of experts that travel in the control sum.",
         file="engine/planning/plan.py",

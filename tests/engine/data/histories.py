@@ -7,13 +7,14 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from engine.data import Packing, StepLoader
+from engine.data import Packing, StepLoader, loader
 from engine.data.settings import LoaderOptions
-from tests.engine.data.loaders import MeasuredTexts, Numbers, Stream, Texts, TextStream, loaders
+from tests.engine.data.loaders import MeasuredTexts, Numbers, Stream, Texts, TextStream, loaders, made_for
 
 PAD = -1
 
@@ -45,7 +46,8 @@ KINDS = (
 class Run:
     """A run as its checkpoints know it."""
 
-    dataset: Any
+    make: Callable[[], Any]
+    """Its dataset; each rank has its own, as processes have. Hugging Face's streams share the number of their epoch."""
     options: LoaderOptions
     size: int
     """Numbers of an epoch: samples, or with packing tokens."""
@@ -62,7 +64,8 @@ class Run:
         self.replayed += len(self.since)
         self.since = []
         self.grids.add((dp, micro, accumulation, workers))
-        ranks = loaders(self.dataset, dp, micro, accumulation, {**self.options, "workers": workers})
+        options: LoaderOptions = {**self.options, "workers": workers}
+        ranks = [loader(self.make(), eng, **options) for eng in made_for(dp, micro, accumulation)]
         for rank in ranks if self.saved else ():
             rank.load_state_dict(json.loads(self.saved))
         return ranks
@@ -94,11 +97,11 @@ def drawn(rng: np.random.Generator, kinds: Sequence[Kind]) -> Run:
     options: LoaderOptions = {"shuffle": bool(rng.integers(2)) and kind.mapped}
     if not kind.texts:
         size = int(rng.integers(1, 40))
-        return Run(kind.make(size), options, size, kind.ordered)
+        return Run(partial(kind.make, size), options, size, kind.ordered)
     lengths = rng.integers(0, 12, size=int(rng.integers(1, 10))).tolist()
     lengths[0] += 1
     options["pack"] = Packing(length=int(rng.integers(2, 8)), pad_token=PAD)
-    return Run(kind.make(lengths), options, sum(lengths), kind.ordered)
+    return Run(partial(kind.make, lengths), options, sum(lengths), kind.ordered)
 
 
 def live(rng: np.random.Generator, processes: bool, kinds: Sequence[Kind]) -> Run:
@@ -135,7 +138,7 @@ def wrong(run: Run) -> list[str]:
 
 def uninterrupted(run: Run, rows: int) -> list[list[int]]:
     """The same many rows on one rank, one row a step, never stopped."""
-    (alone,) = loaders(run.dataset, 1, 1, 1, run.options)
+    (alone,) = loaders(run.make(), 1, 1, 1, run.options)
     return [row for _ in range(rows) for row in rows_of(next(alone))]
 
 

@@ -24,4 +24,4 @@ def test_worker_processes_change_nothing(first: int) -> None:
 def test_the_check_sees_a_repeated_and_a_skipped_sample() -> None:
     stream = [[number] for number in (3, 1, 0, 2, 2, 1, 3, 0)]
     for counted, sound in ((stream, True), (stream[:2] + stream[1:], False), (stream[:2] + stream[3:], False)):
-        assert (not wrong(Run(None, {}, 4, counted=counted))) == sound
+        assert (not wrong(Run(list, {}, 4, counted=counted))) == sound
