@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,10 @@ import engine
 from engine.errors import ConfigError
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
-from engine.program.expert_load import find_experts
+from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+from engine.parallel.tensor.global_tensor.index_sets import Index
+from engine.program.expert_load import ExpertCounter, ExpertStack, find_experts
 from engine.reporting.step_report import StepReport
 from tests import models
 from tests.recorded_runs import moe
@@ -177,6 +182,22 @@ class Sorted(nn.Module):
             self.heads(self.bilinear(x, x), x)[order], torch.stack([positive, len(x) - positive])
         )
         return out
+
+
+def test_a_row_that_tensor_ranks_share_counts_on_the_first_of_them() -> None:
+    """Four rows over two ranks in blocks, and with a row on both."""
+    chosen = torch.tensor([[0, 1], [1, 2], [2, 2], [0, 2]])
+    for held in ([[0, 1], [2, 3]], [[0, 1, 2], [2, 3]], [[0, 3], [1, 2]]):
+        index = Index([np.array(rows) for rows in held], 4)
+        found = torch.zeros(3, dtype=torch.float64)
+        for rank, rows in enumerate(held):
+            counter = ExpertCounter([ExpertStack("stack", 3)], torch.device("cpu"), rank)
+            model = Router(None)
+            counter.install(model, ForwardPatches())
+            cut = GlobalTensor(chosen[rows], (4, 2), (index, None), Mock())
+            with counter.counting(found):
+                model.stack(torch.ones(4, 4), cut)
+        assert found.tolist() == [2, 2, 4]
 
 
 @pytest.mark.parametrize(("build", "name"), [(Chosen, "experts"), (Sorted, "products")])
