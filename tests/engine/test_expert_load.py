@@ -86,7 +86,7 @@ FULL = {"activation_checkpointing": {"mode": "full"}}
     [
         (2, {"parallel": {"data": 2}, **STAGE3, **FULL}),
         (2, {"parallel": {"pipeline": 2}}),
-        wide(2, {"parallel": {"tensor": 2}}),
+        (2, {"parallel": {"tensor": 2}}),
         wide(4, {"parallel": {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, **FULL}),
         wide(2, {"parallel": {"data": 2}, "integrity": {"every": 1, "rerun": True}}),
         wide(8, {"parallel": {"data": 2, "tensor": 2, "pipeline": 2}}),
