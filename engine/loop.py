@@ -25,7 +25,10 @@ from engine.step.user_loop import LoopControl, UserLoop
 
 
 class TrainingLoop(ABC):
-    """The calls of the engine for a loop of the user's own; a pipeline, whose stages run one schedule, refuses them."""
+    """The calls of the engine for a loop of the user's own.
+
+    A pipeline, whose stages run one schedule, refuses them, unless ``open_pipeline`` was called.
+    """
 
     _config: Config
     _resources: EngineResources
@@ -43,11 +46,26 @@ class TrainingLoop(ABC):
     def _report(self, finished: FinishedStep) -> StepReport:
         """Report a step that is over."""
 
+    def open_pipeline(self, rows: int | None = None) -> None:
+        """From now on ``eng(batch)`` runs all stages of a pipeline and gives its output to every rank. Collective.
+
+        A loop may then compute the loss itself and call ``backward(loss)``. Each forward waits for its backward, so all
+        its activations are live, as in GPipe, and each of p stages idles for (p-1)/(m+p-1) of the time of a forward in
+        m parts. Outputs go from the last stage to the p-1 others, label "outputs"; ``plan`` counts a ``train_batch``,
+        which sends none.
+
+        Args:
+            rows: a batch goes through the stages in parts of so many rows, whose outputs are joined; None: as one.
+        """
+        self._resources.refuse_closed("open_pipeline")
+        self._control.piped, self._control.rows = True, rows
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them.
 
         Raises:
-            EngineError: there is a pipeline, whose stages do not have the output.
+            EngineError: there is a pipeline, whose stages do not have the output; with ``open_pipeline``, an argument
+                that requires a gradient, or parts whose outputs are no rows.
         """
         self._refuse_pipeline("eng(batch)")
         self.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
@@ -85,8 +103,13 @@ class TrainingLoop(ABC):
         """The 0-dim loss times the loss scale of fp16 (else 1), for a backward of your own: ``scale(loss).backward()``.
 
         Raises:
-            EngineError: the loss is not a scalar, or depends on no parameter; a pipeline.
+            EngineError: the loss is not a scalar, or depends on no parameter; a pipeline, also after ``open_pipeline``.
         """
+        if self._config.pp > 1 and self._control.piped:
+            raise EngineError(
+                f"scale(loss) with parallel.pipeline {self._config.pp}: a backward of your own ends at the outputs, "
+                "and the stages behind them have to run back; call eng.backward(loss)."
+            )
         return self._looped("scale(loss)").scale(loss)
 
     def clip_gradients(self, max_norm: float) -> float:
@@ -154,8 +177,9 @@ class TrainingLoop(ABC):
 
     def _refuse_pipeline(self, call: str) -> None:
         self._resources.refuse_closed(call)
-        if self._config.pp > 1:
+        if self._config.pp > 1 and not self._control.piped:
             raise EngineError(
                 f"{call} with parallel.pipeline {self._config.pp}: forwards and backwards of all stages are one "
-                "schedule, and no stage alone has the output; call train_batch(batch) or eval_batch(batch)."
+                "schedule, and no stage alone has the output; call train_batch(batch) or eval_batch(batch), or, for a "
+                "loop of your own, eng.open_pipeline() before."
             )

@@ -17,9 +17,14 @@ GRIDS: Mapping[str, tuple[int, int, Mapping[str, Any] | None]] = {
     "dp2": (2, 2, {}),
     "zero3": (2, 2, {"zero_optimization": {"stage": 3}}),
     "dp2 x tp2": (4, 2, {"parallel": {"tensor": 2}, "zero_optimization": {"stage": 1}}),
+    "pp2": (2, 4, {"parallel": {"pipeline": 2}}),
+    "pp2 in parts": (2, 4, {"parallel": {"pipeline": 2}, "train_micro_batch_size_per_gpu": 2}),
+    "tp2 x pp2": (4, 4, {"parallel": {"tensor": 2, "pipeline": 2}}),
+    "dp2 x pp2": (4, 2, {"parallel": {"pipeline": 2}, "zero_optimization": {"stage": 1}}),
+    "dp2 x pp2, zero3": (4, 2, {"parallel": {"pipeline": 2}, "zero_optimization": {"stage": 3}}),
 }
 """Processes, rows of a data rank, configuration."""
-SAME = {"alone": "host", "tp2": "host", "dp2": "host of two", "zero3": "host of two", "dp2 x tp2": "host of two"}
+SAME = {name: "host" if rows == 4 else "host of two" for name, (_, rows, config) in GRIDS.items() if config is not None}
 """The run of the host with as many data ranks."""
 Found = TypeVar("Found")
 

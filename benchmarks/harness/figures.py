@@ -15,7 +15,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +27,8 @@ from benchmarks.harness.sources import changes, digests
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "figures"
 VERSIONS = ("torch", "triton", "transformers")
+_ORIGIN = ("command", "commit", "sources", "date", "machine", "versions")
+"""What a figure tells about its measurement."""
 
 Cells = Mapping[tuple[str, str], str]
 """Text by (row, column)."""
@@ -40,7 +42,8 @@ def record_text(name: str, text: str, root: Path = ROOT) -> None:
 def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> None:
     """Keep the cells of a table, beside those that other measurements have left, and show it.
 
-    Rows and columns stay in the order in which they were first measured.
+    Rows and columns stay in the order in which they were first measured. A cell that stays keeps where it comes from
+    (``earlier``), as long as code that decides it has changed since.
     """
     with _alone(root):
         before = read(name, root) if _file(name, root).exists() else {"columns": [], "rows": {}}
@@ -48,7 +51,25 @@ def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> Non
         for (row, column), text in cells.items():
             rows.setdefault(row, {})[column] = text
         columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
-        _write(name, {"corner": corner, "columns": columns, "rows": rows} | _source(name, root), root)
+        source = _source(name, root)
+        earlier = _earlier(before, set(cells), source["sources"])
+        _write(name, {"corner": corner, "columns": columns, "rows": rows} | source | earlier, root)
+
+
+def _earlier(figure: Mapping[str, Any], again: Set[tuple[str, str]], sources: Mapping[str, str]) -> dict[str, Any]:
+    """Measurements of other code that cells not measured ``again`` come from."""
+    known: list[dict[str, Any]] = figure.get("earlier", [])
+    older = {(row, column) for one in known for row, found in one["cells"].items() for column in found}
+    newest = {row: [column for column in found if (row, column) not in older] for row, found in figure["rows"].items()}
+    found = [*known, {key: figure[key] for key in _ORIGIN if key in figure} | {"cells": newest}]
+    left = [one | {"cells": _without(one["cells"], again)} for one in found]
+    stays = [one for one in left if one["cells"] and one.get("sources") != sources]
+    return {"earlier": stays} if stays else {}
+
+
+def _without(cells: Mapping[str, list[str]], again: Set[tuple[str, str]]) -> dict[str, list[str]]:
+    left = {row: [column for column in columns if (row, column) not in again] for row, columns in cells.items()}
+    return {row: columns for row, columns in left.items() if columns}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ A digest is of the code alone: comments, docstrings and layout may change.
 """
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -69,14 +69,42 @@ def digests(name: str, root: Path) -> dict[str, str]:
 
 
 def changes(name: str, figure: Mapping[str, Any], root: Path) -> str:
-    """What has changed since ``figure`` was measured, as a line; empty if nothing has, or nothing was measured."""
+    """What has changed since ``figure`` was measured, as a line; empty if nothing has, or nothing was measured.
+
+    Cells that the last measurement has left as they were are told apart, with the oldest commit that they come from.
+    """
     if "command" not in figure:
         return ""
-    kept: Mapping[str, str] = figure.get("sources", {})
-    changed = [folder for folder, now in digests(name, root).items() if kept.get(folder) != now]
-    what = "the code" if len(changed) == len(SOURCES.get(name, RUN)) else ", ".join(f"`{one}`" for one in changed)
-    when = str(figure["commit"]) if str(figure["commit"]).startswith("before") else f"at {figure['commit']}"
-    return f"*Measured {when} ({figure['date']}); {what} changed since.*" if changed else ""
+    now = digests(name, root)
+    older = [one for one in figure.get("earlier", ()) if _changed(one, now)]
+    told = []
+    if changed := _changed(figure, now):
+        told.append(f"Measured {_when(figure)}; {_named(changed, now)} changed since.")
+    if older:
+        count = sum(len(columns) for one in older for columns in one["cells"].values())
+        total = sum(len(cells) for cells in figure["rows"].values())
+        oldest = min(older, key=lambda one: str(one.get("date", "")))
+        every = list(dict.fromkeys(folder for one in older for folder in _changed(one, now)))
+        told.append(
+            f"{count} of {total} cells are older, the first of them measured {_when(oldest)}; {_named(every, now)} "
+            "changed since."
+        )
+    return f"*{' '.join(told)}*" if told else ""
+
+
+def _changed(measurement: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
+    kept: Mapping[str, str] = measurement.get("sources", {})
+    return [folder for folder, digest in now.items() if kept.get(folder) != digest]
+
+
+def _named(changed: Sequence[str], now: Mapping[str, str]) -> str:
+    return "the code" if len(changed) == len(now) else ", ".join(f"`{one}`" for one in changed)
+
+
+def _when(measurement: Mapping[str, Any]) -> str:
+    commit = str(measurement.get("commit", "")) or "without a commit"
+    place = commit if commit.startswith(("before", "without")) else f"at {commit}"
+    return f"{place} ({measurement.get('date', 'no date')})"
 
 
 def _digest(folder: Path) -> str:

@@ -41,6 +41,8 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     """The last step made no update."""
     weighed: bool
     """A backward of this step carries its weight."""
+    whole_steps: bool
+    """Steps over a pipeline are ``eng.train_batch``, which has made the update already."""
 
     @classmethod
     def around(cls, host: accelerate.Accelerator, grid: Grid) -> Self:
@@ -72,6 +74,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "out, or hide the other devices from the process."
             )
         self.grid, self.hosted, self.skipped, self.weighed = grid, None, False, False
+        self.whole_steps = False
         self.grad_norm = torch.full((), math.nan, device=self.device)
 
     @property
@@ -184,9 +187,9 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.trained.step()
 
     def finish_step(self) -> bool:
-        """Clip and update; whether the step was skipped. With a pipeline the step has made its update already."""
+        """Clip and update, unless a whole step has; whether the step was skipped."""
         self.weighed = False
-        if self.grid.pp == 1 and (report := self.trained.step()) is not None:
+        if not self.whole_steps and (report := self.trained.step()) is not None:
             self.record(report)
         return self.skipped
 

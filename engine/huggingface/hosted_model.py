@@ -13,13 +13,18 @@ from engine.parallel.tensor.logits.sharded_logits import gather_logits
 class HostedModel(nn.Module):
     """Forwards of the engine under the calls of a module, as DistributedDataParallel has them.
 
-    Attributes that it lacks are the model's. With a pipeline it predicts only, since its stages train in one schedule.
+    Attributes that it lacks are the model's. Over a pipeline a forward runs all stages, and every rank has its output;
+    where steps run whole, it predicts only, since the stages train in one schedule.
     """
 
-    def __init__(self, trained: Engine) -> None:
+    def __init__(self, trained: Engine, rows: int | None = None, whole_steps: bool = False) -> None:
+        """``rows``: see :meth:`Engine.open_pipeline`. ``whole_steps``: the loop trains by ``eng.train_batch``."""
         super().__init__()
         self.module = trained.module
         self.trained = trained
+        self._predicts = whole_steps
+        if trained.config.pp > 1 and not whole_steps:
+            trained.open_pipeline(rows)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -28,16 +33,13 @@ class HostedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for this data rank's rows, plain tensors where no gradient is needed.
-
-        With a pipeline, outside of training: on every stage.
-        """
+        """The model's output for this data rank's rows, on every stage; plain tensors where no gradient is needed."""
         if torch.is_inference_mode_enabled():  # what the engine makes lazily would stay without gradients
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
         if torch.is_grad_enabled():
             return self.trained(*args, **kwargs)
-        if self.trained.config.pp == 1:
+        if not self._predicts:
             return gather_logits(self.trained(*args, **kwargs))
         batch = args[0] if len(args) == 1 and not kwargs else kwargs or args
         self.trained.complete(batch)

@@ -37,7 +37,7 @@ class LoopSettings:
         """The engine's configuration on so many ranks.
 
         Raises:
-            ConfigError: a value that the loop contradicts; a pipeline, an optimizer or a schedule; any mistake of the
+            ConfigError: a value that the loop contradicts; an optimizer or a schedule; any mistake of the
                 configuration itself.
         """
         for section in ("optimizer", "scheduler"):
@@ -51,21 +51,18 @@ class LoopSettings:
         if self.clipping is not None:
             self._take(config, "gradient_clipping", self.clipping)
         config.setdefault("gradient_clipping", 0.0)  # a loop that does not clip is not clipped
-        if self.micro is not None:
+        if self.micro is not None and not self._is_cut(config):
             self._take(config, "train_micro_batch_size_per_gpu", ("batch_size of the data loader", self.micro))
         elif "train_batch_size" not in config:
             config.setdefault("train_micro_batch_size_per_gpu", 1)
         self._take_precision(config)
-        resolved = load_config(
-            {"initial_weights": "rank0"} | config | {"optimizer": None, "scheduler": None}, world_size
-        )
-        if resolved.pp > 1:
-            raise ConfigError(
-                f"parallel.pipeline is {resolved.pp} in engine_config, and in the loop of {self.owner} the loss comes "
-                "from outputs that no stage alone has; leave it out, or train with engine.huggingface.Trainer or "
-                "eng.train_batch, which run a whole step."
-            )
-        return resolved
+        return load_config({"initial_weights": "rank0"} | config | {"optimizer": None, "scheduler": None}, world_size)
+
+    def _is_cut(self, config: Mapping[str, Any]) -> bool:
+        """Whether a batch of the loader goes through a pipeline in equal parts, as the configuration has them."""
+        rows, pipeline = part_rows(config), (config.get("parallel") or {}).get("pipeline", 1)
+        cut = rows is not None and self.micro is not None and rows < self.micro and self.micro % rows == 0
+        return cut and pipeline != 1
 
     def _take(self, config: dict[str, Any], key: str, owned: tuple[str, float]) -> None:
         name, value = owned
@@ -86,6 +83,12 @@ class LoopSettings:
                 raise conflict(f"{key}.enabled", bool(given.get("enabled")), "precision", self.precision, self.owner)
         if self.precision not in config:
             config[_SECTIONS[self.precision]] = {"enabled": True}
+
+
+def part_rows(raw: Mapping[str, Any]) -> int | None:
+    """Rows of the parts in which a batch goes through a pipeline; None if the configuration does not say it."""
+    rows = raw.get("train_micro_batch_size_per_gpu")
+    return rows if isinstance(rows, int) and rows > 0 else None
 
 
 _PLACING: Mapping[str, str] = MappingProxyType({

@@ -22,7 +22,7 @@ from engine.errors import ConfigError, EngineError
 from engine.huggingface.accelerator import HostedScheduler
 from engine.huggingface.arguments import conflict
 from engine.huggingface.hosted_model import HostedModel
-from engine.huggingface.loop_settings import of_accelerator
+from engine.huggingface.loop_settings import of_accelerator, part_rows
 from engine.huggingface.saved_state import SavedState
 from engine.parallel.comm.world import read_world
 
@@ -34,7 +34,7 @@ class Accelerator(SavedState):
     what the loop has no word for. ``num_processes`` counts data ranks, ``process_index`` is this one's.
 
     Raises:
-        ConfigError: the configuration contradicts the loop; a plugin that places the model in another way; a pipeline.
+        ConfigError: the configuration contradicts the loop; a plugin that places the model in another way.
     """
 
     def __init__(self, *, engine_config: ConfigSource, **kwargs: Any) -> None:
@@ -93,7 +93,7 @@ class Accelerator(SavedState):
             )
         micro = next((_rows(each, self) for each in args if isinstance(each, DataLoader)), None)
         config = replace(self._settings, micro=micro).configuration(self._raw, self.grid.world_size)
-        self.hosted = HostedModel(initialize(models[0], config, optimizer=optimizers[0]))
+        self.hosted = HostedModel(initialize(models[0], config, optimizer=optimizers[0]), part_rows(self._raw))
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

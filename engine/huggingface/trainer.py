@@ -43,7 +43,8 @@ class Trainer(transformers.Trainer):
     A class of TRL may stand behind it: ``class Tuner(Trainer, trl.SFTTrainer)``, on data ranks.
 
     With a pipeline a step runs as one: ``on_pre_optimizer_step`` is called after the update, and the loss is the
-    model's, ``compute_loss_func``'s or that of label smoothing.
+    model's, ``compute_loss_func``'s or that of label smoothing. A subclass that overrides ``compute_loss`` or
+    ``training_step`` has the host's steps: each forward runs all stages and waits for its backward.
 
     Raises:
         ConfigError: the configuration contradicts the arguments; an argument that places the model in another way.
@@ -57,8 +58,6 @@ class Trainer(transformers.Trainer):
         self._parameters = 0
         """Of the whole model, without embeddings; counted before the engine places it."""
         super().__init__(*args, **kwargs)
-        if self.accelerator.grid.pp > 1:
-            self._refuse_own_steps()
 
     @property
     def engine(self) -> Engine:
@@ -74,9 +73,10 @@ class Trainer(transformers.Trainer):
         config = load_config(settled(self._raw, self.args), self.args.world_size)
         self.accelerator = EngineAccelerator.around(self.accelerator, config.grid(self.args.process_index))
         self.gather_function = self.accelerator.gather_for_metrics
-        self._check_trl(config.tp)
+        self.accelerator.whole_steps = config.pp > 1 and not self._has_own_steps()
+        self._check_trl(config.tp, config.pp)
 
-    def _check_trl(self, tensor_ranks: int) -> None:
+    def _check_trl(self, tensor_ranks: int, pipeline_ranks: int) -> None:
         """Refuse what a trainer of TRL behind this class cannot do."""
         kind = next((kind for kind in type(self).__mro__ if kind.__module__.startswith("trl.")), None)
         if kind is None:
@@ -86,6 +86,11 @@ class Trainer(transformers.Trainer):
             raise ConfigError(
                 f"{kind.__name__} of TRL with parallel.tensor {tensor_ranks}: its loss multiplies by the whole weight "
                 "of the head, of which a tensor rank has a part; leave parallel.tensor out."
+            )
+        if pipeline_ranks > 1:
+            raise ConfigError(
+                f"{kind.__name__} of TRL with parallel.pipeline {pipeline_ranks}: its loss multiplies by the weight of "
+                "the head, which the last stage alone has; leave parallel.pipeline out."
             )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -107,14 +112,15 @@ class Trainer(transformers.Trainer):
             self._parameters = model.num_parameters(exclude_embeddings=True)
         optimizer: Any = self.create_optimizer()
         config, own = settled(self._raw, self.args), self._own_loss()
-        if self.accelerator.grid.pp > 1:
+        if self.accelerator.whole_steps:
             counts = bool(self.model_accepts_loss_kwargs) or self.compute_loss_func is not None
             self._steps = WholeSteps(self.args, self.accelerator, own, counts)
         example = self._example()
+        whole = self.accelerator.whole_steps
         if self._steps is None or own is None:
-            return HostedModel(initialize(model, config, None, example, optimizer))
+            return HostedModel(initialize(model, config, None, example, optimizer), whole_steps=whole)
         loss, inputs = self._steps.loss, self._steps.inputs
-        return HostedModel(initialize(model, config, loss, example, optimizer, inputs=inputs))
+        return HostedModel(initialize(model, config, loss, example, optimizer, inputs=inputs), whole_steps=whole)
 
     def _example(self) -> Any:
         """The first microbatch of the dataset, for the plan; None for data that cannot be indexed, and without need."""
@@ -171,14 +177,11 @@ class Trainer(transformers.Trainer):
         shifts = bool(self._loss_shifts_labels)
         return lambda output, labels, count: smoother(output, labels, shift_labels=shifts, num_items_in_batch=count)
 
-    def _refuse_own_steps(self) -> None:
-        for name in ("compute_loss", "training_step"):
-            owner = next(kind for kind in type(self).__mro__ if name in vars(kind))
-            if owner not in (Trainer, transformers.Trainer):
-                raise ConfigError(
-                    f"{owner.__name__}.{name} with parallel.pipeline {self.accelerator.grid.pp}: no stage alone has "
-                    "the model's output; give compute_loss_func, or leave parallel.pipeline out."
-                )
+    def _has_own_steps(self) -> bool:
+        """Whether a subclass computes the loss, or makes a step, by code of its own."""
+        names = ("compute_loss", "training_step")
+        owners = (next(kind for kind in type(self).__mro__ if name in vars(kind)) for name in names)
+        return any(owner not in (Trainer, transformers.Trainer) for owner in owners)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -27,6 +27,7 @@ from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, EngineError
 from engine.huggingface.arguments import conflict
 from engine.huggingface.hosted_model import HostedModel
+from engine.huggingface.loop_settings import part_rows
 from engine.lightning.hosted_module import move_others, of_lightning, replace_child, trained_child
 from engine.parallel.grid import Grid
 
@@ -147,7 +148,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             optimizer = self.optimizers[0]
         move_others(module, self._name, self.root_device)
         inner = module.get_submodule(self._name)
-        self._hosted = HostedModel(initialize(inner, self._config, optimizer=optimizer))
+        self._hosted = HostedModel(initialize(inner, self._config, optimizer=optimizer), part_rows(self._raw))
         replace_child(module, self._name, self._hosted)
         self._placed = module
 

@@ -78,7 +78,7 @@ class StepMicrobatches:
         alike = nullcontext() if self.kind == "train" else evaluating(self._runtime.program.model)
         with alike, self._runtime.without_content():
             for index in one_of_each.values():
-                again = partial(self._run, _copied(self._microbatches[index], self._runtime.program.device))
+                again = partial(self._run, microbatch_copy(self._microbatches[index], self._runtime.program.device))
                 self._runtime.traces.look_again(self._microbatches[index], self.kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
@@ -97,7 +97,7 @@ class StepMicrobatches:
             with runtime.forward(*self._random_key(microbatch)), runtime.counting(self._step.experts):
                 return StageOutput({}, self._count(self._run(given), microbatch))
         trace, partition = self._trace(microbatch)
-        run = partial(self._run, _copied(given, self._runtime.program.device))
+        run = partial(self._run, microbatch_copy(given, self._runtime.program.device))
         plan = partition.stages[stage]
         forward = runtime.forward(*self._random_key(microbatch), random=trace.random)
         with forward, runtime.counting(self._step.experts):
@@ -133,7 +133,7 @@ class StepMicrobatches:
         if microbatch not in self._traced:
             given = self._microbatches[microbatch]
             with self._runtime.without_content():
-                run = partial(self._run, _copied(given, self._runtime.program.device))
+                run = partial(self._run, microbatch_copy(given, self._runtime.program.device))
                 self._traced[microbatch] = self._runtime.traces.of(given, self.kind, run)
         return self._traced[microbatch]
 
@@ -163,7 +163,7 @@ class StepMicrobatches:
         return self._step.root(loss.sum)
 
 
-def _copied(microbatch: Batch, device: torch.device) -> Batch:
+def microbatch_copy(microbatch: Batch, device: torch.device) -> Batch:
     """A microbatch for one forward of a pipeline, into which the model may write; another device gets a copy anyway.
 
     Microbatches cut from one batch share a version counter, and the forwards of several stages the memory: a write

@@ -256,5 +256,6 @@ class RankRuntime:
     @contextmanager
     def without_content(self) -> Iterator[None]:
         """Context of code that reads shapes of parameters only."""
-        with self.running(), self.gatherer.without_content() if self.gatherer else nullcontext():
+        content = self.gatherer.without_content() if self.gatherer else nullcontext()
+        with self.running(), self.counting(None), content:
             yield

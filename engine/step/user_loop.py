@@ -27,6 +27,7 @@ from engine.errors import EngineError
 from engine.program.batch import Batch
 from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable, with_metrics
 from engine.step.batch_check import check_batch
+from engine.step.pipeline_call import PipelineCalls, stale_forward
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
@@ -46,6 +47,10 @@ class LoopControl:
     """Whether ``step`` makes an update; None: after ``gradient_accumulation_steps`` microbatches."""
     held: int = 0
     """Number of open ``no_sync`` blocks."""
+    piped: bool = False
+    """Forwards run through all stages of a pipeline."""
+    rows: int | None = None
+    """Of the parts in which they do; None: each as one part."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -91,6 +96,7 @@ class UserLoop:
         """Gradients of this step lack its loss scale."""
         self._updated = False
         """The last update was made by this loop, so a backward without a forward comes too late."""
+        self._calls = PipelineCalls(runtime) if runtime.stage is not None else None
         runtime.own_backward.serve(self._enter)
 
     # ------------------------------------------------------------------ the calls
@@ -111,8 +117,12 @@ class UserLoop:
             if self._counted is None:
                 self._counted = runtime.uncounted()
         check_batch([(args, kwargs)], None, runtime.comm, runtime.program.device)
-        with runtime.forward(*key), runtime.counting(self._counted if training else None):
-            return runtime.own(runtime.first_use.watch((args, kwargs), lambda: runtime.program.call(*args, **kwargs)))
+        with runtime.counting(self._counted if training else None):
+            if self._calls is not None:
+                return self._calls.forward(args, kwargs, key, self._control.rows)
+            with runtime.forward(*key):
+                watch, call = runtime.first_use.watch, runtime.program.call
+                return runtime.own(watch((args, kwargs), lambda: call(*args, **kwargs)))
 
     def backward(
         self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool, metrics: Mapping[str, Any]
@@ -152,6 +162,7 @@ class UserLoop:
         self._expected = self._backwards
         self._forget()
         self._updated = True
+        self._expire()
         return self._runner.finish(step)
 
     def zero_grad(self) -> None:
@@ -210,6 +221,11 @@ class UserLoop:
         if self.unfinished:
             raise EngineError(f"{call} inside an unfinished accumulation; call step() first, or zero_grad().")
         self._forget()
+        self._expire()
+
+    def _expire(self) -> None:
+        if self._calls is not None:
+            self._calls.expire()
 
     # ------------------------------------------------------------------ a backward of the user's own
 
@@ -234,10 +250,7 @@ class UserLoop:
         self._runtime.gradient_guard.lift()
         if not (self._fresh or self._losses or self._step):
             if self._updated:
-                raise EngineError(
-                    "a backward after step(): the weights have changed since the forward that it differentiates; call "
-                    "eng(batch) again, and backward before step()."
-                )
+                raise stale_forward()
             return None
         step, loss = self._open_step(), self._announced
         self._unscaled = self._unscaled or (step.scale != 1.0 and loss is None)
@@ -314,6 +327,8 @@ class UserLoop:
             step.see(self._forwarded)
         if first:
             step.microbatches += 1
+        if self._calls is not None:
+            step.look_again = self._calls.look_again
         self._pairs = pair
 
     @contextmanager
@@ -326,7 +341,8 @@ class UserLoop:
         self._running = True
         self._runtime.gradient_guard.lift()
         try:
-            with self._runtime.backward(Backward(last=self._was_last, further=further)):
+            which = Backward(last=self._was_last, further=further)
+            with self._calls.backward(which) if self._calls is not None else self._runtime.backward(which):
                 yield
         finally:
             self._running, self._announced = False, None

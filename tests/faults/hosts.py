@@ -7,6 +7,7 @@ _STEPS = "tests/engine/huggingface/test_whole_steps.py"
 _SETTINGS = "tests/engine/huggingface/test_loop_settings.py"
 _LOOP = "tests/engine/huggingface/test_own_loop.py"
 _CLIPPING = "tests/engine/step/test_clipping.py"
+_PIPED = "tests/engine/step/test_pipeline_loop.py"
 _LIGHTNING = "tests/engine/lightning/test_hosted_module.py"
 
 HOSTS = (
@@ -105,5 +106,53 @@ HOSTS = (
         old="    if beside:\n",
         new="    if False:\n",
         tests=(f"{_LIGHTNING}::test_parameters_beside_it_are_refused",),
+    ),
+    Fault(
+        name="backward-through-old-weights",
+        about="The stages of a pipeline run back through weights that an update has changed.",
+        file="engine/step/pipeline_call.py",
+        old="        if self._updates != self._arrivals.updates:\n",
+        new="        if False:\n",
+        tests=(f"{_PIPED}::test_mistakes_are_sentences_on_every_stage",),
+    ),
+    Fault(
+        name="outputs-without-gradient",
+        about="Gradients of a pipeline's outputs do not reach the last stage, and its weights stay as they are.",
+        file="engine/step/pipeline_call.py",
+        old="        self._gradients[part][:] = gradients\n",
+        new="        self._gradients[part][:] = [None] * len(gradients)\n",
+        tests=(f"{_PIPED}::test_every_loop_trains_as_torch_in_one_process",),
+    ),
+    Fault(
+        name="backward-that-ends-at-the-outputs",
+        about="loss.backward() over a pipeline trains nothing, and nobody says so.",
+        file="engine/step/pipeline_call.py",
+        old="        if not self._arrivals.open:\n",
+        new="        if False:\n",
+        tests=(f"{_PIPED}::test_mistakes_are_sentences_on_every_stage",),
+    ),
+    Fault(
+        name="second-backward-of-a-call",
+        about="A second backward through one forward of a pipeline runs into activations that are gone.",
+        file="engine/step/pipeline_call.py",
+        old="        if self._spent:\n",
+        new="        if False:\n",
+        tests=(f"{_PIPED}::test_mistakes_are_sentences_on_every_stage",),
+    ),
+    Fault(
+        name="means-of-parts-joined",
+        about="A model's own mean loss of a part of a batch is taken for rows of the batch.",
+        file="engine/program/call_parts.py",
+        old="        if not shape or shape[0] not in rows:\n",
+        new="        if False:\n",
+        tests=(f"{_PIPED}::test_mistakes_are_sentences_on_every_stage",),
+    ),
+    Fault(
+        name="parts-of-the-configuration-ignored",
+        about="A batch goes through a pipeline as one part, whatever rows of a part the configuration has.",
+        file="engine/huggingface/loop_settings.py",
+        old="    return rows if isinstance(rows, int) and rows > 0 else None\n",
+        new="    return None\n",
+        tests=(f"{_SETTINGS}::test_a_pipeline_may_have_a_batch_of_the_loader_in_equal_parts",),
     ),
 )

@@ -121,23 +121,45 @@ class Executor:
         """Number of (stage, microbatch) pairs whose forward is done and whose backward is not."""
         return len(self._live) + len(self._split)
 
+    def apart(self) -> "Executor":
+        """An executor over the same transport, for microbatches that are live beside those of this one."""
+        return Executor(self._transport, self._recorder)
+
     def run(self, row: RankSchedule, runner: StageRunner) -> None:
         """Play a whole row. An exception leaves no state behind on this rank."""
-        self.spans = []
         try:
-            for index, action in enumerate(row.actions):
-                # a peer's send completes when this rank has offered to receive it: ``releases`` counts on offers for
-                # this action and for RECEIVES_AHEAD more before it waits for sends
-                for soon in row.actions[index : index + 1 + RECEIVES_AHEAD]:
-                    self.post(soon, runner)
-                for earlier in row.releases[index]:
-                    self._release(row.actions[earlier])
-                self.do(action, runner, row.beside.get(action))
-            self._transport.finish()
+            self._play(row, runner, range(len(row.actions)))
         finally:
-            self._live.clear()
-            self._split.clear()
-            self._posted.clear()
+            self._forget()
+
+    def run_part(self, row: RankSchedule, runner: StageRunner, part: range) -> None:
+        """Play consecutive actions of a row, to whose other actions nothing is sent; what was live stays live.
+
+        An exception leaves no state behind on this rank.
+        """
+        try:
+            self._play(row, runner, part)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _play(self, row: RankSchedule, runner: StageRunner, part: range) -> None:
+        self.spans = []
+        for index in part:
+            action = row.actions[index]
+            # a peer's send completes when this rank has offered to receive it: ``releases`` counts on offers for
+            # this action and for RECEIVES_AHEAD more before it waits for sends
+            for soon in row.actions[index : min(index + 1 + RECEIVES_AHEAD, part.stop)]:
+                self.post(soon, runner)
+            for earlier in row.releases[index]:
+                self._release(row.actions[earlier])
+            self.do(action, runner, row.beside.get(action))
+        self._transport.finish()
+
+    def _forget(self) -> None:
+        self._live.clear()
+        self._split.clear()
+        self._posted.clear()
 
     def post(self, action: Action, runner: StageRunner) -> None:
         """Offer to receive what ``action`` needs from other stages, unless it has been offered already."""

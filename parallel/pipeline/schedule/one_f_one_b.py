@@ -124,6 +124,19 @@ def forward_only(placement: Placement | int, microbatches: int) -> Schedule:
     return Schedule("forward", stages, microbatches, rows, placement, training=False)
 
 
+def there_and_back(placement: Placement, microbatches: int) -> Schedule:
+    """The forwards of ``forward_only``, then the backwards in the reverse order, for any placement.
+
+    For a loop of the user's own, which computes the loss between the two: every rank holds all microbatches then.
+    """
+    there = forward_only(placement, microbatches)
+    rows = [
+        (*row, *(Action(Op.BACKWARD, action.stage, action.microbatch) for action in reversed(row)))
+        for row in there.per_rank
+    ]
+    return _schedule("there-and-back", microbatches, placement, rows)
+
+
 def _deepest_first(placement: Placement, microbatches: int) -> list[list[tuple[int, int]]]:
     """At each clock every rank runs the last of its stages that is ready; at most p microbatches are in flight."""
     stages = sum(map(len, placement))

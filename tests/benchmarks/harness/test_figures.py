@@ -55,6 +55,29 @@ def test_a_figure_whose_sources_have_changed_says_so(root: Path, monkeypatch: py
     assert section("x", {"text": "computed"}, root) == "computed", "what nobody has measured"
 
 
+def test_cells_that_were_left_as_they_were_stay_marked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "a").mkdir()
+    monkeypatch.setattr(sources, "SOURCES", {"table": ("a",)})
+
+    def measured(number: int, *rows: str) -> str:
+        (root / "a" / "code.py").write_text(f"x = {number}\n")
+        record_cells("table", "model", {(row, "dp"): str(number) for row in rows}, root)
+        return section("table", read("table", root), root).partition("|\n\n")[2]
+
+    assert measured(1, "a", "b", "c") == ""
+    assert measured(2, "b").startswith("*2 of 3 cells are older, the first of them measured ")
+    assert measured(3, "c").endswith("; the code changed since.*")
+    assert [list(one["cells"]) for one in read("table", root)["earlier"]] == [["a"], ["b"]]
+    assert measured(3, "a").startswith("*1 of 3 cells are older, ")
+    assert measured(3, "b") == "" and "earlier" not in read("table", root)
+    measured(4, "a")
+    (root / "a" / "code.py").write_text("x = 5\n")
+    told = section("table", read("table", root), root)
+    assert "*Measured at " in told and "changed since. 2 of 3 cells are older" in told
+    (root / "a" / "code.py").write_text("x = 3\n")
+    assert "older" not in section("table", read("table", root), root), "code that is as it was"
+
+
 def test_every_source_exists() -> None:
     folders = {folder for found in (sources.RUN, *sources.SOURCES.values()) for folder in found}
     assert not [folder for folder in folders if folder != "tests/faults" and not (ROOT / folder).is_dir()]

@@ -35,6 +35,8 @@ class Case:
     resume: str | None = None
     own_loss: bool = False
     """With ``compute_loss_func``."""
+    subclass: bool = False
+    """A subclass computes the loss."""
     stream: bool = False
     """The rows have no length and are read in their order."""
     twice: bool = False
@@ -120,6 +122,23 @@ def streamed(rows: list[dict[str, Any]]) -> Any:
     return Stream()
 
 
+def own_kind(kind: Any) -> Any:
+    """A Trainer that computes the loss from the model's outputs."""
+
+    class Own(kind):  # type: ignore[misc]
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            labels = inputs["labels"]
+            output = model(input_ids=inputs["input_ids"])
+            count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            ranks = 1 if num_items_in_batch is None else self.accelerator.num_processes  # over which it is averaged
+            loss = summed_loss(output, labels, count) * ranks
+            return (loss, {"loss": loss, "logits": output.logits}) if return_outputs else loss
+
+    return Own
+
+
 def make_trainer(case: Case) -> Any:
     """The Trainer of a case with a callback that counts, in ``trainer.counted``."""
     import transformers
@@ -154,12 +173,12 @@ def make_trainer(case: Case) -> Any:
         given["train_dataset"] = streamed(given["train_dataset"])
     if case.own_loss:
         given["compute_loss_func"] = summed_loss
-    if case.config is None:
-        trainer: Any = transformers.Trainer(**given)
-    else:
+    kind: Any = transformers.Trainer
+    if case.config is not None:
         from engine.huggingface import Trainer
 
-        trainer = Trainer(**given, engine_config=case.config)
+        kind, given = Trainer, given | {"engine_config": case.config}
+    trainer: Any = (own_kind(kind) if case.subclass else kind)(**given)
     trainer.remove_callback(PrinterCallback)
     trainer.counted = counted
     return trainer

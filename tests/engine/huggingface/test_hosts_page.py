@@ -82,8 +82,9 @@ def test_a_loop_of_accelerate_prints_the_same_and_goes_on(inputs: Path, tmp_path
     assert len(tensor) == len(sharded) == 1 and max(tensor + sharded) < 5, "it has learnt"
     ((lacks, layers, _),) = in_a_process(load_folders, str(tmp_path / "tp2/tuned"))
     assert not lacks and layers == 4
+    assert run("pp2.json", tmp_path / "pp2") == pytest.approx(tensor, rel=1e-5)
     shutil.rmtree(tmp_path / "tp2/tuned/1")
-    assert run("tp2.json", tmp_path / "tp2") == pytest.approx(tensor, rel=1e-5)
+    assert run("pp2.json", tmp_path / "tp2") == pytest.approx(tensor, rel=1e-5), "it goes on on another grid"
     assert run("tp2.json", tmp_path / "tp2") == pytest.approx(tensor, rel=1e-5), "nothing is left to train"
 
 
@@ -94,11 +95,17 @@ def test_a_script_of_lightning_prints_the_same_and_goes_on(inputs: Path, tmp_pat
 
     sharded, tensor = run("zero3.json", tmp_path / "zero3"), run("tp2.json", tmp_path / "tp2")
     assert len(sharded) == len(tensor) == 1
+    pipeline = run("pp2.json", tmp_path / "pp2")
+    assert pipeline == pytest.approx(tensor, rel=1e-3), "tensor ranks add in another order"
     assert run("tp2.json", tmp_path / "zero3") == pytest.approx(sharded, rel=1e-5), "nothing is left to train"
     tuned = tmp_path / "zero3/tuned"
     (tuned / "last.ckpt").unlink()
     (tuned / "last.ckpt").symlink_to("epoch=0.ckpt")
     assert run("zero3.json", tmp_path / "zero3") == pytest.approx(sharded, rel=1e-5)
+    tuned = tmp_path / "pp2/tuned"
+    (tuned / "last.ckpt").unlink()
+    (tuned / "last.ckpt").symlink_to("epoch=0.ckpt")
+    assert run("tp2.json", tmp_path / "pp2") == pytest.approx(pipeline, rel=1e-3), "it goes on on another grid"
 
 
 @pytest.mark.long

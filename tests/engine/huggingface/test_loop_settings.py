@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import engine
-from engine.huggingface.loop_settings import LoopSettings, of_accelerator
+from engine.huggingface.loop_settings import LoopSettings, of_accelerator, part_rows
 
 
 def of_loop(**changes: Any) -> LoopSettings:
@@ -73,10 +73,14 @@ def test_bf16_is_autocast_unless_the_configuration_has_a_section_for_it() -> Non
             "optimizer in engine_config, and the loop of Accelerator has its own; leave it out of engine_config.",
         ),
         (
-            {"parallel": {"pipeline": 2}}, {},
-            "parallel.pipeline is 2 in engine_config, and in the loop of Accelerator the loss comes from outputs that "
-            "no stage alone has; leave it out, or train with engine.huggingface.Trainer or eng.train_batch, which run "
-            "a whole step.",
+            {"parallel": {"pipeline": 2}, "train_micro_batch_size_per_gpu": 3}, {"micro": 4},
+            "train_micro_batch_size_per_gpu is 3 in engine_config and batch_size of the data loader is 4 in "
+            'Accelerator, and a run has one; give the same value, or "auto" in engine_config.',
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 2}, {"micro": 4},
+            "train_micro_batch_size_per_gpu is 2 in engine_config and batch_size of the data loader is 4 in "
+            'Accelerator, and a run has one; give the same value, or "auto" in engine_config.',
         ),
     ],
 )  # fmt: skip
@@ -84,6 +88,14 @@ def test_two_owners_are_refused(raw: dict[str, Any], changes: dict[str, Any], se
     with pytest.raises(engine.ConfigError) as caught:
         of_loop(**changes).configuration(raw, 2)
     assert str(caught.value) == sentence
+
+
+def test_a_pipeline_may_have_a_batch_of_the_loader_in_equal_parts() -> None:
+    raw = {"parallel": {"pipeline": 2}, "train_micro_batch_size_per_gpu": 2}
+    config = of_loop(micro=4).configuration(raw, 2)
+    assert (config.pp, config.micro, config.accumulation, part_rows(raw)) == (2, 2, 2, 2)
+    assert of_loop(micro=4).configuration({"parallel": {"pipeline": 2}}, 2).micro == 4
+    assert [part_rows(raw | {"train_micro_batch_size_per_gpu": given}) for given in ("auto", None)] == [None, None]
 
 
 def test_arguments_and_variables_of_accelerate() -> None:

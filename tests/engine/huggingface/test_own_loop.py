@@ -28,7 +28,12 @@ def assert_same(found: Looped, host: Looped, exact: float = EXACT) -> None:
     assert found.names == host.names
 
 
-@pytest.mark.parametrize("grid", [wide("alone"), wide("tp2"), wide("dp2"), "zero3", wide("dp2 x tp2")])
+PIPELINES = ["pp2", "tp2 x pp2", "dp2 x pp2", "dp2 x pp2, zero3"]
+
+
+@pytest.mark.parametrize(
+    "grid", [wide("alone"), wide("tp2"), wide("dp2"), "zero3", wide("dp2 x tp2"), *map(wide, PIPELINES)]
+)
 def test_the_loop_is_that_of_the_host_alone(grid: str, loops: Loops) -> None:
     """The last step of an epoch has one microbatch of two; gradients are clipped."""
     found, host = loops(grid)[0], loops(SAME[grid])[0]
@@ -37,7 +42,7 @@ def test_the_loop_is_that_of_the_host_alone(grid: str, loops: Loops) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grid", ["tp2", "zero3"])
+@pytest.mark.parametrize("grid", ["tp2", "zero3", "pp2", "pp2 in parts", "tp2 x pp2"])
 def test_a_loss_of_the_loop_and_shuffled_rows(grid: str, loops: Loops) -> None:
     found, host = (loops(name, own_loss=True, shuffle=True)[0] for name in (grid, SAME[grid]))
     assert_same(found, host)
@@ -45,14 +50,17 @@ def test_a_loss_of_the_loop_and_shuffled_rows(grid: str, loops: Loops) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grid", ["tp2", "dp2"])
+@pytest.mark.parametrize("grid", ["tp2", "dp2", "pp2"])
 def test_bf16_is_autocast_as_the_host_has_it(grid: str, loops: Loops) -> None:
     found, host = (loops(name, precision="bf16")[0].losses for name in (grid, SAME[grid]))
     assert found == pytest.approx(host, rel=1e-2) and host != loops(SAME[grid])[0].losses
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("begun", "grid"), [("tp2", "tp2"), ("zero3", "dp2"), ("dp2", "zero3")])
+@pytest.mark.parametrize(
+    ("begun", "grid"),
+    [("tp2", "tp2"), ("zero3", "dp2"), ("dp2", "zero3"), ("pp2", "tp2"), ("tp2", "pp2"), ("dp2", "dp2 x pp2")],
+)
 def test_it_goes_on_from_save_state(begun: str, grid: str, loops: Loops) -> None:
     whole, folder = loops(begun)
     resumed = loops(grid, resume=str(folder / "epoch-0"))[0]
@@ -64,7 +72,7 @@ def test_it_goes_on_from_save_state(begun: str, grid: str, loops: Loops) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grid", ["tp2", "zero3"])
+@pytest.mark.parametrize("grid", ["tp2", "zero3", "pp2"])
 def test_the_host_reads_what_was_saved(grid: str, loops: Loops) -> None:
     found, folder = loops(grid)
     assert loss_of_folder(folder) == pytest.approx([found.evaluations[-1][1]] * 2, rel=EXACT)

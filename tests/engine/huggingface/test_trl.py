@@ -38,8 +38,8 @@ def test_a_run_on_data_ranks_is_that_of_trl_alone(stage: int, host: tuple[str, d
         ),
         (
             "pipeline",
-            "{kind}Trainer.compute_loss with parallel.pipeline 2: no stage alone has the model's output; give "
-            "compute_loss_func, or leave parallel.pipeline out.",
+            "{kind}Trainer of TRL with parallel.pipeline 2: its loss multiplies by the weight of the head, which the "
+            "last stage alone has; leave parallel.pipeline out.",
         ),
     ],
 )

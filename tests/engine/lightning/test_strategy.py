@@ -25,7 +25,12 @@ def assert_same(found: Lit, host: Lit) -> None:
     assert (found.rates, found.steps) == (host.rates, host.steps)
 
 
-@pytest.mark.parametrize("grid", [wide("alone"), "tp2", wide("dp2"), wide("zero3"), wide("dp2 x tp2")])
+PIPELINES = ["pp2 in parts", "tp2 x pp2", "dp2 x pp2", "dp2 x pp2, zero3"]
+
+
+@pytest.mark.parametrize(
+    "grid", [wide("alone"), "tp2", wide("dp2"), wide("zero3"), wide("dp2 x tp2"), "pp2", *map(wide, PIPELINES)]
+)
 def test_a_fit_is_that_of_lightning_alone(grid: str, runs: Runs) -> None:
     """The last step of an epoch has one microbatch of two; gradients are clipped."""
     found, host = runs(grid)[0], runs(SAME[grid])[0]
@@ -35,7 +40,7 @@ def test_a_fit_is_that_of_lightning_alone(grid: str, runs: Runs) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grid", ["tp2", "zero3"])
+@pytest.mark.parametrize("grid", ["tp2", "zero3", "pp2"])
 def test_a_hook_of_the_module_clips(grid: str, runs: Runs) -> None:
     found, host = (runs(name, own_clipping=0.2)[0] for name in (grid, SAME[grid]))
     assert_same(found, host)
@@ -43,14 +48,17 @@ def test_a_hook_of_the_module_clips(grid: str, runs: Runs) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grid", ["tp2", "dp2"])
+@pytest.mark.parametrize("grid", ["tp2", "dp2", "pp2"])
 def test_bf16_is_autocast_as_lightning_has_it(grid: str, runs: Runs) -> None:
     found, host = (runs(name, arguments={"precision": "bf16-mixed"})[0].losses for name in (grid, SAME[grid]))
     assert found == pytest.approx(host, rel=1e-2) and host != runs(SAME[grid])[0].losses
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("begun", "grid"), [("tp2", "tp2"), ("zero3", "dp2"), ("dp2", "zero3")])
+@pytest.mark.parametrize(
+    ("begun", "grid"),
+    [("tp2", "tp2"), ("zero3", "dp2"), ("dp2", "zero3"), ("pp2", "tp2"), ("tp2", "pp2"), ("dp2", "dp2 x pp2")],
+)
 def test_it_goes_on_from_ckpt_path(begun: str, grid: str, runs: Runs) -> None:
     whole, folder = runs(begun)
     resumed = runs(grid, resume=str(folder / "epoch=0.ckpt"))[0]
@@ -61,14 +69,14 @@ def test_it_goes_on_from_ckpt_path(begun: str, grid: str, runs: Runs) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grid", ["tp2", "zero3"])
+@pytest.mark.parametrize("grid", ["tp2", "zero3", "pp2"])
 def test_lightning_reads_the_weights(grid: str, runs: Runs) -> None:
     found, folder = runs(grid)
     assert loss_of_weights(folder) == pytest.approx(found.validated[-1], rel=EXACT)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("begun", "grid"), [("zero3", "tp2"), ("tp2", "zero3")])
+@pytest.mark.parametrize(("begun", "grid"), [("zero3", "tp2"), ("tp2", "zero3"), ("zero3", "pp2")])
 def test_a_checkpoint_is_tested_without_a_fit(begun: str, grid: str, runs: Runs) -> None:
     whole, folder = runs(begun)
     found: Any = runs(grid, test=str(folder / "epoch=1.ckpt"))[0]

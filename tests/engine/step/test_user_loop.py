@@ -97,10 +97,10 @@ class Trained(NamedTuple):
     losses: list[float]
 
 
-def in_one_process(loop: Loop, dp: int) -> Trained:
+def in_one_process(loop: Loop, dp: int, make: Callable[[], nn.Module] = models.decoder) -> Trained:
     """Plain torch over the rows of all data ranks."""
-    model, norms = models.decoder(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+    model, norms = make(), []
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, eps=1e-5)
 
     def backward(loss: Tensor, retain_graph: bool = False) -> None:
         (loss / dp).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]

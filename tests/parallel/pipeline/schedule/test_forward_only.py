@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ScheduleError
-from engine.parallel.pipeline.schedule.actions import loop, v_shape
-from engine.parallel.pipeline.schedule.one_f_one_b import forward_only
+from engine.parallel.pipeline.schedule.actions import Op, loop, v_shape
+from engine.parallel.pipeline.schedule.one_f_one_b import forward_only, gpipe, there_and_back
+from engine.parallel.pipeline.schedule.send_completion import releases
 from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
 from engine.parallel.pipeline.schedule.validate import check
 
@@ -42,6 +43,25 @@ def test_stages_may_lie_anywhere(order: list[int], first: int, m: int) -> None:
     schedule = forward_only(placement, m)
     check(schedule)
     assert schedule.stages_of_rank == placement and not schedule.training
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.permutations(range(7)), st.integers(0, 7), st.integers(1, 9))
+def test_backwards_may_follow_wherever_stages_lie(order: list[int], first: int, m: int) -> None:
+    placement = (tuple(sorted(order[:first])), tuple(sorted(order[first:])))
+    schedule = there_and_back(placement, m)
+    check(schedule)
+    releases(schedule)
+    for row, forwards in zip(schedule.per_rank, forward_only(placement, m).per_rank, strict=True):
+        back = [(action.stage, action.microbatch) for action in row[len(forwards) :]]
+        assert row[: len(forwards)] == forwards and all(each.op is Op.BACKWARD for each in row[len(forwards) :])
+        assert back == [(action.stage, action.microbatch) for action in reversed(forwards)]
+
+
+def test_there_and_back_idles_as_gpipe_does() -> None:
+    for p, m in ((2, 1), (2, 4), (4, 3)):
+        found, expected = there_and_back(loop(p, 1), m), gpipe(p, m)
+        assert simulate(found).makespan == simulate(expected).makespan and peak_live(found) == peak_live(expected)
 
 
 def test_nothing_is_no_schedule() -> None:

@@ -1,0 +1,294 @@
+"""A call of the model over all stages of a pipeline, for a loop that computes the loss from its outputs.
+
+    forward     the stages run; the last one sends its outputs to all ranks of the pipeline (axis pp, label "outputs")
+    loss        every rank computes it, from the same outputs
+    backward    the last stage has the gradients of its outputs at hand, so none is sent; the stages run back
+
+Between the two every rank holds the activations of the call, as in GPipe (Huang et al. 2019). Calls are independent:
+any number may wait for a backward, which takes the latest first, and one that is dropped is forgotten on every rank.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from engine.errors import EngineError
+from engine.parallel.pipeline.runtime.cut_graph import cut_graph, resume_graph
+from engine.parallel.pipeline.runtime.executor import RankSchedule, StageMicrobatch, StageOutput, rank_schedule
+from engine.parallel.pipeline.runtime.outputs import Carrier, bring_outputs
+from engine.parallel.pipeline.schedule.actions import Action
+from engine.parallel.pipeline.schedule.one_f_one_b import there_and_back
+from engine.parallel.tensor.logits.sharded_logits import gather_logits
+from engine.parallel.trace.model_trace import FromParameter, FromValue, Leaf, ModelTrace
+from engine.program.batch import named_tensors
+from engine.program.call_parts import Arguments, check_joins, cut_arguments, joined_parts
+from engine.step.microbatches import microbatch_copy
+from engine.step.runtime import RankRuntime
+from engine.step.trace_cache import TracedForward
+from engine.zero.reduce.reducer import Backward
+
+_KIND = "call"
+"""Kind of these forwards among the traces."""
+
+
+@dataclass(slots=True)
+class _Arrivals:
+    """Calls whose outputs have got gradients in the backward that runs."""
+
+    open: bool = False
+    """A backward of the engine's runs."""
+    calls: "list[PipelineCall]" = field(default_factory=list)
+    updates: int = 0
+    """Times that weights may have changed."""
+
+
+class PipelineCalls:
+    """The calls of one loop on this rank."""
+
+    def __init__(self, runtime: RankRuntime) -> None:
+        self._runtime, self._arrivals, self._count = runtime, _Arrivals(), 0
+        self._newest: Arguments | None = None
+        """Arguments of the newest call that may be differentiated."""
+        self._rows: dict[int, RankSchedule] = {}
+        """This rank's actions, by the number of parts."""
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], rows: int | None) -> Any:
+        """The model's output for one batch, on every rank of the replica, plain and attached to a graph in training.
+
+        Collective over the pipeline; values go over pp as in a step, outputs too.
+
+        Args:
+            key: what the random numbers of the forward follow from.
+            rows: of the parts that go through the stages one after the other; None: the batch is one part.
+
+        Raises:
+            EngineError: an argument requires a gradient, or the outputs of several parts do not join to that of the
+                batch. Raised before anything is sent.
+            PlanError: the forward does not fit the partition.
+        """
+        runtime = self._runtime
+        _refuse_gradients(args, kwargs, runtime.plan.config.pp)
+        self._count += 1
+        parts = cut_arguments(args, kwargs, runtime.program.rows, rows)
+        call = PipelineCall(runtime, parts, self._row(len(parts)), key, self._arrivals, self._count)
+        call.trace()
+        if torch.is_grad_enabled():
+            self._newest = parts[0]
+        return call.run()
+
+    def _row(self, parts: int) -> RankSchedule:
+        if parts not in self._rows:
+            schedule = there_and_back(self._runtime.plan.schedule.stages_of_rank, parts)
+            self._rows[parts] = rank_schedule(schedule, self._runtime.comm.grid.coord().pp)
+        return self._rows[parts]
+
+    @contextmanager
+    def backward(self, which: Backward) -> Iterator[None]:
+        """Context of a backward from the loss to the outputs, after which the stages of their calls run back."""
+        arrivals = self._arrivals
+        arrivals.open = True
+        try:
+            yield
+            calls = sorted(arrivals.calls, key=lambda call: call.number, reverse=True)
+            for place, call in enumerate(calls):
+                last, further = which.last and call is calls[-1], which.further and not place
+                call.run_back(which._replace(last=last, further=further))
+        finally:
+            arrivals.open = False
+            arrivals.calls.clear()
+
+    def expire(self) -> None:
+        """Weights may have changed: no call before now can be differentiated any more."""
+        self._arrivals.updates += 1
+
+    def look_again(self) -> None:
+        """Trace the newest call again, after a step whose loss is NaN.
+
+        Raises:
+            EngineError: the forward has changed since it was traced.
+        """
+        assert self._newest is not None, "a call came before its backward"
+        run = partial(_run, self._runtime, self._newest)
+        with torch.enable_grad(), self._runtime.without_content():
+            self._runtime.traces.look_again(self._newest, _KIND, run)
+
+
+class PipelineCall:
+    """One call: its forward, and the backward that may follow. The runner of the executor's actions."""
+
+    def __init__(
+        self, runtime: RankRuntime, parts: Sequence[Arguments], row: RankSchedule, key: tuple[int, ...],
+        arrivals: _Arrivals, number: int,
+    ) -> None:  # fmt: skip
+        """``row``: the actions of this rank, forwards and then backwards."""
+        self._runtime, self._arguments, self._row, self._key = runtime, parts, row, key
+        self._arrivals = arrivals
+        self.number = number
+        """Calls of this loop up to this one."""
+        self._executor = runtime.executor.apart()
+        self._traced: list[TracedForward] = []
+        self._results: list[Any] = []
+        """Of each part, on the last stage."""
+        self._gradients: list[list[Tensor | None]] = [[] for _ in parts]
+        """Of the outputs of each part, once they have arrived."""
+        self._which = Backward(last=False)
+        self._backwards: Counter[int] = Counter()
+        """Backwards that each stage has begun."""
+        self._spent, self._updates = False, arrivals.updates
+        """Whether the stages have run back, and the number of updates before the call."""
+
+    def trace(self) -> None:
+        """Trace the parts. Nothing is communicated.
+
+        Raises:
+            EngineError: outputs of several parts do not join.
+            PlanError, or the model's own error.
+        """
+        runtime = self._runtime
+        runtime.traces.refresh()
+        with runtime.without_content():
+            for part in self._arguments:
+                self._traced.append(runtime.traces.of(part, _KIND, partial(_run, runtime, part)))
+        if len(self._arguments) > 1:
+            for part, traced in zip(self._arguments, self._traced, strict=True):
+                check_joins(traced.trace, part)
+
+    def run(self) -> Any:
+        """The output of the batch, on every rank."""
+        runtime, forwards = self._runtime, range(len(self._row.actions) // 2)
+        carrier = Carrier(runtime.comm, runtime.program.device, runtime.plan.last_rank, everywhere=True)
+        with runtime.running(), runtime.passes(self._passes(forwards)):
+            self._executor.run_part(self._row, self, forwards)
+            traces = [traced.trace for traced in self._traced]
+            results, self._results = self._results, []
+            brought = bring_outputs(results, traces, runtime.program.model, carrier)
+        return joined_parts([self._attached(index, result) for index, result in enumerate(brought)])
+
+    def run_back(self, which: Backward) -> None:
+        """Run the stages back, from the gradients that have arrived."""
+        self._which, self._spent = which, True
+        backwards = range(len(self._row.actions) // 2, len(self._row.actions))
+        with self._runtime.running(), self._runtime.passes(self._passes(backwards)):
+            self._executor.run_part(self._row, self, backwards)
+
+    def arrive(self, part: int, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradients of the outputs of a part; the stages run back once all have arrived.
+
+        Raises:
+            EngineError: no backward of the engine's runs, the stages have run back before, or weights have changed.
+        """
+        ranks = self._runtime.plan.config.pp
+        if not self._arrivals.open:
+            raise EngineError(
+                f"a backward that the engine has not begun, with parallel.pipeline {ranks}: it reaches the outputs and "
+                "not the stages behind them; call eng.backward(loss), or accelerator.backward(loss), in place of "
+                "loss.backward()."
+            )
+        if self._spent:
+            raise EngineError(
+                f"a second backward through one forward with parallel.pipeline {ranks}, whose stages keep their "
+                "activations for one; add the losses before one backward, or call the model again."
+            )
+        if self._updates != self._arrivals.updates:
+            raise stale_forward()
+        if self not in self._arrivals.calls:
+            self._arrivals.calls.append(self)
+        self._gradients[part][:] = gradients
+
+    def _passes(self, actions: range) -> RankSchedule:
+        return self._row._replace(passes=self._row.actions[actions.start : actions.stop])
+
+    def _attached(self, index: int, result: Any) -> Any:
+        """The output of a part whose graph ends at the outputs, as this rank's loop sees it."""
+        leaves, spec = pytree.tree_flatten(result)
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if places := self._graded(self._traced[index].trace):
+            attached = cut_graph([leaves[place] for place in places], partial(self.arrive, index))
+            for place, tensor in zip(places, attached, strict=True):
+                leaves[place] = tensor
+        (output,) = pytree.tree_unflatten(leaves, spec)
+        return output
+
+    def _graded(self, trace: ModelTrace) -> list[int]:
+        """Places of the outputs through which a gradient flows back, alike on every rank."""
+        if not torch.is_grad_enabled():
+            return []
+        parameters = dict(self._runtime.program.model.named_parameters())
+
+        def flows(leaf: Leaf) -> bool:
+            if isinstance(leaf, FromParameter):
+                return parameters[leaf.parameter].requires_grad
+            return isinstance(leaf, FromValue) and trace.values[leaf.value].grad
+
+        return [place for place, leaf in enumerate(trace.result.leaves) if flows(leaf)]
+
+    # ------------------------------------------------------------------ what the executor calls
+
+    def part(self, stage: int, microbatch: int) -> StageMicrobatch:
+        """Plan and values of a stage."""
+        traced = self._traced[microbatch]
+        return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
+
+    def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
+        """Run a stage; the last one begins its backward at all outputs through which a gradient flows."""
+        runtime, (trace, partition) = self._runtime, self._traced[microbatch]
+        assert runtime.stage is not None, "calls are made of stages"
+        run, plan = partial(_run, runtime, self._arguments[microbatch]), partition.stages[stage]
+        key = self._key if len(self._arguments) == 1 else (*self._key, -1 - microbatch)
+        with runtime.forward(*key, random=trace.random):
+            done = runtime.stage.forward(trace, plan, run, received)
+            sent = runtime.own(done.sent)
+        if not plan.last:
+            return StageOutput(sent, None)
+        self._results.append(done.result)
+        leaves = pytree.tree_leaves(done.result)
+        outputs = [leaves[place] for place in self._graded(trace)]
+        return StageOutput(sent, resume_graph(outputs, self._gradients[microbatch]) if outputs else None)
+
+    def backward(self, action: Action) -> AbstractContextManager[None]:
+        """Context of a stage's backward: gradients are accumulated, and reduced in the last one of each stage."""
+        self._backwards[action.stage] += 1
+        last = self._which.last and self._backwards[action.stage] == len(self._arguments)
+        which = self._which._replace(last=last, stage=action.stage, microbatch=action.microbatch)
+        self._which = self._which._replace(further=False)
+        return self._runtime.backward(which)
+
+    def weights(self, stage: int, microbatch: int) -> None:
+        """Never called: no backward of a call is split."""
+        raise AssertionError("there and back has no deferred weight gradients")
+
+    def beside(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Nothing is computed beside an action."""
+        return nullcontext()
+
+
+def stale_forward() -> EngineError:
+    """The error about a backward through weights that are no longer there."""
+    return EngineError(
+        "a backward after step(): the weights have changed since the forward that it differentiates; call eng(batch) "
+        "again, and backward before step()."
+    )
+
+
+def _run(runtime: RankRuntime, given: Arguments) -> tuple[Any]:
+    """The plain output of the model, alone in a tuple, from copies of what it is given."""
+    args, kwargs = microbatch_copy(given, runtime.program.device)
+    output = runtime.first_use.watch((args, kwargs), lambda: runtime.program.call(*args, **kwargs))
+    return (runtime.own(gather_logits(output)),)
+
+
+def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: int) -> None:
+    given = args[0] if len(args) == 1 and not kwargs else kwargs or args
+    for name, tensor in named_tensors(given):
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise EngineError(
+                f"{name} requires a gradient, with parallel.pipeline {ranks}: gradients of a forward end at the "
+                "parameters of its stages; detach it, or compute it in the model."
+            )
