@@ -36,6 +36,10 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "training.sleeping_blocks", "the timeline of a real pipeline beside the predicted one",
             frozenset({"write_figures"}),
         ),
+        "matrix_rounds": Benchmark(
+            "training.matrix_rounds", "updates of whole matrices with their exchange beside them, or not",
+            frozenset({"rounds"}),
+        ),
         "plan_search": Benchmark(
             "planning.plan_search", "the search for tensor plans of models of up to 671 B parameters",
             frozenset({"write_figures"}),

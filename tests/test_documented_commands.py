@@ -150,6 +150,8 @@ TESTED = {
         "tests/engine/huggingface/test_hosts_page.py::test_a_loop_of_accelerate_prints_the_same_and_goes_on",
     "torchrun --nproc_per_node 2 sft.py zero3.json MODEL text.txt tuned":
         "tests/engine/huggingface/test_hosts_page.py::test_a_script_of_trl_prints_the_same_and_goes_on",
+    "torchrun --nproc_per_node 2 grpo.py zero3.json MODEL text.txt tuned":
+        "tests/engine/huggingface/test_hosts_page.py::test_a_script_of_rewards_prints_the_same_and_goes_on",
     "torchrun --nproc_per_node 2 lit.py zero3.json text.txt tuned":
         "tests/engine/huggingface/test_hosts_page.py::test_a_script_of_lightning_prints_the_same_and_goes_on",
     "trine checkpoint info runs/train": f"{CHECKPOINT}test_info_of_one_step_and_of_a_folder_of_train_py",
@@ -226,6 +228,7 @@ MEASURED = (
     "python -m benchmarks integrity --write-figures",
     "python -m benchmarks step --rows watchdog --write-figures",
     "python -m benchmarks sleeping_blocks --write-figures",
+    "python -m benchmarks matrix_rounds",
     "python -m benchmarks plan_search --write-figures",
     "python -m benchmarks tensor --models llama,fused --rounds 7 --write-figures",
     "python -m benchmarks kernels --out runs/benchmarks", "python -m benchmarks gpu_step --out runs/benchmarks",

@@ -14,6 +14,7 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.quantized_layers import refuse_quantized
 from engine.planning.analysis import needs_example
 from engine.planning.plan import check_settings
+from engine.precision.foreign_codes import refuse_foreign_codes
 from engine.precision.frozen_weights import find_quantized
 from engine.program.batch import Batch, named_tensors
 from engine.zero.reduce.gradient_guard import check_own_hooks
@@ -38,6 +39,7 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
         )
     _refuse_shared_memory(model)
     refuse_quantized(model)
+    refuse_foreign_codes(model, config)
     find_quantized(model, config)
     for name, parameter in model.named_parameters():
         check_own_hooks(name, parameter, 0)

@@ -9,7 +9,7 @@ So every byte is read by one data rank. Tensors outside buckets (buffers, frozen
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -31,7 +31,7 @@ from engine.parallel.comm.comm import Comm
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import gather_masters
 from engine.zero.optim.master_weights import sync_masters
-from engine.zero.optim.optimizer_tensors import WholeUpdates
+from engine.zero.optim.optimizer_tensors import WholeUpdates, families_of
 
 logger = logging.getLogger("trine")
 
@@ -207,10 +207,39 @@ class Loader:
         """Read the state that every rank has whole; that of parameters of which the source has none begins anew."""
         for updates in whole:
             updates.forget()
-            names = [tuple(name.partition("/")[::2]) for name in self.source.kinds]
-            known = {name for family, name in names if family in updates.families}
+            known = self._stored_apart(updates)
             if known:
-                self._fill(held for held in self.local_tensors.apart(updates.prepare()) if held.row.name in known)
+                updates.prepare()
+                self._fill(held for held in self.local_tensors.apart(updates) if held.row.name in known)
+
+    def check_apart(self, whole: Iterable[WholeUpdates], updated: Collection[str]) -> None:
+        """Check that what the source keeps of a parameter as a whole is what this run's optimizer keeps of it.
+
+        ``updated``: the parameters that the saved run has updated; of others it has no state.
+
+        Raises:
+            CheckpointError: names the first parameter of which it is not.
+        """
+        for updates in whole:
+            found = self._stored_apart(updates)
+            for name, wanted in updates.shapes.items():
+                stored = found.get(name, {})
+                if stored != wanted and (stored or (self.strict and name in updated)):
+                    given, own = (_listed(shapes) for shapes in (stored, wanted))
+                    raise CheckpointError(
+                        f"{self.source.name}: the optimizer state of {name!r} is {given}, and this run's optimizer "
+                        f"keeps {own}; give the optimizer as in the saved run, or load with "
+                        "load_optimizer_states=False."
+                    )
+
+    def _stored_apart(self, updates: WholeUpdates) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Shapes of what the source has of such state, by parameter and name."""
+        families, found = families_of([updates]), dict[str, dict[str, tuple[int, ...]]]()
+        for tensor, kind in self.source.kinds.items():
+            family, _, name = tensor.partition("/")
+            if family in families:
+                found.setdefault(name, {})[family] = kind.shape
+        return found
 
     def _fill(self, targets: Iterable[Held]) -> None:
         """Read into ``values``, through a staging tensor where dtype, device or strides differ."""
@@ -240,6 +269,10 @@ class Loader:
         values = torch.empty(target.shape, dtype=torch_dtype(self._kinds[name]))
         self.source.read([ReadRequest(self._stored(name), part.whole(), as_bytes(values))])
         target.copy_(values)
+
+
+def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items())) or "none"
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from engine.checkpoint.contents.optimizer_state import (
     make_moments,
     restore,
     restore_schedule,
+    updated_parameters,
 )
 from engine.checkpoint.contents.trainer_state import joined, own_states
 from engine.checkpoint.foreign import foreign_folder, open_checkpoint
@@ -36,6 +37,7 @@ from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 from engine.parallel.grid import Grid, saved_order
+from engine.zero.optim.optimizer_tensors import families_of
 from engine.zero.optim.rules.element_state import keep_state
 
 logger = logging.getLogger("trine")
@@ -189,6 +191,7 @@ class Resume:
         if self._states:
             check_type(runtime.optimizer, manifest.optimizer, self._step)
             families = self._families(reader)
+            loader.check_apart(runtime.optimizer.whole, updated_parameters(manifest.optimizer))
             loader.check_moments(families)
             if not families.kinds and "origin" in manifest.info and self._host.rank == 0:
                 logger.warning("%s has no optimizer state, so the optimizer starts afresh", self._step)
@@ -249,7 +252,7 @@ class Resume:
         return made
 
     def _families(self, reader: OpenCheckpoint) -> Families:
-        apart = frozenset(name for each in self._run.runtime.optimizer.whole for name in each.families)
+        apart = families_of(self._run.runtime.optimizer.whole)
         return Families(reader.kinds, reader.manifest.optimizer, apart)
 
     def _restore(self, reader: OpenCheckpoint) -> None:

@@ -115,7 +115,7 @@ class RunState:
             return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
         average = self.runtime.average.tensors() if self.runtime.average is not None else {}
         moments = local_tensors.state(moments_by_bucket(self.runtime.optimizer))
-        apart = local_tensors.apart(self.runtime.optimizer.whole_state)
+        apart = [held for each in self.runtime.optimizer.whole for held in local_tensors.apart(each)]
         pieces = [*local_tensors.masters(), *moments, *apart, *local_tensors.state(average)]
         return Ours(weights, self.buffers, pieces, self.own_state(), group_scalars(self.runtime.optimizer))
 

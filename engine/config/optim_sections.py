@@ -124,6 +124,61 @@ class MuonParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SOAPParams:
+    """Parameters of SOAP, with the authors' names and defaults: Adam in the eigenbasis of Shampoo's preconditioners."""
+
+    lr: float = setting(3e-3, NOT_NEGATIVE)
+    """Learning rate."""
+    betas: tuple[float, float] = setting((0.95, 0.95), ListOf(
+        each=FACTOR, length=2, noun="a list of two numbers from 0 to below 1"))  # fmt: skip
+    """Decay rates of the running averages of the gradient and of its square, in the eigenbasis."""
+    shampoo_beta: float | None = setting(None, Real(low=0, below=1, null=True))
+    """Decay rate of the preconditioners, the averages of G G' and G' G; null takes the second of betas."""
+    eps: float = setting(1e-8, NOT_NEGATIVE)
+    """Term added to the denominator."""
+    weight_decay: float = setting(0.01, NOT_NEGATIVE)
+    """Decoupled weight decay."""
+    precondition_frequency: int = setting(10, SIZE)
+    """Updates between two refreshes of the eigenbases."""
+    max_precond_dim: int = setting(10000, COUNT)
+    """Longest side of a matrix that has a preconditioner; a longer one, such as a vocabulary, keeps its basis."""
+    normalize_grads: bool = setting(False, Flag())
+    """Divide each update by its RMS."""
+    correct_bias: bool = setting(True, Flag())
+    """Divide both averages by what they lack in the first updates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShampooParams:
+    """Parameters of Shampoo, with the names of its distributed form: roots of the sums of both sides, and grafting."""
+
+    lr: float = setting(1e-3, NOT_NEGATIVE)
+    """Learning rate."""
+    betas: tuple[float, float] = setting((0.9, 0.999), ListOf(
+        each=Real(low=0, high=1), length=2, noun="a list of two numbers from 0 to 1"))  # fmt: skip
+    """Decay rates of the momentum, below 1, and of the preconditioners; 1 sums them, as published in 2018."""
+    epsilon: float = setting(1e-12, Real(above=0))
+    """Term added to the eigenvalues of the preconditioners."""
+    weight_decay: float = setting(0.0, NOT_NEGATIVE)
+    """Decoupled weight decay."""
+    precondition_frequency: int = setting(10, SIZE)
+    """Updates between two decompositions of the preconditioners."""
+    start_preconditioning_step: int | None = setting(None, Int(low=1, null=True))
+    """First update that is preconditioned, those before are the simpler rule's; null: precondition_frequency."""
+    max_preconditioner_dim: int = setting(8192, COUNT)
+    """Longest side of a matrix that has a preconditioner."""
+    use_bias_correction: bool = setting(True, Flag())
+    """Divide averages by what they lack in the first updates."""
+    grafting: Literal["none", "sgd", "adagrad", "rmsprop", "adam"] = setting("adam", one_of(
+        "none", "sgd", "adagrad", "rmsprop", "adam", noun="a rule to graft"))  # fmt: skip
+    """Simpler rule whose update gives the length of each one, and whose squares have grafting_beta2."""
+    grafting_beta2: float = setting(0.999, FACTOR)
+    """Decay rate of the squares of the simpler rule."""
+    grafting_epsilon: float = setting(1e-8, NOT_NEGATIVE)
+    """Term added to its denominator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdafactorParams:
     """Parameters of Adafactor, with torch's defaults: second moments of matrices as a row and a column of means."""
 
@@ -248,9 +303,10 @@ class WarmupCosineLRParams:
 
 OPTIMIZERS: Mapping[str, type[Any]] = MappingProxyType({
     "AdamW": AdamWParams, "Adam": AdamParams, "SGD": SgdParams, "Lion": LionParams, "Muon": MuonParams,
+    "SOAP": SOAPParams, "Shampoo": ShampooParams,
     "AdamW8bit": AdamW8bitParams, "Adafactor": AdafactorParams, "ScheduleFreeAdamW": ScheduleFreeAdamWParams,
 })  # fmt: skip
-MATRIX_OPTIMIZERS = frozenset({"Muon"})
+MATRIX_OPTIMIZERS = frozenset({"Muon", "SOAP", "Shampoo"})
 """Those that update a matrix as a whole, and take nothing but matrices."""
 SCHEDULERS: Mapping[str, type[Any]] = MappingProxyType({
     "LRRangeTest": LRRangeTestParams, "OneCycle": OneCycleParams, "WarmupLR": WarmupLRParams,
@@ -275,12 +331,12 @@ class OptimizerConfig:
     """The optimizer and its parameter groups."""
 
     type: Literal[
-        "AdamW", "Adam", "SGD", "Lion", "Muon", "AdamW8bit", "Adafactor", "ScheduleFreeAdamW"
+        "AdamW", "Adam", "SGD", "Lion", "Muon", "SOAP", "Shampoo", "AdamW8bit", "Adafactor", "ScheduleFreeAdamW"
     ] = setting("AdamW", Choice(
         options=tuple(OPTIMIZERS), noun="built in", fold=True,
-        remedy="give AdamW, Adam, SGD, Lion, Muon, AdamW8bit, Adafactor or ScheduleFreeAdamW, or pass optimizer=... "
-        "to engine.initialize"))  # fmt: skip
-    """AdamW, Adam, SGD, Lion, Muon, AdamW8bit, Adafactor or ScheduleFreeAdamW, in any letter case."""
+        remedy="give AdamW, Adam, SGD, Lion, Muon, SOAP, Shampoo, AdamW8bit, Adafactor or ScheduleFreeAdamW, or pass "
+        "optimizer=... to engine.initialize"))  # fmt: skip
+    """AdamW, Adam, SGD, Lion, Muon, SOAP, Shampoo, AdamW8bit, Adafactor or ScheduleFreeAdamW, in any letter case."""
     params: Mapping[str, Any] = stored(AdamWParams())
     """Settings of the chosen optimizer, with all defaults filled in."""
     no_weight_decay: tuple[str, ...] = setting((), GLOBS)

@@ -24,9 +24,17 @@ from engine.config import ConfigSource, load_config, load_raw
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.huggingface.accelerator import EngineAccelerator
-from engine.huggingface.arguments import refuse_arguments, settled
+from engine.huggingface.arguments import (
+    TRL_GENERATING,
+    checked_metrics,
+    refuse_arguments,
+    refuse_best_metric,
+    refuse_trl,
+    refuse_unlike,
+    settled,
+)
 from engine.huggingface.hosted_model import HostedModel
-from engine.huggingface.versions import refuse_untested
+from engine.huggingface.trl_loop import TrlLoop, plan_inputs
 from engine.huggingface.whole_steps import OwnLoss, WholeSteps
 
 _STATE = "engine"
@@ -34,13 +42,13 @@ _STATE = "engine"
 _SCHEDULE = "schedule"
 
 
-class Trainer(transformers.Trainer):
+class Trainer(TrlLoop):
     """``transformers.Trainer`` with ``engine_config``, a dict or the path of a file; all else is the host's.
 
     ``TrainingArguments`` own sizes, precision, optimizer, schedule and clipping; the configuration says the grid, ZeRO
     and what the arguments have no word for. ``per_device_train_batch_size`` counts rows of a data rank.
 
-    A class of TRL may stand behind it: ``class Tuner(Trainer, trl.SFTTrainer)``, on data ranks.
+    A class of TRL may stand behind it: ``class Tuner(Trainer, trl.GRPOTrainer)``, without a pipeline.
 
     With a pipeline a step runs as one: ``on_pre_optimizer_step`` is called after the update, and the loss is the
     model's, ``compute_loss_func``'s or that of label smoothing. A subclass that overrides ``compute_loss`` or
@@ -50,14 +58,24 @@ class Trainer(transformers.Trainer):
         ConfigError: the configuration contradicts the arguments; an argument that places the model in another way.
     """
 
-    accelerator: EngineAccelerator
-
     def __init__(self, *args: Any, engine_config: ConfigSource, **kwargs: Any) -> None:
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, transformers.TrainingArguments))
+        refuse_trl(self.trl_kind(), kwargs, next(given, None))
+        model = args[0] if args else kwargs.get("model")
+        if self.trl_kind() is None and isinstance(model, str):
+            raise ConfigError(
+                f"Trainer was given model {model!r}, a name, and trains a module; give "
+                "AutoModelForCausalLM.from_pretrained of it."
+            )
         self._raw = load_raw(engine_config)
         self._steps: WholeSteps | None = None
         self._parameters = 0
         """Of the whole model, without embeddings; counted before the engine places it."""
         super().__init__(*args, **kwargs)
+        if self.compute_metrics is not None:
+            self.compute_metrics = checked_metrics(self.compute_metrics)
+        self._check_rewards()
+        self._check_reference()
 
     @property
     def engine(self) -> Engine:
@@ -74,24 +92,7 @@ class Trainer(transformers.Trainer):
         self.accelerator = EngineAccelerator.around(self.accelerator, config.grid(self.args.process_index))
         self.gather_function = self.accelerator.gather_for_metrics
         self.accelerator.whole_steps = config.pp > 1 and not self._has_own_steps()
-        self._check_trl(config.tp, config.pp)
-
-    def _check_trl(self, tensor_ranks: int, pipeline_ranks: int) -> None:
-        """Refuse what a trainer of TRL behind this class cannot do."""
-        kind = next((kind for kind in type(self).__mro__ if kind.__module__.startswith("trl.")), None)
-        if kind is None:
-            return
-        refuse_untested("trl")
-        if tensor_ranks > 1:
-            raise ConfigError(
-                f"{kind.__name__} of TRL with parallel.tensor {tensor_ranks}: its loss multiplies by the whole weight "
-                "of the head, of which a tensor rank has a part; leave parallel.tensor out."
-            )
-        if pipeline_ranks > 1:
-            raise ConfigError(
-                f"{kind.__name__} of TRL with parallel.pipeline {pipeline_ranks}: its loss multiplies by the weight of "
-                "the head, which the last stage alone has; leave parallel.pipeline out."
-            )
+        self._check_trl(config)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: the engine moves what a rank holds."""
@@ -115,24 +116,33 @@ class Trainer(transformers.Trainer):
         if self.accelerator.whole_steps:
             counts = bool(self.model_accepts_loss_kwargs) or self.compute_loss_func is not None
             self._steps = WholeSteps(self.args, self.accelerator, own, counts)
+        self._prepare_trl_model(model)
         example = self._example()
-        whole = self.accelerator.whole_steps
         if self._steps is None or own is None:
-            return HostedModel(initialize(model, config, None, example, optimizer), whole_steps=whole)
-        loss, inputs = self._steps.loss, self._steps.inputs
-        return HostedModel(initialize(model, config, loss, example, optimizer, inputs=inputs), whole_steps=whole)
+            placed = initialize(model, config, None, example, optimizer)
+        else:
+            placed = initialize(model, config, self._steps.loss, example, optimizer, inputs=self._steps.inputs)
+        rows = {name: _rows(getattr(self, name)) for name in ("train_dataset", "eval_dataset")}
+        refuse_unlike(self.args, rows, placed.comm, placed.device)
+        return HostedModel(placed, whole_steps=self.accelerator.whole_steps)
 
     def _example(self) -> Any:
         """The first microbatch of the dataset, for the plan; None for data that cannot be indexed, and without need."""
+        of_trl = self.trl_kind()
+        if of_trl in TRL_GENERATING:  # it generates before its first forward
+            return self._plan_tokens()
         dataset: Any = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         rows = self.args.per_device_train_batch_size
-        if self.accelerator.grid.size("replica") == 1 or isinstance(dataset, Mapping):
+        if self.accelerator.grid.size("replica") == 1:
             return None
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) < rows:
-            return None
+        indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, Mapping)
+        if not indexed or len(dataset) < rows:
+            return None if of_trl is None else self._plan_tokens()
         with _unchanged_random_state():
             collate = self._get_collator_with_removed_columns(self.data_collator)
             inputs: Any = self._prepare_inputs(collate([dataset[index] for index in range(rows)]))
+        if of_trl is not None:
+            return plan_inputs(inputs)
         count = self._get_num_items_in_batch([inputs], self.args.device)
         if self._steps is not None:
             return self._steps.microbatch(inputs, count)
@@ -143,9 +153,10 @@ class Trainer(transformers.Trainer):
         """Rows of a step over all data ranks."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Any) -> int:
         """This rank's share of the operations of a forward and backward over a data rank's rows, as the host counts."""
-        main: Any = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        main: Any = inputs.get(name) if isinstance(inputs, Mapping) else None  # prompts of TRL are a list
         if main is None:
             return 0
         return int(6 * main.numel() * self._parameters / self.accelerator.grid.size("replica"))
@@ -184,6 +195,10 @@ class Trainer(transformers.Trainer):
         return any(owner not in (Trainer, transformers.Trainer) for owner in owners)
 
     # ------------------------------------------------------------------ checkpoints
+
+    def _determine_best_metric(self, metrics: dict[str, Any], trial: Any) -> bool:
+        refuse_best_metric(self.args, metrics)
+        return bool(super()._determine_best_metric(metrics, trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder for ``from_pretrained``, with the processing class and the arguments. Collective."""
@@ -237,6 +252,11 @@ class Trainer(transformers.Trainer):
     def _load_best_model(self) -> None:
         best: Any = self.state.best_model_checkpoint
         self.engine.load_checkpoint(Path(os.fspath(best), _STATE), load_module_only=True)
+
+
+def _rows(dataset: Any) -> int | None:
+    """Number of rows; None for a dataset that does not know it."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 @contextmanager

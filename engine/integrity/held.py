@@ -5,6 +5,8 @@ ZeRO    weights                  masters, moments      equal on the data ranks
 1, 2    whole buckets            shards                weights
 3       shards                   shards                nothing
 
+What an optimizer keeps of whole parameters is equal where all data ranks have it, and not where its owner has.
+
 Frozen parameters are weights too: whole ones of their own below ZeRO 3. Gradients and activations are not held.
 """
 
@@ -113,9 +115,11 @@ class Holdings:
             yield HeldTensor(kind="master", tensor=flat.master, names=owned, equal=_whole(flat), writers=parameters)
 
     def _states(self) -> Iterator[HeldTensor]:
-        for name, own in self._optimizer.whole_state.items():
-            for kind, value in own.items():
-                yield HeldTensor(kind=kind, tensor=value, names=[(name, 0, value.numel())], equal=True)
+        for updates in self._optimizer.whole:
+            for name, own in updates.state.items():
+                for kind, value in own.items():
+                    names, equal = [(name, 0, value.numel())], updates.on_all_data_ranks
+                    yield HeldTensor(kind=kind, tensor=value, names=names, equal=equal)
         for place, names in self._places:
             for kind, value in sorted(self._optimizer.inner.state.get(place.parameter, {}).items()):
                 if isinstance(value, Tensor) and value.numel():

@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 
-from engine.config.optim_sections import MATRIX_OPTIMIZERS, OptimizerConfig
+from engine.config.optim_sections import OptimizerConfig
 from engine.kernels.optim.eight_bit_codes import StateFormat
+from engine.kernels.optim.matrix_rule import MatrixRule
+from engine.kernels.optim.muon_rule import MuonRule
+from engine.kernels.optim.shampoo_rule import ShampooRule
+from engine.kernels.optim.soap_rule import SoapRule
 from engine.zero.optim.composite import CompositeOptimizer, PlainComposite
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory
-from engine.zero.optim.muon import FlatMuon
+from engine.zero.optim.matrix.matrix_optimizers import FlatMuon, FlatShampoo, FlatSOAP
 from engine.zero.optim.rules.adafactor import FlatAdafactor
 from engine.zero.optim.rules.eight_bit_adamw import FlatAdamW8bit
 from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
@@ -30,6 +34,8 @@ class GroupState:
     """Elements of those that share a scale."""
     factored: bool = False
     """Means over rows and columns of matrices, and of squares of vectors, whole on every rank."""
+    matrices: MatrixRule | None = None
+    """The rule of matrices that are updated as a whole, which says what their owner keeps of them."""
 
     def bytes(self, elements: int, itemsize: int) -> int:
         """Bytes of what it keeps of a run of elements; ``itemsize``: of a moment."""
@@ -55,6 +61,8 @@ def _flat(config: OptimizerConfig) -> OptimizerFactory:
         "SGD": (FlatSGD, {}),
         "Lion": (FlatLion, {}),
         "Muon": (FlatMuon, {}),
+        "SOAP": (FlatSOAP, {}),
+        "Shampoo": (FlatShampoo, {}),
         "AdamW8bit": (FlatAdamW8bit, {}),
         "Adafactor": (FlatAdafactor, {}),
         "ScheduleFreeAdamW": (FlatScheduleFreeAdamW, {}),
@@ -78,6 +86,8 @@ def _plain(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
         "SGD": torch.optim.SGD,
         "Lion": FlatLion,
         "Muon": torch.optim.Muon,
+        "SOAP": FlatSOAP,
+        "Shampoo": FlatShampoo,
         "AdamW8bit": FlatAdamW8bit,
         "Adafactor": torch.optim.Adafactor,
         "ScheduleFreeAdamW": FlatScheduleFreeAdamW,
@@ -112,20 +122,18 @@ def block_of_codes(config: OptimizerConfig | None) -> int:
     return max((entry.params["block_size"] for entry in entries if entry.type == "AdamW8bit"), default=1)
 
 
-def matrix_groups(config: OptimizerConfig | None, groups: Sequence[GroupOptions]) -> frozenset[int]:
-    """Indices of the groups whose matrices are updated as a whole."""
-    if config is None:
-        return frozenset()
-    kinds = [config.entries[group.entry or 0].type for group in groups]
-    return frozenset(index for index, kind in enumerate(kinds) if kind in MATRIX_OPTIMIZERS)
-
-
 def _kept(config: OptimizerConfig) -> GroupState:
     match config.type:
         case "SGD":
             return GroupState(values=int(config.params["momentum"] != 0))
-        case "Lion" | "Muon":
+        case "Lion":
             return GroupState(values=1)
+        case "Muon":
+            return GroupState(values=1, matrices=MuonRule.of(config.params))
+        case "SOAP":
+            return GroupState(matrices=SoapRule.of(config.params))
+        case "Shampoo":
+            return GroupState(matrices=ShampooRule.of(config.params))
         case "AdamW8bit":
             return GroupState(codes=2, block=config.params["block_size"])
         case "Adafactor":

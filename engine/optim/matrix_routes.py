@@ -4,18 +4,21 @@ plan alone, on any rank."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 import torch
 
 from engine.config import Config
-from engine.kernels.optim.muon_rule import product_cost
+from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.parallel.comm.traffic import Traffic
 from engine.parallel.grid import Axis, Coord
 from engine.parallel.shard_table import ShardRow
 from engine.zero.layout import FlatLayout
-from engine.zero.optim.matrix_updates import MatrixRoutes
-from engine.zero.optim.owner_exchange import OwnerRoute, balanced_owners
+from engine.zero.optim.matrix.matrix_updates import MatrixRound, MatrixRoutes, state_dtype
+from engine.zero.optim.matrix.owner_exchange import OwnerRoute, balanced_owners, rounds_of
 from engine.zero.optim.rules.adafactor import FactorRoutes
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,8 @@ class MatrixOwners:
     config: Config
     rows: Sequence[ShardRow]
     """All rows of the table."""
-    groups: frozenset[int]
-    """Optimizer groups whose matrices are updated as a whole."""
+    rules: Mapping[int, MatrixRule]
+    """Of the optimizer groups whose matrices are updated as a whole."""
     layouts: Mapping[tuple[int, int], FlatLayout]
 
     @property
@@ -42,19 +45,29 @@ class MatrixOwners:
 
     def routes(self, coord: Coord) -> MatrixRoutes | None:
         """The ways of the matrices of a position; None if it has none."""
-        rows = {row.name: row for row in self.rows if row.trainable and row.group in self.groups}
+        rows = {row.name: row for row in self.rows if row.trainable and row.group in self.rules}
         rows = {name: row for name, row in rows.items() if coord.pp in row.owners}
         if not rows:
             return None
         count = self._shares
-        first = coord.dp // count * count
+        first, place = coord.dp // count * count, coord.dp % count
         # all tensor ranks agree on the owner of what they share, so one of their layouts decides
         decides, own = (_held(self.layouts[coord.pp, tp], rows, count) for tp in (0, coord.tp))
         costs = {name: self._cost(row) for name, row in rows.items()}
         owners = balanced_owners(costs, decides)
-        data = OwnerRoute("dp", tuple(range(first, first + count)), owners, own)
-        cut = {name: row for name, row in rows.items() if row.dim is not None and owners[name] == coord.dp % count}
-        return MatrixRoutes(rows, data, self._tensor_route(cut), _dtype(rows.values()))
+        cut = {name: row for name, row in rows.items() if row.dim is not None} if self.config.tp > 1 else {}
+        tensor = self._tensor_owners({name: row for name, row in cut.items() if owners[name] == place})
+        order = [slot.name for bucket in self.layouts[coord.pp, 0].buckets for slot in bucket.slots]
+        rounds = [
+            MatrixRound(
+                data=OwnerRoute("dp", tuple(range(first, first + count)), _of(names, owners), _of(names, own)),
+                tensor=self._tensor_route(_of(names, tensor), cut),
+            )
+            for names in rounds_of(owners, costs, decides, [name for name in order if name in rows])
+        ]
+        return MatrixRoutes(
+            rows=rows, rounds=tuple(rounds), dtype=_dtype(rows.values()), place=place, tp=coord.tp, crossed=bool(cut)
+        )
 
     def traffic(self, coord: Coord) -> tuple[Traffic, ...]:
         """What a position sends in a step."""
@@ -62,20 +75,39 @@ class MatrixOwners:
         if routes is None:
             return ()
         size, grid = routes.dtype.itemsize, self.config.grid(0)
-        tensor = routes.tensor.traffic("tp", size) if routes.tensor is not None else ()
-        return (*routes.data.traffic(grid.sharding, size), *tensor)
+        data = [row for each in routes.rounds for row in each.data.traffic(grid.sharding, size)]
+        tensor = [row for each in routes.rounds if each.tensor is not None for row in each.tensor.traffic("tp", size)]
+        return (*data, *tensor)
 
-    def _tensor_route(self, cut: Mapping[str, ShardRow]) -> OwnerRoute | None:
-        tp = self.config.tp
-        if not cut or tp == 1:
-            return None
-        held = {name: tuple(prod(row.local_shape(index)) for index in range(tp)) for name, row in cut.items()}
-        costs = {name: product_cost(row.shape) for name, row in cut.items()}
-        return OwnerRoute("tp", tuple(range(tp)), balanced_owners(costs, held), held)
+    def state_bytes(self, coord: Coord) -> int:
+        """What a position keeps of the matrices that it owns."""
+        routes = self.routes(coord)
+        made = routes.made if routes is not None else ()
+        return sum(self._state(row) for row in self.rows if row.name in made)
+
+    def stored_bytes(self) -> int:
+        """The same of all matrices, each once."""
+        return sum(self._state(row) for row in self.rows if row.trainable and row.group in self.rules)
+
+    def _state(self, row: ShardRow) -> int:
+        shapes = self.rules[row.group].state_shapes(row.shape).values()
+        return sum(map(prod, shapes)) * state_dtype(row).itemsize
+
+    def _tensor_owners(self, cut: Mapping[str, ShardRow]) -> dict[str, int]:
+        costs = {name: self.rules[row.group].cost(row.shape) for name, row in cut.items()}
+        return balanced_owners(costs, {name: self._cuts(row) for name, row in cut.items()})
+
+    def _tensor_route(self, owners: Mapping[str, int], cut: Mapping[str, ShardRow]) -> OwnerRoute | None:
+        sizes = {name: self._cuts(cut[name]) for name in owners}
+        return OwnerRoute("tp", tuple(range(self.config.tp)), owners, sizes) if owners else None
+
+    def _cuts(self, row: ShardRow) -> tuple[int, ...]:
+        """Elements of a matrix that each tensor rank holds."""
+        return tuple(prod(row.local_shape(index)) for index in range(self.config.tp))
 
     def _cost(self, row: ShardRow) -> int:
         """Work of a rank: tensor ranks share that of matrices which they cut."""
-        return product_cost(row.shape) // (1 if row.dim is None else self.config.tp)
+        return self.rules[row.group].cost(row.shape) // (1 if row.dim is None else self.config.tp)
 
 
 def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> FactorRoutes | None:
@@ -92,6 +124,11 @@ def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Conf
 def _dtype(rows: Iterable[ShardRow]) -> torch.dtype:
     """Updates are made in fp32, or in fp64 where a parameter was given so."""
     return torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32
+
+
+def _of(names: Sequence[str], values: Mapping[str, Value]) -> dict[str, Value]:
+    """The values of those names that have one, in their order."""
+    return {name: values[name] for name in names if name in values}
 
 
 def _held(layout: FlatLayout, rows: Mapping[str, ShardRow], ranks: int) -> dict[str, tuple[int, ...]]:

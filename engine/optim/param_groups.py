@@ -99,8 +99,8 @@ def _taken(model: nn.Module, names: Mapping[str, list[str]], config: OptimizerCo
     if config.type in MATRIX_OPTIMIZERS and others:
         raise ConfigError(
             f"optimizer: {config.type} updates matrices, and {others[0]!r} of shape {list(shapes[others[0]])} is none; "
-            'give a list whose last entry takes the rest, such as [{"match": "*.weight", "type": "Muon"}, {"type": '
-            '"AdamW"}].'
+            f'give a list whose last entry takes the rest, such as [{{"match": "*.weight", "type": "{config.type}"}}, '
+            '{"type": "AdamW"}].'
         )
     return taken
 

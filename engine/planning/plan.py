@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.config import Config
 from engine.kernels.quantized.weight_format import WeightFormat
-from engine.optim.built_in import GroupState, kept_state, matrix_groups
+from engine.optim.built_in import GroupState, kept_state
 from engine.optim.matrix_routes import MatrixOwners, factor_routes
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
@@ -178,6 +178,8 @@ class Plan:
         state = state_bytes(self.layout(coord), frozen, precision, self.config, owned)
         device = dict(state.device)
         device["optimizer"] += factor_bytes(rows, groups, precision)
+        if self.matrix_owners is not None:
+            device["optimizer"] += self.matrix_owners.state_bytes(coord)
         if (gathers := self.gathers(coord)) is not None and gathers.within.buckets:
             device["secondary shards"] = gathers.secondary_bytes
         if kept := self._feedback_bytes(coord.pp):
@@ -194,7 +196,8 @@ class Plan:
     @property
     def stored_bytes(self) -> int:
         """Bytes of a checkpoint, all ranks together, without buffers and random states."""
-        return stored_bytes(self.table, self.precision, self.config, self._moments)
+        matrices = self.matrix_owners.stored_bytes() if self.matrix_owners is not None else 0
+        return stored_bytes(self.table, self.precision, self.config, self._moments) + matrices
 
     @property
     def _moments(self) -> tuple[GroupState, ...]:
@@ -203,8 +206,8 @@ class Plan:
     @cached_property
     def matrix_owners(self) -> MatrixOwners | None:
         """Who updates which matrix as a whole; None if none is, or if the optimizer is the user's."""
-        groups = matrix_groups(self.config.optimizer, self.groups) if self.moments is not None else frozenset[int]()
-        return MatrixOwners(self.config, self.table.rows, groups, self.layouts) if groups else None
+        rules = {index: kept.matrices for index, kept in enumerate(self._moments) if kept.matrices is not None}
+        return MatrixOwners(self.config, self.table.rows, rules, self.layouts) if rules else None
 
     def factors(self, coord: Coord) -> FactorRoutes | None:
         """The sums of Adafactor at a position; None if it updates nothing there."""

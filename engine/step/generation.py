@@ -36,17 +36,24 @@ class Generation:
         """What Hugging Face's ``generate`` returns for this data rank's ``inputs``. Collective over the world."""
         self._check(inputs, options)
         self._draw_alike()
-        shell: Any = _shell(self._model, self._forward)
-        if getattr(getattr(self._model, "config", None), "is_encoder_decoder", False):
+        model = self._generating
+        shell: Any = _shell(model, self._forward)
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             object.__setattr__(shell, "get_encoder", lambda *_, **__: _PassedOn())
-        result = shell.generate(inputs.to(self._device), **dict(options) | {"use_cache": False})
+        result = shell.generate(inputs.to(self._device), **_without_cache(options))
         while self._runner.accompany(self._last):
             pass
         return result
 
+    @property
+    def _generating(self) -> nn.Module:
+        """The model whose ``generate`` runs: of a ``PeftModel`` the one that holds its adapters."""
+        found: Any = getattr(self._model, "get_base_model", None)
+        return found() if callable(found) else self._model
+
     def _check(self, inputs: object, options: Mapping[str, Any]) -> None:
-        kind = type(self._model).__name__
-        if not any(base.__name__ == "GenerationMixin" for base in type(self._model).__mro__):
+        kind = type(self._generating).__name__
+        if not any(base.__name__ == "GenerationMixin" for base in type(self._generating).__mro__):
             raise EngineError(
                 f"generate: the model is a {kind}, not a Hugging Face model that generates; call eng.predict(batch) "
                 "for the logits of each step."
@@ -76,6 +83,16 @@ class Generation:
             given["input_ids"] = passed[0].squeeze(-1)
         self._last = {name: given[name] for name in names if isinstance(given.get(name), Tensor)}
         return self._runner.predict(self._last, together=True)
+
+
+def _without_cache(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``generate`` without a cache; a ``generation_config`` is to be the only one of its kind."""
+    given = options.get("generation_config")
+    if given is None:
+        return {**options, "use_cache": False}
+    plain = copy.deepcopy(given)
+    plain.use_cache = False
+    return {**options, "generation_config": plain}
 
 
 class _PassedOn(nn.Module):

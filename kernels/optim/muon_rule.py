@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.kernels.optim.matrix_rule import MatrixState
+
 
 @dataclass(frozen=True, slots=True)
 class MuonRule:
@@ -54,6 +56,24 @@ class MuonRule:
         ratio = 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1, rows / max(1, columns)))
         return self.lr * ratio
 
+    def cost(self, shape: tuple[int, ...]) -> int:
+        """Multiplications of the Newton-Schulz steps."""
+        small, large = sorted(shape)
+        return self.steps * small * small * (2 * large + small)
+
+    def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Nothing: the momentum is kept of every part."""
+        return {}
+
+    def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
+        """The direction with its singular values near one."""
+        return orthogonal(direction_AB, self)
+
+    def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
+        """Decay the weights and step along the update, both of any equal shape; ``shape`` is that of the matrix."""
+        weights.mul_(1 - self.lr * self.weight_decay)
+        weights.add_(update, alpha=-self.rate(shape))
+
 
 def momentum_(momentum: Tensor, grad: Tensor, rule: MuonRule) -> Tensor:
     """Add the gradient to the momentum in place, and return the direction of the update, both of any equal shape."""
@@ -72,15 +92,3 @@ def orthogonal(direction_AB: Tensor, rule: MuonRule) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def apply_(weights: Tensor, update: Tensor, shape: tuple[int, ...], rule: MuonRule) -> None:
-    """Decay the weights and step along the update, both of any equal shape; ``shape`` is that of the full matrix."""
-    weights.mul_(1 - rule.lr * rule.weight_decay)
-    weights.add_(update, alpha=-rule.rate(shape))
-
-
-def product_cost(shape: tuple[int, ...]) -> int:
-    """Multiplications of a Newton-Schulz step, by which owners are balanced."""
-    small, large = sorted(shape)
-    return small * small * (2 * large + small)

@@ -7,6 +7,7 @@ _STEPS = "tests/engine/huggingface/test_whole_steps.py"
 _SETTINGS = "tests/engine/huggingface/test_loop_settings.py"
 _LOOP = "tests/engine/huggingface/test_own_loop.py"
 _CLIPPING = "tests/engine/step/test_clipping.py"
+_VALUES = "tests/parallel/tensor/logits/test_token_values.py"
 _PIPED = "tests/engine/step/test_pipeline_loop.py"
 _LIGHTNING = "tests/engine/lightning/test_hosted_module.py"
 
@@ -106,6 +107,46 @@ HOSTS = (
         old="    if beside:\n",
         new="    if False:\n",
         tests=(f"{_LIGHTNING}::test_parameters_beside_it_are_refused",),
+    ),
+    Fault(
+        name="entropy-of-one-rank",
+        about="The entropy of a token is that of one tensor rank's columns of the vocabulary.",
+        file="engine/parallel/tensor/logits/token_values.py",
+        old="    return reduce_from(part.local.sum(-1), part.vocabulary.axis, LOSS)\n",
+        new="    return part.local.sum(-1)\n",
+        tests=(f"{_VALUES}::test_of_a_part_of_the_vocabulary",),
+    ),
+    Fault(
+        name="likeliest-token-of-one-rank",
+        about="A metric takes a place in a rank's part of the vocabulary for the token itself.",
+        file="engine/parallel/tensor/logits/token_values.py",
+        old="    return axis.all_gather((place_BS + begin).contiguous(), LOSS)",
+        new="    return axis.all_gather(place_BS.contiguous(), LOSS)",
+        tests=(f"{_VALUES}::test_of_a_part_of_the_vocabulary",),
+    ),
+    Fault(
+        name="generated-inside-a-step",
+        about="TRL may generate between the microbatches of a step, whose gradients are half summed.",
+        file="engine/huggingface/arguments.py",
+        old="    if every % accumulation:\n",
+        new="    if False:\n",
+        tests=(f"{_ARGUMENTS}::test_what_trl_cannot_do_over_an_engine_is_refused",),
+    ),
+    Fault(
+        name="groups-over-tensor-ranks",
+        about="GRPO on tensor ranks runs, and counts each of them as a data rank.",
+        file="engine/huggingface/arguments.py",
+        old="    if config.tp > 1 and kind not in _ON_TENSOR_RANKS:\n",
+        new="    if False:\n",
+        tests=(f"{_ARGUMENTS}::test_grids_on_which_trl_would_compute_something_else_are_refused",),
+    ),
+    Fault(
+        name="ranks-of-different-arguments",
+        about="Ranks train with different learning rates, or have different numbers of rows, until one waits forever.",
+        file="engine/huggingface/arguments.py",
+        old="        if unlike:\n",
+        new="        if False:\n",
+        tests=(f"{_ARGUMENTS}::test_what_ranks_were_given_differently_is_refused_on_all",),
     ),
     Fault(
         name="backward-through-old-weights",

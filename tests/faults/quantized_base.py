@@ -56,4 +56,20 @@ QUANTIZED_BASE = (
         new="",
         tests=(f"{_CHECKPOINT}::test_a_model_without_content_reads_its_base_into_codes",),
     ),
+    Fault(
+        name="foreign-codes-on-tensor-ranks",
+        about="Codes of bitsandbytes are cut and traced as if they were values.",
+        file="engine/precision/foreign_codes.py",
+        old="    if asked is not None:\n",
+        new="    if False:\n",
+        tests=("tests/engine/precision/test_foreign_codes.py::test_what_needs_more_than_whole_weights_is_refused",),
+    ),
+    Fault(
+        name="foreign-codes-in-a-checkpoint",
+        about="A checkpoint stores codes of bitsandbytes without their scales.",
+        file="engine/precision/foreign_codes.py",
+        old="    if config.checkpoint.frozen:\n",
+        new="    if False:\n",
+        tests=("tests/engine/precision/test_foreign_codes.py::test_a_checkpoint_of_codes_without_scales_is_refused",),
+    ),
 )

@@ -1,6 +1,6 @@
 """The tensors that an inner optimizer is given: runs of a bucket, or whole parameters, with the gradients they read."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,7 +40,9 @@ class OptimizerTensor:
 
 
 WholeState = Mapping[str, Mapping[str, Tensor]]
-"""Parameter -> name -> values in a shape of their own, all of them on each rank that holds a part of the parameter."""
+"""Parameter -> name -> values in a shape of their own, all of them on each rank that keeps any."""
+WholeShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""Parameter -> name -> that shape."""
 
 
 class WholeUpdates(Protocol):
@@ -48,23 +50,63 @@ class WholeUpdates(Protocol):
 
     @property
     def families(self) -> frozenset[str]:
-        """Names of the state that it keeps itself."""
+        """Names of the state that it may keep."""
+
+    @property
+    def by_owner(self) -> bool:
+        """Each parameter's owner keeps its state; False: every rank that holds a part of the parameter does."""
+
+    @property
+    def on_all_data_ranks(self) -> bool:
+        """All data ranks keep the same state."""
+
+    @property
+    def shapes(self) -> WholeShapes:
+        """What is kept of each parameter that is updated here, by whichever rank."""
 
     @property
     def state(self) -> WholeState:
-        """That state; empty before the first update."""
+        """What this rank keeps; empty before the first update."""
 
-    def waits(self, flat: FlatBucket) -> bool:
-        """True if a parameter of the bucket is updated here, and not by the step of the optimizer."""
+    def names(self, flat: FlatBucket) -> frozenset[str]:
+        """The parameters of the bucket that are updated here, and not by the step of the optimizer."""
 
-    def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> None:
-        """Make the updates, but for ``unused`` parameters; ``missed``: updates that others have missed."""
+    def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
+        """Make the updates, but for ``unused`` parameters, and yield the names of those that are made.
+
+        ``missed``: updates that others have missed.
+        """
 
     def forget(self) -> None:
         """Begin anew at the next update."""
 
     def prepare(self) -> WholeState:
         """The state, of zeros where there is none yet."""
+
+
+def families_of(whole: Iterable[WholeUpdates]) -> frozenset[str]:
+    """Names of the state that updates of parameters as a whole keep."""
+    return frozenset(family for each in whole for family in each.families)
+
+
+class LateBuckets:
+    """The buckets with parameters that are updated as a whole, each until all of those are made."""
+
+    def __init__(self, buckets: Sequence[FlatBucket], whole: Sequence[WholeUpdates]) -> None:
+        names = {number: {n for each in whole for n in each.names(flat)} for number, flat in enumerate(buckets)}
+        self._missing = {number: own for number, own in names.items() if own}
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._missing
+
+    def complete(self, made: frozenset[str]) -> list[int]:
+        """The numbers of the buckets that these parameters complete; each is told once."""
+        for own in self._missing.values():
+            own -= made
+        ready = [number for number, own in self._missing.items() if not own]
+        for number in ready:
+            del self._missing[number]
+        return ready
 
 
 def update_gradient(flat: FlatBucket, part: slice) -> Tensor:

@@ -11,6 +11,7 @@ gathered: there is no pass that casts or copies.
 import logging
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from engine.zero.optim.inner_optimizer import (
 )
 from engine.zero.optim.master_weights import sync_masters, sync_rounded, tell_autograd
 from engine.zero.optim.optimizer_tensors import (
+    LateBuckets,
     OptimizerTensor,
     WholeState,
     WholeUpdates,
@@ -288,7 +290,7 @@ class ShardedOptimizer:
             self._step_delayed(self.inner, self.delayed, scale)
             return
         gathers: list[Pending | None] = []
-        late = [n for n, flat in enumerate(self._buckets) if any(each.waits(flat) for each in self.whole)]
+        late = LateBuckets(self._buckets, self.whole)
 
         def begin(number: int) -> bool:
             if self.disk is not None and not self.disk.allows(number):
@@ -311,9 +313,9 @@ class ShardedOptimizer:
             self._call_step()
         finally:
             self.inner.order = None
-        for each in self.whole:
-            each.run(self.unused, self.missed)
-        gathers += [self._start_gather(self._buckets[number], rounded) for number in late]
+        for made in chain.from_iterable(each.run(self.unused, self.missed) for each in self.whole):
+            for number in late.complete(made):
+                end(number)
         _wait(gathers)
 
     def _choose_pieces(self, inner: FlatOptimizer) -> None:

@@ -15,7 +15,7 @@ from engine.parallel.model.quantized_layers import quantize_part
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Slot
-from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeState
+from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeUpdates
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,9 @@ class Held:
     values: Tensor
     """[own.elements], on the device; a view."""
     apart: bool = False
-    """It has a shape of its own, and every rank that holds the parameter has all of it."""
+    """It has a shape of its own, and a rank that has any of it has all."""
+    stores: bool = False
+    """Of state apart: this rank stores it, of all that have it."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,17 @@ class LocalTensors:
                     values = tensor.view(-1)[start - place.part.start : stop - place.part.start]
                     yield Held(f"{name}/{row.name}", row, kind_of(values, row.shape), piece, values)
 
-    def apart(self, state: WholeState) -> Iterator[Held]:
-        """State that every rank has whole, in shapes of its own."""
+    def apart(self, updates: WholeUpdates) -> Iterator[Held]:
+        """State that this rank has whole, in shapes of its own."""
+        first = self.coord.dp == 0 if updates.on_all_data_ranks else self.ownership.stores(self.coord)
         for row in self.ownership.plan.table.held_by(self.coord.pp):
-            for name, values in state.get(row.name, {}).items():
+            # of a matrix that tensor ranks cut, one of them is the owner; of others all of them have the state
+            stores = first and (self.coord.tp == 0 or (updates.by_owner and row.dim is not None))
+            for name, values in updates.state.get(row.name, {}).items():
                 whole = Part(tuple(values.shape)).whole()
-                yield Held(f"{name}/{row.name}", row, kind_of(values), whole, values.view(-1), apart=True)
+                yield Held(
+                    f"{name}/{row.name}", row, kind_of(values), whole, values.view(-1), apart=True, stores=stores
+                )
 
     def _slots(self) -> Iterator[tuple[ShardRow, FlatBucket, Slot]]:
         rows = {row.name: row for row in self.ownership.plan.table}

@@ -148,6 +148,13 @@ def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: obj
         )
 
 
+def updated_parameters(stored: Mapping[str, Any]) -> frozenset[str]:
+    """The parameters that the saved run's built-in optimizer has updated at least once."""
+    missed = stored.get("missed", {})
+    updates = {name: each.get("options", {}).get("step", 0) for each in stored["groups"] for name in each["params"]}
+    return frozenset(name for name, count in updates.items() if isinstance(count, int) and count > missed.get(name, 0))
+
+
 class Families:
     """The moments that a checkpoint has of each parameter; those of a group have the same, so a gap is detected."""
 

@@ -185,11 +185,13 @@ class Snapshots:
 
     def _stored(self, held: Held) -> Piece | None:
         """The piece of ``held`` that this rank stores; None if it is a copy of what another rank stores."""
-        part = Part(held.kind.shape) if held.apart else stored_part(held.row, self._coord.tp)
-        if part is None or held.row.owners[0] != self._coord.pp or not self._messages.ownership.stores(self._coord):
+        if held.row.owners[0] != self._coord.pp:
             return None
         if held.apart:
-            return held.own if (self._coord.dp, self._coord.tp) == (0, 0) else None
+            return held.own if held.stores else None
+        part = stored_part(held.row, self._coord.tp)
+        if part is None or not self._messages.ownership.stores(self._coord):
+            return None
         piece = held.own.within(part)
         return piece if piece.elements else None
 

@@ -8,7 +8,7 @@ from engine.config.rules import Problems
 from engine.config.sections import Bf16Config, EmaConfig, ZeroConfig
 from engine.config.wording import shown_value
 
-_NOT_ROUNDED = ("Muon", "AdamW8bit", "Adafactor", "ScheduleFreeAdamW")
+_NOT_ROUNDED = (*sorted(MATRIX_OPTIMIZERS), "AdamW8bit", "Adafactor", "ScheduleFreeAdamW")
 """Those whose updates are not rounded stochastically into bf16 weights."""
 _NOT_ON_DISK = ("AdamW8bit", "ScheduleFreeAdamW")
 """Those whose state is not moments alone, of which each bucket has a file."""
@@ -54,7 +54,7 @@ def _check_offload(kinds: list[str], zero: ZeroConfig, problems: Problems) -> No
             '"cpu".',
         )  # fmt: skip
     for kind in kinds:
-        if kind == "Muon":
+        if kind in MATRIX_OPTIMIZERS:
             why = f"{kind}, whose products of matrices are for the device; leave the offload out, or give AdamW."
         elif kind == "Adafactor":
             why = f"{kind}, whose state is a few rows and columns; leave the offload out, or give AdamW."
@@ -71,6 +71,8 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
     if entry.type == "SGD" and params.get("nesterov") and (not params["momentum"] or params["dampening"]):
         given = f"momentum is {params['momentum']} and dampening {params['dampening']}"
         problems.add(f"{at}.nesterov", f"true needs momentum above 0 and dampening 0, but {given}; give both.")
+    if entry.type == "Shampoo" and params["betas"][0] == 1:
+        problems.add(f"{at}.betas", "the first is 1, and momenta would take no gradient in; give a number below 1.")
     if entry.type == "Adafactor" and params["eps"][1] is None:
         problems.add(f"{at}.eps", "[.., null] has no least RMS of the weights; give a number, such as 1e-3.")
     if entry.type == "ScheduleFreeAdamW" and not params["betas"][0]:

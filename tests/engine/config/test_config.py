@@ -160,8 +160,8 @@ def test_params_are_read_only() -> None:
         ),
         (
             {"optimizer": {"type": "Lamb"}},
-            'optimizer.type: "Lamb" is not built in; give AdamW, Adam, SGD, Lion, Muon, AdamW8bit, Adafactor or '
-            "ScheduleFreeAdamW, or pass optimizer=... to engine.initialize.",
+            'optimizer.type: "Lamb" is not built in; give AdamW, Adam, SGD, Lion, Muon, SOAP, Shampoo, AdamW8bit, '
+            "Adafactor or ScheduleFreeAdamW, or pass optimizer=... to engine.initialize.",
         ),
         (
             {"optimizer": {"params": {"betas": [0.9, 1]}}},

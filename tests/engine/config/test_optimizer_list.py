@@ -66,6 +66,12 @@ NVME = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"
         (LIST, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
          "bf16.bf16_master_weights_and_grads: true with Muon"),
         ({"type": "Muon", "params": {"ns_steps": 100}}, {}, "optimizer.params.ns_steps: 100 is not below 100; "),
+        ({"type": "SOAP"}, OFFLOAD, 'zero_optimization.offload_optimizer.device: "cpu" with SOAP, whose products'),
+        ({"type": "Shampoo", "update_unused": True}, {}, "optimizer.update_unused: true with Shampoo"),
+        ({"type": "SOAP", "params": {"shampoo_beta": -1}}, {}, "optimizer.params.shampoo_beta: -1 is below 0; "),
+        ({"type": "SOAP", "params": {"precondition_frequency": 0}}, {}, "optimizer.params.precondition_frequency: 0"),
+        ({"type": "Shampoo", "params": {"betas": [1, 1]}}, {}, "optimizer.params.betas: the first is 1, and mom"),
+        ({"type": "Shampoo", "params": {"grafting": "lamb"}}, {}, 'optimizer.params.grafting: "lamb" is not a rule to'),
         ({"type": "AdamW8bit", "params": {"block_size": 100}}, {}, "optimizer.params.block_size: 100 is not a number"),
         ({"type": "AdamW8bit"}, NVME, 'zero_optimization.offload_optimizer.device: "nvme" with AdamW8bit, and files'),
         ({"type": "Adafactor"}, OFFLOAD, 'zero_optimization.offload_optimizer.device: "cpu" with Adafactor, whose'),
@@ -78,7 +84,7 @@ NVME = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"
         ({"type": "ScheduleFreeAdamW"}, {"ema": {"decay": 0.9}}, "ema: given with ScheduleFreeAdamW, which averages"),
         *(({"type": kind}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
            f"bf16.bf16_master_weights_and_grads: true with {kind}, whose updates are not rounded")
-          for kind in ("AdamW8bit", "Adafactor", "ScheduleFreeAdamW")),
+          for kind in ("AdamW8bit", "Adafactor", "ScheduleFreeAdamW", "SOAP", "Shampoo")),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_in_one_sentence(optimizer: Any, changes: dict[str, Any], start: str) -> None:
@@ -87,7 +93,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(optimizer: Any, changes: d
     assert str(caught.value).startswith(start)
 
 
-@pytest.mark.parametrize("kind", ["AdamW8bit", "Adafactor", "ScheduleFreeAdamW"])
+@pytest.mark.parametrize("kind", ["SOAP", "Shampoo", "AdamW8bit", "Adafactor", "ScheduleFreeAdamW"])
 def test_the_default_of_each_kind_is_read_and_written_again(kind: str) -> None:
     config = load_config({"train_batch_size": 1, "optimizer": {"type": kind.lower()}})
     assert config.optimizer is not None and config.optimizer.type == kind

@@ -67,7 +67,7 @@ def test_the_script_prints_the_same_losses_on_its_grids_and_goes_on(inputs: Path
     assert again == {0: pytest.approx(pipeline[1], rel=1e-3)}, "it goes on after the first epoch, on another grid"
 
 
-@pytest.mark.parametrize("name", ["trainer", "accelerated", "lit", "sft"])
+@pytest.mark.parametrize("name", ["trainer", "accelerated", "lit", "sft", "grpo"])
 def test_scripts_stay_short(name: str) -> None:
     assert len(SCRIPTS[name].splitlines()) < 60
 
@@ -118,4 +118,17 @@ def test_a_script_of_trl_prints_the_same_and_goes_on(inputs: Path, tmp_path: Pat
     assert len(first) == 1 and third == pytest.approx(first, rel=1e-5)
     newest = max((tmp_path / "zero1/tuned").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     shutil.rmtree(newest)
+    assert run("zero3.json", tmp_path / "zero1") == pytest.approx(first, rel=1e-5), "it goes on on another grid"
+
+
+@pytest.mark.long
+def test_a_script_of_rewards_prints_the_same_and_goes_on(inputs: Path, tmp_path: Path) -> None:
+    def run(config: str, folder: Path) -> list[float]:
+        given = [config, str(inputs / "MODEL"), str(inputs / "text.txt"), str(folder / "tuned")]
+        said = re.findall(r"^rewards \[(.*)\]$", printed("grpo", given, folder), re.MULTILINE)
+        return [float(reward) for reward in said[0].split(",")]
+
+    first, third = run("zero1.json", tmp_path / "zero1"), run("zero3.json", tmp_path / "zero3")
+    assert len(first) == 4 and third == pytest.approx(first, rel=1e-5)
+    shutil.rmtree(tmp_path / "zero1/tuned/checkpoint-4")
     assert run("zero3.json", tmp_path / "zero1") == pytest.approx(first, rel=1e-5), "it goes on on another grid"

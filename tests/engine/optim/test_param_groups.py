@@ -68,6 +68,7 @@ def test_groups_of_an_entry_are_for_its_own_parameters() -> None:
         ([{"match": "*.bias", "type": "Muon"}, {}], r"optimizer\[0\].match: .*or they are no matrices"),
         ([{"match": "blocks.*", "type": "SGD"}, {"type": "Muon"}], "optimizer: Muon updates matrices, and '.*' of sh"),
         ({"type": "Muon"}, "optimizer: Muon updates matrices, and '.*' of shape"),
+        ({"type": "SOAP"}, r"optimizer: SOAP updates .*, such as \[{\"match\": \"\*.weight\", \"type\": \"SOAP\"}, {"),
         (
             [{"match": "blocks.*", "no_weight_decay": ["tokens.*"]}, {}],
             r"optimizer\[0\].no_weight_decay\[0\]: 'tokens.\*' matches no trainable parameter of this entry",

@@ -37,7 +37,7 @@ from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.flat_optimizers import FlatOptimizer
-from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeState
+from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeShapes, WholeState
 
 LABEL = "statistics"
 """Label of both sums."""
@@ -112,6 +112,8 @@ class FactoredUpdates:
     """
 
     families = frozenset({ROWS, COLUMNS, SQUARES})
+    by_owner = False
+    on_all_data_ranks = True
 
     def __init__(
         self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer, routes: FactorRoutes, comm: Comm
@@ -124,9 +126,14 @@ class FactoredUpdates:
         self._makers = [part for part in parts if isinstance(part, FlatAdafactor)]
         self.state: dict[str, dict[str, Tensor]] = {}
 
-    def waits(self, flat: FlatBucket) -> bool:
-        """True if a parameter of the bucket is updated here, and not by the step of the optimizer."""
-        return any(slot.name in self._numbers for slot in flat.bucket.slots)
+    @property
+    def shapes(self) -> WholeShapes:
+        """The means of each parameter."""
+        return {row.name: mean_shapes(row.shape) for row in self._routes.rows}
+
+    def names(self, flat: FlatBucket) -> frozenset[str]:
+        """The parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._numbers)
 
     def forget(self) -> None:
         """Begin anew at the next update."""
@@ -139,8 +146,8 @@ class FactoredUpdates:
         return self.state
 
     @torch.no_grad()
-    def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> None:
-        """Update every parameter of the step; those without a gradient, ``unused``, stay, and keep their count."""
+    def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
+        """Update every parameter of the step at once; ``unused`` ones have no gradient, and stay with their count."""
         due = {weight for maker in self._makers for weight in maker.due}
         for maker in self._makers:
             maker.due.clear()
@@ -162,6 +169,7 @@ class FactoredUpdates:
             rule, row = AdafactorRule.of(self._group(part.row)), part.row
             size = step_size(weights[part.number], squares[part.number], row.elements, rule, steps[row.name])
             part.weights.mul_(1 - rule.lr * rule.weight_decay).sub_(self._update(part, scales).mul_(size))
+        yield frozenset(self._numbers)
 
     def _add_squares(self, parts: Sequence[_Part], sums: Tensor) -> Tensor:
         """Add the squares of this rank; returns the place of those of the weights [parameters]."""

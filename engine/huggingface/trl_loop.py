@@ -1,0 +1,205 @@
+"""What trainers of TRL ask of the Trainer in front of them, beside what ``transformers.Trainer`` asks.
+
+generate             completions come from the engine's weights, ``eng.generate``, on every rank together
+log-probabilities    forwards without gradients, which TRL gives the bare model, go through the engine
+fused head           on tensor ranks it works on this rank's columns of the logits, which are never gathered
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from engine.config import Config
+from engine.errors import ConfigError
+from engine.huggingface.accelerator import EngineAccelerator
+from engine.huggingface.arguments import TRL_BARE_REFERENCE, refuse_rewards, refuse_trl_grid
+from engine.parallel.comm.agreement import all_or_none
+from engine.parallel.tensor.logits.token_values import token_values
+
+_IGNORED = -100
+
+
+class TrlLoop(transformers.Trainer):
+    """The calls of TRL's trainers that ``transformers.Trainer`` does not make; without one behind, none is made."""
+
+    accelerator: EngineAccelerator
+    _sharded: bool
+    """A rank has a part of each parameter; known once a trainer of TRL behind this class is found."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        first = next((kind for kind in cls.__mro__ if kind.__module__.startswith("trl.")), TrlLoop)
+        if cls.__mro__.index(first) < cls.__mro__.index(TrlLoop):
+            raise ConfigError(
+                f"class {cls.__name__} has {first.__name__} of TRL before the engine's Trainer, which then enters "
+                f"nothing; write class {cls.__name__}(Trainer, {first.__name__})."
+            )
+
+    @classmethod
+    def trl_kind(cls) -> str | None:
+        """Name of the trainer of TRL behind this class, or None."""
+        return next((kind.__name__ for kind in cls.__mro__ if kind.__module__.startswith("trl.")), None)
+
+    def _check_trl(self, config: Config) -> None:
+        """Refuse a grid on which the trainer of TRL behind this class would compute something else."""
+        if (kind := self.trl_kind()) is not None:
+            refuse_trl_grid(kind, self.args, config)
+            self._sharded = config.tp > 1 or config.zero_optimization.stage == 3
+
+    def _check_reference(self) -> None:
+        """Let the engine compute a reference that TRL asks of the bare model without its adapters.
+
+        Raises:
+            ConfigError: TRL asks it of a copy of the adapters, and a rank has a part of the model.
+        """
+        model: Any = self.model
+        adapters, reference = getattr(model, "peft_config", None), getattr(self, "ref_model", self)
+        if self.trl_kind() not in TRL_BARE_REFERENCE or adapters is None or reference is not None or not self._sharded:
+            return
+        if "ref" in adapters:
+            raise ConfigError(
+                f"{self.trl_kind()} was given a model that has adapters already and no ref_model, so that a copy of "
+                "them in the bare model is its reference, and a rank has a part of it; give ref_model, or leave "
+                "parallel.tensor out and give zero_optimization.stage 2."
+            )
+        _route_reference(model, self.accelerator)
+
+    def _plan_tokens(self) -> dict[str, Any]:
+        """Tokens for the plan, where no microbatch of the dataset is there before the first forward."""
+        args: Any = self.args
+        lengths = (getattr(args, name, None) for name in ("max_completion_length", "max_length"))
+        length = next((each for each in lengths if each), 16)
+        return plan_inputs({"input_ids": torch.zeros(args.per_device_train_batch_size, length, dtype=torch.int64)})
+
+    def _prepare_trl_model(self, model: nn.Module) -> None:
+        """Make the fused head of TRL one that works with a part of the vocabulary, before the engine places it."""
+        if self.trl_kind() is not None and self.accelerator.grid.tp > 1:
+            shard_fused_head(model)
+
+    def _check_rewards(self) -> None:
+        """Let a mistake in a function that rewards end every rank, which would else wait for the rank that made it."""
+        functions: Any = getattr(self, "reward_funcs", None)
+        for index, function in enumerate(functions or ()):
+            awaited = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+            if not isinstance(function, nn.Module) and not awaited:
+                functions[index] = _checked_reward(function, self.accelerator)
+
+    # ------------------------------------------------------------------ calls of TRL
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """Completions of this data rank's prompts, generated by the engine. Collective."""
+        host: Any = super()
+        with _generating(self.model, self.accelerator):
+            return host._generate_single_turn(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Log-probabilities by the engine where TRL asks the bare model, whose parameters may be sharded."""
+        host: Any = super()
+        hosted = self.accelerator.hosted
+        asked = hosted if hosted is not None and model is self.model else model
+        return host._get_per_token_logps_and_entropies(asked, *args, **kwargs)
+
+
+def _route_reference(model: Any, accelerator: EngineAccelerator) -> None:
+    """Without its adapters, a call of ``model`` is one of the engine, which has them switched off then."""
+    own = model.disable_adapter
+
+    @contextmanager
+    def disable_adapter() -> Iterator[None]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            del model.forward  # the engine calls the model's own
+            try:
+                return accelerator.hosted(*args, **kwargs) if accelerator.hosted else model(*args, **kwargs)
+            finally:
+                model.forward = forward
+
+        with own():
+            model.forward = forward
+            try:
+                yield
+            finally:
+                del model.forward
+
+    model.disable_adapter = disable_adapter
+
+
+def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:
+    """``function``, whose errors and wrong results are raised on all ranks; one all-reduce over the world a call."""
+    name = getattr(function, "__name__", type(function).__name__)
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        engine = accelerator.trained
+        with all_or_none(engine.comm, engine.device, "could not compute its rewards"):
+            rewards = function(*args, **kwargs)
+            refuse_rewards(name, rewards, len(kwargs["completions"]))
+        return rewards
+
+    return checked
+
+
+def plan_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a microbatch of TRL's, what the model's own forward takes, with labels; its losses take the rest."""
+    ids = inputs["input_ids"]
+    return {"input_ids": ids, "attention_mask": inputs.get("attention_mask", torch.ones_like(ids)), "labels": ids}
+
+
+@contextmanager
+def _generating(model: Any, accelerator: EngineAccelerator) -> Iterator[None]:
+    """Inside, ``model.generate`` is that of the engine."""
+
+    def generate(input_ids: Tensor, **options: Any) -> Any:
+        del model.generate  # the engine calls the model's own
+        return accelerator.trained.generate(input_ids, **options)
+
+    model.generate = generate
+    try:
+        yield
+    finally:
+        vars(model).pop("generate", None)
+
+
+def shard_fused_head(model: nn.Module) -> None:
+    """Replace the forward that TRL has given ``model`` by one for tensor ranks; without one, nothing is changed."""
+    base: Any = model
+    whole = base.get_base_model() if hasattr(base, "get_base_model") else base
+    fused = vars(whole).get("forward")
+    if not isinstance(fused, MethodType):
+        return
+    settings = inspect.getclosurevars(fused.__func__).nonlocals
+    if not {"original_forward", "outputs", "temperature"} <= settings.keys():
+        return
+
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return fused(*args, **kwargs)
+        return _scored(self, settings, args, kwargs)
+
+    forward.__signature__ = inspect.signature(fused.__func__)  # type: ignore[attr-defined]
+    whole.forward = MethodType(forward, whole)
+
+
+def _scored(model: Any, settings: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What TRL's fused head returns for the same arguments."""
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    labels, shifted, count = (kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))
+    output = settings["original_forward"](*args, **kwargs | {"use_cache": False})
+    logits_BSV, wanted_BS = output.logits, shifted
+    if shifted is None:
+        logits_BSV, wanted_BS = logits_BSV[:, :-1], labels[:, 1:]
+    mask_BS = wanted_BS != _IGNORED
+    found = token_values(logits_BSV, wanted_BS.clamp(min=0), settings["outputs"], settings["temperature"])
+    found = {name: value_BS.masked_fill(~mask_BS, 0) for name, value_BS in found.items()}
+    loss = -found["log_probs"].sum() / (mask_BS.sum().clamp(min=1) if count is None else count)
+    auxiliary = getattr(output, "aux_loss", None)
+    if auxiliary is not None:
+        loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * auxiliary
+    return FusedCausalLMOutput(loss=loss, label_mask=mask_BS, aux_loss=auxiliary, **found)

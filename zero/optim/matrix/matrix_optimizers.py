@@ -1,0 +1,105 @@
+"""Muon, SOAP and Shampoo over flat tensors: directions of parts of matrices here, whole matrices where they meet."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from engine.kernels.optim.matrix_rule import MatrixRule
+from engine.kernels.optim.muon_rule import MuonRule, momentum_
+from engine.kernels.optim.shampoo_rule import SHAMPOO_STATE, ShampooRule
+from engine.kernels.optim.soap_rule import SOAP_STATE, SoapRule
+from engine.zero.optim.flat_optimizers import FlatOptimizer
+
+
+class FlatMatrixOptimizer(FlatOptimizer):
+    """An optimizer of whole matrices.
+
+    Over whole matrices it updates at once. Over parts of them (``apart``) a step leaves the directions of the update
+    in ``directions``, from which ``MatrixUpdates`` makes the update of all ranks.
+    """
+
+    apart = False
+    """Tensors are parts of matrices, or runs of several."""
+    families = frozenset[str]()
+    """Names of what it may keep of whole matrices."""
+
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        """``options``: all params of the configuration."""
+        super().__init__(params, options)
+        self.directions: dict[Tensor, Tensor] = {}
+        """Tensor -> direction of its update, until that is made."""
+        self._updates: dict[Tensor, int] = {}
+        """Whole matrix -> updates that it has had."""
+
+    def rule(self, group: Mapping[str, Any]) -> MatrixRule:
+        """The rule of a group."""
+        raise NotImplementedError
+
+    def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
+        """The direction [as weight]: the gradient."""
+        assert weight.grad is not None
+        return weight.grad
+
+    def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        for weight in weights:
+            direction = self._direction(weight, group)
+            if self.apart:
+                self.directions[weight] = direction
+            else:
+                self._update_whole(weight, direction, self.rule(group))
+
+    def _update_whole(self, weight: Tensor, direction: Tensor, rule: MatrixRule) -> None:
+        shape, state = tuple(weight.shape), self.state[weight]
+        for name, own in rule.state_shapes(shape).items():
+            if name not in state:
+                state[name] = weight.new_zeros(own)
+        step = self._updates[weight] = self._updates.get(weight, 0) + 1
+        rule.apply_(weight, rule.update(direction, state, step), shape, step)
+
+
+class FlatMuon(FlatMatrixOptimizer):
+    """Muon; one momentum an element, whose direction is that of the update."""
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """The momentum."""
+        return ("momentum_buffer",)
+
+    def rule(self, group: Mapping[str, Any]) -> MuonRule:
+        """The rule of a group."""
+        return MuonRule.of(group)
+
+    def _direction(self, weight: Tensor, group: dict[str, Any]) -> Tensor:
+        """The direction [as weight]; zero for parameters without a gradient, whose momenta stay."""
+        (momentum,), rule = self._moments([weight], "momentum_buffer"), self.rule(group)
+        assert weight.grad is not None
+        pieces = self.pieces.get(weight)
+        if pieces is None:
+            return momentum_(momentum, weight.grad, rule)
+        direction = torch.zeros_like(weight)
+        for part, _ in pieces:
+            direction.view(-1)[part] = momentum_(momentum.view(-1)[part], weight.grad.view(-1)[part], rule)
+        return direction
+
+
+class FlatSOAP(FlatMatrixOptimizer):
+    """SOAP, of gradients; all that it keeps is of whole matrices."""
+
+    families = SOAP_STATE
+
+    def rule(self, group: Mapping[str, Any]) -> SoapRule:
+        """The rule of a group."""
+        return SoapRule.of(group)
+
+
+class FlatShampoo(FlatMatrixOptimizer):
+    """Shampoo, of gradients; all that it keeps is of whole matrices."""
+
+    families = SHAMPOO_STATE
+
+    def rule(self, group: Mapping[str, Any]) -> ShampooRule:
+        """The rule of a group."""
+        return ShampooRule.of(group)

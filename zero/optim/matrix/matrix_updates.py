@@ -1,0 +1,289 @@
+"""Updates of whole matrices whose parts lie on data and tensor ranks (Muon, SOAP, Shampoo under ZeRO and tp).
+
+    directions of the own parts, made by the step of the optimizer
+        -> over the data ranks to the owner of each matrix: its part of a tensor rank, whole
+        -> over the tensor ranks, of matrices that these cut: the whole matrix
+        -> the update, from what the owner alone keeps of the matrix
+        -> the same two ways back, to the weights that each rank owns
+
+A matrix that tensor ranks hold in full is made by each of them, from equal bits, and not sent over that axis; what is
+kept of it is then on each of them too.
+
+Matrices go in rounds, one behind the other, so that what is sent of one travels while another is computed:
+
+    round 0   | gather | update, scatter | apply |
+    round 1            | gather | update, scatter | apply |
+    round 2                     | gather | update, scatter | apply |
+
+In every column the newest round begins first, so that its gather is under way while the one before it is computed,
+and the way back of that one while the next is. All ranks make all calls in this order, whatever they own. With tensor
+ranks a round has two columns more, for the way over them and back.
+
+Updates do not ride on the gather of parameters that follows. That one brings every rank the weights of whole buckets,
+rounded, from the shards whose owners keep the fp32 masters, and a shard is an equal slice of a bucket, which cuts
+through matrices. The owner of a matrix has no master of the other shards' elements, so its update has to reach these
+before anything can be rounded and gathered. The gather of a bucket begins as soon as its last matrix is updated.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.kernels.optim.matrix_rule import MatrixRule
+from engine.parallel.comm.comm import Comm
+from engine.parallel.shard_table import ShardRow
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.optim.composite import ENTRY, CompositeOptimizer
+from engine.zero.optim.matrix.matrix_optimizers import FlatMatrixOptimizer
+from engine.zero.optim.matrix.owner_exchange import OwnerExchange, OwnerRoute
+from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeShapes
+
+Made = TypeVar("Made")
+_UNDER_WAY = frozenset[str]()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRound:
+    """The ways of matrices that travel together."""
+
+    data: OwnerRoute
+    """Over the data ranks that share buckets: parts of a tensor rank."""
+    tensor: OwnerRoute | None
+    """Over the tensor ranks, of the cut matrices that this place among the data ranks owns; None: there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRoutes:
+    """The ways of the matrices of one pipeline and tensor coordinate, and of one place among its shard groups."""
+
+    rows: Mapping[str, ShardRow]
+    """The matrices, by name."""
+    rounds: tuple[MatrixRound, ...]
+    dtype: torch.dtype
+    """Of what is sent: the widest of the weights that are updated."""
+    place: int
+    """Of this position among the data ranks that share buckets."""
+    tp: int
+    crossed: bool
+    """Tensor ranks cut some matrix of the pipeline coordinate, so that every round has a way over them."""
+
+    @cached_property
+    def made(self) -> tuple[str, ...]:
+        """The matrices whose update this position makes, and of which it has the state."""
+        found: list[str] = []
+        for each in self.rounds:
+            cut = each.tensor.owners if each.tensor is not None else {}
+            found += [name for name in each.data.owned(self.place) if cut.get(name, self.tp) == self.tp]
+        return tuple(found)
+
+
+class MatrixUpdates:
+    """Makes the updates of all matrices of a rank, once a step.
+
+    Momenta of parts are state of the optimizer; what is kept of a whole matrix is kept here, by its owner.
+
+    Args:
+        places: the tensors of the optimizer.
+        inner: the optimizer; its parts that update whole matrices then leave directions.
+    """
+
+    by_owner = True
+
+    def __init__(
+        self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer, routes: MatrixRoutes, comm: Comm
+    ) -> None:
+        self._places, self._inner, self._routes = places, inner, routes
+        parts = inner.parts.values() if isinstance(inner, CompositeOptimizer) else [inner]
+        self._makers = [part for part in parts if isinstance(part, FlatMatrixOptimizer)]
+        for maker in self._makers:
+            maker.apart = True
+        self._exchanges = [
+            (OwnerExchange(each.data, comm), OwnerExchange(each.tensor, comm) if each.tensor is not None else None)
+            for each in routes.rounds
+        ]
+        self._blank = torch.empty(0, dtype=routes.dtype, device=places[0].flat.params.device if places else None)
+        self.state: dict[str, dict[str, Tensor]] = {}
+        self.shapes: WholeShapes = {name: self._rule(name).state_shapes(row.shape) for name, row in routes.rows.items()}
+        """What owners keep of each matrix."""
+        self._begun: set[str] = set()
+        """Matrices whose state is known to be that of earlier updates, or of the first one."""
+
+    @property
+    def families(self) -> frozenset[str]:
+        """Names of what any of the optimizers may keep of whole matrices."""
+        return frozenset(family for maker in self._makers for family in maker.families)
+
+    @property
+    def on_all_data_ranks(self) -> bool:
+        """Every data rank updates all matrices, and so keeps all of their state."""
+        return all(len(each.data.members) == 1 for each in self._routes.rounds)
+
+    def names(self, flat: FlatBucket) -> frozenset[str]:
+        """The parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        return frozenset(slot.name for slot in flat.bucket.slots if slot.name in self._routes.rows)
+
+    def forget(self) -> None:
+        """Begin anew at the next update."""
+        self.state.clear()
+        self._begun.clear()
+
+    def prepare(self) -> dict[str, dict[str, Tensor]]:
+        """What this rank keeps of the matrices that it owns, of zeros where there is nothing yet."""
+        for name in self._routes.made if not self.state else ():
+            if own := self.shapes[name]:
+                dtype, device = state_dtype(self._routes.rows[name]), self._blank.device
+                self.state[name] = {k: torch.zeros(shape, dtype=dtype, device=device) for k, shape in own.items()}
+        return self.state
+
+    @torch.no_grad()
+    def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
+        """Update every matrix from the directions of the step, and yield the names of those whose weights are made.
+
+        Those without a gradient, ``unused``, stay. ``missed``: updates that others have had no gradient for.
+        """
+        step = _Step(self._places, self._take_directions(), self._routes.dtype, unused, missed)
+        self.prepare()
+        return staggered(self._round(number, step) for number in range(len(self._exchanges)))
+
+    def _take_directions(self) -> dict[Tensor, Tensor]:
+        directions = {weight: found for maker in self._makers for weight, found in maker.directions.items()}
+        for maker in self._makers:
+            maker.directions.clear()
+        return directions
+
+    @torch.no_grad()
+    def _round(self, number: int, step: "_Step") -> Iterator[frozenset[str]]:
+        data, tensor = self._exchanges[number]
+        route, rows = self._routes.rounds[number].data, self._routes.rows
+        gathered = data.gather({name: step.pieces[name] for name in route.owners if name in step.pieces}, self._blank)
+        yield _UNDER_WAY
+        parts = {name: torch.cat(found) for name, found in gathered.wait().items()}
+        meeting = tensor.gather(parts, self._blank) if tensor is not None else None
+        if self._routes.crossed:
+            yield _UNDER_WAY
+        cut = meeting.wait() if meeting is not None else {}
+        whole = [name for name in parts if tensor is None or rows[name].dim is None]
+        made = {name: self._update(parts[name], name, step) for name in whole}
+        if tensor is not None:
+            returning = tensor.scatter({name: self._join_and_cut(cut[name], name, step) for name in cut}, self._blank)
+            yield _UNDER_WAY
+            made |= returning.wait()
+        elif self._routes.crossed:
+            yield _UNDER_WAY
+        split = {name: torch.split(made[name].reshape(-1), list(route.sizes[name])) for name in parts}
+        arriving = data.scatter(split, self._blank)
+        del gathered, parts, meeting, cut, made, split  # while a round waits, it holds no more than its messages
+        yield _UNDER_WAY
+        self._apply(arriving.wait(), step)
+        yield frozenset(route.owners)
+
+    def _apply(self, updates: Mapping[str, Tensor], step: "_Step") -> None:
+        for name, update in updates.items():
+            if name in step.weights and name not in step.unused:
+                rule = self._rule(name)
+                rule.apply_(step.weights[name], update, self._routes.rows[name].shape, self._number(name, step))
+
+    def _join_and_cut(self, parts: Sequence[Tensor], name: str, step: "_Step") -> list[Tensor]:
+        """Put the parts of all tensor ranks together, update, and cut the update as the matrix is cut."""
+        row = self._routes.rows[name]
+        whole = parts[0].new_empty(row.shape)
+        for tp, part in enumerate(parts):
+            for view, own in zip(_ranges(whole, row, tp), _ranges_of(part, row, tp), strict=True):
+                view.copy_(own)
+        update = self._update(whole, name, step).view(row.shape)
+        return [_joined(_ranges(update, row, tp), update, row) for tp in range(len(parts))]
+
+    def _update(self, matrix: Tensor, name: str, step: "_Step") -> Tensor:
+        """The update of a whole matrix, flat; zeros without a gradient, whose state stays."""
+        if name in step.unused:
+            return torch.zeros_like(matrix).reshape(-1)
+        state, whole, number = self.state.get(name, {}), matrix.view(self._shape(name)), self._number(name, step)
+        if state:
+            whole = whole.to(state_dtype(self._routes.rows[name]))
+            if name not in self._begun:  # a checkpoint that was loaded without strict may have had no state of it
+                self._begun.add(name)
+                number = number if any(bool(kept.any()) for kept in state.values()) else 1
+        return self._rule(name).update(whole, state, number).to(self._routes.dtype).reshape(-1)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._routes.rows[name].shape
+
+    def _number(self, name: str, step: "_Step") -> int:
+        """The number of this update of a matrix."""
+        group = self._inner.param_groups[self._routes.rows[name].group]
+        return int(group["step"]) - step.missed.get(name, 0)
+
+    def _rule(self, name: str) -> MatrixRule:
+        group = self._inner.param_groups[self._routes.rows[name].group]
+        maker = self._inner.parts[group[ENTRY]] if isinstance(self._inner, CompositeOptimizer) else self._inner
+        assert isinstance(maker, FlatMatrixOptimizer)
+        return maker.rule(group)
+
+
+class _Step:
+    """The directions and the weights of this rank's parts in one update."""
+
+    def __init__(
+        self,
+        places: Sequence[OptimizerTensor],
+        directions: Mapping[Tensor, Tensor],
+        dtype: torch.dtype,
+        unused: frozenset[str],
+        missed: Mapping[str, int],
+    ) -> None:
+        self.unused, self.missed = unused, missed
+        self.pieces: dict[str, Tensor] = {}
+        """Directions, flat, by matrix."""
+        self.weights: dict[str, Tensor] = {}
+        """Weights, flat, by matrix."""
+        for place in [place for place in places if place.parameter in directions]:
+            for slot, part in place.slots():
+                self.pieces[slot.name] = directions[place.parameter].view(-1)[part].to(dtype)
+                self.weights[slot.name] = place.parameter.detach().view(-1)[part]
+
+
+def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
+    """Begin a round in every turn, then go on with those before it, the newest first; yields what they yield."""
+    waiting, begun = iter(rounds), list[Iterator[Made]]()
+    while True:
+        new = next(waiting, None)
+        begun = begun if new is None else [new, *begun]
+        if not begun:
+            return
+        for each in list(begun):
+            found = list(islice(each, 1))
+            if found:
+                yield found[0]
+            else:
+                begun.remove(each)
+
+
+def state_dtype(row: ShardRow) -> torch.dtype:
+    """The dtype of what is kept of a matrix, and of the decompositions of it: fp32, or fp64 where it was given so."""
+    return torch.float64 if row.dtype == torch.float64 else torch.float32
+
+
+def _dim(row: ShardRow) -> int:
+    return row.dim or 0
+
+
+def _ranges(whole: Tensor, row: ShardRow, tp: int) -> list[Tensor]:
+    """Views of the ranges of the full matrix that a tensor rank holds, in order."""
+    own = [each for each in row.ranges if tp in each.holders]
+    return [whole.narrow(_dim(row), each.start, each.stop - each.start) for each in own]
+
+
+def _ranges_of(part: Tensor, row: ShardRow, tp: int) -> tuple[Tensor, ...]:
+    """The same ranges in what the tensor rank holds, flat."""
+    sizes = [each.stop - each.start for each in row.ranges if tp in each.holders]
+    return torch.split(part.view(row.local_shape(tp)), sizes, _dim(row)) if sizes else ()
+
+
+def _joined(ranges: Sequence[Tensor], whole: Tensor, row: ShardRow) -> Tensor:
+    """What a tensor rank holds of ``whole``, flat; it may hold none of the ranges."""
+    return torch.cat(list(ranges), _dim(row)).reshape(-1) if ranges else whole.new_empty(0)
