@@ -139,6 +139,9 @@ class Line:
 def _enter(end: Connection, env: dict[str, str], function: Callable[..., None], arguments: Any) -> None:
     """Body of one rank."""
     os.environ.update(env)
+    from tests.ranks import as_started_alone
+
+    as_started_alone()
     import torch
 
     torch.set_num_threads(1)

@@ -98,6 +98,15 @@ def run_ranks(
                 process.join()
 
 
+def as_started_alone() -> None:
+    """Let this process start others in Python's own way, as a rank of torchrun does.
+
+    Processes of a fork server take over its way, and the first one that each of them starts would wait for a server of
+    its own: a loader's workers then import torch again, for up to ten seconds where four of them do so on two cores.
+    """
+    multiprocessing.set_start_method(None, force=True)
+
+
 def _collect(ends: list[Connection], processes: list[ForkServerProcess], seconds: float) -> list[Any]:
     answers: dict[int, _Answer] = {}
     deadline = time.monotonic() + seconds
@@ -133,6 +142,7 @@ def _enter(
 ) -> None:
     """Body of one rank."""
     os.environ.update(env)
+    as_started_alone()
     import torch
     import torch.distributed as dist
 

@@ -33,6 +33,7 @@ from torch import Tensor
 import engine
 from tests.ranks import RankError, run_ranks, start_server
 from tests.recorded_runs import LOADS, RUNS, STARTED, STEPS, WEIGHTS, Config, Run, ranks_of
+from tests.resumed_runs import own_rows
 
 SAVED_AFTER = 2
 """Steps."""
@@ -57,7 +58,7 @@ def train(name: str, folder: str | None) -> Record:
                 _edit(eng)
             if folder is not None and number == SAVED_AFTER:
                 record |= _save(eng, Path(folder))
-        report, output = eng.eval_batch(_share(eng, batches[STEPS]), return_output=True)
+        report, output = eng.eval_batch(own_rows(eng, batches[STEPS]), return_output=True)
         record |= {"evaluated": _reported(report), "output": exact(output), "banner": banner.lines}
         return record | _state(eng) | _budget(eng)
 
@@ -83,7 +84,7 @@ def _initialize(run: Run, config: Config, batch: Any) -> engine.Engine:
 
 
 def _step(run: Run, eng: engine.Engine, batch: Any) -> Record:
-    share, micro = _share(eng, batch), eng.config.micro
+    share, micro = own_rows(eng, batch), eng.config.micro
     if run.feed == "whole":
         return _reported(eng.train_batch(share))
     parts = [_rows(share, index * micro, micro) for index in range(eng.config.accumulation)]
@@ -95,12 +96,6 @@ def _step(run: Run, eng: engine.Engine, batch: Any) -> Record:
         eng.backward(run.loss_fn(output, part) if run.loss_fn else output.loss)
         report = eng.step()
     return _reported(report)
-
-
-def _share(eng: engine.Engine, batch: Any) -> Any:
-    """The rows of this data rank."""
-    rows = eng.config.micro * eng.config.accumulation
-    return _rows(batch, eng.grid.coord().dp * rows, rows)
 
 
 def _rows(batch: Any, start: int, count: int) -> Any:

@@ -4,7 +4,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable
-from multiprocessing import Pipe
+from multiprocessing import Pipe, Pool, get_start_method
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,6 +22,12 @@ def who(word: str) -> tuple[int, int, str, str | None]:
     total = torch.tensor([dist.get_rank()])
     dist.all_reduce(total)
     return dist.get_rank(), int(total), word, os.environ.get("TRINE_TEST")
+
+
+def parent_of_its_worker() -> tuple[bool, str]:
+    """Whether a process that a rank starts is its own child, and how it was started."""
+    with Pool(1) as workers:
+        return workers.apply(os.getppid) == os.getpid(), get_start_method()
 
 
 def fail_on_two() -> None:
@@ -55,6 +61,11 @@ def test_results_come_by_rank_and_the_environment_arrives(run_ranks: RunRanks) -
     results = run_ranks(who, 4, "hello", env={"TRINE_TEST": "set"})
     assert results == [(rank, 6, "hello", "set") for rank in range(4)]
     assert "TRINE_TEST" not in os.environ
+
+
+def test_a_rank_starts_its_own_workers(run_ranks: RunRanks) -> None:
+    """Those of a loader too: a fork server of each rank would import torch for them once more."""
+    assert run_ranks(parent_of_its_worker, 2) == [(True, get_start_method())] * 2
 
 
 def test_traceback_of_the_failing_rank_is_raised(run_ranks: RunRanks) -> None:

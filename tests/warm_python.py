@@ -30,7 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from tests import warm_client
-from tests.ranks import start_server
+from tests.ranks import as_started_alone, start_server
 
 MORE = ("torch.distributed.run", "engine.api", "engine.launch.reference_run")
 OURS = (__file__, runpy.__file__, "<frozen runpy>")
@@ -136,6 +136,7 @@ def _be(wish: dict[str, Any], streams: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(wish["environment"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    as_started_alone()
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, closefd=False) for number, mode in enumerate("rww"))
     code = 1
     try:

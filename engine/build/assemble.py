@@ -29,6 +29,7 @@ from engine.optim.built_in import built_in_optimizer
 from engine.optim.given_optimizer import show_inner
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
+from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
@@ -59,6 +60,7 @@ from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import keep_in_fp32
 from engine.program.batch import Batch
+from engine.program.expert_load import ExpertCounter
 from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.runtime import RankRuntime
 from engine.step.trace_cache import TraceCache
@@ -147,8 +149,7 @@ def assemble_rank(
     reducer = _reducer(model, plan, comm, optimizer.copies, own_backward, kernels)
     _fuse(model, plan, comm, device, request, axis)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
-    _keep_out(model, plan, patches)
-    on_host = recompute_blocks(model, config.activation_checkpointing, patches, axis, device)
+    experts, on_host = _within_gathers(model, plan, comm.grid, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
     return RankRuntime(
         plan=plan,
@@ -182,7 +183,28 @@ def assemble_rank(
         on_host=on_host,
         integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
         away=_away(model, (buckets, frozen), optimizer, (reducer, encoder), gatherer, device),
+        experts=experts,
     )
+
+
+def _within_gathers(
+    model: nn.Module, plan: Plan, grid: Grid, axis: TensorAxis, device: torch.device, patches: ForwardPatches
+) -> tuple[ExpertCounter | None, HostActivations]:
+    """Put around forwards what runs while parameters are gathered, from inside to outside; recomputation is last."""
+    _keep_out(model, plan, patches)
+    counter = _expert_counter(model, plan, grid, device, patches)
+    return counter, recompute_blocks(model, plan.config.activation_checkpointing, patches, axis, device)
+
+
+def _expert_counter(
+    model: nn.Module, plan: Plan, grid: Grid, device: torch.device, patches: ForwardPatches
+) -> ExpertCounter | None:
+    """What counts the rows of experts; None: they are not counted."""
+    if not plan.experts:
+        return None
+    counter = ExpertCounter(plan.experts, device, grid.coord().tp)
+    counter.install(model, patches)
+    return counter
 
 
 def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, request: Request, axis: TensorAxis) -> None:

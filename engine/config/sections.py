@@ -308,6 +308,8 @@ class MonitorConfig:
     """Print a line for each of them on rank 0."""
     metrics: tuple[str, ...] = setting((), METRICS)
     """Names of further values that ``loss_fn`` returns, averaged over microbatches and data ranks."""
+    expert_load: bool = setting(False, Flag())
+    """Count the rows that each expert of a mixture of experts is given, over all microbatches and data ranks."""
     report: str | None = setting(None, FOLDER)
     """Folder that receives what ``trine report`` shows: the logged steps, and a small file of each rank."""
     profile: str | None = setting(None, Text(noun="a range of steps", null=True, remedy='give "A:B", or null'))

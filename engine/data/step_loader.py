@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 from engine.config import Config
 from engine.data.replica_batches import ReplicaBatches
 from engine.data.settings import DataPosition, LoaderOptions, LoaderSettings, StepRows
-from engine.data.step_source import Step, StepSource, is_mapped, refused, step_source
+from engine.data.step_source import Step, StepSource, is_mapped, own_state, refused, step_source
 from engine.data.token_files import token_file
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
@@ -85,6 +85,8 @@ def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
             f"the DataLoader has batch_size = {given.batch_size}, and train_micro_batch_size_per_gpu is {micro}; the "
             "engine cuts the rows. Make them equal, or give the dataset itself."
         )
+    if getattr(given, "next_iter_state", None) is not None:  # of torchdata's StatefulDataLoader
+        raise own_state(given)
     taken: dict[str, Any] = {"workers": given.num_workers}
     if is_mapped(given.dataset):
         shuffle = _shuffles(given)

@@ -67,6 +67,8 @@ def is_mapped(dataset: Any) -> bool:
 
 
 def _check_stream(dataset: Any, mapped: bool, settings: LoaderSettings) -> None:
+    if getattr(dataset, "_starting_state_dict", None) is not None:  # of Hugging Face's streams
+        raise own_state(dataset)
     if settings.shuffle and not mapped:
         raise EngineError(
             f"shuffle = True needs the length of the dataset, and {type(dataset).__name__} is read in order, without "
@@ -226,6 +228,14 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
     position, epoch, read, _ = start
     for number, sample in enumerate(samples, start=1):
         yield DataPosition(position + number, epoch, read + number), sample
+
+
+def own_state(given: Any) -> EngineError:
+    """The error of a dataset or DataLoader that would begin elsewhere than at its first sample."""
+    return EngineError(
+        f"the {type(given).__name__} has a state of its own, from load_state_dict, and the loader counts samples from "
+        "its beginning. Give it without that state, and load the loader's: eng.register_for_checkpointing(data=loader)."
+    )
 
 
 def refused(left: int, batch: int) -> EngineError:

@@ -374,11 +374,14 @@ def stage_traffic(
     return tally
 
 
-def control_traffic(config: Config, world: int) -> Tally:
-    """Traffic of the control sum over the world and of the batch check over each replica."""
+def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
+    """Traffic of the control sum over the world and of the batch check over each replica.
+
+    ``experts``: experts of all layers whose rows are counted.
+    """
     tally, replica = Tally(), config.pp * config.tp
     if world > 1:
-        scalars = CONTROL_SCALARS + 2 * len(config.monitor.metrics)
+        scalars = CONTROL_SCALARS + 2 * len(config.monitor.metrics) + experts
         tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", scalars * 8, world)))
         if config.zero_optimization.offload_optimizer.device == "nvme":
             tally.add(Traffic("world", "disk", 1, sent_bytes("all_reduce", 8, world)))

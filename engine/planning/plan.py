@@ -57,6 +57,7 @@ from engine.planning.host_state.host_placement import refuse_limit, refuse_unkno
 from engine.planning.host_state.setting_notes import setting_notes
 from engine.precision.dtypes import Precision, make_precision
 from engine.precision.frozen_weights import find_quantized, quantized_note, refuse_outside_reads
+from engine.program.expert_load import ExpertStack, find_experts
 from engine.zero.gather.gather_groups import GatherGroups, find_gather_groups
 from engine.zero.gather.gather_schedule import gather_order
 from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
@@ -94,6 +95,8 @@ class Plan:
     """Reasons for the schedule that "auto" chose; None if the configuration names it."""
     replacements: tuple[Replacement, ...] = ()
     """Modules whose forwards run the engine's operators."""
+    experts: tuple[ExpertStack, ...] = ()
+    """Where experts are whose rows are counted; empty without ``monitor.expert_load``."""
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
@@ -242,7 +245,8 @@ class Plan:
             parts.append(Tally(self.matrix_owners.traffic(coord)))
         if (factors := self.factors(coord)) is not None:
             parts.append(Tally(factors.traffic()))
-        parts.append(control_traffic(self.config, self.grid(0).world_size))
+        counted = sum(stack.experts for stack in self.experts)
+        parts.append(control_traffic(self.config, self.grid(0).world_size, counted))
         for stage in self.stages(coord.pp):
             parts.append(self.tensor_traffic.get(stage, Tally()).times(microbatches))
             if self.cut is not None and self.timeline is not None:
@@ -304,6 +308,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         gather_groups=gathers,
         decision=analysis.decision,
         replacements=request.replacements,
+        experts=find_experts(model) if config.monitor.expert_load else (),
     )
     return _settled(plan)
 

@@ -5,6 +5,7 @@ A 0-dim mean is a sum of weight 1, so that every microbatch weighs the same. A `
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -99,9 +100,12 @@ def _pairs(metrics: Mapping[str, Any], names: Sequence[str], by: str) -> tuple[T
 def _number(value: Any, name: str, by: str) -> Tensor | float:
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
         return value.detach()
-    if isinstance(value, int | float):
+    if isinstance(value, Real):  # of numpy too
         return float(value)
-    given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    given = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        kind = f"{str(value.dtype).removeprefix('torch.')} " * value.is_complex()
+        given = f"a {kind}tensor of shape {tuple(value.shape)}"
     raise EngineError(f'the metric "{name}" that {by} is {given}; give a number, a 0-dim tensor, or (sum, weight).')
 
 
@@ -131,7 +135,7 @@ def _check_weight(weight: Any, what: str) -> Tensor | float:
                 "both losses, or (sum, weight) with the weight detached."
             )
         return weight
-    if isinstance(weight, int | float):
+    if isinstance(weight, Real):
         return float(weight)
     given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
     raise EngineError(f"{what} is {given}; give a number or a 0-dim tensor beside the sum.")

@@ -13,6 +13,7 @@ def line_parts(report: StepReport) -> list[str]:
         f"lr {report.lr:.1e}",
         f"norm {report.grad_norm:.2f}",
         *(f"{name} {value:.4g}" for name, value in report.metrics.items()),
+        *([f"busiest expert {load:.2f}x"] if (load := report.expert_imbalance) is not None else []),
         f"{_thousands(report.tokens_per_second)} tok/s",
         *([f"mfu {report.mfu:.1%}"] if report.mfu is not None else []),
         f"mem {megabytes(report.peak_bytes)}",

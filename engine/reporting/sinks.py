@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from engine.errors import ConfigError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.planning.plan import Plan
+from engine.program.expert_load import ExpertStack
 from engine.reporting.progress import ProgressSink
 from engine.reporting.run_record import RunRecord
 from engine.reporting.step_profile import StepProfile, profiled_steps
@@ -54,11 +56,11 @@ class JsonLines:
 class CommaSeparated:
     """A line of comma-separated values for each report, appended; the first line names the columns."""
 
-    def __init__(self, path: str, metrics: Sequence[str]) -> None:
+    def __init__(self, path: str, metrics: Sequence[str], experts: bool = False) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        skipped = ("metrics", "nonfinite_ranks")
+        skipped = ("metrics", "nonfinite_ranks", "expert_load")
         self._columns = [name for name in StepReport.__dataclass_fields__ if name not in skipped]
-        self._columns += ["tokens_per_second", *map(metric_key, metrics)]
+        self._columns += ["tokens_per_second", *map(metric_key, metrics), *["expert_imbalance"] * experts]
         self._file = open(path, "a+", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
         self._file.seek(0)
         known = next(csv.reader(self._file), None)
@@ -106,7 +108,7 @@ def make_sinks(config: Config) -> Sequence[Sink]:
     if asked.jsonl:
         sinks.append(JsonLines(asked.jsonl))
     if asked.csv:
-        sinks.append(CommaSeparated(asked.csv, asked.metrics))
+        sinks.append(CommaSeparated(asked.csv, asked.metrics, asked.expert_load))
     if asked.tensorboard:
         sinks.append(TensorBoard(asked.tensorboard))
     if asked.wandb:
@@ -114,6 +116,12 @@ def make_sinks(config: Config) -> Sequence[Sink]:
     if asked.mlflow:
         sinks.append(MLflow(asked.mlflow, config.to_json()))
     return [*sinks, ProgressSink()] if asked.progress else sinks
+
+
+def _by_layer(stacks: Sequence[ExpertStack], counts: Sequence[float]) -> dict[str, tuple[int, ...]]:
+    """Rows of each expert by the name of its layer."""
+    rest = iter(map(int, counts))
+    return {stack.name: tuple(islice(rest, stack.experts)) for stack in stacks}
 
 
 class StepReporter:
@@ -154,6 +162,7 @@ class StepReporter:
             loss_scale=outcome.scale,
             grid=str(self._comm.grid),
             metrics=metric_averages(totals, self._names),
+            expert_load=_by_layer(plan.experts, totals.experts),
         )
 
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:

@@ -1,7 +1,7 @@
 """The report of a step: loss, norm and counts that are equal on every rank, and this rank's times and bytes."""
 
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
 from types import MappingProxyType
@@ -58,6 +58,14 @@ class StepReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further values that ``loss_fn`` returned, by the names of ``monitor.metrics``: sum over weight, over all
     microbatches and data ranks. Equal on every rank."""
+    expert_load: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """With ``monitor.expert_load``: rows that each expert was given, by the name of the module that holds them, over
+    all microbatches and data ranks. A row that goes to two experts counts twice. Equal on every rank."""
+
+    @property
+    def expert_imbalance(self) -> float | None:
+        """Rows of the busiest expert over the mean of its layer, of the least even layer; None: nothing was counted."""
+        return max(_imbalances(self.expert_load).values(), default=None)
 
     @property
     def tokens_per_second(self) -> float:
@@ -68,24 +76,36 @@ class StepReport:
         """All values, for a log; NaN and infinity become None, since JSON cannot express them."""
         values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
         metrics = {name: _finite(value) for name, value in values.pop("metrics").items()}
-        return {name: _finite(value) for name, value in values.items()} | ({"metrics": metrics} if metrics else {})
+        load = {name: list(rows) for name, rows in values.pop("expert_load").items()}
+        further: dict[str, Any] = {"metrics": metrics} if metrics else {}
+        if load:
+            further |= {"expert_imbalance": self.expert_imbalance, "expert_load": load}
+        return {name: _finite(value) for name, value in values.items()} | further
 
     def numbers(self) -> dict[str, float]:
-        """All numbers that are finite by a name for a chart, such as ``train/loss``; metrics as ``metrics/NAME``."""
+        """All numbers that are finite by a name for a chart, such as ``train/loss``; metrics as ``metrics/NAME``, and
+        the busiest expert of a layer over its mean as ``experts/LAYER``."""
         found = {
             name: value for name, value in self.flat().items() if isinstance(value, int | float) and name != "step"
         }
         return {name if "/" in name else f"train/{name}": value for name, value in found.items()}
 
     def flat(self) -> dict[str, Any]:
-        """:meth:`as_dict` without a dict in it: a metric is ``metrics/NAME``."""
+        """:meth:`as_dict` without a dict in it: a metric is ``metrics/NAME``, a layer ``experts/NAME``."""
         values = self.as_dict()
-        return values | {metric_key(name): value for name, value in values.pop("metrics", {}).items()}
+        metrics = {metric_key(name): value for name, value in values.pop("metrics", {}).items()}
+        layers = {f"experts/{name}": value for name, value in _imbalances(values.pop("expert_load", {})).items()}
+        return values | metrics | layers
 
 
 def metric_key(name: str) -> str:
     """Of a metric of ``loss_fn``, among the values of a report."""
     return f"metrics/{name}"
+
+
+def _imbalances(load: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Rows of the busiest expert over the mean, of each layer that was given any."""
+    return {name: max(rows) * len(rows) / total for name, rows in load.items() if (total := sum(rows))}
 
 
 def _finite(value: Any) -> Any:

@@ -94,12 +94,13 @@ class StepMicrobatches:
         """Run this stage's part of the program; the last stage counts loss, weight and tokens."""
         runtime, given = self._runtime, self._microbatches[microbatch]
         if runtime.stage is None:
-            with runtime.forward(*self._random_key(microbatch)):
+            with runtime.forward(*self._random_key(microbatch)), runtime.counting(self._step.experts):
                 return StageOutput({}, self._count(self._run(given), microbatch))
         trace, partition = self._trace(microbatch)
         run = partial(self._run, microbatch_copy(given, self._runtime.program.device))
         plan = partition.stages[stage]
-        with runtime.forward(*self._random_key(microbatch), random=trace.random):
+        forward = runtime.forward(*self._random_key(microbatch), random=trace.random)
+        with forward, runtime.counting(self._step.experts):
             done = runtime.stage.forward(trace, plan, run, received)
             return StageOutput(runtime.own(done.sent), self._count(done.result, microbatch) if plan.last else None)
 

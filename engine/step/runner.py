@@ -167,6 +167,7 @@ class StepRunner:
             loss=zero,
             weight=zero.clone(),
             scale=self._update.scale.value,
+            experts=self._runtime.uncounted(),
         )
 
     def _open(self, batch: Batch | Iterator[Batch], kind: StepKind) -> tuple[StepState, StepMicrobatches]:

@@ -26,6 +26,7 @@ from engine.parallel.pipeline.runtime.stage import Stage
 from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.plan import Plan
+from engine.program.expert_load import ExpertCounter
 from engine.program.program import Program
 from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.trace_cache import TraceCache
@@ -93,6 +94,8 @@ class RankRuntime:
     """Guard of what the rank holds; None: nothing is checked."""
     away: OffloadedStates
     """What waits in host memory between two phases of the run."""
+    experts: ExpertCounter | None
+    """Counts the rows of experts; None: they are not counted."""
 
     @property
     def average(self) -> WeightAverage | None:
@@ -112,6 +115,14 @@ class RankRuntime:
                     yield
             finally:
                 torch.set_autocast_cache_enabled(cached)
+
+    def counting(self, into: Tensor | None) -> AbstractContextManager[None]:
+        """Context of a forward that adds the rows of experts to ``into``."""
+        return self.experts.counting(into) if self.experts is not None else nullcontext()
+
+    def uncounted(self) -> Tensor | None:
+        """The rows of experts at the begin of a step; None: they are not counted."""
+        return self.experts.zeros() if self.experts is not None else None
 
     @contextmanager
     def backward(self, which: Backward, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
@@ -245,5 +256,6 @@ class RankRuntime:
     @contextmanager
     def without_content(self) -> Iterator[None]:
         """Context of code that reads shapes of parameters only."""
-        with self.running(), self.gatherer.without_content() if self.gatherer else nullcontext():
+        content = self.gatherer.without_content() if self.gatherer else nullcontext()
+        with self.running(), self.counting(None), content:
             yield

@@ -41,6 +41,8 @@ class StepState:
     """Small digest of the batch, from 1; 0: not compared in this step."""
     metrics: list[Tensor | float] = field(default_factory=list)
     """Sum and weight of each metric so far, one after the other."""
+    experts: Tensor | None = None
+    """Rows of each expert so far, fp64 [experts of all layers]; None: they are not counted."""
     outputs: list[Any] = field(default_factory=list)
     look_again: Callable[[], None] | None = None
     """Traces again after a NaN loss, and raises if the forward has changed; all ranks call it together."""
@@ -65,10 +67,16 @@ class StepState:
         self.tokens += count_tokens(microbatch)
         self.text = is_text(microbatch)
 
+    @property
+    def counted(self) -> int:
+        """Number of experts whose rows are counted."""
+        return 0 if self.experts is None else self.experts.numel()
+
     def again(self) -> "StepState":
         """The state of the same step before it has begun."""
         zero = torch.zeros_like(self.loss)
-        return StepState(self.started, self.sent.copy(), zero, zero.clone(), scale=self.scale)
+        experts = None if self.experts is None else torch.zeros_like(self.experts)
+        return StepState(self.started, self.sent.copy(), zero, zero.clone(), scale=self.scale, experts=experts)
 
     def root(self, loss: Tensor) -> Tensor:
         """The scaled loss from which backward starts, in fp32: a scaled fp16 loss would overflow."""
@@ -98,12 +106,14 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     """Number of parameters, over all ranks, that may be used otherwise than the optimizer takes for granted."""
     metrics: tuple[Scalar, ...] = ()
     """Sum and weight of each metric, one after the other."""
+    experts: tuple[Scalar, ...] = ()
+    """Rows of each expert of each layer, from one tensor rank of each stage."""
 
     @staticmethod
     def pack(
         step: StepState, squared_norm: Tensor | float, speaks: bool, stop: bool, unused: int = 0, metrics: int = 0
     ) -> Tensor:
-        """This rank's summands, [``CONTROL_SCALARS`` + 2 x ``metrics``] fp64 on the device of the loss.
+        """This rank's summands, [``CONTROL_SCALARS`` + 2 x ``metrics`` + experts] fp64 on the device of the loss.
 
         ``speaks``: this rank contributes loss, weight and tokens; one rank of each data coordinate does.
         """
@@ -121,7 +131,7 @@ class StepTotals(NamedTuple, Generic[Scalar]):
         packed = torch.zeros(CONTROL_SCALARS + 2 * metrics, dtype=torch.float64, device=step.loss.device)
         for place, value in enumerate((*share[:CONTROL_SCALARS], *(step.metrics if speaks else ()))):
             packed[place] = value
-        return packed
+        return packed if step.experts is None else torch.cat([packed, step.experts])
 
     def same_batch(self, data_ranks: int) -> bool:
         """Whether all data ranks were given one batch: the squares of equal digests sum to least."""
@@ -130,13 +140,14 @@ class StepTotals(NamedTuple, Generic[Scalar]):
 
     @staticmethod
     def on_device(packed: Tensor) -> "StepTotals[Tensor]":
-        """The sums as 0-dim views of ``packed``; the host does not wait."""
-        return StepTotals._make([*packed[:CONTROL_SCALARS].unbind(), packed[CONTROL_SCALARS:].unbind()])
+        """The sums as 0-dim views of ``packed``, without metrics and experts; the host does not wait."""
+        return StepTotals._make([*packed[:CONTROL_SCALARS].unbind(), (), ()])
 
     @staticmethod
-    def unpack(values: Sequence[float]) -> "StepTotals[float]":
-        """The sums after the host has read them."""
-        return StepTotals._make([*values[:CONTROL_SCALARS], tuple(values[CONTROL_SCALARS:])])
+    def unpack(values: Sequence[float], experts: int) -> "StepTotals[float]":
+        """The sums after the host has read them; the last ones are those of ``experts``."""
+        end = len(values) - experts
+        return StepTotals._make([*values[:CONTROL_SCALARS], tuple(values[CONTROL_SCALARS:end]), tuple(values[end:])])
 
 
 def metric_averages(totals: StepTotals[float], names: Sequence[str]) -> dict[str, float]:

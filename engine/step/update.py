@@ -153,7 +153,7 @@ class Update:
         self._comm.check_kernels()
         if launched is not None and not made:
             launched.put_back()
-        totals = self._check(StepTotals.unpack(sums), step)
+        totals = self._check(StepTotals.unpack(sums, step.counted), step)
         runtime.bring_update()
         if totals.unused:
             runtime.optimizer.unused = self._find_unused(idle, runtime)
@@ -245,7 +245,8 @@ class Update:
 
         ``last_rank``: the pipeline rank that computes the loss.
         """
-        return self._check(StepTotals.unpack(self._sum(step, 0.0, last_rank, False).tolist()), step)
+        sums = self._sum(step, 0.0, last_rank, False).tolist()
+        return self._check(StepTotals.unpack(sums, step.counted), step)
 
     def _find_unused(self, idle: frozenset[str], runtime: RankRuntime) -> frozenset[str]:
         """Parameters that are ``idle`` on every rank; one small all-reduce over the world, label "used".

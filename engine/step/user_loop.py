@@ -88,6 +88,8 @@ class UserLoop:
         """The backward before was taken for the last one of the step."""
         self._running = False
         """A backward runs."""
+        self._counted: Tensor | None = None
+        """Rows of experts in the forwards of this step; None: no forward yet, or they are not counted."""
         self._announced: Tensor | None = None
         """The loss of the backward that begins, if ``scale`` has seen it."""
         self._unscaled = False
@@ -112,11 +114,15 @@ class UserLoop:
         if training:  # an evaluation must not change what training draws
             self._forwards += 1
             self._fresh, self._forwarded = True, given
+            if self._counted is None:
+                self._counted = runtime.uncounted()
         check_batch([(args, kwargs)], None, runtime.comm, runtime.program.device)
-        if self._calls is not None:
-            return self._calls.forward(args, kwargs, key, self._control.rows)
-        with runtime.forward(*key):
-            return runtime.own(runtime.first_use.watch((args, kwargs), lambda: runtime.program.call(*args, **kwargs)))
+        with runtime.counting(self._counted if training else None):
+            if self._calls is not None:
+                return self._calls.forward(args, kwargs, key, self._control.rows)
+            with runtime.forward(*key):
+                watch, call = runtime.first_use.watch, runtime.program.call
+                return runtime.own(watch((args, kwargs), lambda: call(*args, **kwargs)))
 
     def backward(
         self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool, metrics: Mapping[str, Any]
@@ -273,6 +279,8 @@ class UserLoop:
                 )
             started, self._started = self._started, None
             self._step = self._runner.begin(started)
+            if self._counted is not None:
+                self._step.experts = self._counted
         return self._step
 
     def _due(self, step: StepState) -> bool:
@@ -359,13 +367,15 @@ class UserLoop:
     def _forget(self) -> None:
         """Forget the unfinished step itself, and the forwards that no backward has followed."""
         self._forget_gradients()
-        self._started = None
+        self._started = self._counted = None
         self._fresh = self._updated = False
         self._forwards = 0
 
     def _forget_gradients(self) -> None:
         self._runtime.gradient_guard.lift()
         self._step = None
+        if not self._fresh:  # a forward whose backward is still to come is one of the next step
+            self._counted = None
         self._unscaled = self._was_last = False
         self._backwards = self._losses = 0
 

@@ -53,7 +53,7 @@ def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False, n
     """
     found = [(x, y) for curve in curves for x, y in curve.points if y is not None]
     if not found:
-        return _figure(title, "", '<p class="empty">no values</p>', note)
+        return figure(title, "", '<p class="empty">no values</p>', note)
     shown = f"{form(last)}" if len(curves) == 1 and (last := curves[0].last) is not None else ""
     values = [y for _, y in found] + [0.0] * zero
     ticks = nice_ticks(min(values), max(values))
@@ -66,10 +66,11 @@ def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False, n
         "</svg>",
     ]
     legend = "".join(f'<span class="key k{n % 6}">{escape(c.name)}</span>' for n, c in enumerate(curves))
-    return _figure(title, shown, "".join(parts) + f'<p class="keys">{legend}</p>' * (len(curves) > 1), note)
+    return figure(title, shown, "".join(parts) + f'<p class="keys">{legend}</p>' * (len(curves) > 1), note)
 
 
-def _figure(title: str, shown: str, picture: str, note: str) -> str:
+def figure(title: str, shown: str, picture: str, note: str = "") -> str:
+    """A picture under its title; ``shown`` stands beside that, ``note`` below."""
     head = f"<figcaption>{escape(title)}<b>{escape(shown)}</b></figcaption>"
     below = f'<p class="note">{escape(note)}</p>' * bool(note)
     return f'<figure class="chart">{head}{picture}{below}</figure>'

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from engine.errors import EngineError
 from engine.launch.run_report.charts import Curve, chart
+from engine.launch.run_report.expert_charts import expert_charts
 from engine.launch.run_report.merged_trace import RankTrace, perfetto, read_traces
 from engine.launch.run_report.recorded_run import RecordedRun, read_run
 from engine.launch.run_report.style import STYLE
@@ -125,10 +126,15 @@ def _is_expert(name: str) -> bool:
 
 def _experts(run: RecordedRun) -> PageSection:
     curves = [curve for name, curve in _metrics(run).items() if _is_expert(name)]
-    lead = "Values of monitor.metrics whose names begin with expert."
-    return PageSection(
-        "experts", "Expert load", lead, _charts([chart("load", curves, _short, zero=True)]) if curves else ""
+    counted, below = expert_charts(run.steps)
+    own = chart("of monitor.metrics", curves, _short, zero=True) if curves else ""
+    lead = (
+        "Rows that each expert was given in the logged steps, over all microbatches and data ranks; 1 is the mean of "
+        "its layer. Newest: the last tenth of the logged steps."
     )
+    lead = lead if counted else "Values of monitor.metrics whose names begin with expert."
+    body = _charts([counted, own]) + below if counted or own else ""
+    return PageSection("experts", "Expert load", lead, body)
 
 
 def _waits(run: RecordedRun) -> PageSection:

@@ -235,7 +235,14 @@ def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
         KeyError, TypeError: it is none.
     """
     numbers = {name: _number(row[name]) for name in _NUMBERS}
+    load = row.get("expert_load", {})
+    if not isinstance(load, dict) or not all(map(_are_counts, load.values())):
+        raise TypeError("expert_load holds something else than lists of whole numbers")
     return {**row, **numbers, "step": int(row["step"]), "skipped": bool(row["skipped"])}
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(count) is int for count in value)
 
 
 def _number(value: Any) -> float | None:

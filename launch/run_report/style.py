@@ -42,6 +42,9 @@ font-variant-numeric:tabular-nums}
 .curve.k4{stroke:var(--k4)}.curve.k5{stroke:var(--k5)}
 .dot.k0{fill:var(--k0)}.dot.k1{fill:var(--k1)}.dot.k2{fill:var(--k2)}.dot.k3{fill:var(--k3)}.dot.k4{fill:var(--k4)}
 .dot.k5{fill:var(--k5)}
+.m0{fill:var(--k0)}.m1{fill:var(--k0);fill-opacity:.62}.m2{fill:var(--k0);fill-opacity:.3}.m3{fill:var(--track)}
+.m4{fill:var(--k1);fill-opacity:.35}.m5{fill:var(--k1);fill-opacity:.7}.m6{fill:var(--k1)}
+.chart path[class^=m]{shape-rendering:crispEdges}
 .keys,.note,.empty{margin:4px 0;font-size:12.5px;color:var(--soft)}
 .key{margin-right:14px;white-space:nowrap}
 .key::before{content:"";display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:6px;
@@ -49,6 +52,11 @@ vertical-align:-1px;background:var(--k5)}
 .key.k0::before,.bar .k0{background:var(--k0)}.key.k1::before,.bar .k1{background:var(--k1)}
 .key.k2::before,.bar .k2{background:var(--k2)}.key.k3::before,.bar .k3{background:var(--k3)}
 .key.k4::before,.bar .k4{background:var(--k4)}.key.k5::before,.bar .k5{background:var(--k5)}
+.key.m0::before{background:var(--k0)}.key.m1::before{background:var(--k0);opacity:.62}
+.key.m2::before{background:var(--k0);opacity:.3}.key.m3::before{background:var(--track)}
+.key.m4::before{background:var(--k1);opacity:.35}.key.m5::before{background:var(--k1);opacity:.7}
+.key.m6::before{background:var(--k1)}
+.charts+.keys{margin-top:12px}
 .panel{padding:14px 18px;overflow:auto}
 .panel+.panel,.charts+.panel,.panel+.charts{margin-top:14px}
 .tall{max-height:460px}

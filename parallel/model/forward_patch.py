@@ -6,14 +6,15 @@ A call of a module passes its patches from outside to inside; :class:`PatchLayer
      GATHER          sharded parameters are gathered before the call and freed after it (ZeRO 3)
       RANDOM         hooks reseed the random generators after the call
        RECOMPUTE     the call keeps only its inputs and runs again in backward
-        FP32         inputs are cast to fp32, outputs back
-         COMPILE     torch.compile, or its exclusion of a module that communicates
-          DEFERRED   the weight gradient may be computed later than the input gradient
-           LAZY      logits stay uncomputed until the loss reads them
-            FUSED    the activation after a linear layer is computed in its kernel
-             TENSOR  the class of a sharded layer, and the attributes that it reads
-              KERNEL a fused operator in place of the module's own forward
-               the module's own forward
+        COUNT        the rows that experts are given are counted
+         FP32        inputs are cast to fp32, outputs back
+          COMPILE    torch.compile, or its exclusion of a module that communicates
+           DEFERRED  the weight gradient may be computed later than the input gradient
+            LAZY     logits stay uncomputed until the loss reads them
+             FUSED   the activation after a linear layer is computed in its kernel
+              TENSOR the class of a sharded layer, and the attributes that it reads
+               KERNEL a fused operator in place of the module's own forward
+                the module's own forward
 
 A patch changes only instance attributes or the class of a module; hooks, ``isinstance`` and the module's position in
 lists stay the user's. Patches are applied from inside to outside, so that each calls what it found in its slot, and are
@@ -49,10 +50,11 @@ class PatchLayer(IntEnum):
     DEFERRED = 5
     COMPILE = 6
     FP32 = 7
-    RECOMPUTE = 8
-    RANDOM = 9
-    GATHER = 10
-    STAGE = 11
+    COUNT = 8
+    RECOMPUTE = 9
+    RANDOM = 10
+    GATHER = 11
+    STAGE = 12
 
 
 @dataclass(frozen=True, slots=True)

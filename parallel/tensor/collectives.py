@@ -64,7 +64,7 @@ def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[P
 
 
 def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor:
-    """g: the sum of ``x`` over all ranks, made in the memory of ``x`` if that is contiguous."""
+    """g: the sum of ``x`` over all ranks, made in the memory of ``x`` if that is contiguous and no leaf of autograd."""
     if axis.size == 1:
         return x
     if torch.is_grad_enabled() and x.requires_grad:
@@ -216,10 +216,10 @@ class _CopyTo(torch.autograd.Function):
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, label: str) -> Tensor:
-        if x.is_contiguous():
-            ctx.mark_dirty(x)  # autograd then raises if another operation has saved x for its backward
+        if not x.is_contiguous() or x.is_leaf:  # a leaf came from another stage; autograd lets nobody write there
+            x = x.clone(memory_format=torch.contiguous_format)
         else:
-            x = x.contiguous()
+            ctx.mark_dirty(x)  # autograd then raises if another operation has saved x for its backward
         axis.all_reduce(x, label)
         return x
 

@@ -21,6 +21,7 @@ from engine.parallel.comm.world import World
 from engine.reporting.sinks import make_sinks
 from engine.reporting.step_report import StepReport
 from tests import models
+from tests.resumed_runs import own_rows
 from tests.selection import wide
 
 NAMES = ["accuracy", "entropy"]
@@ -42,10 +43,8 @@ def with_metrics(logits: Tensor, batch: Mapping[str, Tensor]) -> Any:
 
 def rank(settings: Mapping[str, Any], world: World) -> tuple[list[StepReport], StepReport, dict[Any, Any]]:
     config = engine.load_config(settings, world.size)
-    rows = config.micro * config.accumulation
     with engine.initialize(models.decoder, config, with_metrics, world=world) as eng:
-        start = eng.grid.coord().dp * rows
-        mine = [{key: value[start : start + rows] for key, value in batch.items()} for batch in BATCHES]
+        mine = [own_rows(eng, batch) for batch in BATCHES]
         reports = [eng.train_batch(mine[0])]
         before = eng.sent
         reports.append(eng.train_batch(mine[1]))
@@ -83,12 +82,15 @@ def test_a_sum_and_weight_is_averaged_by_weight() -> None:
     model = torch.nn.Linear(2, 1)
 
     def weighed(output: Tensor, batch: Tensor) -> Any:
-        return output.square().mean(), {"by weight": (batch.sum(), batch[0, 0]), "plain": batch[0, 0]}
+        numpy = batch[0].numpy()
+        return output.square().mean(), {
+            "by weight": (batch.sum(), batch[0, 0]), "plain": batch[0, 0], "numpy": (numpy[1], numpy[0]),
+        }  # fmt: skip
 
-    settings = CONFIG | {"monitor": {"metrics": ["plain", "by weight"]}, "train_batch_size": 2}
+    settings = CONFIG | {"monitor": {"metrics": ["plain", "by weight", "numpy"]}, "train_batch_size": 2}
     with engine.initialize(model, settings, weighed) as eng:
         report = eng.train_batch(torch.tensor([[1.0, 5.0], [3.0, 6.0]]))
-    assert report.metrics == {"plain": 2.0, "by weight": 15 / 4}
+    assert report.metrics == {"plain": 2.0, "by weight": 15 / 4, "numpy": 11 / 4}
 
 
 def looped(settings: Mapping[str, Any], world: World) -> list[dict[str, float]]:
@@ -144,6 +146,14 @@ def failure(loss_fn: Callable[..., Any], **monitor: Any) -> str:
             'the metric "a" that loss_fn returned is a tensor of shape (2,); give a',
         ),
         ({"a": "high"}, ["a"], 'the metric "a" that loss_fn returned is a str; give a number, a 0-dim tensor, or'),
+        ({"a": None}, ["a"], 'the metric "a" that loss_fn returned is a NoneType; give a number, a 0-dim tensor, or'),
+        ({"a": [1.0]}, ["a"], 'the metric "a" that loss_fn returned is a list; give a number, a 0-dim tensor, or'),
+        ({"a": (1.0, "all")}, ["a"], 'the metric "a" that loss_fn returned is a str; give a number, a 0-dim tensor,'),
+        (
+            {"a": torch.tensor(1j)},
+            ["a"],
+            'the metric "a" that loss_fn returned is a complex64 tensor of shape ()',
+        ),
     ],
 )
 def test_what_is_no_metric_is_one_sentence(metrics: dict[str, Any], names: list[str], sentence: str) -> None:

@@ -4,6 +4,7 @@ from tests.faults.adapters import ADAPTERS
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.data import DATA
+from tests.faults.expert_load import EXPERT_LOAD
 from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
 from tests.faults.fewer_bits import FEWER_BITS
@@ -51,5 +52,6 @@ AREAS = {
     "kernels and planning": KERNELS_AND_PLANNING,
     "communicating kernels": COMMUNICATING_KERNELS,
     "data": DATA,
+    "expert load": EXPERT_LOAD,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

@@ -47,6 +47,14 @@ DATA = (
         tests=("tests/engine/data/test_loader.py::test_a_last_step_that_is_not_whole",),
     ),
     Fault(
+        name="loaded-twice",
+        about="A stream that was given a state of its own is read from there, and the loader skips its samples again.",
+        file=SOURCE,
+        old='if getattr(dataset, "_starting_state_dict", None) is not None:',
+        new="if False:",
+        tests=("tests/engine/data/test_datasets_and_torchdata.py::test_a_stream_with_a_state_of_its_own_is_refused",),
+    ),
+    Fault(
         name="epochs-in-one-order",
         about="Documents are packed in the order of the first epoch in every epoch, though shuffling was asked for.",
         file="engine/data/sample_order.py",

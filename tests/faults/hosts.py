@@ -111,7 +111,7 @@ HOSTS = (
     Fault(
         name="entropy-of-one-rank",
         about="The entropy of a token is that of one tensor rank's columns of the vocabulary.",
-        file="engine/parallel/tensor/logits/token_values.py",
+        file="parallel/tensor/logits/token_values.py",
         old="    return reduce_from(part.local.sum(-1), part.vocabulary.axis, LOSS)\n",
         new="    return part.local.sum(-1)\n",
         tests=(f"{_VALUES}::test_of_a_part_of_the_vocabulary",),
@@ -119,7 +119,7 @@ HOSTS = (
     Fault(
         name="likeliest-token-of-one-rank",
         about="A metric takes a place in a rank's part of the vocabulary for the token itself.",
-        file="engine/parallel/tensor/logits/token_values.py",
+        file="parallel/tensor/logits/token_values.py",
         old="    return axis.all_gather((place_BS + begin).contiguous(), LOSS)",
         new="    return axis.all_gather(place_BS.contiguous(), LOSS)",
         tests=(f"{_VALUES}::test_of_a_part_of_the_vocabulary",),

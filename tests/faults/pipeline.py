@@ -50,7 +50,7 @@ PIPELINE = (
         name="receives-not-offered-ahead",
         about="A rank offers a receive only when it needs it, and stages that send to each other may stand still.",
         file="parallel/pipeline/runtime/executor.py",
-        old="row.actions[index : index + 1 + RECEIVES_AHEAD]",
+        old="row.actions[index : min(index + 1 + RECEIVES_AHEAD, part.stop)]",
         new="row.actions[index : index + 1]",
         tests=(f"{_EXECUTOR}::test_receives_are_offered_early_and_sends_waited_for_when_they_are_released",),
     ),

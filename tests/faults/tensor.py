@@ -12,6 +12,14 @@ TENSOR = (
         tests=("tests/parallel/tensor/test_collectives.py::test_a_gradient_that_others_read_is_copied_before_its_sum",),
     ),
     Fault(
+        name="sum-written-into-a-leaf",
+        about="A sum is written into what another stage has sent, which autograd refuses.",
+        file="parallel/tensor/collectives.py",
+        old="if not x.is_contiguous() or x.is_leaf:",
+        new="if not x.is_contiguous():",
+        tests=("tests/parallel/tensor/test_collectives.py::test_a_sum_is_made_in_place_unless_autograd_begins_there",),
+    ),
+    Fault(
         name="bias-on-every-tensor-rank",
         about="Every tensor rank adds the bias of a row layer before the sum, so it counts several times.",
         file="parallel/tensor/layers/linear.py",

@@ -22,6 +22,7 @@ from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests import models
 from tests.launches import Launch, Line
+from tests.resumed_runs import own_rows
 
 SECTIONS = ["training", "waits", "bytes", "memory", "schedule", "plan", "configuration", "environment", "warnings"]
 CONFIG: dict[str, Any] = {
@@ -73,10 +74,8 @@ class Outline(HTMLParser):
 def rank(folder: Path, parallel: Mapping[str, int], world: World) -> Any:
     settings = CONFIG | {"parallel": parallel, "monitor": {"report": str(folder), "every": 2}}
     config = engine.load_config(settings, world.size)
-    rows = config.micro * config.accumulation
     with engine.initialize(models.decoder, config, world=world, loss_fn=loss_sum) as eng:
-        start = eng.grid.coord().dp * rows
-        reports = [eng.train_batch({k: v[start : start + rows] for k, v in batch.items()}) for batch in BATCHES]
+        reports = [eng.train_batch(own_rows(eng, batch)) for batch in BATCHES]
         return reports[1], eng.plan.rank(eng.grid.rank).traffic
 
 
@@ -242,9 +241,8 @@ def test_steps_that_cannot_be_profiled(monitor: dict[str, str], watchdog: dict[s
 def profiled(line: Line, settings: Mapping[str, Any]) -> None:
     """A rank that trains four steps, and says what it has sent to align the clocks and what it sends in a step."""
     with engine.initialize(models.decoder, settings, loss_fn=loss_sum) as eng:
-        start = eng.grid.coord().dp * 2
         for _ in range(4):
-            eng.train_batch({key: value[start : start + 2] for key, value in BATCHES[0].items()})
+            eng.train_batch(own_rows(eng, BATCHES[0]))
         labels = {(row.axis, row.label) for row in eng.plan.rank(eng.grid.rank).traffic if row.calls}
         line(({(row.axis, row.label): (row.calls, row.bytes) for row in eng.sent.rows()}, labels))
 

@@ -165,11 +165,12 @@ class ThreadBackend:
         """Bring this rank's part to the next collective of ``group``; the wait gives all parts to ``place``."""
         purpose, peers = group
         rounds = self._post.rounds.setdefault(group, Rounds(self._turns, peers))
-        collect = rounds.bring(self._grid.rank, _Call(op, part.numel(), part.dtype, purpose), part)
+        with torch._C.DisableTorchFunction():  # hidden from what watches a forward, as a process group's work is
+            collect = rounds.bring(self._grid.rank, _Call(op, part.numel(), part.dtype, purpose), part)
 
         def finish() -> None:
             parts = collect()
-            with torch.no_grad():
+            with torch.no_grad(), torch._C.DisableTorchFunction():
                 place([one.to(part.device) for one in parts])
 
         return finish

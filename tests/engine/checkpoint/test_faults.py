@@ -197,8 +197,9 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 224 KiB."""
     (tmp_path / "disk").mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=224k", "tmpfs", str(tmp_path / "disk")]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root mounts")
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a full disk is a file system that has to be mounted here: {done.stderr.strip()}")
     yield tmp_path / "disk"
     subprocess.run(["umount", str(tmp_path / "disk")], check=True)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import engine
 from tests.engine.checkpoint.test_adapters import keys_of
+from tests.resumed_runs import own_rows
 
 WIDTH = 24
 """Blocks of 64 columns: one a row, which tensor ranks share where they cut columns."""
@@ -77,9 +78,7 @@ def train(build: Callable[[], nn.Module], given: dict[str, Any], steps: tuple[in
     with engine.initialize(build, given, example_batch=STEPS[0][:1]) as eng:
         if eng.config.checkpoint.folder is not None:
             eng.load_checkpoint(missing_ok=True)
-        rows = 4 // eng.grid.dp
-        first = eng.grid.coord().dp * rows
-        losses = [eng.train_batch(batch[first : first + rows]).loss for batch in STEPS[slice(*steps)]]
+        losses = [eng.train_batch(own_rows(eng, batch)).loss for batch in STEPS[slice(*steps)]]
         if eng.config.checkpoint.folder is not None:
             eng.save_checkpoint().wait()
         return losses, eng.full_state_dict()

@@ -24,6 +24,7 @@ from engine.zero.optim.inner_optimizer import OptimizerFactory
 from tests import models
 from tests.engine.checkpoint.lasting import digest
 from tests.models import take_rows
+from tests.resumed_runs import own_rows
 
 RunRanks = Callable[..., list[Any]]
 ROWS, MICRO = 16, 2
@@ -83,8 +84,7 @@ class Case:
     def train(self, eng: engine.Engine, stop: int) -> list[tuple[float, float]]:
         """(loss, gradient norm) up to this attempt, skipped ones among them."""
         done, data = eng.step_count + eng.skipped_steps, self.data()
-        rows = ROWS // eng.grid.dp
-        parts = [take_rows(data[index], eng.grid.coord().dp * rows, rows) for index in range(done, stop)]
+        parts = [own_rows(eng, data[index]) for index in range(done, stop)]
         return [(report.loss, report.grad_norm) for report in map(eng.train_batch, parts)]
 
 

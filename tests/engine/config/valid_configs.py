@@ -49,7 +49,8 @@ FULL: Tree = json.loads("""{
     "memory_every": 5, "frozen": false},
   "integrity": {"every": 10, "on_failure": "warn", "rerun": true},
   "monitor": {"jsonl": "steps.jsonl", "csv": "steps.csv", "tensorboard": "board", "wandb": "project",
-    "mlflow": "experiment", "every": 10, "progress": true, "metrics": ["accuracy"], "report": "run", "profile": null},
+    "mlflow": "experiment", "every": 10, "progress": true, "metrics": ["accuracy"], "expert_load": true,
+    "report": "run", "profile": null},
   "watchdog": {"timeout_seconds": null, "folder": null, "straggler_factor": null, "straggler_steps": 100,
                "max_skipped_steps": 100}
 }""")

@@ -1,138 +1,12 @@
-"""The place in a dataset over random histories of a loader: kills within steps, other grids, batches and workers.
+"""The place in a dataset over random histories of a loader: no sample is repeated or skipped."""
 
-What counts is what the final weights have seen: whole steps up to each checkpoint that was resumed from.
-"""
-
-import json
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import numpy as np
 import pytest
 
-from engine.data import Packing, StepLoader
-from engine.data.settings import LoaderOptions
-from tests.engine.data.loaders import MeasuredTexts, Numbers, Stream, Texts, TextStream, loaders
+from tests.engine.data.histories import Run, check, wrong
 from tests.selection import wide
 
 HISTORIES = 500
 AT_ONCE = 100
-
-Kind = Literal["mapped", "stream", "measured texts", "texts", "text stream"]
-KINDS: tuple[Kind, ...] = ("mapped", "stream", "measured texts", "texts", "text stream")
-PAD = -1
-
-
-@dataclass
-class Run:
-    """A run as its checkpoints know it."""
-
-    dataset: Any
-    options: LoaderOptions
-    size: int
-    """Numbers of an epoch: samples, or with packing tokens."""
-    saved: str = ""
-    counted: list[list[int]] = field(default_factory=list)
-    """The numbers of each row, in the order of the global batches, up to the newest checkpoint."""
-    since: list[list[int]] = field(default_factory=list)
-    replayed: int = 0
-    grids: set[tuple[int, ...]] = field(default_factory=set)
-
-    def start(self, dp: int, micro: int, accumulation: int, workers: int) -> list[StepLoader]:
-        """One loader a data rank, where the newest checkpoint was."""
-        self.replayed += len(self.since)
-        self.since = []
-        self.grids.add((dp, micro, accumulation, workers))
-        ranks = loaders(self.dataset, dp, micro, accumulation, {**self.options, "workers": workers})
-        for rank in ranks if self.saved else ():
-            rank.load_state_dict(json.loads(self.saved))
-        return ranks
-
-    def step(self, ranks: list[StepLoader], accumulation: int) -> None:
-        for rank in ranks:
-            for _ in range(accumulation):
-                self.since += rows_of(next(rank))
-
-    def save(self, ranks: list[StepLoader]) -> None:
-        """A checkpoint; every rank has the same to save."""
-        states = {json.dumps(rank.state_dict()) for rank in ranks}
-        assert len(states) == 1, f"ranks disagree on the place: {states}"
-        (self.saved,) = states
-        self.counted, self.since = self.counted + self.since, []
-        assert json.loads(self.saved)["position"] == len(self.counted)
-
-
-def rows_of(microbatch: dict[str, Any]) -> list[list[int]]:
-    """The numbers of each row; what pads it is left out."""
-    if "number" in microbatch:
-        return [[number] for number in microbatch["number"].tolist()]
-    return [[token for token in row if token != PAD] for row in microbatch["input_ids"].tolist()]
-
-
-def drawn(rng: np.random.Generator) -> Run:
-    """A run over a random dataset."""
-    kind = KINDS[rng.integers(len(KINDS))]
-    options: LoaderOptions = {"shuffle": bool(rng.integers(2)) and "stream" not in kind}
-    if "text" not in kind:
-        size = int(rng.integers(1, 40))
-        return Run(Numbers(size) if kind == "mapped" else Stream(size), options, size)
-    lengths = rng.integers(0, 12, size=int(rng.integers(1, 10))).tolist()
-    lengths[0] += 1
-    options["pack"] = Packing(length=int(rng.integers(2, 8)), pad_token=PAD)
-    made = {"measured texts": MeasuredTexts, "texts": Texts, "text stream": TextStream}[kind]
-    return Run(made(lengths), options, sum(lengths))
-
-
-def live(rng: np.random.Generator, processes: bool) -> Run:
-    """A random history, to its end."""
-    run = drawn(rng)
-    ordered = isinstance(run.dataset, Stream | TextStream) or type(run.dataset) is Texts
-    for _ in range(int(rng.integers(1, 5))):
-        dp, micro, accumulation = (int(rng.integers(1, most)) for most in (5, 4, 3))
-        workers = int(rng.integers(0, 2 if ordered else 3)) if processes else 0
-        ranks = run.start(dp, micro, accumulation, workers)
-        every = int(rng.integers(1, 4))
-        for step in range(int(rng.integers(0, 5))):
-            run.step(ranks, accumulation)
-            if (step + 1) % every == 0:
-                run.save(ranks)
-        if rng.integers(2):  # killed within a step, when ranks have come differently far
-            for rank in ranks:
-                for _ in range(int(rng.integers(0, accumulation + 1))):
-                    run.since += rows_of(next(rank))
-            continue
-        run.save(ranks)
-    return run
-
-
-def wrong(run: Run) -> list[str]:
-    """What was repeated or skipped, epoch by epoch."""
-    found, left = [], [number for row in run.counted for number in row]
-    while left:
-        epoch, left = left[: run.size], left[run.size :]
-        seen = Counter(epoch)
-        if max(seen.values()) > 1 or (len(epoch) == run.size and len(seen) != run.size) or max(seen) >= run.size:
-            found.append(f"{seen}")
-    return found
-
-
-def uninterrupted(run: Run, rows: int) -> list[list[int]]:
-    """The same many rows on one rank, one row a step, never stopped."""
-    (alone,) = loaders(run.dataset, 1, 1, 1, run.options)
-    return [row for _ in range(rows) for row in rows_of(next(alone))]
-
-
-def check(histories: range, processes: bool = False) -> tuple[int, int, int]:
-    """Live these histories; returns replayed rows, most grids of one, epochs."""
-    replayed = grids = epochs = 0
-    for index in histories:
-        run = live(np.random.default_rng(index), processes)
-        assert not wrong(run), f"history {index}: {wrong(run)}"
-        assert run.counted == uninterrupted(run, len(run.counted)), f"history {index} has another order"
-        replayed, grids = replayed + run.replayed, max(grids, len(run.grids))
-        epochs += sum(map(len, run.counted)) // run.size
-    return replayed, grids, epochs
 
 
 @pytest.mark.parametrize("first", [0, AT_ONCE, *(wide(first) for first in range(2 * AT_ONCE, HISTORIES, AT_ONCE))])
@@ -150,4 +24,4 @@ def test_worker_processes_change_nothing(first: int) -> None:
 def test_the_check_sees_a_repeated_and_a_skipped_sample() -> None:
     stream = [[number] for number in (3, 1, 0, 2, 2, 1, 3, 0)]
     for counted, sound in ((stream, True), (stream[:2] + stream[1:], False), (stream[:2] + stream[3:], False)):
-        assert (not wrong(Run(None, {}, 4, counted=counted))) == sound
+        assert (not wrong(Run(list, {}, 4, counted=counted))) == sound

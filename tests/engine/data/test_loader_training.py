@@ -1,14 +1,16 @@
 """Training with a loader: equal losses on every grid and number of workers, one reader a replica, resume elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from torch import Tensor
+from torch.utils.data import IterableDataset
 
 import engine
 from engine.data import Packing, StepLoader, loader
-from engine.data.settings import LoaderOptions
+from engine.data.settings import AtEnd, LoaderOptions
 from engine.errors import EngineError
 from engine.models.decoder import loss_sum
 from tests import models
@@ -69,8 +71,8 @@ def same_losses(given: list[tuple[float, float]], expected: list[tuple[float, fl
 @pytest.mark.parametrize(
     ("grid", "options", "lengths"),
     [
-        ((2, 1, 1), {"shuffle": True}, True),
-        wide((2, 1, 1), {"shuffle": True, "workers": 2}, True),
+        ((2, 1, 1), {"shuffle": True, "workers": 2}, True),
+        wide((2, 1, 1), {"shuffle": True}, True),
         wide((4, 1, 1), {"shuffle": True}, True),
         wide((4, 1, 1), {"shuffle": True, "workers": 1}, True),
         wide((2, 1, 1), {"workers": 1}, False),
@@ -110,6 +112,44 @@ def test_a_run_goes_on_on_other_grids(run_ranks: RunRanks, tmp_path: Path) -> No
         got += losses
         assert position == 8 * len(got)
     same_losses(got, expected)
+
+
+class Rows(IterableDataset[dict[str, Tensor]]):
+    """A stream of ``count`` rows."""
+
+    def __init__(self, count: int) -> None:
+        (self.batch,) = models.batches_for("decoder", count, 1)
+        self.count = count
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return ({key: value[row] for key, value in self.batch.items()} for row in range(self.count))
+
+
+def ends(config: dict[str, Any]) -> dict[str, int | str]:
+    """Body of a rank: steps over 18 rows, 8 in each step, or why there are none; then a stream that is shorter here."""
+    found: dict[str, int | str] = {}
+    with engine.initialize(models.decoder(), config, loss_sum) as eng:
+        for at_end in get_args(AtEnd):
+            try:
+                data = data_of(eng, {"at_end": at_end})
+                while not data.ended:
+                    found[at_end] = eng.train_batch(data).step
+            except EngineError as error:
+                found[at_end] = str(error)
+        short = loader(Rows(8 if eng.grid.rank else 16), eng, epochs=1, at_end="dropped")
+        found["short"] = eng.train_batch(short).step
+        with pytest.raises(EngineError) as caught:
+            eng.train_batch(short)
+    return found | {"short": str(caught.value)}
+
+
+def test_data_that_end_early_are_joined_dropped_or_refused_on_all_ranks(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(ends, 2, config_for(2))
+    for found in (first, second):
+        assert found["joined"] == 3 and found["dropped"] == 5
+        assert str(found["refused"]).startswith("the data end with 2 of the 8 rows of a step")
+    assert str(second["short"]).startswith("the iterator ended after 0 of 2 microbatches")
+    assert str(first["short"]).startswith("1 other rank(s) failed in this step, so no rank makes it")
 
 
 def count_readers(config: dict[str, Any]) -> tuple[int, int, str]:

@@ -14,6 +14,7 @@ from engine.errors import CorruptionError
 from engine.integrity.guard import Integrity
 from engine.models.decoder import loss_sum
 from tests import models
+from tests.resumed_runs import own_rows
 
 GRIDS: dict[str, dict[str, int]] = {
     "dp2": {"data": 2},
@@ -135,9 +136,8 @@ class Once:
 
 def steps(eng: engine.Engine, batches: Sequence[Any], count: int) -> None:
     """Train ``count`` steps."""
-    rows = 4 // eng.grid.dp
     for index in range(count):
-        eng.train_batch(models.take_rows(batches[index % len(batches)], eng.grid.coord().dp * rows, rows))
+        eng.train_batch(own_rows(eng, batches[index % len(batches)]))
 
 
 def opened(setting: Setting, batches: Sequence[Any], tied: bool = False, **changes: Any) -> engine.Engine:

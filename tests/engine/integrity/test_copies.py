@@ -14,6 +14,7 @@ from engine.integrity.copies import odd_ones
 from engine.models.decoder import Block, loss_sum
 from tests import models
 from tests.engine.integrity.flips import GRIDS, Setting, held_parts, opened, steps
+from tests.resumed_runs import own_rows
 
 RunRanks = Callable[..., list[Any]]
 NORM, HEAD = "blocks.1.norm1.weight", "tokens.weight"
@@ -105,10 +106,9 @@ def twice(setting: Setting, section: dict[str, Any], flaky: int) -> tuple[list[f
     with engine.initialize(noted(), setting.config(integrity=section, parallel=parallel), loss_sum, example) as eng:
         if eng.grid.rank == flaky:
             eng.module.get_submodule("blocks.0.norm2").register_forward_hook(differ)
-        rows = 4 // eng.grid.dp
         try:
             for batch in batches:
-                report = eng.train_batch(models.take_rows(batch, eng.grid.coord().dp * rows, rows))
+                report = eng.train_batch(own_rows(eng, batch))
                 losses.append(report.loss)
         except CorruptionError as error:
             said = str(error)

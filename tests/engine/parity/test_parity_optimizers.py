@@ -17,6 +17,7 @@ from tests import models
 from tests.engine.parity.optimizer_grids import OPTIMIZER_GRIDS
 from tests.parallel.wire.small_decoder import batch, on_threads
 from tests.planned_traffic import traffic_differs
+from tests.resumed_runs import second_half
 from tests.selection import wide
 from tests.zero.test_secondary_shards import WIDTH, Blocks
 
@@ -130,41 +131,17 @@ def test_bytes_sent_and_kept_are_those_of_the_plan(
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
-def save_halfway(folder: str, ranks: int, parallel: dict[str, Any], zero: dict[str, Any]) -> Trained:
-    """Body of a rank: two steps, a checkpoint, two more; their losses, and the weights on rank 0."""
-    return _train(ranks, parallel, zero, lambda eng: eng.save_checkpoint(folder).wait())
-
-
-def go_on(folder: str, ranks: int, parallel: dict[str, Any], zero: dict[str, Any]) -> Trained:
-    """Body of a rank: the last two steps, from the checkpoint."""
-    return _train(ranks, parallel, zero, None, folder)
-
-
-def _train(
-    ranks: int,
-    parallel: dict[str, Any],
-    zero: dict[str, Any],
-    halfway: Callable[[Engine], object] | None,
-    folder: str = "",
-) -> Trained:
+def train(folder: str, ranks: int, parallel: dict[str, Any], zero: dict[str, Any], load: bool) -> Trained:
+    """Body of a rank: two steps and a checkpoint, or its load; then two more. Their losses, and weights on rank 0."""
     batches = models.batches_for("decoder", 16)
     config = load_config(settings(DECODER, parallel, zero), ranks)
     example = models.take_rows(batches[0], 0, config.micro)
     with engine.initialize(models.decoder, config, loss_sum, example) as eng:
-        rows = config.micro * config.accumulation
-        parts = [models.take_rows(each, eng.grid.coord().dp * rows, rows) for each in batches]
-        if halfway is None:
-            eng.load_checkpoint(folder)
-        else:
-            for part in parts[:2]:
-                eng.train_batch(part)
-            halfway(eng)
-        return [eng.train_batch(part).loss for part in parts[2:]], eng.full_state_dict()
+        return second_half(eng, batches, folder, load), eng.full_state_dict()
 
 
 def test_a_process_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    losses, weights = save_halfway(str(tmp_path), 1, {}, {"stage": 0})
-    again, found = go_on(str(tmp_path), 1, {}, {"stage": 0})
+    (losses, weights), (again, found) = (train(str(tmp_path), 1, {}, {"stage": 0}, load) for load in (False, True))
     assert again == losses and all(torch.equal(found[name], value) for name, value in weights.items())
 
 
@@ -182,8 +159,8 @@ def test_a_process_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 def test_a_run_goes_on_from_a_checkpoint_on_another_grid(
     run_ranks: RunRanks, tmp_path: Path, ranks: int, parallel: dict[str, Any], zero: dict[str, Any]
 ) -> None:
-    losses, weights = run_ranks(save_halfway, 2, str(tmp_path), 2, {"data": 2}, {"stage": 1})[0]
-    again, found = run_ranks(go_on, ranks, str(tmp_path), ranks, parallel, zero)[0]
+    losses, weights = run_ranks(train, 2, str(tmp_path), 2, {"data": 2}, {"stage": 1}, False)[0]
+    again, found = run_ranks(train, ranks, str(tmp_path), ranks, parallel, zero, True)[0]
     if (parallel, zero) == ({"data": 2}, {"stage": 1}):
         assert again == losses and all(torch.equal(found[name], value) for name, value in weights.items())
     assert again == pytest.approx(losses, rel=1e-6)

@@ -21,6 +21,7 @@ from tests.engine.parity.test_parity_optimizers import MUON, SGD
 from tests.engine.parity.test_parity_optimizers import settings as warming
 from tests.parallel.wire.small_decoder import batch, on_threads
 from tests.planned_traffic import traffic_differs
+from tests.resumed_runs import second_half
 from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
@@ -184,15 +185,7 @@ def train(
     config = load_config(settings(optimizer, parallel, zero), ranks)
     example = models.take_rows(batches[0], 0, config.micro)
     with engine.initialize(models.decoder, config, loss_sum, example) as eng:
-        rows = config.micro * config.accumulation
-        parts = [models.take_rows(each, eng.grid.coord().dp * rows, rows) for each in batches]
-        if load:
-            eng.load_checkpoint(folder)
-        else:
-            for part in parts[:2]:
-                eng.train_batch(part)
-            eng.save_checkpoint(folder).wait()
-        losses = [eng.train_batch(part).loss for part in parts[2:]]
+        losses = second_half(eng, batches, folder, load)
         with eng.masters() as found:
             masters = {name: value.clone() for name, value in found.items()}
         return losses, eng.full_state_dict(), masters

@@ -15,6 +15,7 @@ from tests import models
 from tests.engine.parity.launches import held_bytes
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows
+from tests.resumed_runs import own_rows
 
 RunRanks = Callable[..., list[Any]]
 STEPS = 2
@@ -57,11 +58,10 @@ def train(name: str, config: dict[str, Any]) -> Found:
     first, *batches = models.batches_for(name.split()[0], 16, 1 + STEPS)
     resolved = engine.load_config(config, torch.distributed.get_world_size())
     with engine.initialize(BUILD[name](), resolved, fn, take_rows(first, 0, resolved.micro)) as eng:
-        rows = resolved.micro * resolved.accumulation
-        eng.train_batch(take_rows(first, eng.grid.coord().dp * rows, rows))  # the plan is checked in the first step
+        eng.train_batch(own_rows(eng, first))  # the plan is checked in the first step
         before = eng.sent
         for batch in batches:
-            eng.train_batch(take_rows(batch, eng.grid.coord().dp * rows, rows))
+            eng.train_batch(own_rows(eng, batch))
         sent = eng.sent.since(before).rows()
         plan, layout = eng.plan.rank(eng.grid.rank), eng.plan.layout(eng.grid.coord())
         return Found(

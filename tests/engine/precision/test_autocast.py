@@ -15,6 +15,7 @@ from tests import models
 from tests.engine.parity.test_axes import GRIDS
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows
+from tests.resumed_runs import own_rows
 from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
@@ -60,11 +61,10 @@ def train(grid: str, stage: int, mode: str, seen: bool, own: bool = True) -> Fou
     example = take_rows(batches[0], 0, config.micro) if seen else None
     around = autocast() if own else nullcontext()
     with around, engine.initialize(models.decoder(layers=4), config, loss_sum, example) as eng:
-        rows = config.micro * config.accumulation
         losses, exact = [], True
         for batch in batches:
             before = eng.sent
-            losses.append(eng.train_batch(take_rows(batch, eng.grid.coord().dp * rows, rows)).loss)
+            losses.append(eng.train_batch(own_rows(eng, batch)).loss)
             sent = {
                 (row.axis, row.label): row.bytes for row in eng.sent.since(before).rows() if row.label != "plan check"
             }

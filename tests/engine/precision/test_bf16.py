@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import engine
 from tests import models
 from tests.engine.parity.test_parity import config_for, parity
+from tests.resumed_runs import own_rows
 from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
@@ -58,10 +59,8 @@ def train(stage: int) -> tuple[list[float], list[float], float]:
     config = config_for(dp, stage, bf16={"enabled": True}, gradient_clipping=CLIP)
     del config["scheduler"]
     batches = models.batches_for("nano", ROWS, STEPS)
-    share = ROWS // dp
     with engine.initialize(models.nano(), config) as eng:
-        mine = slice(eng.grid.coord().dp * share, (eng.grid.coord().dp + 1) * share)
-        losses = [eng.train_batch(tuple(part[mine] for part in batch)).loss for batch in batches]
+        losses = [eng.train_batch(own_rows(eng, batch)).loss for batch in batches]
         weights = eng.full_state_dict()
     if not weights:
         return losses, losses, 0.0

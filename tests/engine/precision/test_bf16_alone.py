@@ -14,6 +14,7 @@ from tests import models
 from tests.engine.parity.test_axes import GRIDS
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows
+from tests.resumed_runs import own_rows
 
 RunRanks = Callable[..., list[Any]]
 STAGES = (0, 1, 2, 3)
@@ -32,9 +33,7 @@ def train(config: dict[str, Any], tied: bool = False) -> tuple[list[float], dict
     resolved = engine.load_config(config, torch.distributed.get_world_size())
     model = models.decoder(layers=2, tied=tied)
     with engine.initialize(model, resolved, loss_sum, take_rows(batches[0], 0, resolved.micro)) as eng:
-        rows = resolved.micro * resolved.accumulation
-        parts = [take_rows(batch, eng.grid.coord().dp * rows, rows) for batch in batches]
-        losses = [eng.train_batch(part).loss for part in parts]
+        losses = [eng.train_batch(own_rows(eng, batch)).loss for batch in batches]
         whole = eng.full_state_dict()
         held = {row.name for row in eng.plan.table.held_by(eng.grid.coord().pp) if row.dim is None}
         with eng.full_parameters("*") as named:

@@ -13,6 +13,7 @@ from engine.models.decoder import loss_sum
 from engine.verify import Parity, verify
 from tests import models
 from tests.engine.parity.test_parity import config_for
+from tests.resumed_runs import own_rows
 from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
@@ -69,10 +70,8 @@ def train(stage: int) -> dict[str, Any]:
     dp = torch.distributed.get_world_size()
     config = settings(dp, stage)
     batches = models.batches_for("nano", ROWS, STEPS)
-    share = ROWS // dp
     with engine.initialize(models.nano(), config) as eng:
-        mine = slice(eng.grid.coord().dp * share, (eng.grid.coord().dp + 1) * share)
-        reports = [eng.train_batch(tuple(part[mine] for part in batch)) for batch in batches]
+        reports = [eng.train_batch(own_rows(eng, batch)) for batch in batches]
         weights = eng.full_state_dict()
     found: dict[str, Any] = {"scales": [r.loss_scale for r in reports], "worst": 0.0}
     found["ours"] = found["plain"] = [r.loss for r in reports], [r.skipped for r in reports]

@@ -18,6 +18,7 @@ from tests import models
 from tests.engine.parity.test_axes import GRIDS
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows
+from tests.resumed_runs import own_rows
 
 RunRanks = Callable[..., list[Any]]
 Build = Callable[[], nn.Module]
@@ -79,11 +80,10 @@ def measure(name: str, grid: str, mode: str, stage: int) -> dict[str, Any]:
         settings(name, grid, stage, activation_checkpointing={"mode": mode}), prod(GRIDS[grid].values())
     )
     with engine.initialize(build(), config, loss_sum, take_rows(batches[0], 0, config.micro)) as eng:
-        rows = config.micro * config.accumulation
         losses = []
         for batch in batches:
             before = eng.sent
-            losses.append(eng.train_batch(take_rows(batch, eng.grid.coord().dp * rows, rows)).loss)
+            losses.append(eng.train_batch(own_rows(eng, batch)).loss)
         sent = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.sent.since(before).rows()}
         plan = eng.plan.rank(eng.grid.rank)
         buckets = eng._runtime.buckets

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.jobs import copied
-from tests.launch.jobs.hosts import Hosts, no_hosts
+from tests.launch.jobs.hosts import Hosts
 from tests.launch.jobs.test_ssh import QUICK, survivors
 
-pytestmark = pytest.mark.skipif(bool(no_hosts()), reason=no_hosts())
 STEPS = {"power": 120, "cable": 300}
 """A host that is cut off has the store and trains on alone, until its guard ends it after 30 s without a word from the
 launcher; then there are some left for the others."""

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.jobs import ROOT, copied
-from tests.launch.jobs.hosts import Hosts, no_hosts
+from tests.launch.jobs.hosts import Hosts
 from tests.selection import wide
 
-pytestmark = pytest.mark.skipif(bool(no_hosts()), reason=no_hosts())
 MakeHosts = Callable[[int], Hosts]
 
 JOB = """

@@ -24,6 +24,7 @@ from engine.planning.activation_memory.live_storages import LiveStorages
 from tests import models
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows
+from tests.resumed_runs import own_rows
 
 RunRanks = Callable[..., list[Any]]
 Settings = dict[str, Any]
@@ -48,12 +49,10 @@ def train(name: str, settings: Settings) -> tuple[Any, dict[Any, Any], dict[Any,
     build, loss_fn = MODELS[name]
     first, second = models.batches_for(name, 16, 2)
     config = engine.load_config(settings, torch.distributed.get_world_size())
-    rows = config.micro * config.accumulation
     with engine.initialize(build, config, loss_fn, take_rows(first, 0, config.micro)) as eng:
-        start = eng.grid.coord().dp * rows
-        reports = [eng.train_batch(take_rows(first, start, rows))]
+        reports = [eng.train_batch(own_rows(eng, first))]
         before = eng.sent
-        reports.append(eng.train_batch(take_rows(second, start, rows)))
+        reports.append(eng.train_batch(own_rows(eng, second)))
         sent = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.sent.since(before).rows()}
         planned = {(row.axis, row.label): (row.calls, row.bytes) for row in eng.plan.rank(eng.grid.rank).traffic}
         weights = {key: value.sum().item() for key, value in eng.full_state_dict().items()}

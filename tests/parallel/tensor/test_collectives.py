@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Pending
-from engine.parallel.tensor.collectives import copy_to, gather_to, gather_whole, scatter_from, slice_of
+from engine.parallel.tensor.collectives import copy_to, gather_to, gather_whole, reduce_from, scatter_from, slice_of
 from engine.parallel.tensor.thread_ranks import SimulatedAxis, run_tensor_ranks
 from engine.parallel.tensor.tp_axis import Expected, TensorAxis
 
@@ -51,6 +51,22 @@ def test_f_gathers_and_sums_gradients_into_parts(size: int, dim: int) -> None:
     summed = torch.stack(grads).sum(0).chunk(size, dim)
     for rank, found in enumerate(run(size, gather_to, list(whole.chunk(size, dim)), grads, dim)):
         assert torch.equal(found[0], whole) and torch.equal(found[1], summed[rank])
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_sum_is_made_in_place_unless_autograd_begins_there(leaf: bool) -> None:
+    """What another pipeline stage has sent is a leaf."""
+
+    def body(axis: TensorAxis) -> tuple[bool, bool, bool]:
+        given = whole_of(axis.index).requires_grad_()
+        x = given if leaf else given * 1
+        y = reduce_from(x, axis)
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        right = torch.equal(y, whole_of(0) + whole_of(1))
+        assert given.grad is not None
+        return right, bool((given.grad == 1).all()), y.data_ptr() == x.data_ptr()
+
+    assert run_tensor_ranks(2, body) == [(True, True, not leaf)] * 2
 
 
 @pytest.mark.parametrize("size", SIZES)

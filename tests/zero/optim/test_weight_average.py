@@ -15,6 +15,7 @@ from engine.errors import EngineError
 from engine.models.decoder import loss_sum
 from tests import models
 from tests.parallel.wire.small_decoder import batch, on_threads
+from tests.resumed_runs import second_half
 from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
@@ -86,15 +87,7 @@ def train(folder: str, ranks: int, parallel: dict[str, Any], zero: dict[str, Any
     config = load_config(raw | {"optimizer": adamw}, ranks)
     example = models.take_rows(batches[0], 0, config.micro)
     with engine.initialize(models.decoder, config, loss_sum, example) as eng:
-        rows = config.micro * config.accumulation
-        parts = [models.take_rows(each, eng.grid.coord().dp * rows, rows) for each in batches]
-        if load:
-            eng.load_checkpoint(folder)
-        else:
-            for part in parts[:2]:
-                eng.train_batch(part)
-            eng.save_checkpoint(folder).wait()
-        eng.train_batch(parts[2])
+        second_half(eng, batches[:3], folder, load)
         return eng.full_state_dict(ema=True)
 
 

@@ -1,0 +1,181 @@
+"""How many rows each expert of a mixture of experts is given: where experts are, and who counts.
+
+A router sends each row to some of the experts of its layer. Two forms are found, of any class:
+
+stack   a module that owns matrices [experts, ., .] and is called with (rows, numbers of experts, ...)
+list    a ModuleList or ModuleDict named "...expert...", whose members are called with their own rows
+
+Attention may own matrices [width, heads, .] too; a stack has one of ``WORDS`` in its name or those of its arguments.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from engine.errors import ConfigError
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
+
+logger = logging.getLogger("trine")
+_NOTE = "has the rows of its experts counted (monitor.expert_load)"
+WORDS = ("expert", "router", "index", "indices", "numbers", "sizes", "counts")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+class ExpertStack(NamedTuple):
+    """The experts of one layer."""
+
+    name: str
+    """Of the module that holds them."""
+    experts: int
+
+
+def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
+    """Every module of ``model`` that holds experts, in its order. Reads shapes alone.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = tuple(
+        ExpertStack(name, count) for name, module in model.named_modules() if (count := _held_by(name, module))
+    )
+    if not found:
+        raise ConfigError(
+            "monitor.expert_load = true, but the model has no experts: neither a module with matrices [experts, ., .] "
+            "that is called with numbers of experts, nor a ModuleList named experts; leave it out."
+        )
+    return found
+
+
+def _held_by(name: str, module: nn.Module) -> int:
+    """The number of experts that a module holds itself; 0 if none."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        alike = len({type(child) for child in module.children()}) == 1 and len(module) > 1
+        return len(module) if alike and "expert" in name.rpartition(".")[2].lower() else 0
+    names = [*inspect.signature(module.forward).parameters]
+    named = any(word in text.lower() for word in WORDS for text in (name, type(module).__name__, *names[1:]))
+    if type(module).__module__.startswith("torch.nn.") or len(names) < 2 or not named:
+        return 0
+    sizes = {weight.shape[0] for weight in module.parameters(recurse=False) if weight.dim() == 3}
+    return sizes.pop() if len(sizes) == 1 and min(sizes) > 1 else 0
+
+
+class ExpertCounter:
+    """Counts on this rank while ``counting`` is open; a forward that is repeated in backward counts once.
+
+    Tensor ranks route the same rows, or parts of one sequence: each row counts on the first rank that holds it, so the
+    sum over the world is that over all rows. ``rank``: the index of this one on the axis tp.
+    """
+
+    def __init__(self, stacks: Sequence[ExpertStack], device: torch.device, rank: int = 0) -> None:
+        self._stacks, self._device, self._rank = stacks, device, rank
+        self._into: Tensor | None = None
+        self._told: set[str] = set()
+
+    def zeros(self) -> Tensor:
+        """Counts of a step so far, fp64 [experts of all layers]."""
+        return torch.zeros(sum(stack.experts for stack in self._stacks), dtype=torch.float64, device=self._device)
+
+    def install(self, model: nn.Module, patches: ForwardPatches) -> None:
+        """Look at the calls of the experts of ``model``, before anything is put around them that may run them twice."""
+        start = 0
+        for stack in self._stacks:
+            module = model.get_submodule(stack.name)
+            if isinstance(module, nn.ModuleList | nn.ModuleDict):
+                for place, expert in enumerate(module.children(), start):
+                    self._watch(expert, partial(self._see_expert, place), patches)
+            else:
+                self._watch(module, partial(self._see_stack, stack, start), patches)
+            start += stack.experts
+
+    @contextmanager
+    def counting(self, into: Tensor | None) -> Iterator[None]:
+        """Context of a forward whose rows are added to ``into``; None: they are not counted."""
+        before, self._into = self._into, into
+        try:
+            yield
+        finally:
+            self._into = before
+
+    @staticmethod
+    def _watch(module: nn.Module, see: Callable[[Any, Any], None], patches: ForwardPatches) -> None:
+        """Count where the module runs; a hook would also be called where another pipeline stage runs it."""
+        own: Callable[..., Any] = module.forward
+        look = torch.compiler.disable(see)  # type: ignore[no-untyped-call]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            look(args, kwargs)
+            return own(*args, **kwargs)
+
+        patches.wrap_forward(module, PatchLayer.COUNT, forward, _NOTE)
+
+    def _see_expert(self, place: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        rows = _first_rows((*args, *kwargs.values()))
+        if self._into is not None and rows is not None:
+            with torch._C.DisableTorchFunction():  # hidden from what watches the forward
+                self._into[place] += int(self._own(rows, rows.ndim - 1).sum())
+
+    def _see_stack(self, stack: ExpertStack, start: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._into is None:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            counts = self._by_expert((*args, *kwargs.values()), stack.experts)
+            if counts is not None:
+                self._into[start : start + stack.experts] += counts
+        if counts is None and stack.name not in self._told:
+            self._told.add(stack.name)
+            logger.warning(
+                "%s holds %d experts and was called without their numbers, an integer tensor beside the rows; its "
+                "expert load stays 0.",
+                stack.name,
+                stack.experts,
+            )
+
+    def _by_expert(self, values: Sequence[Any], experts: int) -> Tensor | None:
+        """Rows of each expert that count here, fp64 [experts], of the arguments of a stack. The host does not wait.
+
+        Numbers of experts, of any shape, name one expert each; those outside of 0 to experts - 1 stand for none. One
+        integer for each expert, where there are not just as many rows, says how many rows it has.
+        """
+        for value in values:
+            if isinstance(value, list | tuple) and len(value) == experts and all(type(count) is int for count in value):
+                return torch.tensor(value, dtype=torch.float64, device=self._device) * (self._rank == 0)
+        chosen = next((value for value in values if isinstance(value, Tensor) and value.dtype in _INTEGERS), None)
+        if chosen is None:
+            return None
+        rows, own = _first_rows(values), self._own(chosen, chosen.ndim)
+        held = chosen.local if isinstance(chosen, GlobalTensor) else chosen
+        if not own.any():
+            return torch.zeros(experts, dtype=torch.float64, device=held.device)
+        if tuple(chosen.shape) == (experts,) and (rows is None or prod(rows.shape[:-1]) != experts):
+            return held.double()
+        numbers = held.long()
+        if not own.all():
+            numbers = numbers.where(torch.from_numpy(own).to(held.device), experts)
+        numbers = numbers.where((numbers >= 0) & (numbers < experts), experts).flatten()
+        counts = torch.zeros(experts + 1, dtype=torch.float64, device=numbers.device)
+        return counts.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))[:experts]
+
+    def _own(self, given: Tensor, dims: int) -> NDArray[np.bool_]:
+        """Which elements of the first ``dims`` dims count on this tensor rank: those that no rank before it holds."""
+        if not isinstance(given, GlobalTensor):
+            return np.full(tuple(given.shape[:dims]), self._rank == 0)
+        holders = np.full(tuple(given.local.shape[:dims]), -1, dtype=np.int64)  # bits of all ranks
+        for dim, index in enumerate(given.sets[:dims]):
+            if index is not None:
+                holders &= index.holders[index.ranks[self._rank]].reshape([-1 if n == dim else 1 for n in range(dims)])
+        return np.asarray((holders & -holders) == 1 << self._rank)
+
+
+def _first_rows(values: Sequence[Any]) -> Tensor | None:
+    """The first floating tensor, [..., width]."""
+    return next((v for v in values if isinstance(v, Tensor) and v.dtype.is_floating_point and v.ndim), None)

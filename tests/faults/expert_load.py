@@ -1,0 +1,58 @@
+"""Faults of the expert load: what is counted, where, and what the report makes of it."""
+
+from tests.faults.fault import Fault
+
+COUNTER = "engine/program/expert_load.py"
+TEST = "tests/engine/test_expert_load.py"
+
+EXPERT_LOAD = (
+    Fault(
+        name="recomputed-rows-count",
+        about="Counting goes on behind the forward, so rows count twice where blocks are computed again in backward.",
+        file=COUNTER,
+        old="            self._into = before",
+        new="            self._into = into",
+        tests=(f"{TEST}::test_every_grid_counts_the_rows_of_one_process",),
+    ),
+    Fault(
+        name="dropped-rows-go-to-the-last-expert",
+        about="Rows that the router gives to no expert count for the last one.",
+        file=COUNTER,
+        old="numbers = numbers.where((numbers >= 0) & (numbers < experts), experts).flatten()",
+        new="numbers = numbers.clamp(0, experts - 1).flatten()",
+        tests=(f"{TEST}::test_numbers_of_no_expert_count_for_none",),
+    ),
+    Fault(
+        name="tensor-ranks-count-again",
+        about="Every tensor rank counts the rows that all of them route.",
+        file=COUNTER,
+        old="return np.full(tuple(given.shape[:dims]), self._rank == 0)",
+        new="return np.full(tuple(given.shape[:dims]), True)",
+        tests=(f"{TEST}::test_every_grid_counts_the_rows_of_one_process",),
+    ),
+    Fault(
+        name="experts-not-planned",
+        about="The plan leaves out the counts of experts that travel in the control sum.",
+        file="engine/planning/plan.py",
+        old="control_traffic(self.config, self.grid(0).world_size, counted)",
+        new="control_traffic(self.config, self.grid(0).world_size)",
+        tests=(f"{TEST}::test_every_grid_counts_the_rows_of_one_process",),
+    ),
+    Fault(
+        name="forward-before-zero-grad-lost",
+        about="zero_grad between forward and backward drops the rows of that forward.",
+        file="engine/step/user_loop.py",
+        old="        if not self._fresh:  # a forward whose backward is still to come is one of the next step\n"
+        "            self._counted = None",
+        new="        self._counted = None",
+        tests=(f"{TEST}::test_a_loop_of_your_own_counts_its_forwards",),
+    ),
+    Fault(
+        name="heat-map-loses-the-last-column",
+        about="A heat map lacks the newest steps of every expert.",
+        file="launch/run_report/heat_map.py",
+        old="for column in range(1, len(levels) + 1):",
+        new="for column in range(1, len(levels)):",
+        tests=("tests/launch/test_report_experts.py::test_colours_say_how_far_from_even_an_expert_is",),
+    ),
+)
