@@ -50,7 +50,12 @@ class EngineResources:
         for check in self._refusals:
             check(call)
 
-    def __del__(self) -> None:
-        """Close; not in a forked child, whose parent still uses everything, nor when the interpreter ends."""
-        if not sys.is_finalizing() and os.getpid() == self._process:
+    def __del__(
+        self, is_finalizing: Callable[[], bool] = sys.is_finalizing, getpid: Callable[[], int] = os.getpid
+    ) -> None:
+        """Close; not in a forked child, whose parent still uses everything, nor when the interpreter ends.
+
+        An engine that a script has not closed outlives the names of this module, which the interpreter empties first.
+        """
+        if not is_finalizing() and getpid() == self._process:
             self.close()

@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -393,3 +395,19 @@ def dropped_in_a_child(folder: str) -> list[bool]:
 
 def test_a_forked_child_takes_nothing_from_its_parent(run_ranks: RunRanks, tmp_path: Path) -> None:
     assert run_ranks(dropped_in_a_child, 2, str(tmp_path)) == [[True, True]] * 2
+
+
+SCRIPT = """
+import engine
+from engine.models.decoder import loss_sum
+from tests import models
+
+eng = engine.initialize(models.decoder(), {config}, loss_fn=loss_sum)
+eng.train_batch(models.batches_for("decoder", 4)[0])
+"""
+
+
+def test_a_script_that_closes_nothing_ends_without_a_word() -> None:
+    script = SCRIPT.format(config=CONFIG)
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and "ignored" not in ran.stderr and "Traceback" not in ran.stderr
