@@ -28,8 +28,8 @@ _KEYS: Mapping[str, str] = MappingProxyType({
         "split_points pipeline_split_points pipeline_parallel_split_points pipeline_model_parallel_layout",
     "parallel.sequence_parallel": "sp enable_sequence_parallel use_sequence_parallel",
     "parallel.sequence_parallel, which shards activations over the tensor ranks":
-        "cp cp_size cp_degree context_parallel context_parallel_size context_parallel_degree sp_size ulysses"
-        " ulysses_sequence_parallel_size",
+        "cp cp_size cp_degree context context_parallel context_parallelism context_parallel_size"
+        " context_parallel_degree sp_size ulysses ulysses_sequence_parallel_size",
     "train_batch_size (rows of a step over all data ranks)": "global_batch_size total_batch_size gbs",
     "train_batch_size (rows of a step over all data ranks) or train_micro_batch_size_per_gpu (rows of one forward)":
         "batch_size bs batch",
@@ -174,8 +174,8 @@ _NOT_KEYS: Mapping[str, str] = MappingProxyType({
         " overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step align_grad_reduce"
         " tp_comm_overlap zero3_init_flag zero3_save_16bit_model sync_batchnorm no_sync",
     "there is no expert axis; the tensor ranks share experts too (parallel.tensor)":
-        "ep ep_size ep_degree expert_parallel_size expert_parallel_degree expert_model_parallel_size moe_ep_size"
-        " expert_tensor_parallel_size num_experts",
+        "ep ep_size ep_degree expert experts expert_parallelism expert_parallel_size"
+        " expert_parallel_degree expert_model_parallel_size moe_ep_size expert_tensor_parallel_size num_experts",
     "training is in fp32, bf16 or fp16 (bf16.enabled, fp16.enabled)":
         "fp8 float8 fp8_config fp8_recipe fp8_format enable_fp8 fp4 int8 torchao",
     "TF32 is a switch of torch: torch.backends.cuda.matmul.allow_tf32": "tf32 allow_tf32 use_tf32",

@@ -62,7 +62,9 @@ def test_the_word_leads_to_the_key(path: str, key: str) -> None:
     assert not set(re.findall(r"[\w.]+\.[\w.]+", message.partition(": ")[2])) & set(TABLE), message
 
 
-@pytest.mark.parametrize("word", ["epochs", "num_train_epochs", "eval_interval", "num_workers", "world_size"])
+@pytest.mark.parametrize(
+    "word", ["epochs", "num_train_epochs", "eval_interval", "num_workers", "world_size", "parallel.expert"]
+)
 def test_what_is_not_the_engines_business_is_said(word: str) -> None:
     message = refusal(word)
     assert message.startswith(f"{word}: unknown key; no key here: ") and "Did you mean" not in message
