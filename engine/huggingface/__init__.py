@@ -2,6 +2,7 @@
 
 trainer        Trainer: the host's loop, data, logs, callbacks, optimizer and schedule; the engine's model and files
 trl_loop       what trainers of TRL ask of the Trainer in front of them
+trl_settings   settings of TRL's trainers, and what is refused of them
 arguments      TrainingArguments and the engine's configuration: which value has which owner
 own_loop       Accelerator: a loop of the user's own, written for accelerate
 loop_settings  a loop of the user's own and the engine's configuration: which value has which owner

@@ -25,16 +25,15 @@ from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.huggingface.accelerator import EngineAccelerator
 from engine.huggingface.arguments import (
-    TRL_GENERATING,
     checked_metrics,
     refuse_arguments,
     refuse_best_metric,
-    refuse_trl,
     refuse_unlike,
     settled,
 )
 from engine.huggingface.hosted_model import HostedModel
 from engine.huggingface.trl_loop import TrlLoop, plan_inputs
+from engine.huggingface.trl_settings import GENERATING, refuse_trl
 from engine.huggingface.whole_steps import OwnLoss, WholeSteps
 
 _STATE = "engine"
@@ -129,7 +128,7 @@ class Trainer(TrlLoop):
     def _example(self) -> Any:
         """The first microbatch of the dataset, for the plan; None for data that cannot be indexed, and without need."""
         of_trl = self.trl_kind()
-        if of_trl in TRL_GENERATING:  # it generates before its first forward
+        if of_trl in GENERATING:  # it generates before its first forward
             return self._plan_tokens()
         dataset: Any = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         rows = self.args.per_device_train_batch_size

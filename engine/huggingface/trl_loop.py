@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.huggingface.accelerator import EngineAccelerator
-from engine.huggingface.arguments import TRL_BARE_REFERENCE, refuse_rewards, refuse_trl_grid
+from engine.huggingface.trl_settings import BARE_REFERENCE, refuse_rewards, refuse_trl_grid
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.tensor.logits.token_values import token_values
 
@@ -61,7 +61,7 @@ class TrlLoop(transformers.Trainer):
         """
         model: Any = self.model
         adapters, reference = getattr(model, "peft_config", None), getattr(self, "ref_model", self)
-        if self.trl_kind() not in TRL_BARE_REFERENCE or adapters is None or reference is not None or not self._sharded:
+        if self.trl_kind() not in BARE_REFERENCE or adapters is None or reference is not None or not self._sharded:
             return
         if "ref" in adapters:
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from tests.faults.fault import Fault
 
+_TRL_SETTINGS = "tests/engine/huggingface/test_trl_settings.py"
 _ARGUMENTS = "tests/engine/huggingface/test_arguments.py"
 _STEPS = "tests/engine/huggingface/test_whole_steps.py"
 _SETTINGS = "tests/engine/huggingface/test_loop_settings.py"
@@ -127,18 +128,18 @@ HOSTS = (
     Fault(
         name="generated-inside-a-step",
         about="TRL may generate between the microbatches of a step, whose gradients are half summed.",
-        file="engine/huggingface/arguments.py",
+        file="engine/huggingface/trl_settings.py",
         old="    if every % accumulation:\n",
         new="    if False:\n",
-        tests=(f"{_ARGUMENTS}::test_what_trl_cannot_do_over_an_engine_is_refused",),
+        tests=(f"{_TRL_SETTINGS}::test_what_trl_cannot_do_over_an_engine_is_refused",),
     ),
     Fault(
         name="groups-over-tensor-ranks",
         about="GRPO on tensor ranks runs, and counts each of them as a data rank.",
-        file="engine/huggingface/arguments.py",
+        file="engine/huggingface/trl_settings.py",
         old="    if config.tp > 1 and kind not in _ON_TENSOR_RANKS:\n",
         new="    if False:\n",
-        tests=(f"{_ARGUMENTS}::test_grids_on_which_trl_would_compute_something_else_are_refused",),
+        tests=(f"{_TRL_SETTINGS}::test_grids_on_which_trl_would_compute_something_else_are_refused",),
     ),
     Fault(
         name="ranks-of-different-arguments",
