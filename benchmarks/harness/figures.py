@@ -57,19 +57,22 @@ def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> Non
 
 
 def _earlier(figure: Mapping[str, Any], again: Set[tuple[str, str]], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Measurements of other code that cells not measured ``again`` come from."""
+    """Measurements of other code that cells not measured ``again`` come from; their cells are rows by column."""
     known: list[dict[str, Any]] = figure.get("earlier", [])
-    older = {(row, column) for one in known for row, found in one["cells"].items() for column in found}
-    newest = {row: [column for column in found if (row, column) not in older] for row, found in figure["rows"].items()}
-    found = [*known, {key: figure[key] for key in _ORIGIN if key in figure} | {"cells": newest}]
-    left = [one | {"cells": _without(one["cells"], again)} for one in found]
+    older = {(row, column) for one in known for column, rows in one["cells"].items() for row in rows}
+    newest: dict[str, list[str]] = {}
+    for row, column in ((row, column) for row, found in figure["rows"].items() for column in found):
+        if (row, column) not in older:
+            newest.setdefault(column, []).append(row)
+    last = {key: figure[key] for key in _ORIGIN if key in figure} | {"cells": newest}
+    left = [one | {"cells": _without(one["cells"], again)} for one in [*known, last]]
     stays = [one for one in left if one["cells"] and one.get("sources") != sources]
     return {"earlier": stays} if stays else {}
 
 
 def _without(cells: Mapping[str, list[str]], again: Set[tuple[str, str]]) -> dict[str, list[str]]:
-    left = {row: [column for column in columns if (row, column) not in again] for row, columns in cells.items()}
-    return {row: columns for row, columns in left.items() if columns}
+    left = {column: [row for row in rows if (row, column) not in again] for column, rows in cells.items()}
+    return {column: rows for column, rows in left.items() if rows}
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def changes(name: str, figure: Mapping[str, Any], root: Path) -> str:
     if changed := _changed(figure, now):
         told.append(f"Measured {_when(figure)}; {_named(changed, now)} changed since.")
     if older:
-        count = sum(len(columns) for one in older for columns in one["cells"].values())
+        count = sum(len(rows) for one in older for rows in one["cells"].values())
         total = sum(len(cells) for cells in figure["rows"].values())
         oldest = min(older, key=lambda one: str(one.get("date", "")))
         every = list(dict.fromkeys(folder for one in older for folder in _changed(one, now)))

@@ -67,7 +67,7 @@ def test_cells_that_were_left_as_they_were_stay_marked(root: Path, monkeypatch: 
     assert measured(1, "a", "b", "c") == ""
     assert measured(2, "b").startswith("*2 of 3 cells are older, the first of them measured ")
     assert measured(3, "c").endswith("; the code changed since.*")
-    assert [list(one["cells"]) for one in read("table", root)["earlier"]] == [["a"], ["b"]]
+    assert [one["cells"] for one in read("table", root)["earlier"]] == [{"dp": ["a"]}, {"dp": ["b"]}]
     assert measured(3, "a").startswith("*1 of 3 cells are older, ")
     assert measured(3, "b") == "" and "earlier" not in read("table", root)
     measured(4, "a")
