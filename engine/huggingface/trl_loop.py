@@ -35,8 +35,8 @@ class TrlLoop(transformers.Trainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        first = next((kind for kind in cls.__mro__ if kind.__module__.startswith("trl.")), TrlLoop)
-        if cls.__mro__.index(first) < cls.__mro__.index(TrlLoop):
+        first = _of_trl(cls)
+        if first is not None and cls.__mro__.index(first) < cls.__mro__.index(TrlLoop):
             raise ConfigError(
                 f"class {cls.__name__} has {first.__name__} of TRL before the engine's Trainer, which then enters "
                 f"nothing; write class {cls.__name__}(Trainer, {first.__name__})."
@@ -45,7 +45,8 @@ class TrlLoop(transformers.Trainer):
     @classmethod
     def trl_kind(cls) -> str | None:
         """Name of the trainer of TRL behind this class, or None."""
-        return next((kind.__name__ for kind in cls.__mro__ if kind.__module__.startswith("trl.")), None)
+        kind = _of_trl(cls)
+        return None if kind is None else kind.__name__
 
     def _check_trl(self, config: Config) -> None:
         """Refuse a grid on which the trainer of TRL behind this class would compute something else."""
@@ -128,6 +129,11 @@ def _route_reference(model: Any, accelerator: EngineAccelerator) -> None:
                 del model.forward
 
     model.disable_adapter = disable_adapter
+
+
+def _of_trl(cls: type) -> type | None:
+    """The first class of TRL's among ``cls`` and its bases."""
+    return next((kind for kind in cls.__mro__ if kind.__module__.startswith("trl.")), None)
 
 
 def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:

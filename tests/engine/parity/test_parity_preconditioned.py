@@ -1,7 +1,6 @@
 """SOAP and Shampoo, whose owners keep preconditioners of whole matrices: one process's numbers, bytes as planned, any
 grid."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,13 @@ from tests.engine.parity.test_parity_state_forms import (
     INPUTS,
     RunRanks,
     beside_plan,
+    goes_on_bit_for_bit,
     held_bytes,
     kept,
     layers,
     settings,
     train,
+    waits,
 )
 from tests.parallel.wire.small_decoder import batch, on_threads
 from tests.selection import wide
@@ -142,10 +143,7 @@ def test_owners_keep_the_state_of_each_matrix_once() -> None:
 
 @pytest.mark.parametrize("optimizer", ["soap", "shampoo"])
 def test_a_process_goes_on_from_its_checkpoint(tmp_path: Path, optimizer: str) -> None:
-    run = partial(train, str(tmp_path), 1, {}, {"stage": 0}, EACH[optimizer])
-    (losses, *weights), (again, *found) = (run(load) for load in (False, True))
-    assert again == losses
-    assert all(torch.equal(b[name], value) for a, b in zip(weights, found, strict=True) for name, value in a.items())
+    goes_on_bit_for_bit(tmp_path, EACH[optimizer])
 
 
 def test_the_plan_knows_what_is_stored(tmp_path: Path) -> None:
@@ -269,15 +267,8 @@ def test_matrices_without_a_gradient_keep_weights_and_state(optimizer: str) -> N
     ("ranks", "zero"), [(2, {"stage": 1}), wide(2, {"stage": 0}), wide(4, {"stage": 1, "shard_size": 2})]
 )
 def test_state_is_guarded_and_waits_on_the_host(ranks: int, zero: dict[str, Any]) -> None:
-    def body(eng: Engine) -> list[float]:
-        found = [eng.train_batch(batch(eng, step)).loss for step in range(2)]
-        if eng.config.integrity.every:
-            eng.offload_states(pin_memory=False)
-            eng.reload_states()
-        return found + [eng.train_batch(batch(eng, step)).loss for step in range(2, 4)]
-
     changes = {"parallel": {"data": ranks}, "zero_optimization": zero, "optimizer": DECODER}
-    assert on_threads(ranks, changes | {"integrity": {"every": 1}}, body) == on_threads(ranks, changes, body)
+    assert on_threads(ranks, changes | {"integrity": {"every": 1}}, waits) == on_threads(ranks, changes, waits)
 
 
 class Turns(nn.Module):
