@@ -112,7 +112,7 @@ STAND_TWICE = {
     "Strategy": "the name of Lightning's class, which it replaces in a script; and a plan for a block",
 }
 """Names that stand twice, and why."""
-FILES_IN_A_FOLDER = 12
+FILES_IN_A_FOLDER = 16
 
 # (file, function) -> who hears of any exception that this function neither raises nor keeps for a later raise.
 BROAD_HANDLERS = {
@@ -274,8 +274,8 @@ def test_files_and_functions_stay_small(sources: list[Source]) -> None:
     offenders: list[str] = []
     for source in (*sources, *map(source_of, sorted((ROOT / "benchmarks").rglob("*.py")))):
         lines = len((ROOT / source.name).read_text(encoding="utf-8").splitlines())
-        if lines > 400:
-            offenders.append(f"{source.name} has {lines} lines, the ceiling is 400")
+        if lines > 500:
+            offenders.append(f"{source.name} has {lines} lines, the ceiling is 500")
         for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node):
                 offenders += too_large(source.name, node)
