@@ -112,8 +112,11 @@ class Kernels:
 
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
         """Return whether a Triton kernel should run on ``x``. Each new choice is logged once."""
-        # torch.compile may pass a symbolic width; the length of a range is a concrete int
-        return self._known(operator, x.device, x.dtype, len(range(width)))
+        if torch.compiler.is_compiling():
+            # torch.compile may pass a symbolic width; the length of a range is a concrete int
+            return self._known(operator, x.device, x.dtype, len(range(width)))
+        made = self._made.get((operator, x.device, x.dtype, width))
+        return self._known(operator, x.device, x.dtype, width) if made is None else made
 
     def _known(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
         key = operator, device, dtype, width

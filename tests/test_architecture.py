@@ -37,7 +37,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
     "engine.kernels": (
-        "device", "main_gradient", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim", "gpu", "ops",
+        "device", "main_gradient", "fused_operator", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim", "gpu", "ops",
         "experts", "wire", "quantized",
     ),
     "engine.planning.cost_model": (
@@ -358,7 +358,7 @@ def test_what_counts_as_swallowed(body: str, silent: bool) -> None:
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Code for a GPU, or the schema of an operator: its parameters are tensors, and no object can stand for several."""
     marks = {ast.unparse(mark).split("(")[0].rpartition(".")[2] for mark in node.decorator_list}
-    return bool(marks & {"jit", "custom_op", "register_fake"})
+    return bool(marks & {"jit", "fused_operator", "register_fake"})
 
 
 def test_public_things_have_docstrings(sources: list[Source]) -> None:

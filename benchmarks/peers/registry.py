@@ -18,6 +18,7 @@ TRAINERS: Mapping[str, str] = MappingProxyType(
         "deepspeed": "deepspeed:DeepSpeedPeer",
         "deepspeed pipeline": "deepspeed_pipeline:DeepSpeedPipeline",
         "trine": "trine:Trine",
+        "trine, empty launches": "empty_launches:EmptyLaunches",
     }
 )
 """Module of this folder and class, by kind, and by kind and model or axis where that has a class of its own."""

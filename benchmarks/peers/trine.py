@@ -15,8 +15,12 @@ class Trine:
     def __init__(self, mode: Mode, workload: Workload) -> None:
         import engine  # here, so that its import counts as its start-up
 
-        config, example = make_config(mode, workload), _make_example(mode, workload)
+        config, example = self.config(mode, workload), _make_example(mode, workload)
         self._engine = engine.initialize(make_model(workload), config, _loss_of_batch, example)
+
+    def config(self, mode: Mode, workload: Workload) -> dict[str, Any]:
+        """Return the configuration of ``mode``."""
+        return make_config(mode, workload)
 
     def step(self, rows: Tensor) -> float:
         return self._engine.train_batch({"input_ids": rows[:, :-1], "labels": rows[:, 1:]}).loss

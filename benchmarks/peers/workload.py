@@ -19,7 +19,7 @@ BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 
 
-Kind = Literal["plain", "ddp", "dtensor", "pipelining", "fsdp2", "deepspeed", "trine"]
+Kind = Literal["plain", "ddp", "dtensor", "pipelining", "fsdp2", "deepspeed", "trine", "trine, empty launches"]
 """Who trains."""
 PEERS: tuple[Kind, ...] = ("ddp", "dtensor", "pipelining", "fsdp2", "deepspeed")
 """Those that a table may leave out."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.kernels.dispatch import Kernels, is_narrow
+from engine.kernels.fused_operator import fused_operator
 
 _ALIGNED = 16
 """Bytes of which rows of all operands are a multiple."""
@@ -68,14 +69,14 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
     return weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
 
 
-@torch.library.custom_op("trine::grouped_product", mutates_args=())
+@fused_operator("trine::grouped_product")
 def _grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     from engine.kernels.gpu.grouped_matmul import launch_grouped_product
 
     return launch_grouped_product(x, weight, ends)
 
 
-@torch.library.custom_op("trine::grouped_weight_gradient", mutates_args=())
+@fused_operator("trine::grouped_weight_gradient")
 def _grouped_weight_gradient(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     from engine.kernels.gpu.grouped_matmul import launch_grouped_weight_gradient
 

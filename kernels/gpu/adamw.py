@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.gpu.launch_shapes import ceil_div
 from engine.kernels.optim.stochastic_rounding import StochasticRounding
 from engine.kernels.optim.update_rules import AdamRule
 
@@ -114,7 +115,7 @@ def adamw(
     if not count:
         return
     (beta1, beta2), lines = rule.betas, rounding.lines if rounding else None
-    adamw_kernel[(triton.cdiv(count, _BLOCK),)](
+    adamw_kernel[(ceil_div(count, _BLOCK),)](
         weights, gradient, first, second, narrow, *decision, lines.places if lines else None,
         count, rounding.begin if rounding else 0, *((lines.held, lines.along, lines.inner) if lines else (0, 0, 0)),
         *(word for key in (rounding.keys if rounding else (0, 0, 0)) for word in _words(key)),

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.gpu.activation_math import activated, activated_gradient
-from engine.kernels.gpu.launch_shapes import column_shape, processors
+from engine.kernels.gpu.launch_shapes import ceil_div, column_shape, processors
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor 
     y_NH = x_NH.new_empty(x_NH.shape)
     shape = column_shape(width)
     if rows:
-        activation_forward_kernel[rows, triton.cdiv(width, shape.block)](
+        activation_forward_kernel[rows, ceil_div(width, shape.block)](
             x_NH, _contiguous(bias_H), residual_NH, y_NH, width, x_NH.stride(0),
             width if residual_NH is None else residual_NH.stride(0),
             KIND=kind, BIAS=bias_H is not None, RESIDUAL=residual_NH is not None,
@@ -78,14 +78,14 @@ def activation_backward(dy_NH: Tensor, x_NH: Tensor, bias_H: Tensor | None, kind
     """Return (dx [N, H], dbias [H] in fp32, which is empty without a bias)."""
     rows, width = x_NH.shape
     shape = column_shape(width)
-    columns = triton.cdiv(width, shape.block)
-    programs = max(1, min(rows, triton.cdiv(16 * processors(x_NH.device), columns)))
+    columns = ceil_div(width, shape.block)
+    programs = max(1, min(rows, ceil_div(16 * processors(x_NH.device), columns)))
     dx_NH = x_NH.new_empty(x_NH.shape)
     dbias_PH = x_NH.new_zeros((programs, width if bias_H is not None else 0), dtype=torch.float32)
     if rows:
         activation_backward_kernel[programs, columns](
             dy_NH, x_NH, _contiguous(bias_H), dx_NH, dbias_PH, rows, width, dy_NH.stride(0), x_NH.stride(0),
-            triton.cdiv(rows, programs),
+            ceil_div(rows, programs),
             KIND=kind, BIAS=bias_H is not None, BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
     return dx_NH, dbias_PH.sum(0)

@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.gpu.launch_shapes import power_of_two
+
 _BLOCK = 4096
 _ELEMENTS_PER_THREAD = 16
 
@@ -166,5 +168,5 @@ def _dense(values: Tensor | None) -> Tensor | None:
 
 
 def _shape(width: int) -> tuple[int, int]:
-    block = min(_BLOCK, triton.next_power_of_2(max(width, 16)))
+    block = min(_BLOCK, power_of_two(max(width, 16)))
     return block, max(1, block // (32 * _ELEMENTS_PER_THREAD))

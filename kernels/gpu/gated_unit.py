@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.gpu.activation_math import activated, activated_gradient
-from engine.kernels.gpu.launch_shapes import column_shape
+from engine.kernels.gpu.launch_shapes import ceil_div, column_shape
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def gated_forward(gate_NF: Tensor, up_NF: Tensor, activation: str) -> Tensor:
     y_NF = gate_NF.new_empty(gate_NF.shape)
     shape = column_shape(width)
     if rows:
-        gated_forward_kernel[rows, triton.cdiv(width, shape.block)](
+        gated_forward_kernel[rows, ceil_div(width, shape.block)](
             gate_NF, up_NF, y_NF, width, gate_NF.stride(0), up_NF.stride(0),
             KIND=activation, BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
@@ -59,7 +59,7 @@ def gated_backward(dy_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, activation: st
     dup_NF = torch.empty_like(dgate_NF)
     shape = column_shape(width)
     if rows:
-        gated_backward_kernel[rows, triton.cdiv(width, shape.block)](
+        gated_backward_kernel[rows, ceil_div(width, shape.block)](
             dy_NF, gate_NF, up_NF, dgate_NF, dup_NF, width, dy_NF.stride(0), gate_NF.stride(0), up_NF.stride(0),
             KIND=activation, BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 
 _ASSUMED_PROCESSORS = 132
 """Processors of an H100 or H200, assumed for shapes on the meta device, which are compiled and not run."""
@@ -45,9 +44,20 @@ class RowShape:
     warps: int
 
 
+def ceil_div(count: int, size: int) -> int:
+    """Return ``count / size``, rounded up; ``triton.cdiv`` takes 2 us of the host for it."""
+    return -(-count // size)
+
+
+def power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least ``count``."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+@cache
 def row_shape(width: int, elements_per_thread: int = _ELEMENTS_PER_THREAD) -> RowShape:
     """Return a shape with enough warps that a thread holds about ``elements_per_thread`` elements."""
-    block = triton.next_power_of_2(max(width, 16))
+    block = power_of_two(max(width, 16))
     return RowShape(block, min(16, max(1, block // (32 * elements_per_thread))))
 
 

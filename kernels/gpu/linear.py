@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engine.kernels.gpu.launch_shapes import GROUP, Tile, capability, choose_tile, processors, tiles_for
+from engine.kernels.gpu.launch_shapes import GROUP, Tile, capability, ceil_div, choose_tile, processors, tiles_for
 from engine.kernels.gpu.matmul import product_kernel
 
 _ALIGNED = 16
@@ -52,7 +51,7 @@ def launch_matmul(
     kept = torch.empty_like(out) if follows.keeps else out.new_empty(0)
     part = (tile.rows, tile.columns // tile.parts)
     residual = follows.residual
-    count = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    count = ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns)
     product_kernel[(min(count, processors(a.device)),)](
         _matrix(a, _turned((tile.rows, tile.depth), a_transposed), tile),
         _matrix(b, _turned((tile.depth, tile.columns), b_transposed), tile),

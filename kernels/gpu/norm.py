@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu.launch_shapes import processors, row_shape
+from engine.kernels.gpu.launch_shapes import ceil_div, processors, row_shape
 
 _WIDEST_WITH_SUMS = 8192
 """Widest row that leaves registers for the sums of its parameter gradients."""
@@ -146,9 +146,11 @@ def norm_backward(
     offset, centered, biased = form
     programs = max(1, min(rows, 2 * processors(stream_NH.device)))
     dx_NH = torch.empty_like(stream_NH)
-    dweight_PH = stream_NH.new_zeros((programs, width), dtype=torch.float32)
-    dbias_PH = torch.zeros_like(dweight_PH) if biased else dweight_PH.new_empty(0)
-    each, shape = triton.cdiv(rows, programs), row_shape(width, elements_per_thread=8)
+    # every program writes its row; without rows none runs
+    make = torch.empty if rows else torch.zeros
+    dweight_PH = make((programs, width), dtype=torch.float32, device=stream_NH.device)
+    dbias_PH = make((programs if biased else 0, width), dtype=torch.float32, device=stream_NH.device)
+    each, shape = ceil_div(rows, programs), row_shape(width, elements_per_thread=8)
     at_once = width <= _WIDEST_WITH_SUMS
     if rows:
         norm_backward_kernel[(programs,)](
@@ -157,8 +159,8 @@ def norm_backward(
             BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
     if rows and not at_once:
-        norm_parameters_kernel[programs, triton.cdiv(width, _COLUMNS)](
+        norm_parameters_kernel[programs, ceil_div(width, _COLUMNS)](
             dy_NH, stream_NH, *statistics, dweight_PH, dbias_PH, rows, width, each,
             CENTERED=centered, BIAS=biased, BLOCK=_COLUMNS, num_warps=4,
         )  # fmt: skip
-    return dx_NH, dweight_PH.sum(0), dbias_PH.sum(0)
+    return dx_NH, dweight_PH.sum(0), dbias_PH.sum(0) if biased else dbias_PH.view(0)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.gpu.launch_shapes import power_of_two
+
 _ELEMENTS = 1024
 """Pairs that a program rotates at once."""
 
@@ -99,9 +101,9 @@ def turn(
     (q_BHSD, k_BHSD), (cos_BSR, sin_BSR) = given, angles
     batch, _, length, features = q_BHSD.shape
     turned = cos_BSR.shape[2]
-    pairs = triton.next_power_of_2(turned // 2)
-    rest = triton.next_power_of_2(features - turned) if features > turned else 0
-    heads = max(1, min(_ELEMENTS // max(pairs, rest // 2), triton.next_power_of_2(q_BHSD.shape[1])))
+    pairs = power_of_two(turned // 2)
+    rest = power_of_two(features - turned) if features > turned else 0
+    heads = max(1, min(_ELEMENTS // max(pairs, rest // 2), power_of_two(q_BHSD.shape[1])))
     strides = [size for x in (*given, *out) for size in x.stride()[:3]]
     if q_BHSD.numel() or k_BHSD.numel():
         rotary_kernel[length, batch](

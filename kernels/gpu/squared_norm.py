@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu.launch_shapes import processors
+from engine.kernels.gpu.launch_shapes import ceil_div, processors
 
 _BLOCK = 2048
 _PROGRAMS_EACH = 4
@@ -42,6 +42,6 @@ def squared_norm(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
 
 def _shape(count: int, device: torch.device) -> tuple[int, int]:
     """Return (programs, blocks of each program)."""
-    blocks = triton.cdiv(count, _BLOCK)
-    each = triton.cdiv(blocks, _PROGRAMS_EACH * processors(device))
-    return triton.cdiv(blocks, each), each
+    blocks = ceil_div(count, _BLOCK)
+    each = ceil_div(blocks, _PROGRAMS_EACH * processors(device))
+    return ceil_div(blocks, each), each

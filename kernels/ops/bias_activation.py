@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.kernels.dispatch import Kernels, is_narrow, rows_of
+from engine.kernels.fused_operator import fused_operator
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
 
 
@@ -41,15 +42,16 @@ def _fits(x: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
     return residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
 
 
-@torch.library.custom_op("trine::activate", mutates_args=())
+@fused_operator("trine::activate")
 def _activate(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Tensor:
     from engine.kernels.gpu.bias_activation import activation_forward
 
     return activation_forward(x, bias, residual, kind)
 
 
-@torch.library.custom_op("trine::activate_backward", mutates_args=())
-def _activate_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+@fused_operator("trine::activate_backward")
+def activate_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [N, H] and of the bias, [H] in fp32 or empty without one, for dy [N, H]."""
     from engine.kernels.gpu.bias_activation import activation_backward
 
     return activation_backward(dy, x, bias, kind)
@@ -60,7 +62,7 @@ def _(x: Tensor, bias: Tensor | None, residual: Tensor | None, kind: str) -> Ten
     return x.new_empty(x.shape)
 
 
-@_activate_backward.register_fake
+@activate_backward.register_fake
 def _(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(0 if bias is None else x.shape[1], dtype=torch.float32)
 
@@ -76,7 +78,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     dresidual = dy if ctx.residual else None
     if ctx.kind == "none":
         return dy, None if ctx.bias is None else dy.sum(0), dresidual, None
-    dx, dbias = _activate_backward(rows_of(dy), *ctx.saved_tensors, ctx.kind)
+    dx, dbias = activate_backward(rows_of(dy), *ctx.saved_tensors, ctx.kind)
     return dx, None if ctx.bias is None else dbias.to(ctx.bias), dresidual, None
 
 

@@ -19,6 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from engine.errors import EngineError
 from engine.kernels.device import is_host
 from engine.kernels.dispatch import Kernels
+from engine.kernels.fused_operator import fused_operator
 from engine.kernels.ops.parallel_softmax import (
     Question,
     Slopes,
@@ -104,7 +105,7 @@ def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
         )
 
 
-@torch.library.custom_op("trine::cross_entropy", mutates_args=())
+@fused_operator("trine::cross_entropy")
 def _cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +119,7 @@ def _cross_entropy(
     return losses.masked_fill_(target == ignore_index, 0), largest, log_sum
 
 
-@torch.library.custom_op("trine::cross_entropy_backward", mutates_args=())
+@fused_operator("trine::cross_entropy_backward")
 def _cross_entropy_backward(
     slope: Tensor, logits: Tensor, target: Tensor, largest: Tensor, log_sum: Tensor, ignore_index: int,
     label_smoothing: float,

@@ -8,11 +8,11 @@ Shape suffixes: N rows (all leading dims together), F width.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.kernels.dispatch import Kernels, is_narrow, rows_of
+from engine.kernels.fused_operator import fused_operator
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
 
 
@@ -23,8 +23,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, kernels: Kernels) ->
     alike = gate.shape == up.shape and gate.dtype == up.dtype
     if not alike or not is_narrow(gate) or not kernels.triton("gated", gate, gate.shape[-1]):
         return gated_reference(gate, up, activation)
-    y: Tensor = _gated(rows_of(gate), rows_of(up), activation)
-    return y.view(gate.shape)
+    return _gated(gate, up, activation)
 
 
 def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -32,18 +31,19 @@ def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
-@torch.library.custom_op("trine::gated", mutates_args=())
+@fused_operator("trine::gated")
 def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     from engine.kernels.gpu.gated_unit import gated_forward
 
-    return gated_forward(gate, up, activation)
+    return gated_forward(rows_of(gate), rows_of(up), activation).view(gate.shape)
 
 
-@torch.library.custom_op("trine::gated_backward", mutates_args=())
+@fused_operator("trine::gated_backward")
 def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     from engine.kernels.gpu.gated_unit import gated_backward
 
-    return gated_backward(dy, gate, up, activation)
+    dgate, dup = gated_backward(rows_of(dy), rows_of(gate), rows_of(up), activation)
+    return dgate.view(gate.shape), dup.view(gate.shape)
 
 
 @_gated.register_fake
@@ -62,7 +62,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    return *_gated_backward(rows_of(dy), *ctx.saved_tensors, ctx.activation), None
+    return *_gated_backward(dy, *ctx.saved_tensors, ctx.activation), None
 
 
 _gated.register_autograd(_gradients, setup_context=_keep)

@@ -13,6 +13,7 @@ thing that the backward of the layer launches.
 Shape suffixes: M rows (all leading dims together), I inputs, O outputs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,9 +26,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.kernels.device import is_host, multiplies_wide
 from engine.kernels.dispatch import Kernels, is_narrow
+from engine.kernels.fused_operator import fused_operator
 from engine.kernels.main_gradient import MainGradient, open_sum
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
-from engine.kernels.ops.bias_activation import activate
+from engine.kernels.ops.bias_activation import activate, activate_backward
 
 _ALIGNED = 16
 """Alignment in bytes of a matrix row, which tensor descriptors (TMA) require."""
@@ -51,7 +53,7 @@ def linear(
 
     Under autocast it runs in autocast's dtype. Differentiable.
     """
-    given = tuple(t for t in (x, weight, bias, residual) if t is not None)
+    given = x, weight, bias, residual
     if has_torch_function(given):
         return handle_torch_function(linear, given, x, weight, bias, form, kernels, residual=residual)
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
@@ -94,14 +96,13 @@ class _Given(NamedTuple):
 def _with_main(given: _Given, form: LinearForm, kernels: Kernels, main: MainGradient) -> Tensor:
     """:func:`linear` of a weight with a main gradient; what the product's kernel cannot fuse comes after it."""
     x, weight, bias, residual = given
-    matrix_IO = weight if form.transposed else weight.t()
-    shape = (*x.shape[:-1], matrix_IO.shape[1])
-    fused = _fits(x, matrix_IO, bias) and kernels.triton("linear", x, x.shape[-1])
+    fused = is_narrow(x) and kernels.triton("linear", x, x.shape[-1])
+    fused = fused and _fits(x, weight if form.transposed else weight.t(), bias)
+    shape = (*x.shape[:-1], weight.shape[1 if form.transposed else 0])
     within = fused and residual is not None and residual.dtype == x.dtype and residual.shape == shape
     inside = _rows(residual) if residual is not None and within else None
     how = MainProduct(form.transposed, form.activation if fused else "none", fused, kernels, main)
-    y_MO: Tensor = _MainLinear.apply(_rows(x), weight, bias, inside, how)  # type: ignore[no-untyped-call]
-    y = y_MO.view(shape)
+    y: Tensor = _MainLinear.apply(x, weight, bias, inside, how)  # type: ignore[no-untyped-call]
     if not fused and form.activation != "none":
         return activate(y, None, form.activation, kernels, residual)
     return y if residual is None or within else y + residual
@@ -133,7 +134,8 @@ def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
     """Multiply a [.., K] by b [K, N] -> [.., N] in a backward; the Triton path is not differentiable."""
     if has_torch_function((a, b)):
         return handle_torch_function(product, (a, b), a, b, kernels)
-    if b.ndim != 2 or not _multiply(a, b) or not kernels.triton("linear_backward", a, a.shape[-1]):
+    chosen = is_narrow(a) and kernels.triton("linear_backward", a, a.shape[-1])
+    if not chosen or b.ndim != 2 or not _multiply(a, b):
         return a @ b
     a_MK = a if a.ndim == 2 and _lies(a) else _rows(a)
     if not _lies(a_MK):
@@ -149,8 +151,8 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bo
     Sums are fp32 wherever ``into`` is, and no memory is taken for the product, except on an accelerator that cannot
     multiply 16-bit matrices into an fp32 one.
     """
-    fits = _multiply(a, b) and _lies(a) and into.shape == (a.shape[0], b.shape[1]) and _is_written(into, a)
-    if fits and kernels.triton("linear_backward", a, a.shape[-1]):
+    chosen = is_narrow(a) and kernels.triton("linear_backward", a, a.shape[-1])
+    if chosen and _multiply(a, b) and _lies(a) and into.shape == (a.shape[0], b.shape[1]) and _is_written(into, a):
         _add_product(into, a, b, fresh)
     elif into.dtype == a.dtype or is_host(a.device) or multiplies_wide(a.device):
         add_by_library_(into, a, b, fresh)
@@ -234,7 +236,7 @@ def _is_aligned(size: int, tensor: Tensor) -> bool:
     return size > 0 and size * tensor.element_size() % _ALIGNED == 0
 
 
-@torch.library.custom_op("trine::linear", mutates_args=())
+@fused_operator("trine::linear")
 def _linear(
     x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, keeps: bool,
     backward: bool,
@@ -245,19 +247,19 @@ def _linear(
     return launch_matmul(x, matrix, Follows(bias, activation, residual, keeps))
 
 
-@torch.library.custom_op("trine::library_linear", mutates_args=())
+@fused_operator("trine::library_linear")
 def _library_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return functional.linear(x, matrix.t(), bias)
 
 
-@torch.library.custom_op("trine::product", mutates_args=())
+@fused_operator("trine::product")
 def _product(a: Tensor, b: Tensor) -> Tensor:
     from engine.kernels.gpu.linear import Follows, launch_matmul
 
     return launch_matmul(a, b, Follows())[0]
 
 
-@torch.library.custom_op("trine::add_product", mutates_args=("into",))
+@fused_operator("trine::add_product", mutates=("into",))
 def _add_product(into: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
     from engine.kernels.gpu.linear import Follows, launch_matmul
 
@@ -312,7 +314,7 @@ def _before_activation(ctx: Any, dy: Tensor, bias: Tensor | None, needed: Tensor
     """Return (d, db or None); ``needed`` is what the derivative of the activation is computed from."""
     d, dbias = dy.contiguous(), None
     if ctx.activation != "none":
-        d, dbias = torch.ops.trine.activate_backward(d, needed, bias, ctx.activation)
+        d, dbias = activate_backward(d, needed, bias, ctx.activation)
     if ctx.bias is not None and (dbias is None or not dbias.numel()):
         dbias = d.sum(0, dtype=torch.promote_types(d.dtype, torch.float32))
     return d, None if ctx.bias is None or dbias is None else dbias.to(ctx.bias)
@@ -361,22 +363,32 @@ class MainProduct(NamedTuple):
     main: MainGradient
 
 
+def _no_view(base: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ``base`` in ``shape``. A view would refuse later writes such as those of ``ReLU(inplace=True)``."""
+    y: Tensor = torch.ops.aten._unsafe_view(base, shape)
+    return y
+
+
 class _MainLinear(torch.autograd.Function):
-    """x [M, I] -> act(x W' + b) + residual [M, O]; the weight is the parameter itself."""
+    """x [.., I] -> act(x W' + b) + residual [.., O], residual as rows; the weight is the parameter itself.
+
+    Rows are viewed as a matrix in here, where a view costs no node of the graph.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, how: MainProduct
     ) -> Tensor:
         ctx.how, ctx.activation, ctx.bias = how, how.activation, None if bias is None else bias.dtype
-        matrix = weight if how.transposed else weight.t()
         keeps = how.activation != "none" and not (how.activation == "relu" and residual is None)
         if how.fused:
             backward = how.kernels.triton("linear_backward", x, x.shape[-1])
-            pair: tuple[Tensor, Tensor] = _linear(x, matrix, bias, residual, how.activation, keeps, backward)
-            y, pre = pair
+            matrix = weight if how.transposed else weight.t()
+            y_MO, pre = _linear(_rows(x), matrix, bias, residual, how.activation, keeps, backward)
+            y = _no_view(y_MO, (*x.shape[:-1], y_MO.shape[1]))
         else:
-            y = pre = functional.linear(x, matrix.t(), bias)
+            y = pre = functional.linear(x, weight.t() if how.transposed else weight, bias)
+            y = _no_view(y, y.shape) if y._is_view() else y
         needed = pre if keeps else y if how.activation == "relu" else None
         ctx.save_for_backward(x, weight, bias if keeps else None, needed)
         return y
@@ -385,11 +397,13 @@ class _MainLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, bias, needed = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
-        d, dbias = _before_activation(ctx, dy, bias, needed)
         how, dweight = ctx.how, None
-        dx = product(d, weight.t() if how.transposed else weight, how.kernels) if needs_x else None
+        dy_MO = dy.reshape(-1, dy.shape[-1])
+        d_MO, dbias = _before_activation(ctx, dy_MO, bias, None if needed is None else needed.view(dy_MO.shape))
+        dx = product(d_MO, weight.t() if how.transposed else weight, how.kernels).view(x.shape) if needs_x else None
         if needs_weight:
-            left, right = (x, d) if how.transposed else (d, x)
+            x_MI = x.reshape(-1, x.shape[-1])
+            left, right = (x_MI, d_MO) if how.transposed else (d_MO, x_MI)
             if not added_to_main(how.main, ctx.next_functions[1][0], left.t(), right, how.kernels):
                 dweight = product(left.t(), right, how.kernels)
-        return dx, dweight, dbias if needs_bias else None, dy if needs_residual else None, None
+        return dx, dweight, dbias if needs_bias else None, dy_MO if needs_residual else None, None

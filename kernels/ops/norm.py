@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.kernels.dispatch import Kernels
+from engine.kernels.fused_operator import fused_operator
 
 WIDEST, WIDEST_LAYER_FP32 = 16384, 8192
 """Widest row that one program can hold, and the widest fp32 row of a LayerNorm."""
@@ -38,9 +39,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm, kernels: Ke
         return handle_torch_function(norm, (x, weight), x, weight, bias, form, kernels)
     if not _fits(x, weight, bias, form) or not kernels.triton("norm", x, x.shape[-1]):
         return norm_reference(x, weight, bias, form)
-    x_NH = x.reshape(-1, x.shape[-1]).contiguous()
-    y_NH: Tensor = _norm(x_NH, weight, bias, form.eps, form.offset, form.centered)[0]
-    return y_NH.view(x.shape)
+    return _norm(x.contiguous(), weight, bias, form.eps, form.offset, form.centered)[0]
 
 
 def add_norm(
@@ -55,9 +54,10 @@ def add_norm(
     if not alike or not _fits(x, weight, bias, form) or not kernels.triton("norm", x, x.shape[-1]):
         stream = x + residual
         return norm_reference(stream, weight, bias, form), stream
-    x_NH, residual_NH = (t.reshape(-1, t.shape[-1]).contiguous() for t in (x, residual))
-    y_NH, stream_NH, _, _ = _add_norm(x_NH, residual_NH, weight, bias, form.eps, form.offset, form.centered)
-    return y_NH.view(x.shape), stream_NH.view(x.shape)
+    y, stream, _, _ = _add_norm(
+        x.contiguous(), residual.contiguous(), weight, bias, form.eps, form.offset, form.centered
+    )
+    return y, stream
 
 
 def norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> Tensor:
@@ -79,33 +79,39 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, form: Norm) -> bool:
     return narrow and all(t.dtype == x.dtype and t.is_contiguous() for t in (weight, bias) if t is not None)
 
 
-@torch.library.custom_op("trine::norm", mutates_args=())
+@fused_operator("trine::norm")
 def _norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     from engine.kernels.gpu.norm import norm_forward
 
-    y, _, mean, rstd = norm_forward(x, None, (weight, bias), eps, offset, centered)
-    return y, mean, rstd
+    y_NH, _, mean, rstd = norm_forward(x.view(-1, x.shape[-1]), None, (weight, bias), eps, offset, centered)
+    return y_NH.view(x.shape), mean, rstd
 
 
-@torch.library.custom_op("trine::add_norm", mutates_args=())
+@fused_operator("trine::add_norm")
 def _add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from engine.kernels.gpu.norm import norm_forward
 
-    return norm_forward(x, residual, (weight, bias), eps, offset, centered)
+    x_NH, residual_NH = x.view(-1, x.shape[-1]), residual.view(-1, x.shape[-1])
+    y_NH, stream_NH, mean, rstd = norm_forward(x_NH, residual_NH, (weight, bias), eps, offset, centered)
+    return y_NH.view(x.shape), stream_NH.view(x.shape), mean, rstd
 
 
-@torch.library.custom_op("trine::norm_backward", mutates_args=())
+@fused_operator("trine::norm_backward")
 def _norm_backward(
     dy: Tensor, dstream: Tensor | None, stream: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, offset: float,
     biased: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from engine.kernels.gpu.norm import norm_backward
 
-    return norm_backward(dy, dstream, stream, weight, (mean, rstd), (offset, mean.numel() > 0, biased))
+    dy_NH, stream_NH = dy.view(-1, dy.shape[-1]), stream.view(-1, dy.shape[-1])
+    dstream_NH = None if dstream is None else dstream.view(-1, dy.shape[-1])
+    form = offset, mean.numel() > 0, biased
+    ds_NH, dweight, dbias = norm_backward(dy_NH, dstream_NH, stream_NH, weight, (mean, rstd), form)
+    return ds_NH.view(stream.shape), dweight, dbias
 
 
 @_norm.register_fake
@@ -132,33 +138,43 @@ def _(
 
 
 def _statistic(x: Tensor, present: bool) -> Tensor:
-    return x.new_empty(x.shape[0] if present else 0, dtype=torch.float32)
+    return x.new_empty(x.shape[:-1].numel() if present else 0, dtype=torch.float32)
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, _, offset, _ = inputs
-    ctx.save_for_backward(x, weight, *output[1:])
-    ctx.offset, ctx.bias = offset, None if bias is None else bias.dtype
+    _keep(ctx, (x, weight, *output[1:]), offset, bias)
 
 
-def _norm_gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-    x, weight, mean, rstd = ctx.saved_tensors
-    dx, dweight, dbias = _norm_backward(dy.contiguous(), None, x, weight, mean, rstd, ctx.offset, ctx.bias is not None)
-    return dx, dweight.to(weight.dtype), None if ctx.bias is None else dbias.to(ctx.bias), None, None, None
+def _norm_gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    return *_input_gradients(ctx, dy, None), None, None, None
 
 
 def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, weight, bias, _, offset, _ = inputs
-    ctx.save_for_backward(output[1], weight, *output[2:])
+    _keep(ctx, (output[1], weight, *output[2:]), offset, bias)
+
+
+def _add_norm_gradients(ctx: Any, dy: Tensor | None, dstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    ds, dweight, dbias = _input_gradients(ctx, dy, dstream)
+    return ds, ds, dweight, dbias, None, None, None
+
+
+def _keep(ctx: Any, saved: tuple[Tensor, ...], offset: float, bias: Tensor | None) -> None:
+    ctx.save_for_backward(*saved)
     ctx.offset, ctx.bias = offset, None if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)  # mean and rstd have no gradient, and zeros for them would be two launches
 
 
-def _add_norm_gradients(ctx: Any, dy: Tensor, dstream: Tensor, *_: Any) -> tuple[Any, ...]:
+def _input_gradients(ctx: Any, dy: Tensor | None, dstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the stream, the weight and the bias."""
+    if dy is None:
+        return dstream, None, None
     stream, weight, mean, rstd = ctx.saved_tensors
-    ds, dweight, dbias = _norm_backward(
-        dy.contiguous(), dstream.contiguous(), stream, weight, mean, rstd, ctx.offset, ctx.bias is not None
-    )
-    return ds, ds, dweight.to(weight.dtype), None if ctx.bias is None else dbias.to(ctx.bias), None, None, None
+    added = None if dstream is None else dstream.contiguous()
+    biased = ctx.bias is not None
+    ds, dweight, dbias = _norm_backward(dy.contiguous(), added, stream, weight, mean, rstd, ctx.offset, biased)
+    return ds, dweight.to(weight.dtype), dbias.to(ctx.bias) if biased else None
 
 
 _norm.register_autograd(_norm_gradients, setup_context=_keep_norm)

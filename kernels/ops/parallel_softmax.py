@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.dispatch import Kernels
+from engine.kernels.fused_operator import fused_operator
 
 
 class Question(NamedTuple):
@@ -199,7 +200,7 @@ def uses_triton(operator: str, logits: Tensor, width: int, kernels: Kernels) -> 
     return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.triton(operator, logits, width)
 
 
-@torch.library.custom_op("trine::softmax_statistics", mutates_args=())
+@fused_operator("trine::softmax_statistics")
 def _statistics(
     logits: Tensor, target: Tensor | None, weight: Tensor | None, even: bool, start: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -208,7 +209,7 @@ def _statistics(
     return softmax_statistics(logits, Asked(target, weight, even, start))
 
 
-@torch.library.custom_op("trine::softmax_gradient", mutates_args=())
+@fused_operator("trine::softmax_gradient")
 def _gradient(
     logits: Tensor, target: Tensor | None, weight: Tensor | None, largest: Tensor, log_sum: Tensor,
     d_log_sum: Tensor, d_picked: Tensor | None, d_weighted: Tensor | None, start: int,
@@ -221,7 +222,7 @@ def _gradient(
     return out
 
 
-@torch.library.custom_op("trine::softmax_gradient_", mutates_args=("logits",))
+@fused_operator("trine::softmax_gradient_", mutates=("logits",))
 def _gradient_(
     logits: Tensor, target: Tensor | None, weight: Tensor | None, largest: Tensor, log_sum: Tensor,
     d_log_sum: Tensor, d_picked: Tensor | None, d_weighted: Tensor | None, start: int,

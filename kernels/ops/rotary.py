@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.kernels.dispatch import Kernels, is_narrow
+from engine.kernels.fused_operator import fused_operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def _blank(x: Tensor) -> Tensor:
     return made if made.stride(-1) == 1 else x.new_empty(x.shape)
 
 
-@torch.library.custom_op("trine::rotary", mutates_args=())
+@fused_operator("trine::rotary")
 def _rotary(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.fused_operator import fused_operator
 from engine.kernels.wire.block_codec import ENCODED_DTYPES, OPERATOR
 
 WeightKind = Literal["int8", "nf4"]
@@ -178,7 +179,7 @@ def _fits(packed: Tensor, shape: QuantizedShape, dtype: torch.dtype, kernels: Ke
     return whole and kernels.replaces(packed.device) and kernels.triton(OPERATOR, packed, shape.shape[-1])
 
 
-@torch.library.custom_op("trine::dequantize", mutates_args=())
+@fused_operator("trine::dequantize")
 def _dequantize(codes: Tensor, scales: Tensor, book: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
     """Values [R, C] of codes [R, L] and scales [R, K] of whole blocks."""
     from engine.kernels.gpu.quantized.dequantize import launch_dequantize

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.gpu.launch_shapes import ceil_div
 from engine.kernels.optim.eight_bit_codes import BlockCodes
 from engine.kernels.optim.update_rules import AdamRule
 
@@ -86,7 +87,7 @@ def adamw_8bit(
     if not count:
         return
     rows = max(1, _ELEMENTS // block)
-    adamw_8bit_kernel[(triton.cdiv(triton.cdiv(count, block), rows),)](
+    adamw_8bit_kernel[(ceil_div(ceil_div(count, block), rows),)](
         weights, gradient, *moments[0], *moments[1], count,
         rule.lr * rule.weight_decay, 1 - beta1, 1 - beta2,
         rule.lr / (1 - beta1**step), (1 - beta2**step) ** -0.5, rule.eps,

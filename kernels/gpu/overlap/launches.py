@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import triton
 from torch import Tensor
 
 from engine.kernels.device import is_host
-from engine.kernels.gpu.launch_shapes import EXACT, GROUP, HALF, TF32, Tile, processors
+from engine.kernels.gpu.launch_shapes import EXACT, GROUP, HALF, TF32, Tile, ceil_div, processors
 from engine.kernels.gpu.linear import as_it_lies
 from engine.kernels.gpu.overlap.gather_matmul import gather_product_kernel
 from engine.kernels.gpu.overlap.matmul_scatter import (
@@ -159,7 +158,7 @@ def tile_of(dtype: torch.dtype) -> Tile:
 
 def signals_of(sequences: int, rows: int, columns: int, tile: Tile) -> int:
     """Tiles of a product of a rank's rows, which are the most signals that it sends to another."""
-    return int(sequences * triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
+    return int(sequences * ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns))
 
 
 def tile_shape(tile: Tile) -> dict[str, Any]:

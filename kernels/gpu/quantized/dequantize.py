@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.gpu.launch_shapes import ceil_div
 from engine.kernels.gpu.wire.block_codec import signed
 
 _ELEMENTS = 1024
@@ -47,6 +48,6 @@ def launch_dequantize(codes: Tensor, scales: Tensor, book: Tensor, out: Tensor, 
     """
     blocks, block = scales.numel(), out.numel() // scales.numel()
     at_once = max(1, _ELEMENTS // block)
-    dequantize_kernel[(triton.cdiv(blocks, at_once),)](
+    dequantize_kernel[(ceil_div(blocks, at_once),)](
         codes, scales, book, out, blocks, BITS=bits, ROWS=at_once, BLOCK=block, num_warps=_WARPS
     )

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.gpu.launch_shapes import ceil_div
+
 _ELEMENTS = 1024
 _WARPS = 4
 
@@ -160,7 +162,7 @@ def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, res
     rows, elements = values.shape
     messages = torch.empty(rows, message_bytes, dtype=torch.uint8, device=values.device)
     each, at_once = elements // block, _blocks_at_once(block)
-    encode_kernel[(triton.cdiv(rows * each, at_once),)](
+    encode_kernel[(ceil_div(rows * each, at_once),)](
         values, residual, messages, messages.view(torch.float32), rows * each, each, message_bytes,
         elements * bits // 32, BITS=bits, FEEDBACK=residual is not None, ROWS=at_once, BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
@@ -171,7 +173,7 @@ def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
     """Decode messages [R, m] into rows [R, s]."""
     rows, elements = out.shape
     each, at_once = elements // block, _blocks_at_once(block)
-    decode_kernel[(triton.cdiv(rows * each, at_once),)](
+    decode_kernel[(ceil_div(rows * each, at_once),)](
         messages, messages.view(torch.float32), out, rows * each, each, messages.shape[1], elements * bits // 32,
         BITS=bits, ROWS=at_once, BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip
@@ -180,7 +182,7 @@ def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
 def launch_sum(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
     """Decode messages [R, m] and add them into ``out`` [s]."""
     (elements,), at_once = out.shape, _blocks_at_once(block)
-    sum_kernel[(triton.cdiv(elements // block, at_once),)](
+    sum_kernel[(ceil_div(elements // block, at_once),)](
         messages, messages.view(torch.float32), out, messages.shape[0], elements // block, messages.shape[1],
         elements * bits // 32, BITS=bits, ROWS=at_once, BLOCK=block, num_warps=_WARPS,
     )  # fmt: skip

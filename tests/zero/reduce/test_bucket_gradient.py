@@ -209,8 +209,7 @@ class Events(RecordingBackend):
 
     def watch(self, number: int, y: Tensor) -> None:
         """Note when the backward of the layer that has made ``y`` begins, and when its node ends."""
-        node: Any = y.grad_fn
-        product = node.next_functions[0][0]
+        product: Any = y.grad_fn
         product.register_prehook(lambda *_: self.noted.append(("begin", number)))
         product.register_hook(lambda *_: self.noted.append(("end", number)))
 

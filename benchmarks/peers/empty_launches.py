@@ -1,0 +1,52 @@
+"""Trine with the operators that a GPU gets, whose kernels do nothing: the host's part of their cost, without a GPU.
+
+The operators of a block (norm, rotary, gated unit) run their own Python up to Triton's launch, which returns at once.
+What they should have written is zero, so that losses stay finite; they mean nothing.
+"""
+
+from typing import Any
+
+import torch
+
+from benchmarks.peers.trine import Trine, make_config
+from benchmarks.peers.workload import Mode, Workload
+
+OPERATORS = ("norm", "rotary", "gated")
+
+
+class _Zeros:
+    """The module torch, whose memory without content has zeros."""
+
+    empty_like = staticmethod(torch.zeros_like)
+    empty = staticmethod(torch.zeros)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class EmptyLaunches(Trine):
+    """:class:`Trine` with operators that launch nothing. The process has no other engine."""
+
+    def __init__(self, mode: Mode, workload: Workload) -> None:
+        _launch_nothing()
+        super().__init__(mode, workload)
+
+    def config(self, mode: Mode, workload: Workload) -> dict[str, Any]:
+        return make_config(mode, workload) | {"kernels": "triton"}
+
+
+def _launch_nothing() -> None:
+    import triton
+
+    from engine.build import forward_changes
+    from engine.kernels import dispatch
+    from engine.kernels.gpu import gated_unit, norm
+    from engine.kernels.ops import rotary
+
+    for module in (forward_changes, dispatch):
+        vars(module)["runs_triton"] = lambda device: True
+    for module in (gated_unit, norm, rotary):
+        vars(module)["torch"] = _Zeros()
+    dispatch.Kernels._decide = lambda self, operator, *_: operator in OPERATORS  # type: ignore[method-assign]
+    torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]
+    triton.JITFunction.run = lambda *_, **__: None

@@ -1,0 +1,169 @@
+"""Host time that an engine adds to a block: microseconds of Python and dispatch, beside plain torch and its wrappers.
+
+    python -m benchmarks host [--layers 24] [--width 32] [--rounds 7] [--rows dp,tp,pp,gpu] [--write-figures]
+
+On a GPU this time decides whether the host stays ahead of the device. The model is deep and so narrow that its
+arithmetic is next to nothing: 24 blocks of width 32 on 8 tokens. Every mode takes steps of 1 and of 5 microbatches of
+the same size. The difference is the time of 4 microbatches, and what is left of the first is the fixed time of a step.
+
+Figures are CPU seconds of all threads of all ranks, for each block and microbatch that a rank computes. "added" is the
+distance to plain torch in the same round. Modes take turns, in a new order each round.
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple
+
+from benchmarks.harness.figures import record_text
+from benchmarks.harness.team import Team, start_server
+from benchmarks.peers.workload import Mode, Workload
+from benchmarks.training.comparison import BLOCK_STEPS, WARMUP_STEPS, make_workload, some_of
+from engine.models.decoder import DecoderConfig
+
+FEW, MANY = 1, 5
+"""Microbatches of the two steps that are compared."""
+PLAIN = "plain torch"
+GROUPS = ("dp", "tp", "pp", "gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class HostMode:
+    """A way to train, and the one that it adds to."""
+
+    mode: Mode
+    base: str = PLAIN
+    model: str = "decoder"
+
+
+MODES: Mapping[str, tuple[HostMode, ...]] = {
+    "dp": (
+        HostMode(Mode("torch DDP, 2 ranks", "ddp", 2)),
+        HostMode(Mode("torch FSDP2, 2 ranks", "fsdp2", 2, stage=3)),
+        HostMode(Mode("Trine, 1 rank", "trine", 1)),
+        HostMode(Mode("Trine ZeRO 0, 2 ranks", "trine", 2)),
+        HostMode(Mode("Trine ZeRO 1, 2 ranks", "trine", 2, stage=1)),
+        HostMode(Mode("Trine ZeRO 3, 2 ranks", "trine", 2, stage=3)),
+    ),
+    "tp": (
+        HostMode(Mode("torch DTensor, tp2", "dtensor", 2, axis="tensor")),
+        HostMode(Mode("Trine tp2", "trine", 2, axis="tensor")),
+    ),
+    "pp": (
+        HostMode(Mode("torch pipelining, pp2", "pipelining", 2, axis="pipeline")),
+        HostMode(Mode("Trine pp2", "trine", 2, axis="pipeline")),
+    ),
+    "gpu": (
+        HostMode(Mode("plain torch, Llama", "plain", 1), "plain torch, Llama", "llama"),
+        HostMode(Mode("Trine, Llama", "trine", 1), "plain torch, Llama", "llama"),
+        HostMode(
+            Mode("Trine, Llama, a GPU's operators", "trine, empty launches", 1), "plain torch, Llama", "llama"
+        ),
+    ),
+}  # fmt: skip
+
+
+class HostTime(NamedTuple):
+    """CPU seconds of one mode in one round."""
+
+    block: float
+    """Of one block and microbatch on one rank, forward and backward."""
+    step: float
+    """Of a step apart from its microbatches, on one rank."""
+
+
+Rounds = Sequence[Mapping[str, HostTime]]
+
+
+def measure(modes: Sequence[HostMode], workload: Workload, rounds: int, steps: int) -> Rounds:
+    """Run every mode in every round, each time in new processes."""
+    start_server()
+    found = []
+    for turn in range(rounds):
+        found.append(_measure_round(modes, workload, steps, turn))
+        spent = ", ".join(f"{name} {time.block * 1e6:.0f}" for name, time in found[-1].items())
+        print(f"round {turn + 1} of {rounds}, us a block and microbatch: {spent}", file=sys.stderr, flush=True)
+    return found
+
+
+def _measure_round(modes: Sequence[HostMode], workload: Workload, steps: int, turn: int) -> dict[str, HostTime]:
+    order = random.Random(turn)
+    trials = [(one, count) for one in modes for count in (FEW, MANY)]
+    with ExitStack() as stack:
+        teams: dict[tuple[str, int], Team] = {}
+        for one, count in order.sample(trials, len(trials)):
+            team = stack.enter_context(Team(replace(one.mode, accumulation=count), sized(one, count, workload)))
+            team.run(WARMUP_STEPS)
+            teams[one.mode.name, count] = team
+        seconds = dict.fromkeys(teams, 0.0)
+        for first in range(0, steps, BLOCK_STEPS):
+            for key in order.sample(list(teams), len(teams)):
+                seconds[key] += teams[key].run(min(BLOCK_STEPS, steps - first)).cpu_seconds
+    return {one.mode.name: split(one, seconds, workload.decoder.layers, steps) for one in modes}
+
+
+def sized(one: HostMode, count: int, workload: Workload) -> Workload:
+    """Return the workload whose microbatches have one sequence each."""
+    model = None if one.model == "decoder" else one.model
+    return replace(workload, sequences=count * one.mode.data_ranks, model=model)  # type: ignore[arg-type]
+
+
+def split(one: HostMode, seconds: Mapping[tuple[str, int], float], layers: int, steps: int) -> HostTime:
+    """Split the seconds of both steps into those of a block and those of a step."""
+    few, many = (seconds[one.mode.name, count] / steps / one.mode.ranks for count in (FEW, MANY))
+    microbatch = (many - few) / (MANY - FEW)
+    blocks = layers / (one.mode.ranks if one.mode.axis == "pipeline" else 1)
+    return HostTime(microbatch / blocks, few - FEW * microbatch)
+
+
+def table(modes: Sequence[HostMode], rounds: Rounds) -> str:
+    """Return the medians over rounds as text, in microseconds and milliseconds."""
+    width = max(len(one.mode.name) for one in modes)
+    lines = [f"{'':{width}}  us a block and microbatch   added   x plain   ms a step"]
+    for one in modes:
+        times = [found[one.mode.name] for found in rounds]
+        bases = [found[one.base] for found in rounds]
+        added = median(time.block - base.block for time, base in zip(times, bases, strict=True))
+        ratio = median(time.block / base.block for time, base in zip(times, bases, strict=True))
+        block, step = (median(values) for values in zip(*times, strict=True))
+        lines.append(
+            f"{one.mode.name:{width}}  {block * 1e6:25.0f}  {added * 1e6:+6.0f}   {ratio:7.2f}   {step * 1e3:9.1f}"
+        )
+    return "\n".join(lines)
+
+
+def chosen_modes(groups: Sequence[str]) -> tuple[HostMode, ...]:
+    """Return plain torch and the modes of ``groups``."""
+    return (HostMode(Mode(PLAIN, "plain", 1)), *(one for group in groups for one in MODES[group]))
+
+
+def _parse(command: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks host", description="Host time of a block.")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=8, help="of a microbatch")
+    parser.add_argument("--rounds", type=int, default=7, help="fresh processes each")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps a round and mode")
+    parser.add_argument(
+        "--rows", type=some_of(GROUPS, "no rows are called {}"), default=GROUPS, help="some of dp,tp,pp,gpu"
+    )
+    parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
+    return parser.parse_args(command)
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    """Measure and print; always 0, since this machine's host is not the one that counts."""
+    arguments = _parse(command)
+    decoder = DecoderConfig(layers=arguments.layers, width=arguments.width, heads=2, context=arguments.tokens)
+    options = argparse.Namespace(bucket=None, adamw="fused")
+    workload = replace(make_workload(options), decoder=decoder)
+    modes = chosen_modes(arguments.rows)
+    text = table(modes, measure(modes, workload, arguments.rounds, arguments.steps))
+    print(text)
+    if arguments.write_figures:
+        record_text("host", f"```\n{text}\n```")
+    return 0
