@@ -17,6 +17,7 @@ from engine.kernels.device import is_host
 from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.program.batch import Batch, named_tensors
+from engine.step.failed_ranks import OtherRankError
 
 _REFUSED = -1
 _TRAINS = 62
@@ -67,7 +68,7 @@ def check_batch(microbatches: Sequence[Batch], problem: Exception | None, comm: 
     digests, peers = table.tolist(), comm.grid.peers("replica")
     for other, rank in zip(digests, peers, strict=True):
         if other == _REFUSED:
-            raise EngineError(
+            raise OtherRankError(
                 f"rank {rank} refused its batch, so no rank makes this step; see the error of rank {rank}."
             )
     for other, rank in zip(digests, peers, strict=True):

@@ -25,6 +25,7 @@ from engine.parallel.pipeline.runtime.outputs import Carrier
 from engine.program.batch import Batch, is_text, join_outputs
 from engine.program.program import evaluating
 from engine.step.batch_check import differing_buffer, small_digest, take_batch
+from engine.step.failed_ranks import OtherRankError, problem_of_any
 from engine.step.microbatches import StepKind, StepMicrobatches
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
@@ -191,7 +192,9 @@ class StepRunner:
         self._comm.all_reduce(most, "dp", "predict", "max").wait()
         if int(most) < _NO_BATCH:
             return int(most)
-        step.problem = step.problem or EngineError("predict: another data rank was given a bad batch; see its error.")
+        step.problem = step.problem or OtherRankError(
+            "predict: another data rank was given a bad batch; see the error of the rank that failed."
+        )
         return own
 
     def _tell(self, microbatch: Batch) -> Exception | None:
@@ -208,8 +211,9 @@ class StepRunner:
     def _run_schedule(self, step: StepState, microbatches: StepMicrobatches, row: RankSchedule) -> None:
         """Trace all microbatches, then run them; an error is kept in ``step`` if all ranks can reach the control sum.
 
-        A failure while tracing is kept: tracing sends nothing, and the whole replica traces the same batch. A failure
-        while running is raised at once if other ranks wait for messages of this one, else it is kept.
+        A failure while tracing is kept: tracing sends nothing, and the whole replica traces the same batch; where
+        parameters are gathered, data ranks tell each other. A failure while running is raised at once if other ranks
+        wait for messages of this one, else it is kept.
         """
         runtime = self._runtime
         carrier = Carrier(self._comm, self._device, runtime.plan.last_rank, everywhere=microbatches.kind == "predict")
@@ -218,6 +222,8 @@ class StepRunner:
                 microbatches.trace_all()
         except Exception as problem:
             step.problem = problem
+        if runtime.gatherer is not None:
+            step.problem = problem_of_any(step.problem, self._comm, self._device)
         if step.problem is not None:
             return  # no action runs on any rank of the replica, so none waits; the control sum tells the other replicas
         try:

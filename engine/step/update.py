@@ -26,6 +26,7 @@ from engine.optim.lr_schedules import LearningRate
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.precision.loss_scaler import make_loss_scale
+from engine.step.failed_ranks import failure_of_step
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState, StepTotals
 from engine.zero.flat_buckets import FlatBucket, gradient_squared_norm
@@ -295,14 +296,9 @@ class Update:
         return self._config.gradient_clipping if step.max_norm is None else step.max_norm
 
     def _check(self, totals: StepTotals[float], step: StepState) -> StepTotals[float]:
-        """Raise the problem of any rank; after a NaN loss of a pipeline, all ranks trace again together."""
-        if step.problem is not None:
-            raise step.problem
+        """Raise if a step has failed on any rank; after a NaN loss of a pipeline, all ranks trace again together."""
         if totals.problems:
-            raise EngineError(
-                f"{totals.problems:.0f} other rank(s) failed in this step, so no rank makes it; "
-                "see the error of the rank that failed."
-            )
+            raise failure_of_step(step.problem, self._comm, self._device)
         if math.isnan(totals.loss) and step.look_again is not None:
             with all_or_none(self._comm, self._device, "has changed its forward, so no rank makes this step"):
                 step.look_again()

@@ -149,7 +149,7 @@ def test_data_that_end_early_are_joined_dropped_or_refused_on_all_ranks(run_rank
         assert found["joined"] == 3 and found["dropped"] == 5
         assert str(found["refused"]).startswith("the data end with 2 of the 8 rows of a step")
     assert str(second["short"]).startswith("the iterator ended after 0 of 2 microbatches")
-    assert str(first["short"]).startswith("1 other rank(s) failed in this step, so no rank makes it")
+    assert str(first["short"]).endswith(f"see the error of the rank that failed: EngineError: {second['short']}")
 
 
 def count_readers(config: dict[str, Any]) -> tuple[int, int, str]:

@@ -160,5 +160,5 @@ def test_a_consequence_is_never_torchruns_root_cause() -> None:
     def when(sentence: str) -> int:
         return int(json.loads(torchrun_error(sentence))["message"]["extraInfo"]["timestamp"])
 
-    blames = "EngineError: 1 other rank(s) failed in this step; see the error of the rank that failed."
+    blames = "EngineError: rank 1 (a) failed in this step; see the error of the rank that failed: ValueError: odd"
     assert when(blames) > when("ValueError: odd input")

@@ -1,6 +1,7 @@
 """Steps whose update the device decides on: the same training, the same skipped steps, and no stop of the host."""
 
 import math
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -187,8 +188,8 @@ def fails() -> list[Any]:
 
 def test_a_step_that_fails_leaves_no_bit_and_raises_as_ever(run_ranks: RunRanks) -> None:
     for rank, found in enumerate(run_ranks(fails, 2, env=INTERPRETED)):
-        other = "1 other rank(s) failed in this step, so no rank makes it; see the error of the rank that failed."
-        assert found[0] == ("made up" if rank else other)
+        other = f"rank 1 ({socket.gethostname()}) failed in this step, so no rank makes it; see the error of the rank "
+        assert found[0] == ("made up" if rank else f"{other}that failed: EngineError: made up")
         assert found[2].startswith("the weight of this step is 0 on all ranks")
         assert found[1] and found[3] and found[4] is False
 

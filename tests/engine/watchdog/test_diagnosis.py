@@ -124,7 +124,7 @@ def test_the_first_that_ended_and_not_those_that_it_took_down() -> None:
 
 
 def test_a_rank_that_blames_another_one_is_not_certain() -> None:
-    words = "EngineError: 1 other rank(s) failed in this step; see the error of the rank that failed."
+    words = "EngineError: rank 1 (a) failed in this step; see the error of the rank that failed: ValueError: odd"
     first = blamed(rank(0, process="", words=words), *(rank(each) for each in (1, 2, 3)))
     assert first is not None and not first.certain
     found = blamed(rank(0, process="", words=words), rank(1, words="ValueError: odd"), rank(2), rank(3))

@@ -1,0 +1,67 @@
+"""Ranks that have failed in a step on which all ranks agree: the other ranks name them, their hosts and their error."""
+
+import socket
+
+import torch
+
+from engine.errors import EngineError, first_line
+from engine.parallel.comm.agreement import gather_from_all
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.meeting import name_ranks
+
+_BYTES = 384
+"""Bytes of a rank's host and error; longer ones are cut off."""
+
+
+class OtherRankError(EngineError):
+    """A problem that this rank has because another rank has failed, whose own error tells more."""
+
+
+def problem_of_any(problem: Exception | None, comm: Comm, device: torch.device) -> Exception | None:
+    """This rank's problem with a step that no data rank has begun, or that of another one; None: nobody has one.
+
+    Forwards that gather parameters (ZeRO 3) must not begin where another data rank has no batch. One all-reduce of 8
+    bytes over dp, label "batch check".
+    """
+    told = torch.tensor([problem is not None], dtype=torch.int64, device=device)
+    comm.all_reduce(told, "dp", "batch check", "max").wait()
+    if problem is not None or not bool(told):
+        return problem
+    return OtherRankError(
+        "another data rank has no batch, so no rank makes this step; see the error of the rank that failed."
+    )
+
+
+def failure_of_step(problem: Exception | None, comm: Comm, device: torch.device) -> Exception:
+    """The error of this rank in a step in which a rank has failed: its own, else one that names the failed ranks.
+
+    Collective over the world: one all-gather of 384 bytes a rank, label "failed ranks", in such a step only.
+    """
+    own = problem if not isinstance(problem, OtherRankError) else None
+    rows = gather_from_all(_as_row(own), comm, device, "failed ranks")
+    told = {rank: _read_row(bytes(row)) for rank, row in enumerate(rows.tolist()) if any(row)}
+    if own is not None:
+        return own
+    if not told:  # nobody but this rank knows of a problem
+        return problem or EngineError("a step failed without a word; see the error of the rank that failed.")
+    hosts = [told[rank][0] if rank in told else "" for rank in range(comm.grid.world_size)]
+    (_, error), *_ = told.values()
+    return EngineError(
+        f"{name_ranks(list(told), hosts)} failed in this step, so no rank makes it; see the error of the rank that "
+        f"failed: {error}"
+    )
+
+
+def _as_row(own: Exception | None) -> torch.Tensor:
+    row = torch.zeros(_BYTES, dtype=torch.uint8)
+    if own is not None:
+        text = f"{socket.gethostname()}\n{type(own).__name__}: {first_line(own)}"
+        data = text.encode(errors="backslashreplace")[:_BYTES]
+        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return row
+
+
+def _read_row(row: bytes) -> tuple[str, str]:
+    """(Host, error)."""
+    host, _, error = row.rstrip(b"\0").decode(errors="ignore").partition("\n")
+    return host, error
