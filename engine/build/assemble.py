@@ -314,13 +314,13 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
 def _optimizer(
     plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request, device: torch.device
 ) -> ShardedOptimizer:
-    config, shaped = plan.config, request.optimizer is not None
+    config, own = plan.config, request.optimizer is not None
     round_initial(buckets, comm)
     factory = request.optimizer or built_in_optimizer(config.optimizer or OptimizerConfig())
     sharded = config.zero_optimization.stage > 0
     if sharded and request.given is not None:  # before its constructor is given flat parts
         check_elementwise(request.given.optimizer, "zero_optimization.stage 1 or more")
-    optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped)
+    optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, own)
     if not plan.precision.master:
         optimizer.round(_rounding(plan, comm.grid.coord().tp))
     optimizer.use(request.changes.kernels)
