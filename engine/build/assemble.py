@@ -87,6 +87,7 @@ from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
 from engine.zero.reduce.step_reducer import GradientReducer
 
 _SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"
+_STEPS_NOTE = "the engine makes the steps of the scheduler that was passed"
 _REDUCER_NOTE = "gives each gradient to a flat bucket as soon as backward has made it"
 
 
@@ -355,6 +356,8 @@ def _learning_rate(model: nn.Module, optimizer: ShardedOptimizer, config: Config
         made_here = bool(rate.governs) and not isinstance(request.lr_scheduler, LRScheduler)
         shown = show_inner(request.given.optimizer, optimizer.inner, made_here)
         request.patches.own(model, PatchLayer.PARAMETERS, shown, _SHOWN_NOTE)
+    if rate.guarded is not None:
+        request.patches.own(model, PatchLayer.PARAMETERS, rate.guarded.lift, _STEPS_NOTE)
     return rate
 
 

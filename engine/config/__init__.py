@@ -7,7 +7,7 @@ read by ``reader`` with the ``rules`` of their fields), and the rules between ke
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from engine.config.between import (
@@ -164,6 +164,8 @@ class Config:
     """Detection of silent corruption of weights and optimizer state."""
     notes: tuple[str, ...] = ()
     """One line for each DeepSpeed key that was accepted without effect."""
+    written: frozenset[str] = field(default=frozenset(), compare=False)
+    """Keys that the source has, of this object and of its sections, such as "optimizer.type"; beside defaults."""
 
     @property
     def micro(self) -> int:
@@ -274,12 +276,18 @@ def _object(source: "ConfigSource", problems: Problems) -> Mapping[str, Any] | N
 def _read(source: "ConfigSource | Config", problems: Problems, overrides: Sequence[str]) -> Config:
     if isinstance(source, Config):
         # read again, so that a hand-built config meets the same rules
-        return replace(_read(source.to_json(), problems, overrides), notes=source.notes)
+        return replace(_read(source.to_json(), problems, overrides), notes=source.notes, written=source.written)
     raw = _object(source, problems)
     if raw is None:
         return Config()
-    own, notes = translate(overridden(raw, overrides, problems), frozenset(_PATHS), problems)
-    return replace(read_section(Config, own, "", problems), notes=(*remarks(raw), *notes))
+    given = overridden(raw, overrides, problems)
+    own, notes = translate(given, frozenset(_PATHS), problems)
+    return replace(read_section(Config, own, "", problems), notes=(*remarks(raw), *notes), written=_written(given))
+
+
+def _written(given: Mapping[str, Any]) -> frozenset[str]:
+    sections = {key: value for key, value in given.items() if isinstance(value, Mapping)}
+    return frozenset(map(str, (*given, *(f"{key}.{inner}" for key, value in sections.items() for inner in value))))
 
 
 def _check_between(config: Config, problems: Problems) -> None:

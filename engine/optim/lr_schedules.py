@@ -124,6 +124,33 @@ _SCHEDULES: Mapping[str, Callable[..., float]] = {
 }
 
 
+class GuardedSteps:
+    """Steps of a scheduler that the user has passed: the engine makes one after each update, and the user's have no
+    effect until ``lift``, since each update would move the rate twice."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler, self._kind, self._told = scheduler, type(scheduler), False
+        # a class of its own, since an attribute of the scheduler would be part of its state_dict
+        scheduler.__class__ = type(self._kind.__name__, (self._kind,), {"step": lambda *_, **__: self._leave_out()})
+
+    def make(self) -> None:
+        """Make the step after an update."""
+        self._kind.step(self.scheduler)
+
+    def lift(self) -> None:
+        """Let the user make steps again."""
+        self.scheduler.__class__ = self._kind
+
+    def _leave_out(self) -> None:
+        if not self._told:
+            logger.warning(
+                "step() of the %s that was passed as lr_scheduler has no effect, since the engine makes it after each "
+                "update; leave the call out, or do not pass the scheduler.",
+                self._kind.__name__,
+            )
+        self._told = True
+
+
 @dataclass(frozen=True, slots=True)
 class LearningRate:
     """Sets the rate of every group before an update. Use :func:`make_learning_rate` to build it."""
@@ -135,7 +162,9 @@ class LearningRate:
     """Schedule of each group; empty: the rates are constant, the user's, or a torch scheduler's."""
     momentum: Momentum | None = None
     scheduler: LRScheduler | None = None
-    """torch scheduler of the user, which counts updates itself."""
+    """torch scheduler, which counts updates itself."""
+    guarded: GuardedSteps | None = None
+    """Its steps, if it is the user's."""
     _set: dict[int, float] = field(default_factory=dict)
     """Rate of each group that the schedule set last."""
     _told: set[int] = field(default_factory=set)
@@ -176,7 +205,9 @@ class LearningRate:
 
     def done(self) -> None:
         """Tell a torch scheduler that an update was made."""
-        if self.scheduler is not None:
+        if self.guarded is not None:
+            self.guarded.make()
+        elif self.scheduler is not None:
             self.scheduler.step()
 
 
@@ -192,7 +223,7 @@ def make_learning_rate(
     """
     base = tuple(float(group["lr"]) for group in optimizer.param_groups)
     if isinstance(given, LRScheduler):
-        return LearningRate(optimizer, base, scheduler=given)
+        return LearningRate(optimizer, base, scheduler=given, guarded=GuardedSteps(given))
     if given is not None:
         return _from_callable(optimizer, base, given)
     if config is None:
@@ -260,7 +291,7 @@ def _from_callable(
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(f"lr_scheduler returned {_METRIC}")
     if isinstance(made, LRScheduler):
-        return LearningRate(optimizer, base, scheduler=made)
+        return LearningRate(optimizer, base, scheduler=made, guarded=GuardedSteps(made))
     try:
         float(given(0))
     except Exception as error:
