@@ -7,6 +7,7 @@ the lower end, which is why the variable ``last`` appears below. The others are 
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,9 @@ from engine.config.torch_schedules import TORCH_SCHEDULERS
 from engine.errors import ConfigError
 
 logger = logging.getLogger("trine")
+
+_END = -1
+"""Stands among groups for: the log has said that the schedule has ended."""
 
 LrSchedule = Callable[[int, float], float]
 """Schedule: (update, base learning rate of the group) -> learning rate."""
@@ -165,10 +169,12 @@ class LearningRate:
     """torch scheduler, which counts updates itself."""
     guarded: GuardedSteps | None = None
     """Its steps, if it is the user's."""
+    remake: Callable[[], LRScheduler] | None = None
+    """Makes a configured torch scheduler anew, at its first step."""
     _set: dict[int, float] = field(default_factory=dict)
     """Rate of each group that the schedule set last."""
     _told: set[int] = field(default_factory=set)
-    """Groups of which the log has said that the schedule overrides the user's rate."""
+    """Groups of which the log has said that the schedule overrides the user's rate, and ``_END``."""
 
     @property
     def governs(self) -> frozenset[str]:
@@ -184,6 +190,7 @@ class LearningRate:
 
     def prepare(self, update: int) -> None:
         """Set the rates (and betas) that update number ``update`` uses."""
+        self._tell_end(update)
         for index, (group, base) in enumerate(zip(self.optimizer.param_groups, self.base, strict=True)):
             if self.schedules:
                 self._notice(index, float(group["lr"]))
@@ -191,6 +198,17 @@ class LearningRate:
                 self._set[index] = group["lr"]
             if self.momentum is not None and "betas" in group:
                 group["betas"] = (self.momentum(update), 0.99)
+
+    def begin_at(self, update: int) -> None:
+        """Put a configured torch scheduler at an update, as if the run had had it from the start."""
+        assert self.remake is not None and self.scheduler is not None
+        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+            group.update(lr=base, initial_lr=base)
+        fresh: Any = self.remake()
+        fresh.optimizer._opt_called = True  # torch warns of steps without updates between them
+        for _ in range(min(update, _length(fresh, update))):
+            fresh.step()
+        self.scheduler.load_state_dict(fresh.state_dict())
 
     def _notice(self, index: int, rate: float) -> None:
         """Say once that a rate which the user has set by hand has no effect."""
@@ -203,8 +221,27 @@ class LearningRate:
             )
             self._told.add(index)
 
+    @property
+    def _ended(self) -> bool:
+        """A torch scheduler has made all steps that it can make."""
+        return self.scheduler is not None and self.scheduler.last_epoch >= _length(self.scheduler, sys.maxsize)
+
+    def _tell_end(self, update: int) -> None:
+        """Say once that updates after the end of a schedule keep its last rate."""
+        if self._ended and _END not in self._told:
+            logger.warning(
+                "the %s has ended: update %d and those after it keep its last rate, %g; give it as many total_steps as "
+                "the run has updates.",
+                type(self.scheduler).__name__,
+                update,
+                self.optimizer.param_groups[0]["lr"],
+            )
+            self._told.add(_END)
+
     def done(self) -> None:
-        """Tell a torch scheduler that an update was made."""
+        """Tell a torch scheduler that an update was made; one that has ended stays where it is."""
+        if self._ended:
+            return
         if self.guarded is not None:
             self.guarded.make()
         elif self.scheduler is not None:
@@ -229,13 +266,28 @@ def make_learning_rate(
     if config is None:
         return LearningRate(optimizer, base)
     if config.type in TORCH_SCHEDULERS:
-        made = getattr(torch.optim.lr_scheduler, config.type)(optimizer, **_lists(config.params))
-        return LearningRate(optimizer, base, scheduler=made)
+        remake = partial(getattr(torch.optim.lr_scheduler, config.type), optimizer, **_lists(config.params))
+        return LearningRate(optimizer, base, scheduler=_made(config.type, remake), remake=remake)
     momentum = None
     if config.type == "OneCycle" and config.params["cycle_momentum"]:
         momentum = partial(one_cycle_momentum, p=config.params)
     schedule, params = _SCHEDULES[config.type], params_by_group(config.params, len(base))
     return LearningRate(optimizer, base, tuple(partial(schedule, p=p) for p in params), momentum)
+
+
+def _made(kind: str, make: Callable[[], LRScheduler]) -> LRScheduler:
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError(
+            f"scheduler: torch's {kind} refuses this optimizer or these params: {str(error).rstrip('.')}; give others."
+        ) from error
+
+
+def _length(scheduler: LRScheduler, otherwise: int) -> int:
+    """Steps that a scheduler can make; ``otherwise`` where it has no end."""
+    length = getattr(scheduler, "total_steps", None)
+    return length if isinstance(length, int) else otherwise
 
 
 def _lists(params: Mapping[str, Any]) -> dict[str, Any]:
