@@ -37,6 +37,7 @@ from engine.config.optim_sections import (
     SchedulerConfig,
 )
 from engine.config.optimizers.checks import check_optimizer
+from engine.config.optimizers.schedule_checks import check_schedule
 from engine.config.overrides import overridden
 from engine.config.reader import Section, Typed, dump_section, paths, read_section, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
@@ -294,6 +295,9 @@ def _check_between(config: Config, problems: Problems) -> None:
     """Check the rules between keys."""
     check_precision(config.bf16, config.fp16, config.torch_autocast, problems)
     check_optimizer(config.optimizer, config.zero_optimization, config.bf16, config.ema, problems)
+    if not problems.touch("scheduler", "optimizer"):
+        # without a section the optimizer may be one from code
+        check_schedule(config.scheduler, config.optimizer if "optimizer" in config.written else None, problems)
     check_recomputation(config.activation_checkpointing, problems)
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)
