@@ -21,7 +21,7 @@ from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.optim.given_optimizer import read_optimizer
+from engine.optim.given_optimizer import read_optimizer, replacing_sections
 from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
 from engine.optim.param_groups import as_trainable, included_frozen
 from engine.parallel.comm.agreement import all_or_none, from_first
@@ -100,7 +100,7 @@ def initialize(
         resolved = load_config(config, world.size)
         made, notes = unwrap(make_model(model, resolved.seed, world.device))
         rows = BatchRows.of(whole, example_batch, resolved.micro)
-        resolved = replace(resolved, notes=(*resolved.notes, *notes, *rows.notes))
+        resolved = replacing_sections(resolved, optimizer, lr_scheduler, (*notes, *rows.notes))
         forward = ForwardInputs.of(made, loss_fn is not None, inputs)
         request = Request(loss_fn, None, lr_scheduler, example_batch, rows=rows, inputs=forward)
         resources.add(request.patches.remove)

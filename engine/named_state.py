@@ -20,6 +20,7 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.full_parameters import ShardedModel, full_parameters
 from engine.zero.gather.full_tensors import HeldPart, NamedShards, full_tensors, local_tensors
 from engine.zero.optim.composite import CompositeOptimizer
+from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.master_weights import sync_masters
 from engine.zero.optim.rules.element_state import ElementState, opened_state, state_names
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
@@ -306,9 +307,11 @@ def _state_pieces(optimizer: ShardedOptimizer, state: ElementState, name: str) -
         if value is not None:
             pieces.append(HeldPart(place.flat, place.part, value.view(-1)))
     inner = optimizer.inner
-    if isinstance(inner, CompositeOptimizer):  # a rank that has none of it takes part in its gathers
-        for place in optimizer.places:
-            none = torch.empty(0, dtype=inner.moment_dtype(place.parameter), device=place.parameter.device)
+    if isinstance(inner, CompositeOptimizer) or not isinstance(inner, FlatOptimizer):
+        for place in optimizer.places:  # a rank that has none of it takes part in its gathers
+            weights = place.parameter
+            dtype = inner.moment_dtype(weights) if isinstance(inner, CompositeOptimizer) else weights.dtype
+            none = torch.empty(0, dtype=dtype, device=weights.device)
             pieces.append(HeldPart(place.flat, slice(place.part.start, place.part.start), none))
     return pieces
 

@@ -87,6 +87,7 @@ from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
 from engine.zero.reduce.step_reducer import GradientReducer
 
 _SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"
+_STEPS_NOTE = "the engine makes the steps of the scheduler that was passed"
 _REDUCER_NOTE = "gives each gradient to a flat bucket as soon as backward has made it"
 
 
@@ -314,13 +315,13 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
 def _optimizer(
     plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request, device: torch.device
 ) -> ShardedOptimizer:
-    config, shaped = plan.config, request.optimizer is not None
+    config, own = plan.config, request.optimizer is not None
     round_initial(buckets, comm)
     factory = request.optimizer or built_in_optimizer(config.optimizer or OptimizerConfig())
     sharded = config.zero_optimization.stage > 0
     if sharded and request.given is not None:  # before its constructor is given flat parts
         check_elementwise(request.given.optimizer, "zero_optimization.stage 1 or more")
-    optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, shaped)
+    optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, own)
     if not plan.precision.master:
         optimizer.round(_rounding(plan, comm.grid.coord().tp))
     optimizer.use(request.changes.kernels)
@@ -355,6 +356,8 @@ def _learning_rate(model: nn.Module, optimizer: ShardedOptimizer, config: Config
         made_here = bool(rate.governs) and not isinstance(request.lr_scheduler, LRScheduler)
         shown = show_inner(request.given.optimizer, optimizer.inner, made_here)
         request.patches.own(model, PatchLayer.PARAMETERS, shown, _SHOWN_NOTE)
+    if rate.guarded is not None:
+        request.patches.own(model, PatchLayer.PARAMETERS, rate.guarded.lift, _STEPS_NOTE)
     return rate
 
 

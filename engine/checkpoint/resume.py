@@ -6,7 +6,7 @@ Before each arrow all ranks agree that the part before it succeeded; otherwise a
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.checkpoint.contents.changed_settings import RATES, TRAINING, changed_settings, kept_options
 from engine.checkpoint.contents.optimizer_state import (
     Families,
     Moments,
@@ -37,6 +38,7 @@ from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 from engine.parallel.grid import Grid, saved_order
+from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import families_of
 from engine.zero.optim.rules.element_state import keep_state
 
@@ -202,15 +204,23 @@ class Resume:
         self._warn_of_new_schedule(reader)
         if self._host.rank == 0:
             self._tell_new_sizes(reader)
+            if changes := self._changes(reader):
+                logger.info("with other settings than up to step %d: %s", manifest.step, ", ".join(changes))
         if not self._request.begun:
             self._run.trainer_state.check(reader)
+
+    def _changes(self, reader: OpenCheckpoint, among: Sequence[str] = TRAINING) -> list[str]:
+        """Settings of training that are others than in the saved run; those of another engine are not known."""
+        own, before = self._run.runtime.plan.moments is None, reader.manifest.info.get("config", {})
+        return changed_settings(before, self._run.config.to_json(), own, among)
 
     def _goes_on_with_schedule(self, reader: OpenCheckpoint) -> bool:
         given = self._run.runtime.learning_rate.scheduler is not None and not self._options.module_only
         return given and reader.manifest.progress["scheduler"] is not None
 
     def _warn_of_new_schedule(self, reader: OpenCheckpoint) -> None:
-        given, done = self._run.runtime.learning_rate.scheduler, reader.manifest.step
+        rate, done = self._run.runtime.learning_rate, reader.manifest.step
+        given = rate.scheduler if rate.remake is None else None
         if given is not None and reader.manifest.progress["scheduler"] is None and done and not self._host.rank:
             logger.warning(
                 "%s has no scheduler state, so the given %s starts at its first step; pass lr_scheduler as a function "
@@ -261,19 +271,35 @@ class Resume:
             return
         if self._states:
             runtime = run.runtime
+            before = [dict(group) for group in runtime.optimizer.inner.param_groups]
             restore(runtime.optimizer, runtime.plan.table, manifest.optimizer, runtime.learning_rate.governs)
+            self._tell_kept_options(before)
         else:
             run.runtime.optimizer.forget()
-        if self._goes_on_with_schedule(reader):
-            scheduler: Any = run.runtime.learning_rate.scheduler
-            scheduler.load_state_dict(joined(scheduler.state_dict(), manifest.progress["scheduler"]))
-            restore_schedule(run.runtime.optimizer, manifest.optimizer)
+        self._restore_schedule(reader)
         states = own_states(reader, run.comm.grid) if self._request.begun else run.trainer_state.restore(reader)
         self._restore_residuals(states)
         written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
         # on another placement of stages, another rank now runs the modules that these buffers belong to
         if manifest.info.get("places") == run.runtime.plan.places:
             run.runtime.buffers.restore(written)
+
+    def _restore_schedule(self, reader: OpenCheckpoint) -> None:
+        """Go on with the state of a torch scheduler; a configured one whose settings are others is at their place."""
+        run, rate = self._run, self._run.runtime.learning_rate
+        if rate.remake is not None and (not self._goes_on_with_schedule(reader) or self._changes(reader, RATES)):
+            rate.begin_at(reader.manifest.step)
+        elif self._goes_on_with_schedule(reader):
+            scheduler: Any = rate.scheduler
+            scheduler.load_state_dict(joined(scheduler.state_dict(), reader.manifest.progress["scheduler"]))
+            restore_schedule(run.runtime.optimizer, reader.manifest.optimizer)
+
+    def _tell_kept_options(self, before: Sequence[Mapping[str, Any]]) -> None:
+        """Say which options of an optimizer from code the checkpoint has replaced; others are configured."""
+        inner, scheduled = self._run.runtime.optimizer.inner, self._run.runtime.learning_rate.governs
+        kept = [] if isinstance(inner, FlatOptimizer) else kept_options(inner.param_groups, before, scheduled)
+        if kept and self._host.rank == 0:
+            logger.info("the optimizer goes on with options of the checkpoint: %s", ", ".join(kept))
 
     def _restore_residuals(self, states: Mapping[str, Tensor]) -> None:
         """Take the residuals of error feedback back; those of another grid or layout are dropped."""

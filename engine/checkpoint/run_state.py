@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.contents.local_tensors import LocalTensors
-from engine.checkpoint.contents.optimizer_state import describe_optimizer, group_scalars, moments_by_bucket
+from engine.checkpoint.contents.optimizer_state import describe_optimizer, moments_by_bucket, parameter_scalars
 from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership, model_tensors
 from engine.checkpoint.contents.snapshot import Contents, Ours
 from engine.checkpoint.contents.trainer_state import TrainerState, random_states, schedule_state
@@ -117,7 +117,8 @@ class RunState:
         moments = local_tensors.state(moments_by_bucket(self.runtime.optimizer))
         apart = [held for each in self.runtime.optimizer.whole for held in local_tensors.apart(each)]
         pieces = [*local_tensors.masters(), *moments, *apart, *local_tensors.state(average)]
-        return Ours(weights, self.buffers, pieces, self.own_state(), group_scalars(self.runtime.optimizer))
+        numbers = parameter_scalars(self.runtime.optimizer, self.runtime.plan.table)
+        return Ours(weights, self.buffers, pieces, self.own_state(), numbers)
 
     def contents(self, user: Any, whole: bool = False) -> Contents:
         """Manifest fields other than tensors; ``user``: the caller's ``client_state``; ``whole``: with all weights."""

@@ -19,7 +19,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.contents.optimizer_state import without_numbers
+from engine.checkpoint.contents.optimizer_state import arranged
 from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership
 from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot, Snapshots
 from engine.checkpoint.format.checked_blocks import hash_slices
@@ -272,7 +272,7 @@ class Saver:
             received = reports()
         with self._whole_or_gone(written, f"about {sum(map(len, received))}"):
             merged, tensors = merge(received)
-            tensors = without_numbers(tensors, contents.optimizer.get("groups", ()), merged.numbers)
+            tensors, numbers = arranged(tensors, contents.optimizer.get("groups", ()), merged.numbers)
             checksum = self._write_checksums(written, merged)
             attempt = written.name.rpartition("-")[2]
             manifest = Manifest(
@@ -284,7 +284,7 @@ class Saver:
                 aliases=contents.aliases,
                 info=contents.info,
                 progress=contents.progress,
-                optimizer={**contents.optimizer, "numbers": merged.numbers},
+                optimizer={**contents.optimizer, **numbers},
                 user=contents.user,
             )
             slices = None if self._whole else hash_slices(merged.hashes)

@@ -7,7 +7,7 @@ read by ``reader`` with the ``rules`` of their fields), and the rules between ke
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from engine.config.between import (
@@ -37,6 +37,7 @@ from engine.config.optim_sections import (
     SchedulerConfig,
 )
 from engine.config.optimizers.checks import check_optimizer
+from engine.config.optimizers.schedule_checks import check_schedule
 from engine.config.overrides import overridden
 from engine.config.reader import Section, Typed, dump_section, paths, read_section, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
@@ -164,6 +165,8 @@ class Config:
     """Detection of silent corruption of weights and optimizer state."""
     notes: tuple[str, ...] = ()
     """One line for each DeepSpeed key that was accepted without effect."""
+    written: frozenset[str] = field(default=frozenset(), compare=False)
+    """Keys that the source has, of this object and of its sections, such as "optimizer.type"; beside defaults."""
 
     @property
     def micro(self) -> int:
@@ -274,18 +277,27 @@ def _object(source: "ConfigSource", problems: Problems) -> Mapping[str, Any] | N
 def _read(source: "ConfigSource | Config", problems: Problems, overrides: Sequence[str]) -> Config:
     if isinstance(source, Config):
         # read again, so that a hand-built config meets the same rules
-        return replace(_read(source.to_json(), problems, overrides), notes=source.notes)
+        return replace(_read(source.to_json(), problems, overrides), notes=source.notes, written=source.written)
     raw = _object(source, problems)
     if raw is None:
         return Config()
-    own, notes = translate(overridden(raw, overrides, problems), frozenset(_PATHS), problems)
-    return replace(read_section(Config, own, "", problems), notes=(*remarks(raw), *notes))
+    given = overridden(raw, overrides, problems)
+    own, notes = translate(given, frozenset(_PATHS), problems)
+    return replace(read_section(Config, own, "", problems), notes=(*remarks(raw), *notes), written=_written(given))
+
+
+def _written(given: Mapping[str, Any]) -> frozenset[str]:
+    sections = {key: value for key, value in given.items() if isinstance(value, Mapping)}
+    return frozenset(map(str, (*given, *(f"{key}.{inner}" for key, value in sections.items() for inner in value))))
 
 
 def _check_between(config: Config, problems: Problems) -> None:
     """Check the rules between keys."""
     check_precision(config.bf16, config.fp16, config.torch_autocast, problems)
     check_optimizer(config.optimizer, config.zero_optimization, config.bf16, config.ema, problems)
+    if not problems.touch("scheduler", "optimizer"):
+        # without a section the optimizer may be one from code
+        check_schedule(config.scheduler, config.optimizer if "optimizer" in config.written else None, problems)
     check_recomputation(config.activation_checkpointing, problems)
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)

@@ -16,6 +16,7 @@ SIZE = Int(low=1)
 COUNT = Int(low=0)
 NOT_NEGATIVE = Real(low=0)
 FACTOR = Real(low=0, below=1)
+RATIO = Real(low=0, high=1)
 GLOBS = ListOf(each=Text(), noun='a list of name patterns such as ["*.bias"]')
 
 
@@ -291,11 +292,11 @@ class WarmupCosineLRParams:
 
     total_num_steps: int = setting(1, SIZE, required=True)
     """Steps of the whole training."""
-    warmup_min_ratio: float = setting(0.0, NOT_NEGATIVE)
+    warmup_min_ratio: float = setting(0.0, RATIO)
     """Fraction at the start."""
     warmup_num_steps: int = setting(1000, COUNT)
     """Steps of the warmup."""
-    cos_min_ratio: float = setting(1e-4, NOT_NEGATIVE)
+    cos_min_ratio: float = setting(1e-4, RATIO)
     """Fraction at the end."""
     warmup_type: Literal["log", "linear"] = setting("log", one_of("log", "linear", noun="a warmup type"))
     """Shape of the warmup."""

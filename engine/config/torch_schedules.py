@@ -103,7 +103,7 @@ class OneCycleLRParams:
     """Rate at the peak."""
     total_steps: int = setting(1, _SIZE, required=True)
     """Steps of the whole training."""
-    pct_start: float = setting(0.3, _FACTOR)
+    pct_start: float = setting(0.3, Real(low=0, below=1))
     """Fraction of the steps that rise."""
     anneal_strategy: Literal["cos", "linear"] = setting("cos", Choice(options=("cos", "linear"), noun="a strategy"))
     """Shape of rise and fall."""

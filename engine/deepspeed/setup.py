@@ -2,7 +2,7 @@
 
 import argparse
 import glob
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,15 +58,17 @@ def initialize(
     pipeline = model if isinstance(model, PipelineModule) else None
     if pipeline is not None:
         _take_pipeline(pipeline, raw)
+    notes = [*remarks(given), *_unused_sections(raw, optimizer, lr_scheduler)]
     if optimizer is not None:
         raw.pop("optimizer", None)
     elif "optimizer" not in raw and any(p.requires_grad for p in model.parameters()):
         raise ConfigError("deepspeed.initialize: neither the configuration nor optimizer=... names an optimizer.")
     else:
         _take_groups(model, list(model_parameters) if model_parameters is not None else [], raw)
+    lr_scheduler = None if raw.get("scheduler") is not None else lr_scheduler
     world = read_world()
     resolved = load_config(raw, world.size)
-    resolved = replace(resolved, notes=(*remarks(given), *resolved.notes))
+    resolved = replace(resolved, notes=(*notes, *resolved.notes))
     assert resolved.micro is not None
     collate = collate_fn or default_collate
     loss_fn = example = None
@@ -77,6 +79,14 @@ def initialize(
     loader = _loader(training_data, made, resolved.micro, collate, shuffle=pipeline is None)
     wrapped = DeepSpeedEngine(made, optimizer, lr_scheduler, loader)
     return wrapped, wrapped.optimizer, loader, wrapped.lr_scheduler
+
+
+def _unused_sections(raw: Mapping[str, Any], optimizer: object, lr_scheduler: object) -> Iterator[str]:
+    """Notes where code and configuration both have an optimizer or a schedule; DeepSpeed decides as this does."""
+    if optimizer is not None and raw.get("optimizer") is not None:
+        yield "optimizer: the one that is passed in code is used, so the section has no effect; leave it out"
+    if lr_scheduler is not None and raw.get("scheduler") is not None:
+        yield "scheduler: the section is used, so lr_scheduler=... has no effect; leave one of them out"
 
 
 def _take_pipeline(model: PipelineModule, raw: dict[str, Any]) -> None:

@@ -6,14 +6,15 @@ is: rates that the user, or a scheduler of his, sets on it take effect.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
 from engine.errors import ConfigError
 from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory, refuse_own_step
@@ -53,6 +54,29 @@ def read_optimizer(
     assigned = _assigned(optimizer, model)
     groups = tuple(GroupOptions(others=tuple(_options(group).items())) for group in optimizer.param_groups)
     return GivenOptimizer(optimizer, _factory(optimizer), assigned, groups)
+
+
+def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
+    """The configuration of a run, with ``notes`` and one for each section that an optimizer or a schedule from code
+    replaces.
+
+    Groups of the section and its other keys hold for the optimizer that is passed too.
+    """
+    notes, own = [*notes], config.optimizer
+    if optimizer is not None and own is not None:
+        built_by_hand = not config.written and own != OptimizerConfig()
+        if built_by_hand or config.written & {"optimizer.type", "optimizer.params"}:
+            notes.append(
+                f"optimizer: the one that is passed in code is used, so type and params of the section ({own.type}) "
+                "have no effect; leave them out"
+            )
+    if lr_scheduler is not None and config.scheduler is not None:
+        notes.append(
+            f"scheduler: the one that is passed in code is used, so the section ({config.scheduler.type}) has no "
+            "effect; leave one of them out"
+        )
+        config = replace(config, scheduler=None)
+    return replace(config, notes=(*config.notes, *notes))
 
 
 def show_inner(given: torch.optim.Optimizer, inner: torch.optim.Optimizer, scheduled: bool) -> Callable[[], None]:

@@ -7,6 +7,7 @@ the lower end, which is why the variable ``last`` appears below. The others are 
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,9 @@ from engine.config.torch_schedules import TORCH_SCHEDULERS
 from engine.errors import ConfigError
 
 logger = logging.getLogger("trine")
+
+_END = -1
+"""Stands among groups for: the log has said that the schedule has ended."""
 
 LrSchedule = Callable[[int, float], float]
 """Schedule: (update, base learning rate of the group) -> learning rate."""
@@ -124,6 +128,33 @@ _SCHEDULES: Mapping[str, Callable[..., float]] = {
 }
 
 
+class GuardedSteps:
+    """Steps of a scheduler that the user has passed: the engine makes one after each update, and the user's have no
+    effect until ``lift``, since each update would move the rate twice."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self.scheduler, self._kind, self._told = scheduler, type(scheduler), False
+        # a class of its own, since an attribute of the scheduler would be part of its state_dict
+        scheduler.__class__ = type(self._kind.__name__, (self._kind,), {"step": lambda *_, **__: self._leave_out()})
+
+    def make(self) -> None:
+        """Make the step after an update."""
+        self._kind.step(self.scheduler)
+
+    def lift(self) -> None:
+        """Let the user make steps again."""
+        self.scheduler.__class__ = self._kind
+
+    def _leave_out(self) -> None:
+        if not self._told:
+            logger.warning(
+                "step() of the %s that was passed as lr_scheduler has no effect, since the engine makes it after each "
+                "update; leave the call out, or do not pass the scheduler.",
+                self._kind.__name__,
+            )
+        self._told = True
+
+
 @dataclass(frozen=True, slots=True)
 class LearningRate:
     """Sets the rate of every group before an update. Use :func:`make_learning_rate` to build it."""
@@ -135,11 +166,15 @@ class LearningRate:
     """Schedule of each group; empty: the rates are constant, the user's, or a torch scheduler's."""
     momentum: Momentum | None = None
     scheduler: LRScheduler | None = None
-    """torch scheduler of the user, which counts updates itself."""
+    """torch scheduler, which counts updates itself."""
+    guarded: GuardedSteps | None = None
+    """Its steps, if it is the user's."""
+    remake: Callable[[], LRScheduler] | None = None
+    """Makes a configured torch scheduler anew, at its first step."""
     _set: dict[int, float] = field(default_factory=dict)
     """Rate of each group that the schedule set last."""
     _told: set[int] = field(default_factory=set)
-    """Groups of which the log has said that the schedule overrides the user's rate."""
+    """Groups of which the log has said that the schedule overrides the user's rate, and ``_END``."""
 
     @property
     def governs(self) -> frozenset[str]:
@@ -155,6 +190,7 @@ class LearningRate:
 
     def prepare(self, update: int) -> None:
         """Set the rates (and betas) that update number ``update`` uses."""
+        self._tell_end(update)
         for index, (group, base) in enumerate(zip(self.optimizer.param_groups, self.base, strict=True)):
             if self.schedules:
                 self._notice(index, float(group["lr"]))
@@ -162,6 +198,17 @@ class LearningRate:
                 self._set[index] = group["lr"]
             if self.momentum is not None and "betas" in group:
                 group["betas"] = (self.momentum(update), 0.99)
+
+    def begin_at(self, update: int) -> None:
+        """Put a configured torch scheduler at an update, as if the run had had it from the start."""
+        assert self.remake is not None and self.scheduler is not None
+        for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
+            group.update(lr=base, initial_lr=base)
+        fresh: Any = self.remake()
+        fresh.optimizer._opt_called = True  # torch warns of steps without updates between them
+        for _ in range(min(update, _length(fresh, update))):
+            fresh.step()
+        self.scheduler.load_state_dict(fresh.state_dict())
 
     def _notice(self, index: int, rate: float) -> None:
         """Say once that a rate which the user has set by hand has no effect."""
@@ -174,9 +221,30 @@ class LearningRate:
             )
             self._told.add(index)
 
+    @property
+    def _ended(self) -> bool:
+        """A torch scheduler has made all steps that it can make."""
+        return self.scheduler is not None and self.scheduler.last_epoch >= _length(self.scheduler, sys.maxsize)
+
+    def _tell_end(self, update: int) -> None:
+        """Say once that updates after the end of a schedule keep its last rate."""
+        if self._ended and _END not in self._told:
+            logger.warning(
+                "the %s has ended: update %d and those after it keep its last rate, %g; give it as many total_steps as "
+                "the run has updates.",
+                type(self.scheduler).__name__,
+                update,
+                self.optimizer.param_groups[0]["lr"],
+            )
+            self._told.add(_END)
+
     def done(self) -> None:
-        """Tell a torch scheduler that an update was made."""
-        if self.scheduler is not None:
+        """Tell a torch scheduler that an update was made; one that has ended stays where it is."""
+        if self._ended:
+            return
+        if self.guarded is not None:
+            self.guarded.make()
+        elif self.scheduler is not None:
             self.scheduler.step()
 
 
@@ -192,19 +260,34 @@ def make_learning_rate(
     """
     base = tuple(float(group["lr"]) for group in optimizer.param_groups)
     if isinstance(given, LRScheduler):
-        return LearningRate(optimizer, base, scheduler=given)
+        return LearningRate(optimizer, base, scheduler=given, guarded=GuardedSteps(given))
     if given is not None:
         return _from_callable(optimizer, base, given)
     if config is None:
         return LearningRate(optimizer, base)
     if config.type in TORCH_SCHEDULERS:
-        made = getattr(torch.optim.lr_scheduler, config.type)(optimizer, **_lists(config.params))
-        return LearningRate(optimizer, base, scheduler=made)
+        remake = partial(getattr(torch.optim.lr_scheduler, config.type), optimizer, **_lists(config.params))
+        return LearningRate(optimizer, base, scheduler=_made(config.type, remake), remake=remake)
     momentum = None
     if config.type == "OneCycle" and config.params["cycle_momentum"]:
         momentum = partial(one_cycle_momentum, p=config.params)
     schedule, params = _SCHEDULES[config.type], params_by_group(config.params, len(base))
     return LearningRate(optimizer, base, tuple(partial(schedule, p=p) for p in params), momentum)
+
+
+def _made(kind: str, make: Callable[[], LRScheduler]) -> LRScheduler:
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError(
+            f"scheduler: torch's {kind} refuses this optimizer or these params: {str(error).rstrip('.')}; give others."
+        ) from error
+
+
+def _length(scheduler: LRScheduler, otherwise: int) -> int:
+    """Steps that a scheduler can make; ``otherwise`` where it has no end."""
+    length = getattr(scheduler, "total_steps", None)
+    return length if isinstance(length, int) else otherwise
 
 
 def _lists(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +343,7 @@ def _from_callable(
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(f"lr_scheduler returned {_METRIC}")
     if isinstance(made, LRScheduler):
-        return LearningRate(optimizer, base, scheduler=made)
+        return LearningRate(optimizer, base, scheduler=made, guarded=GuardedSteps(made))
     try:
         float(given(0))
     except Exception as error:

@@ -336,6 +336,6 @@ def _traffic_line(rank: RankPlan) -> str:
 
 def _optimizer_line(plan: Plan) -> str:
     optimizer = plan.config.optimizer
-    kind = optimizer.kind if optimizer else "given in code"
+    kind = optimizer.kind if optimizer and plan.moments is not None else "given in code"
     schedule = plan.config.scheduler.type if plan.config.scheduler else "constant lr or given in code"
     return f"{kind}, {len(plan.groups)} group{'s' * (len(plan.groups) > 1)}, {schedule}"

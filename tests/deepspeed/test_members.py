@@ -134,3 +134,17 @@ def test_checkpointing_recomputes() -> None:
     deepspeed.checkpointing.checkpoint(cube, weight).sum().backward()
     assert weight.grad is not None and torch.equal(weight.grad, torch.full((3,), 3.0))
     assert len(calls) == 2 and deepspeed.checkpointing.is_configured()
+
+
+def test_the_sections_schedule_is_used_beside_one_in_code_as_in_deepspeed() -> None:
+    model = net()
+    own = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(own, 1)
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25, "warmup_num_steps": 2, "warmup_type": "linear"}}
+    config = CONFIG | {"scheduler": warmup, "optimizer": {"type": "Lamb", "params": {"max_coeff": 1}}}
+    eng, _, _, used = deepspeed.initialize(model=model, optimizer=own, lr_scheduler=scheduler, config=config)
+    assert used is not scheduler and eng.engine.config.scheduler is not None
+    assert [note.split(":")[0] for note in eng.engine.plan.notes if "has no effect" in note] == [
+        "optimizer",
+        "scheduler",
+    ]

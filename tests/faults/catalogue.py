@@ -14,6 +14,7 @@ from tests.faults.hosts import HOSTS
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
 from tests.faults.matrix_optimizers import MATRIX_OPTIMIZERS
 from tests.faults.offload import OFFLOAD
+from tests.faults.optimizers_and_schedules import OPTIMIZERS_AND_SCHEDULES
 from tests.faults.pipeline import PIPELINE
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.quantized_base import QUANTIZED_BASE
@@ -34,6 +35,7 @@ AREAS = {
     "pipeline": PIPELINE,
     "zero": ZERO,
     "matrix optimizers": MATRIX_OPTIMIZERS,
+    "optimizers and schedules": OPTIMIZERS_AND_SCHEDULES,
     "state forms": STATE_FORMS,
     "offload": OFFLOAD,
     "state between places": STATE_BETWEEN_PLACES,

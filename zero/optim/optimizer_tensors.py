@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -131,17 +131,6 @@ def update_pieces(place: OptimizerTensor, unused: Collection[str], missed: Mappi
         yield run
 
 
-def unused_parts(
-    place: OptimizerTensor, unused: Collection[str], state: Mapping[Tensor, Mapping[str, Any]]
-) -> Iterator[Tensor]:
-    """Yield the values and moments that the step of an optimizer of the user's must leave."""
-    weights = place.parameter.detach()
-    for part in [part for slot, part in place.slots() if slot.name in unused]:
-        for value in (weights, *state.get(place.parameter, {}).values()):
-            if isinstance(value, Tensor) and value.shape == weights.shape:
-                yield value.view(-1)[part]
-
-
 def group_segments(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
     """Yield (group, elements, shape) of each run of one group, flat, so that an update is a few long kernels."""
     for segment in flat.bucket.segments(flat.owned):
@@ -152,3 +141,13 @@ def whole_parameters(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, 
     """Yield (group, elements, shape) of each parameter."""
     for slot in flat.bucket.slots:
         yield slot.group, slice(slot.start, slot.stop), slot.shape
+
+
+def parameter_parts(flat: FlatBucket) -> Iterator[tuple[int, slice, tuple[int, ...]]]:
+    """Yield (group, elements, shape) of the owned elements of each parameter, flat; of the padding if there are none.
+
+    So every rank has the state that others gather from it.
+    """
+    owned = [(slot, max(slot.start, flat.owned.start), min(slot.stop, flat.owned.stop)) for slot in flat.bucket.slots]
+    found = [(slot.group, slice(start, stop), (stop - start,)) for slot, start, stop in owned if start < stop]
+    yield from found or group_segments(flat)

@@ -9,9 +9,10 @@ gathered: there is no pass that casts or copies.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ from engine.zero.optim.optimizer_tensors import (
     WholeState,
     WholeUpdates,
     group_segments,
-    unused_parts,
+    parameter_parts,
     update_gradient,
     update_pieces,
     whole_parameters,
@@ -64,8 +65,9 @@ class ShardedOptimizer:
         factory: builds the inner optimizer from torch parameter groups.
         comm: communication; label "parameters" on axis dp, one all-gather for each bucket and step.
         sharded: update shards only (ZeRO 1); at ZeRO 0 every rank updates everything.
-        shaped: give the inner optimizer parameters in their shapes instead of flat runs. Only at ZeRO 0, where
-            an optimizer that needs full matrices (LAMB, Muon) then works, unless tensor ranks cut them.
+        own: the inner optimizer is the user's, and is given a tensor for each parameter instead of runs of several,
+            so that one without a gradient keeps its own step count. At ZeRO 0 it has the parameter's shape, and an
+            optimizer that needs full matrices then works, unless tensor ranks cut them.
 
     Raises:
         ConfigError: the optimizer is to be sharded and does not work element by element.
@@ -78,10 +80,10 @@ class ShardedOptimizer:
         factory: OptimizerFactory,
         comm: Comm,
         sharded: bool,
-        shaped: bool = False,
+        own: bool = False,
     ) -> None:
         self._buckets, self._comm, self._sharded = buckets, comm, sharded
-        collect = whole_parameters if shaped and not sharded else group_segments
+        collect = group_segments if not own else parameter_parts if sharded else whole_parameters
         members: dict[int, list[nn.Parameter]] = {index: [] for index in range(len(groups))}
         self.places: list[OptimizerTensor] = []
         """Optimizer tensors in the order of the buckets."""
@@ -214,11 +216,14 @@ class ShardedOptimizer:
         self.missed.clear()
         for each in self.whole:
             each.forget()
-        if self._begins_with_state:
-            self.inner.state.update(self._make().state)
+        self.inner.state.update(self.first_state())
         for group in self.inner.param_groups if isinstance(self.inner, FlatOptimizer) else ():
             for name in self.inner.counted if isinstance(self.inner, FlatOptimizer) else ():
                 group.pop(name, None)
+
+    def first_state(self) -> Mapping[Tensor, dict[str, Any]]:
+        """The state before the first update, by tensor: empty but for some optimizers, such as Adagrad."""
+        return self._make().state if self._begins_with_state else {}
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
@@ -346,12 +351,10 @@ class ShardedOptimizer:
         """Step of an optimizer of the user's, which updates everything at once."""
         for flat in self._buckets:
             self._prepare(flat, scale)
-        places = [place for place in self.places if not self.unused.isdisjoint(place.names())]
-        parts = [part for place in places for part in unused_parts(place, self.unused, self.inner.state)]
-        kept = [(part, part.clone()) for part in parts]
+        for place in self.places if self.unused else ():
+            if not self.unused.isdisjoint(place.names()):
+                place.parameter.grad = None
         self._call_step()
-        for part, before in kept:
-            part.copy_(before)
         _wait([self._start_gather(flat, rounded=False) for flat in self._buckets])
 
     def _call_step(self) -> None:

@@ -1,12 +1,13 @@
 """The state of a torch optimizer as tensors of its parameters and plain numbers.
 
 moments    state tensors in their parameter's shape; sharded, stored and loaded like the parameter
-numbers    scalars ("step" of torch's Adam), by optimizer group
+numbers    scalars ("step" of torch's Adam), by optimizer group, and of parameters that differ from their group
+fresh      parameters without a state, because no step has had a gradient for them
 options    settings of the groups (lr, betas, the step count of the built-in optimizers)
 missed     by parameter, the updates that it had no gradient for
 
 For a parameter of one element, moments and numbers have the same shape. Such a state is stored as a moment, unless it
-is a number for other parameters of the group (``without_numbers``).
+is a number for other parameters of the group (``arranged``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +30,10 @@ from engine.zero.optim.weight_average import FAMILY
 
 Moments = dict[nn.Parameter, dict[str, Tensor]]
 Numbers = dict[str, dict[str, list[Any]]]
-"""Group -> name -> [value, dtype of a tensor or None], and the number of dims of a tensor that has any."""
+"""Parameter -> name -> [value, dtype of a tensor or None], and the number of dims of a tensor that has any."""
+
+_NO_MOMENTS = frozenset({"param", "buffer", "master", FAMILY})
+"""Families of tensors that are no state of the optimizer."""
 
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 """Optimizer options that schedulers change."""
@@ -43,79 +47,86 @@ def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
     return element_state(optimizer, torch.device("cpu"))
 
 
-def group_scalars(optimizer: ShardedOptimizer) -> Numbers:
-    """Scalars of the optimizer's state, which all parameters of a group have to share.
+def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers:
+    """Scalars of the state of each parameter that this rank updates.
+
+    Of a parameter of one element also those that may be moments; ``arranged`` tells them apart.
 
     Raises:
-        CheckpointError: parameters of a group differ, or a state is neither a moment nor a number.
+        CheckpointError: a state is neither a moment nor a number.
     """
+    if isinstance(optimizer.inner, FlatOptimizer):  # its numbers are options of the groups
+        return {}
+    single = {row.name for row in table if row.elements == 1}
     found: Numbers = {}
-    either: list[tuple[str, str, list[Any]]] = []
-    for group, place in _grouped(optimizer):
-        values = found.setdefault(str(group), {})
-        if isinstance(optimizer.inner, FlatOptimizer):  # its numbers are options of the groups
-            continue
-        for name, value in optimizer.inner.state.get(place.parameter, {}).items():
-            if not _is_moment(name, value, place):
-                number = _number(name, value, optimizer)
-                _check_equal(optimizer, str(group), name, number, values.setdefault(name, number))
-            elif value.numel() == 1:
-                either.append((str(group), name, _number(name, value, optimizer)))
-    for where, name, number in either:
-        if name in found[where]:
-            _check_equal(optimizer, where, name, number, found[where][name])
+    for place in optimizer.places:
+        for parameter in place.names():  # one, or none of padding
+            for name, value in optimizer.inner.state.get(place.parameter, {}).items():
+                if parameter in single or not _is_moment(name, value, place):
+                    found.setdefault(parameter, {})[name] = _number(name, value, optimizer)
     return found
 
 
-def _check_equal(optimizer: ShardedOptimizer, group: str, name: str, one: list[Any], other: list[Any]) -> None:
-    if one != other:
-        raise CheckpointError(
-            f"optimizer {type(optimizer.inner).__name__}: {name!r} is {one[0]} for some parameters of group {group} "
-            f"and {other[0]} for others, and a checkpoint stores one number per group; put parameters that differ into "
-            "groups of their own."
-        )
-
-
-def without_numbers(
+def arranged(
     tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
-) -> dict[str, StoredTensor]:
-    """The tensors of a save, without the one-element states that are numbers for other parameters of their group.
+) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """The tensors and the numbers of a save: numbers by group, and those of parameters that differ from their group.
 
-    The shape of a state does not tell what it is where the parameter has one element, so a rank stores it as a moment.
+    The shape of a state does not tell what it is where the parameter has one element, so a rank stores it as a moment
+    and sends it as a number. It is a number if other parameters of the group have it as one.
 
     Args:
         groups: the optimizer's groups, as ``describe_optimizer`` gives them.
-        numbers: the numbers of all ranks.
+        numbers: the numbers of all ranks, by parameter.
 
     Raises:
         CheckpointError: a state is a moment of some parameters of a group, and a number for others.
     """
-    named = {
-        f"{name}/{row}": name for at, found in numbers.items() for name in found for row in groups[int(at)]["params"]
-    }
-    for key, name in named.items():
-        if key in tensors and tensors[key].kind.elements != 1:
-            raise CheckpointError(
-                f"not saved: the optimizer keeps {name!r} in the shape of {key.partition('/')[2]!r} and as a number "
-                "for other parameters of its group, and a checkpoint has one kind of state per group; put parameters "
-                "that differ into groups of their own."
-            )
-    return {key: tensor for key, tensor in tensors.items() if key not in named}
+    kept, common, own, fresh = dict(tensors), dict[str, Any](), dict[str, Any](), list[str]()
+    for index, group in enumerate(groups):
+        sent = {name: numbers.get(name, {}) for name in group["params"]}
+        known = {kind for name, found in sent.items() for kind in found if f"{kind}/{name}" not in tensors}
+        for key in (f"{kind}/{name}" for kind in known for name in sent):
+            _check_single(key, kept.pop(key, None))
+        counts = {name: {kind: found[kind] for kind in found if kind in known} for name, found in sent.items()}
+        counts = {name: found for name, found in counts.items() if found}
+        if counts:
+            common[str(index)] = first = next(iter(counts.values()))
+            own |= {name: found for name, found in counts.items() if found != first}
+        fresh += _fresh(kept, counts, group["params"])
+    return kept, {"numbers": common} | ({"own_numbers": own} if own else {}) | ({"fresh": fresh} if fresh else {})
+
+
+def _check_single(key: str, tensor: StoredTensor | None) -> None:
+    if tensor is not None and tensor.kind.elements != 1:
+        kind, _, name = key.partition("/")
+        raise CheckpointError(
+            f"not saved: the optimizer keeps {kind!r} in the shape of {name!r} and as a number for other parameters of "
+            "its group, and a checkpoint has one kind of state per group; put parameters that differ into groups of "
+            "their own."
+        )
+
+
+def _fresh(tensors: Iterable[str], counts: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Parameters of a group without any state, because no step has had a gradient for them, where others have some."""
+    split = [key.partition("/") for key in tensors]
+    having = {name for family, _, name in split if family not in _NO_MOMENTS}.intersection(names) | counts.keys()
+    return [name for name in names if name not in having] if having else []
 
 
 def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
-    """Merge the numbers of all ranks; a rank without parameters of a group contributes none for it.
+    """Merge the numbers of all ranks, each of which has those of the parameters that it updates.
 
     Raises:
         CheckpointError: two ranks disagree.
     """
     merged: Numbers = {}
     for given in ranks:
-        for group, values in given.items():
+        for parameter, values in given.items():
             for name, number in values.items():
-                if merged.setdefault(group, {}).setdefault(name, number) != number:
+                if merged.setdefault(parameter, {}).setdefault(name, number) != number:
                     raise CheckpointError(
-                        f"not saved: ranks disagree on {name!r} of optimizer group {group}, which has to be the same "
+                        f"not saved: ranks disagree on {name!r} of parameter {parameter!r}, which has to be the same "
                         "on all; look for a step that one of them skipped."
                     )
     return merged
@@ -163,7 +174,7 @@ class Families:
     ) -> None:
         """``apart``: families whose tensors have shapes of their own."""
         named = [(name.partition("/")[0], name.partition("/")[2], kind) for name, kind in kinds.items()]
-        others = {"param", "buffer", "master", FAMILY} | apart
+        others = _NO_MOMENTS | apart
         self.kinds = {family: kind for family, _, kind in named if family not in others}
         """Dtype and shape of each moment, taken from one of its parameters."""
         groups = {name: index for index, group in enumerate(stored["groups"]) for name in group["params"]}
@@ -171,16 +182,21 @@ class Families:
         for family, name, _ in named:
             if family in self.kinds and name in groups:
                 found.setdefault(groups[name], set()).add(family)
-        self._groups, self._found = groups, found
+        self._groups, self._found, self._fresh = groups, found, frozenset(stored.get("fresh", ()))
 
     def of(self, parameters: Iterable[str]) -> set[str]:
-        """Moments that any of the parameters has; a parameter that was not trained has none."""
+        """Moments that any of the parameters has; those without a state have none."""
         groups = self._groups
         return {
             family
             for name in parameters
+            if name not in self._fresh
             for family in (self._found.get(groups[name], ()) if name in groups else self.kinds)
         }
+
+    def begins_anew(self, parameter: str) -> bool:
+        """True if the saved run had no state of a parameter."""
+        return parameter in self._fresh or parameter not in self._groups
 
 
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
@@ -193,7 +209,11 @@ def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTa
     inner, names = optimizer.inner, _names(optimizer, table)
     groups = {place.parameter: names[index] for index, place in _grouped(optimizer)}
     made: Moments = {}
+    begun = None if isinstance(inner, FlatOptimizer) else optimizer.first_state()
     for place in optimizer.places:
+        if begun is not None and any(map(families.begins_anew, place.names())):
+            made[place.parameter], inner.state[place.parameter] = {}, dict(begun.get(place.parameter, {}))
+            continue
         wanted = families.of(place.names() or groups.get(place.parameter, ()))
         coded = kept_encoded(optimizer, place.parameter)
         where = torch.device("cpu") if coded else place.parameter.device
@@ -239,8 +259,14 @@ def restore(
         kept = () if set(then["params"]) == set(names) else ("lr", "weight_decay")
         options = {key: value for key, value in then["options"].items() if key not in kept}
         _put(group, {key: value for key, value in options.items() if key != "step" or key in group})
+    groups = {name: index for index, each in enumerate(stored["groups"]) for name in each["params"]}
+    fresh, own = frozenset(stored.get("fresh", ())), stored.get("own_numbers", {})
     for index, place in _grouped(optimizer):
-        values = stored.get("numbers", {}).get(str(sources[index]), {})
+        name = next(iter(place.names()), None)  # of the built-in optimizers, whose tensors have several, no number
+        if name in fresh or (name is not None and name not in groups):
+            continue
+        at = sources[index] if name is None else groups[name]
+        values = stored.get("numbers", {}).get(str(at), {}) | own.get(name, {})
         device = _device_of_numbers(inner.param_groups[index], place.parameter)
         for name, number in values.items():
             inner.state[place.parameter][name] = _restored(number, device)

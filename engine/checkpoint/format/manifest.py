@@ -86,7 +86,7 @@ class Manifest:
     progress: Mapping[str, Any] = field(default_factory=dict)
     """Counters, loss scale, learning-rate scheduler, registered objects."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """Type, groups by parameter names, scalars by group."""
+    """Type, groups by parameter names, scalars by group and by parameter."""
     user: Any = None
 
     @property

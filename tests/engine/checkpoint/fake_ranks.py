@@ -18,9 +18,9 @@ from engine.checkpoint.contents.optimizer_state import (
     Families,
     Moments,
     describe_optimizer,
-    group_scalars,
     make_moments,
     moments_by_bucket,
+    parameter_scalars,
 )
 from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership, model_tensors
 from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot
@@ -130,7 +130,9 @@ class FakeRun:
         pieces = [*local_tensors.masters(), *local_tensors.state(moments_by_bucket(optimizer))]
         weights = [*local_tensors.weights(), *local_tensors.whole()]
         contents = Contents(step, {}, {}, {}, describe_optimizer(optimizer, self.plan.table, frozenset()), None, {})
-        return saver, saver.snapshot(Ours(weights, {}, pieces, {}, group_scalars(optimizer)), contents)
+        return saver, saver.snapshot(
+            Ours(weights, {}, pieces, {}, parameter_scalars(optimizer, self.plan.table)), contents
+        )
 
 
 def on_all(size: int, body: Callable[[MemoryHost], T]) -> list[T]:

@@ -11,6 +11,7 @@ import engine
 from engine.errors import ConfigError
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
+from engine.reporting.banner import banner_text
 
 CONFIG: dict[str, Any] = {"train_batch_size": 4, "gradient_clipping": 0}
 
@@ -147,3 +148,52 @@ def test_an_instance_that_takes_matrices_alone_is_refused_where_parameters_are_s
 
     for said in run_thread_ranks(2, body):
         assert said.startswith("optimizer Muon is given parts of parameters by zero_optimization.stage 1 or more, ")
+
+
+@pytest.mark.parametrize("built", [True, False], ids=["an instance", "a callable"])
+def test_a_scheduler_that_the_user_steps_too_moves_once(built: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, made = Net(), list[torch.optim.lr_scheduler.LRScheduler]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+
+    def make(each: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        made.append(halved(each))
+        return made[-1]
+
+    scheduler = make(optimizer) if built else make
+    with caplog.at_level("WARNING", "trine"), engine.initialize(
+        model, CONFIG, loss_of, optimizer=optimizer, lr_scheduler=scheduler
+    ) as e:  # fmt: skip
+        rates = []
+        for _ in range(3):
+            rates.append(e.train_batch((torch.ones(4, 3), torch.ones(4, 3))).lr)
+            made[0].step()
+        assert set(made[0].state_dict()) == set(halved(torch.optim.SGD(Net().parameters(), lr=1)).state_dict())
+    assert rates == [0.8, 0.4, 0.2] and made[0].get_last_lr() == [0.1]
+    said = [each.getMessage() for each in caplog.records if "has no effect" in each.getMessage()]
+    assert len(said) == 1 and said[0].startswith("step() of the StepLR that was passed as lr_scheduler has no effect")
+    made[0].step()
+    assert made[0].last_epoch == 4 and type(made[0]) is torch.optim.lr_scheduler.StepLR
+
+
+def test_sections_that_code_replaces_are_noted_and_the_banner_names_what_runs() -> None:
+    sections = {"optimizer": {"type": "Lion"}, "scheduler": {"type": "WarmupLR", "params": {}}}
+
+    def notes_and_line(config: dict[str, Any], **given: Any) -> tuple[list[str], str]:
+        with engine.initialize(Net(), CONFIG | config, loss_of, torch.ones(4, 3), **given) as eng:
+            (line,) = (each for each in banner_text(eng.plan, "cpu").splitlines() if each.startswith("  optimizer"))
+            return [note for note in eng.plan.notes if "passed in code" in note], line.split(None, 1)[1]
+
+    def sgd(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.1)
+
+    notes, line = notes_and_line(sections, optimizer=sgd, lr_scheduler=lambda update: 1.0)
+    assert notes == [
+        "optimizer: the one that is passed in code is used, so type and params of the section (Lion) have no effect; "
+        "leave them out",
+        "scheduler: the one that is passed in code is used, so the section (WarmupLR) has no effect; leave one of them "
+        "out",
+    ]
+    assert line == "given in code, 1 group, constant lr or given in code"
+    groups = {"optimizer": {"groups": [{"params": ["0.*"], "lr": 0.2}]}}
+    assert notes_and_line(groups, optimizer=sgd) == ([], "given in code, 2 groups, constant lr or given in code")
+    assert notes_and_line(sections) == ([], "Lion, 1 group, WarmupLR")

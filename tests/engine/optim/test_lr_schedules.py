@@ -132,7 +132,35 @@ def test_warmups_stay_between_zero_and_their_maximum(warm: int, total: int, upda
     for kind in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
         params: dict[str, Any] = {"warmup_num_steps": warm}
         if kind != "WarmupLR":
-            params["total_num_steps"] = total
+            params["total_num_steps"] = max(total, warm, 1)
         if kind != "WarmupCosineLR":
             params["warmup_max_lr"] = 0.1
         assert 0.0 <= rate(kind, **params).at(update) <= 0.1 + 1e-12
+
+
+@pytest.mark.parametrize("given_in_code", [False, True])
+def test_a_schedule_that_is_shorter_than_the_run_keeps_its_last_rate_and_says_so(
+    given_in_code: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cycle: dict[str, Any] = {"max_lr": 0.1, "total_steps": 4}
+    made = rate("OneCycleLR", **cycle)
+    if given_in_code:
+        made = make_learning_rate(
+            made.optimizer, None, lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, **cycle)
+        )
+    plain = torch.optim.lr_scheduler.OneCycleLR(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]), **cycle)
+    found, expected = [], []
+    with caplog.at_level("WARNING", "trine"):
+        for update in range(7):
+            assert bool(caplog.records) == (update > 4)
+            made.prepare(update)
+            found.append(made.at(update))
+            made.optimizer.step()
+            made.done()
+            expected.append(plain.get_last_lr()[0])
+            if update < 4:
+                plain.optimizer.step()
+                plain.step()
+    assert found == pytest.approx(expected) and found[4:] == [found[4]] * 3
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("the OneCycleLR has ended: update 4 and those after it keep its last rate, ")

@@ -35,17 +35,17 @@ def set_gradients(rig: Rig, step: int) -> None:
             flat.grads[slot.start : slot.stop] = gradient(slot.name, named[slot.name], step).flatten()
 
 
-def sharded(rig: Rig, factory: OptimizerFactory, stage: int, shaped: bool = False) -> ShardedOptimizer:
-    return ShardedOptimizer(rig.buckets, [GroupOptions()], factory, rig.comm, stage > 0, shaped)
+def sharded(rig: Rig, factory: OptimizerFactory, stage: int, own: bool = False) -> ShardedOptimizer:
+    return ShardedOptimizer(rig.buckets, [GroupOptions()], factory, rig.comm, stage > 0, own)
 
 
-def trained(factory: OptimizerFactory, setting: Setting, shaped: bool = False, scale: float = 0.5) -> dict[str, Tensor]:
+def trained(factory: OptimizerFactory, setting: Setting, own: bool = False, scale: float = 0.5) -> dict[str, Tensor]:
     """Weights after all steps, each element from the rank that owns it."""
     full: dict[str, Tensor] = {}
     for rank in range(setting.ranks):
         here = Setting(setting.ranks, rank, setting.stage, setting.bucket_elements, setting.dtype)
         rig = build(model(), here)
-        optimizer = sharded(rig, factory, setting.stage, shaped)
+        optimizer = sharded(rig, factory, setting.stage, own)
         for step in range(STEPS):
             set_gradients(rig, step)
             optimizer.step(scale)
@@ -146,7 +146,7 @@ class Rowwise(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update."""
         for group in self.param_groups:
-            for parameter in group["params"]:
+            for parameter in [each for each in group["params"] if each.grad is not None]:
                 self.shapes.append(tuple(parameter.shape))
                 parameter -= group["lr"] * parameter.grad / parameter.norm()
 
@@ -163,7 +163,7 @@ class Elementwise(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update."""
         for group in self.param_groups:
-            for parameter in group["params"]:
+            for parameter in [each for each in group["params"] if each.grad is not None]:
                 parameter -= group["lr"] * parameter.grad
 
 
@@ -188,12 +188,12 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_not_sharded(kind: type[t
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_at_stage_0_it_gets_whole_parameters_in_their_shapes(dtype: str) -> None:
     rig = build(model(), Setting(dtype=dtype))
-    optimizer = sharded(rig, Rowwise, 0, shaped=True)
+    optimizer = sharded(rig, Rowwise, 0, own=True)
     set_gradients(rig, 0)
     optimizer.step(1.0)
     assert isinstance(optimizer.inner, Rowwise)
     assert sorted(optimizer.inner.shapes) == sorted(tuple(p.shape) for p in model().parameters())
-    for key, weights in trained(Rowwise, Setting(2, dtype=dtype), shaped=True).items():
+    for key, weights in trained(Rowwise, Setting(2, dtype=dtype), own=True).items():
         torch.testing.assert_close(weights, by_torch(Rowwise)[key], rtol=1e-5, atol=1e-6)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import ASGD, Adagrad, AdamW, NAdam, Optimizer
 
 import engine
-from engine.checkpoint.contents.optimizer_state import Families, make_moments, restore, without_numbers
+from engine.checkpoint.contents.optimizer_state import Families, arranged, make_moments, restore
 from engine.checkpoint.format.manifest import StoredTensor
 from engine.checkpoint.format.safetensors_file import TensorKind
 from engine.errors import CheckpointError
@@ -83,10 +83,23 @@ def test_one_group_keeps_one_kind_of_state() -> None:
         "v/one": StoredTensor(TensorKind("F32", (1,)), ()),
     }
     groups = [{"params": ["matrix", "one", "bias"]}]
-    assert without_numbers(stored, groups, {"0": {}}) == stored
-    assert without_numbers({"v/one": stored["v/one"]}, groups, {"0": {"v": [1.0, None]}}) == {}
+    number = {"v": [1.0, None]}
+    assert arranged(stored, groups, {})[0] == stored
+    assert arranged(stored, groups, {"one": number}) == (stored, {"numbers": {}, "fresh": ["bias"]})
+    alone = {"v/one": stored["v/one"]}
+    assert arranged(alone, groups, {"one": number, "bias": number, "matrix": number}) == (
+        {},
+        {"numbers": {"0": number}},
+    )
     with pytest.raises(CheckpointError, match=r"^not saved: the optimizer keeps 'v' in the shape of 'matrix' and as"):
-        without_numbers(stored, groups, {"0": {"v": [1.0, None]}})
+        arranged(stored, groups, {"one": number, "bias": number})
+
+
+def test_parameters_keep_numbers_of_their_own() -> None:
+    groups = [{"params": ["a", "b", "c"]}, {"params": ["d"]}]
+    five, three = {"step": [5.0, "float32"]}, {"step": [3.0, "float32"]}
+    found = arranged({}, groups, {"a": five, "b": three, "d": three})[1]
+    assert found == {"numbers": {"0": five, "1": three}, "own_numbers": {"b": three}, "fresh": ["c"]}
 
 
 # ------------------------------------------------------------------------------------------------ padding

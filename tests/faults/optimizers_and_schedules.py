@@ -1,0 +1,24 @@
+"""Faults of optimizers and schedules: those passed in code, layer-wise ones, and what a resumed run has of them."""
+
+from tests.faults.fault import Fault
+
+_UNUSED = "tests/engine/optim/test_own_optimizer_unused.py"
+
+OPTIMIZERS_AND_SCHEDULES = (
+    Fault(
+        name="unused-parameters-of-own-optimizers-updated",
+        about="An optimizer passed in code is given zeros for a parameter without a gradient, and counts the step.",
+        file="zero/optim/sharded_optimizer.py",
+        old="                place.parameter.grad = None\n",
+        new="                place.grads.zero_()\n",
+        tests=(f"{_UNUSED}::test_every_parameter_counts_its_own_updates_as_in_torch",),
+    ),
+    Fault(
+        name="own-counts-lost",
+        about="A checkpoint gives every parameter of a group the step count of the first one.",
+        file="engine/checkpoint/contents/optimizer_state.py",
+        old=" | own.get(name, {})\n",
+        new="\n",
+        tests=(f"{_UNUSED}::test_counts_go_on_from_a_checkpoint_on_another_grid",),
+    ),
+)
