@@ -26,6 +26,7 @@ from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
 from engine.optim.param_groups import as_trainable, included_frozen
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.launcher import end_with_agent
 from engine.parallel.comm.meeting import FailureReports, JointCalls, Meeting
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import (
@@ -230,6 +231,7 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[
     grid = config.grid(world.rank)
     if world.connect is not None:
         return Comm(grid, world.connect(grid)), None
+    end_with_agent(os.environ)
     store = open_store(world)
     reports = joint = watchdog = None
     with say_if_slow("waiting for all ranks", world.rank):
