@@ -47,6 +47,7 @@ from engine.program.batch import Batch
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.program.loss import LossFunction
+from engine.program.torch_loss import with_targets
 from engine.reporting.banner import banner_text
 from engine.reporting.console import open_console, say_if_slow
 from engine.reporting.last_words import LastWords
@@ -79,7 +80,7 @@ def initialize(
         model: a module, or a callable that builds one; every rank passes the same weights. The wrappers of DDP,
             DataParallel and torch.compile are left out.
         config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics; None: the output contains the loss.
+        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics, or torch's; None: the output has it.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
         optimizer: in place of the configured one: ``params -> torch.optim.Optimizer``, or one over the parameters.
@@ -103,7 +104,7 @@ def initialize(
         rows = BatchRows.of(whole, example_batch, resolved.micro)
         resolved = replace(resolved, notes=(*resolved.notes, *notes, *rows.notes))
         forward = ForwardInputs.of(made, loss_fn is not None, inputs)
-        request = Request(loss_fn, None, lr_scheduler, example_batch, rows=rows, inputs=forward)
+        request = Request(with_targets(loss_fn, forward), None, lr_scheduler, example_batch, rows=rows, inputs=forward)
         resources.add(request.patches.remove)
         return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources, words)
     except BaseException:
