@@ -26,6 +26,7 @@ from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
 from engine.optim.param_groups import as_trainable, included_frozen
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.launcher import end_with_agent
 from engine.parallel.comm.meeting import FailureReports, JointCalls, Meeting
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import (
@@ -46,6 +47,7 @@ from engine.program.batch import Batch
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.program.loss import LossFunction
+from engine.program.torch_loss import with_targets
 from engine.reporting.banner import banner_text
 from engine.reporting.console import open_console, say_if_slow
 from engine.reporting.last_words import LastWords
@@ -78,7 +80,7 @@ def initialize(
         model: a module, or a callable that builds one; every rank passes the same weights. The wrappers of DDP,
             DataParallel and torch.compile are left out.
         config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
-        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics; None: the output contains the loss.
+        loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics, or torch's; None: the output has it.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
         optimizer: in place of the configured one: ``params -> torch.optim.Optimizer``, or one over the parameters.
@@ -102,7 +104,7 @@ def initialize(
         rows = BatchRows.of(whole, example_batch, resolved.micro)
         resolved = replacing_sections(resolved, optimizer, lr_scheduler, (*notes, *rows.notes))
         forward = ForwardInputs.of(made, loss_fn is not None, inputs)
-        request = Request(loss_fn, None, lr_scheduler, example_batch, rows=rows, inputs=forward)
+        request = Request(with_targets(loss_fn, forward), None, lr_scheduler, example_batch, rows=rows, inputs=forward)
         resources.add(request.patches.remove)
         return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources, words)
     except BaseException:
@@ -230,6 +232,7 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[
     grid = config.grid(world.rank)
     if world.connect is not None:
         return Comm(grid, world.connect(grid)), None
+    end_with_agent(os.environ)
     store = open_store(world)
     reports = joint = watchdog = None
     with say_if_slow("waiting for all ranks", world.rank):

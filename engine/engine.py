@@ -23,8 +23,6 @@ from engine.inference import Inference
 from engine.loop import TrainingLoop
 from engine.named_state import NamedState
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.flight.layout import EventKind
-from engine.parallel.comm.flight.recorder import Stream
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.grid import Axis, Grid
 from engine.parallel.pipeline.report.measured import measured_timeline
@@ -41,7 +39,6 @@ from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
 from engine.step.user_loop import LoopControl, UserLoop
-from engine.watchdog.diagnosis import CALLS
 
 logger = logging.getLogger("trine")
 
@@ -203,7 +200,8 @@ class Engine(TrainingLoop, NamedState, Inference):
                 "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
             )
         with self._comm.within(self._update.made):
-            self._note_call("train_batch")
+            with self._comm.noted("train_batch"):
+                pass  # nobody is waited for: it would cost every step
             batch = self._completed(batch)
             if self._reports.attempts:
                 return self._report(self._runner.train(batch))
@@ -226,7 +224,7 @@ class Engine(TrainingLoop, NamedState, Inference):
         """
         self._resources.refuse_closed("eval_batch")
         with self._comm.within(self._update.made):
-            self._note_call("eval_batch", joined=True)
+            self._comm.join("eval_batch")
             batch = self._completed(batch)
             with self._evaluated():
                 step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
@@ -234,19 +232,6 @@ class Engine(TrainingLoop, NamedState, Inference):
         if not return_output:
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
-
-    def _note_call(self, call: str, joined: bool = False) -> None:
-        """Note for the watchdog that this rank makes a call that every rank makes; ``joined``: wait for all others."""
-        recorder = self._comm.recorder
-        stream = Stream(EventKind.COLLECTIVE, "world", CALLS)
-        sequence = recorder.begin(stream, call) if recorder is not None else 0
-        began = recorder.wait(sequence) if recorder is not None else 0
-        try:
-            if joined:
-                self._comm.join(call)
-        finally:
-            if recorder is not None:
-                recorder.waited(sequence, stream, began)
 
     # ------------------------------------------------------------------ state
 
@@ -296,7 +281,7 @@ class Engine(TrainingLoop, NamedState, Inference):
                 belongs to another model (names the first difference); ranks gave other folders. Raised on all ranks.
         """
         self._refuse_unfinished("load_checkpoint")
-        self._comm.announce("load_checkpoint")
+        self._comm.join("load_checkpoint")
         if self._built is not None:
             self._built.settle()
         options = LoadOptions(module_only=load_module_only, optimizer_states=load_optimizer_states, strict=strict)
@@ -318,7 +303,7 @@ class Engine(TrainingLoop, NamedState, Inference):
         for eng in (self, other):
             if (gatherer := eng._runtime.gatherer) is not None:
                 gatherer.refuse_opened("copy_weights_from")
-        self._comm.announce("copy_weights_from")
+        self._comm.join("copy_weights_from")
         with self._runtime.changing(), other._runtime.changing():
             self._checkpoints.copy_weights(other._checkpoints)
 

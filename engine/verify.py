@@ -33,6 +33,7 @@ from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.program.loss import LossFunction, find_loss
+from engine.program.torch_loss import with_targets
 from engine.zero.optim.inner_optimizer import OptimizerFactory
 from engine.zero.optim.rules.schedule_free import take_averages
 
@@ -189,8 +190,9 @@ class _Reference:
         config: Config,
         wishes: VerifyOptions,
     ) -> None:
-        self.model, self.config, self.loss_fn, self.rows = model, config, wishes.loss_fn, wishes.rows
+        self.model, self.config, self.rows = model, config, wishes.rows
         self.inputs = ForwardInputs.of(model, wishes.loss_fn is not None, wishes.inputs)
+        self.loss_fn = with_targets(wishes.loss_fn, self.inputs)
         self.updates = 0
         self.precision = make_precision(config, model)
         self.device = next(model.parameters()).device

@@ -6,9 +6,15 @@ StreamedSteps    every data rank reads all samples and keeps its own; at most on
 torch's DataLoader runs the workers; what it hands over is made here, so the position does not depend on it.
 """
 
+import os
+import select
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from multiprocessing import parent_process
 from typing import Any, Protocol
 
 import torch
@@ -250,10 +256,36 @@ def _torch_loader(dataset: Dataset[Any], settings: LoaderSettings, sampler: Iter
     # a generator of its own: torch would draw from the global one, whose state belongs to the user
     own = torch.Generator().manual_seed(settings.seed % 2**63)
     further = {name: value for name, value in settings.torch.items() if settings.workers or name == "pin_memory"}
+    if settings.workers:
+        further["worker_init_fn"] = EndsWithRank(further.get("worker_init_fn"))
     return DataLoader[Any](
         dataset, batch_size=None, sampler=sampler, num_workers=settings.workers, collate_fn=_same, generator=own,
         **further,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class EndsWithRank:
+    """Initialization of a worker, after which it ends at once when its rank is killed; torch looks every 5 s only."""
+
+    users: Callable[[int], object] | None
+
+    def __call__(self, number: int) -> None:
+        parent = parent_process()
+        if parent is not None and parent.pid is not None:
+            threading.Thread(target=_end_after, args=(parent.pid,), daemon=True).start()
+        if self.users is not None:
+            self.users(number)
+
+
+def _end_after(rank: int) -> None:
+    """Wait for the end of the process ``rank``, then end this one."""
+    with suppress(ProcessLookupError):  # it has ended already
+        try:
+            select.select([os.pidfd_open(rank)], [], [])
+        except (AttributeError, PermissionError):  # a system without pidfd, or that forbids them
+            return
+    os._exit(1)
 
 
 def _same(value: Any) -> Any:

@@ -81,6 +81,21 @@ class ForwardInputs:
             return self._leading(microbatch, self.signature.positional)
         return microbatch
 
+    def rest(self, microbatch: Batch) -> list[Any]:
+        """The parts that forward is not given; none where ``inputs`` is a function, which may take anything of them."""
+        if callable(self.stated):
+            return []
+        if isinstance(microbatch, Mapping):
+            given = self._take_stated(microbatch) if self.stated is not None else self._matching(microbatch)
+            return [value for key, value in microbatch.items() if key not in given]
+        if not isinstance(microbatch, tuple | list):
+            return []
+        if self.stated is not None:
+            names = (self.stated,) if isinstance(self.stated, Name) else tuple(self.stated)
+            return [part for index, part in enumerate(microbatch) if index not in names]
+        given = self.take(microbatch)
+        return list(microbatch[len(given) if isinstance(given, tuple | list) else 1 :])
+
     def note(self, microbatch: Batch) -> str:
         """One sentence about what forward is not given; empty if it is given everything."""
         given = self.take(microbatch)

@@ -11,16 +11,15 @@ that differs is named.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from engine.parallel.comm.flight.layout import CALLS
 from engine.parallel.comm.meeting import name_ranks
 from engine.reporting.last_words import is_consequence
 from engine.watchdog.view import CallView, RankView
 
 _MOST_NAMED = 4
 _ORDERLY = "exit status 0"
-CALLS = "calls of the engine"
-"""Stream of the calls that every rank makes in one order; nothing is sent by their begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +126,9 @@ def _not_waiting(blamed: Sequence[RankView], overdue: Sequence[RankView]) -> Bla
     if computing:
         return _still(computing, overdue, "computing", "has computed for {} and does not come")
     closed = [view for view in blamed if view.phase == "ENDED"]
-    if closed:
-        return _still(closed, overdue, "outside", "closed its engine {} ago")
-    return _still(blamed, overdue, "outside", "has been in the user's code for {} and does not come")
+    what = "closed its engine {} ago" if closed else "has been in the user's code for {} and does not come"
+    found = _still(closed or blamed, overdue, "outside", what)
+    return replace(found, sentence=_alone(closed or blamed, overdue) + found.sentence)
 
 
 def _still(blamed: Sequence[RankView], overdue: Sequence[RankView], kind: str, what: str) -> Blame:
@@ -170,6 +169,19 @@ def _waiters(others: Sequence[RankView]) -> str:
     if len(others) == 1:
         return f"rank {first.rank} has waited {longest}"
     return f"{name_ranks(tuple(sorted(view.rank for view in others)))} wait, rank {first.rank} {longest}"
+
+
+def _alone(blamed: Sequence[RankView], overdue: Sequence[RankView]) -> str:
+    """What to do about a call of the engine that some ranks do not make, in words before what those do."""
+    _, call = _longest(overdue)
+    if call.stream != CALLS:
+        return ""
+    came = name_ranks(tuple(sorted(view.rank for view in overdue)))
+    absent = name_ranks(tuple(view.rank for view in blamed))
+    return (
+        f"{call.text} was called on {came} and for {call.seconds:.1f} s not on {absent}: every rank calls it, so take "
+        "it out of `if rank == 0:`; "
+    )
 
 
 def _longest(waiting: Sequence[RankView]) -> tuple[RankView, CallView]:

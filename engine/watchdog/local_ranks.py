@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import time
@@ -45,7 +46,10 @@ class LocalRanks:
                 self._open(int(number), path)
         for rank, local in self.ranks.items():
             if local.state:
+                over = _readable(local.process)
                 state, status = process_state(local.pid)
+                if over and state not in ("Z", "X"):
+                    state, status = "", 0  # another process has its number
                 local.state = "" if state in ("Z", "X") else state
                 if not local.state:
                     told = status if state else None if local.process is None else exit_of(local.process)
@@ -126,6 +130,11 @@ class LocalRanks:
         if local.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(local.process, number)
+
+
+def _readable(process: int | None) -> bool:
+    """Whether a pidfd says that its process has ended."""
+    return process is not None and bool(select.select([process], [], [], 0)[0])
 
 
 def _catches(pid: int, number: int) -> bool:

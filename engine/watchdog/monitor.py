@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,7 +111,8 @@ class Monitor:
                 if self.hub is not None or self._alone():
                     self._judge()
                 self._name_stragglers()
-                over = bool(own) and all(not view.runs or view.phase == "ENDED" for view in own)
+                # where no file is left, all ranks of this host have closed their engines before the first look
+                over = all(not view.runs or view.phase == "ENDED" for view in own)
                 if over or time.monotonic() > self.ends_at:
                     break
         finally:
@@ -285,10 +286,14 @@ def _writing_into(folder: Path) -> Iterator[None]:
 
 
 def watch() -> None:
-    """Read the orders, say the port of the hub, watch."""
-    told = json.loads(sys.stdin.readline())
+    """Read the orders, say the port of the hub, watch; end at once where the rank that asked for it has ended."""
+    given = sys.stdin.readline()
+    if not given.endswith("\n"):
+        return
+    told = json.loads(given)
     monitor = Monitor(Orders(**{**told, "hub": HubPlace(**told["hub"])}))
-    print(monitor.hub.port if monitor.hub is not None else 0, flush=True)
+    with suppress(BrokenPipeError):
+        print(monitor.hub.port if monitor.hub is not None else 0, flush=True)
     if os.fork():
         os._exit(0)  # who has started us need not wait for our end, and cannot take us down with it
     os.close(1)

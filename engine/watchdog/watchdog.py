@@ -42,6 +42,8 @@ _MOST_DELAY_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _HUB_SECONDS = 60.0
 _START = "import sys; sys.path.append(sys.argv[1]); from engine.watchdog.monitor import watch; watch()"
+MONITOR_COMMAND = ("-I", "-S", "-c", _START, str(_ROOT))
+"""Arguments of Python for a monitor."""
 
 
 class Watchdog:
@@ -139,7 +141,7 @@ class Watchdog:
             hub=hub,
         )
         done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _START, str(_ROOT)],
+            [sys.executable, *MONITOR_COMMAND],
             input=json.dumps(asdict(orders)) + "\n", stdout=subprocess.PIPE, text=True, check=True,
             start_new_session=True,
         )  # fmt: skip

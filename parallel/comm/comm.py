@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.errors import EngineError, first_line
 from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
-from engine.parallel.comm.flight.layout import EventKind
+from engine.parallel.comm.flight.layout import CALLS, EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.parallel.comm.meeting import FailureReports, JointCalls
 from engine.parallel.comm.symmetric.peer_watch import PeerEndedError
@@ -177,6 +177,20 @@ class Comm:
         finally:
             self.recorder.leave(step)
 
+    @contextmanager
+    def noted(self, call: str) -> Iterator[None]:
+        """Note for the flight recorder that this rank makes a call that every rank makes, and waits inside."""
+        if self.recorder is None:
+            yield
+            return
+        stream = Stream(EventKind.COLLECTIVE, "world", CALLS)
+        sequence = self.recorder.begin(stream, call)
+        began = self.recorder.wait(sequence)
+        try:
+            yield
+        finally:
+            self.recorder.waited(sequence, stream, began)
+
     def announce(self, call: str) -> None:
         """Write down that this rank makes a call of the engine, for ``missing``."""
         if self.joint is not None:
@@ -192,8 +206,9 @@ class Comm:
         Raises:
             EngineError: a rank does not come.
         """
-        if self.joint is not None:
-            self.joint.join(call)
+        with self.noted(call):
+            if self.joint is not None:
+                self.joint.join(call)
 
     def connect(self, stages: tuple[int, ...]) -> None:
         """Prepare sums over these indices of axis pp. Every rank of the world calls it, in the same order."""

@@ -17,7 +17,9 @@ only an ordinary SLURM_STEP_ID counts, together with the number of tasks of that
 """
 
 import contextlib
+import ctypes
 import os
+import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -194,6 +196,20 @@ def _slurm_port(task: _Task, variables: _Variables) -> int | None:
         return None
     job, step = read_count(variables, "SLURM_JOB_ID", 0), read_count(variables, "SLURM_STEP_ID", 0)
     return 10_000 + (job * 61 + step) % 20_000
+
+
+def end_with_agent(variables: _Variables) -> None:
+    """Let the kernel send this rank SIGTERM when torchrun's agent, its parent, ends without ending its ranks.
+
+    A rank of an agent that was killed would go on without its store and hold its GPU. As with a launcher that is lost
+    over ssh, a rank that saves checkpoints finishes its step and saves.
+    """
+    if "TORCHELASTIC_RUN_ID" in variables:
+        with contextlib.suppress(OSError, AttributeError):  # no Linux
+            ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+
+
+_SET_PARENT_DEATH_SIGNAL = 1
 
 
 def first_host(nodes: str) -> str:

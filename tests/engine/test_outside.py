@@ -94,6 +94,21 @@ def test_nothing_runs_after_close() -> None:
     assert eng.step_count == 1 and eng.plan.groups, "what is only read stays readable"
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_second_engine_on_a_model_is_refused_until_the_first_is_closed(stage: int) -> None:
+    model, config = nn.Linear(3, 3), {"zero_optimization": {"stage": stage}}
+    first = start(model, **config)
+    first.train_batch(torch.ones(2, 3))
+    with pytest.raises(
+        engine.EngineError, match=r"^another engine trains this model already \(parameter 'weight'\), .*"
+    ):
+        start(model, **config)
+    assert first.train_batch(torch.ones(2, 3)).step == 2, "the refusal leaves the first one as it was"
+    first.close()
+    with start(model, **config) as second:
+        assert second.train_batch(torch.ones(2, 3)).step == 1
+
+
 def data_parallel_of_compiled(model: nn.Module) -> nn.Module:
     compiled: Any = torch.compile(model)
     return nn.DataParallel(compiled)

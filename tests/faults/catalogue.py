@@ -11,6 +11,7 @@ from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.hosts import HOSTS
+from tests.faults.job_ends import JOB_ENDS
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
 from tests.faults.matrix_optimizers import MATRIX_OPTIMIZERS
 from tests.faults.offload import OFFLOAD
@@ -49,6 +50,7 @@ AREAS = {
     "step and precision": STEP_AND_PRECISION,
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,
+    "ends of jobs": JOB_ENDS,
     "host memory": HOST_MEMORY,
     "hosts": HOSTS,
     "kernels and planning": KERNELS_AND_PLANNING,

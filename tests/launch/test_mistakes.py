@@ -97,6 +97,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
 }
 ALONE = {
     "eval_batch(batch)": "eval_batch was called on rank 0 and for 3 s not on rank 1: every rank calls it; take it",
+    "predict(batch[0])": "predict was called on rank 0 and for 3 s not on rank 1: every rank calls it; take it",
+    "load_checkpoint('run')": "load_checkpoint was called on rank 0 and for 3 s not on rank 1: every rank calls it;",
     "save_checkpoint('run')": "rank 0 could not reach all ranks within 3 s to read or write a checkpoint",
 }
 MISTAKES |= {

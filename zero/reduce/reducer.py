@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -19,7 +18,7 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.offload.host_copies import HostCopies
 from engine.zero.reduce.bucket_gradient import BucketGradient
 from engine.zero.reduce.encoded_reduction import EncodedReduction
-from engine.zero.reduce.gradient_guard import check_own_hooks, plain_grad, set_plain_grad
+from engine.zero.reduce.gradient_guard import EngineHook, check_own_hooks, plain_grad, set_plain_grad
 
 logger = logging.getLogger("trine")
 
@@ -45,7 +44,7 @@ class GradientHooks:
         self._handles = []
         for name, parameter in parameters.items():
             untyped: Any = parameter  # torch leaves the method untyped
-            self._handles.append(untyped.register_post_accumulate_grad_hook(partial(self._arrive, name)))
+            self._handles.append(untyped.register_post_accumulate_grad_hook(EngineHook(self._arrive, name)))
             plan_as_trainable(parameter, True)
 
     @contextmanager

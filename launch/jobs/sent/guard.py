@@ -23,7 +23,7 @@ from typing import Any
 MARK = "\x1etrine-guard "
 """Before a line of the error stream that is for the launcher alone."""
 SILENCE_SECONDS = 30.0
-AFTER_SECONDS = 3.0
+AFTER_SECONDS = 1.4
 """Which processes have that torchrun leaves behind, such as the watchdog's monitor with its report."""
 SET_CHILD_SUBREAPER = 36
 SET_PARENT_DEATH_SIGNAL = 1
@@ -123,7 +123,7 @@ def _connected(port: int) -> bool:
 
 def _end_descendants() -> None:
     """Wait for what torchrun has left, then end it, kindly at first."""
-    for number, seconds in ((0, AFTER_SECONDS), (signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
+    for number, seconds in ((0, AFTER_SECONDS), (signal.SIGTERM, 0.5), (signal.SIGKILL, 5.0)):
         end = time.monotonic() + seconds
         _kill(_descendants(), number)
         while _descendants() and time.monotonic() < end:

@@ -29,6 +29,8 @@ STREAM_BYTES: Final = 128
 EVENTS_AT: Final = STREAMS_AT + STREAMS * STREAM_BYTES
 EVENT_BYTES: Final = 192
 FILE_BYTES: Final = EVENTS_AT + EVENTS * EVENT_BYTES
+CALLS: Final = "calls of the engine"
+"""Stream of the calls that every rank makes."""
 AXES: Final[tuple[Axis, ...]] = ("dp", "tp", "pp", "replica", "world", "dp_shard", "dp_replicate")
 """Axes whose waits are summed, in the order of their sums."""
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.watchdog.diagnosis import CALLS, Blame, SilentHost, diagnose
+from engine.parallel.comm.flight.layout import CALLS
+from engine.watchdog.diagnosis import Blame, SilentHost, diagnose
 from engine.watchdog.view import CallView, RankView
 
 TIMEOUT = 5.0
@@ -96,6 +97,18 @@ def calling(view: RankView, *names: str) -> RankView:
         for each, name in enumerate(names)
     )
     return replace(view, recent=(*view.recent, *made))
+
+
+@pytest.mark.parametrize(("phase", "doing"), [("USER", "has been in the user's code"), ("ENDED", "closed its engine")])
+def test_a_call_that_one_rank_makes_alone_is_named_before_what_the_others_do(phase: str, doing: str) -> None:
+    lone = CallView(text="predict", stream=CALLS, count=40, likeness="predict", peers=ALL, seconds=5.5)
+    outside = [rank(each, phase=phase, in_phase=6.0) for each in (1, 2, 3)]
+    found = blamed(rank(0, waiting=lone, recent=(lone,)), *outside)
+    assert found is not None and (found.ranks, found.kind) == ((1, 2, 3), "outside")
+    assert found.sentence.startswith(
+        "predict was called on rank 0 and for 5.5 s not on ranks 1, 2, 3: every rank calls"
+    )
+    assert "take it out of `if rank == 0:`; rank 1 (node" in found.sentence and doing in found.sentence
 
 
 def test_who_makes_another_call_of_the_engine_is_named() -> None:
