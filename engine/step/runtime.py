@@ -129,12 +129,16 @@ class RankRuntime:
         """Context of a backward; with ``deferred``, it collects the weight gradients that can be deferred."""
         waits = self.split_backward.leaving(deferred) if self.split_backward and deferred else nullcontext()
         gathers = self.gatherer.backward(which.last) if self.gatherer else nullcontext()
-        with self.reducer.backward(which), gathers, waits:
+        with self.reducer.backward(self._compared(which)), gathers, waits:
             yield
+
+    def _compared(self, which: Backward) -> Backward:
+        unequal = self.gatherer is not None and self.gatherer.unequal(which.stage, which.microbatch)
+        return which._replace(unequal=True) if unequal else which
 
     def weights(self, which: Backward, deferred: DeferredWeightGrads) -> None:
         """Compute the weight gradients that a backward has deferred; they need no parameters."""
-        with self.reducer.backward(which):
+        with self.reducer.backward(self._compared(which)):
             deferred.compute(self.reducer.take)
 
     @contextmanager

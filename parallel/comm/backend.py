@@ -96,6 +96,9 @@ class Backend(Protocol):
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
         """All-gather each (full, shard) over dp or ``within`` ranks of it, in a group apart from its other traffic."""
 
+    def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
+        """The bytes of all ranks that ``gather_parameters`` joins, of equal length; between hosts: no device waits."""
+
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
         """Send ``tensor`` to index ``to`` of axis pp; it must not change before the wait."""
 
@@ -158,6 +161,10 @@ class RecordingBackend:
         for full, shard in pairs:
             full.view(ranks, -1)[self._grid.index("dp") % ranks].copy_(shard)
         return lambda: None
+
+    def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
+        """Every rank seems to give the same."""
+        return [data] * within
 
     def connect(self, stages: tuple[int, ...]) -> None:
         """Do nothing."""

@@ -309,6 +309,23 @@ class Comm:
         route = _Route(ranks, Stream(EventKind.COLLECTIVE, axis, name))
         return self._launch(work, axis, label, lambda: self._backend.gather_parameters(pairs, within), route)
 
+    def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
+        """What each rank says that ``gather_parameters`` joins, in order of index; all give the same number of bytes.
+
+        The hosts talk, so that nobody waits for a device, and no bytes are counted.
+        """
+        size = self.grid.shard_size or self.grid.dp
+        answers: list[bytes] = [said] if size == 1 else []
+
+        def exchange() -> None:
+            answers.extend(self._backend.exchange_gathers(said, size))
+
+        axis = self.grid.sharding
+        route = _Route(size, Stream(EventKind.COLLECTIVE, axis, "dp gathers agreement"))
+        work = _Work("all_gather", len(said) * size, len(said) * size, "uint8", counted=False)
+        self._launch(work, axis, label, lambda: exchange, route).wait()
+        return answers
+
     def close(self) -> None:
         """End the communication of this engine; the process group itself belongs to the :class:`World`."""
         self._closed = True
@@ -337,7 +354,7 @@ class Comm:
         self._sequence += 1
         record = Record(self._sequence, work.op, axis, label, work.elements, work.dtype)
         self.records.append(record)
-        if work.op != "receive":
+        if work.counted and work.op != "receive":
             self.tally.add(Traffic(axis, label, 1, sent_bytes(work.op, work.bytes, route.ranks)))
         note = None
         if self.recorder is not None:
@@ -380,3 +397,4 @@ class _Work:
     elements: int
     bytes: int
     dtype: str
+    counted: bool = True

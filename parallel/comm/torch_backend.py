@@ -29,9 +29,9 @@ class _DataMembers(NamedTuple):
 
 
 class _DataGathers(NamedTuple):
-    """Gathers of parameters over so many data ranks side by side."""
+    """Gathers of parameters over so many data ranks side by side, or their agreement on these, between hosts."""
 
-    purpose: Literal["gathers"]
+    purpose: Literal["gathers", "agreement"]
     within: int
 
 
@@ -129,7 +129,10 @@ class TorchBackend:
         starts = range(0, self._grid.dp, size)
         groups = (peers[start : start + size] for peers in self._grid.groups("dp") for start in starts)
         first = self._grid.index("dp") // size * size
-        self._groups[_DataGathers("gathers", size)] = self._open(groups, line[first : first + size])
+        own = line[first : first + size]
+        self._groups[_DataGathers("gathers", size)] = group = self._open(groups, own)
+        hosts = self._owned.open(own, backend="gloo") if self._linked else group
+        self._groups[_DataGathers("agreement", size)] = hosts
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
         """All-gather each pair in the group that ``open_gathers`` has created for it."""
@@ -141,6 +144,12 @@ class TorchBackend:
                 wait()
 
         return finish
+
+    def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
+        """Exchange bytes in the group that ``open_gathers`` has created for them."""
+        group = self._groups[_DataGathers("agreement", within)]
+        assert group is not None
+        return _exchange(group, data)
 
     def connect(self, stages: tuple[int, ...]) -> None:
         """Create the groups of these stages, for every data and tensor coordinate."""

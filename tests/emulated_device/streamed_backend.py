@@ -95,6 +95,10 @@ class StreamedBackend:
         """As inside."""
         self.inner.open_gathers(within)
 
+    def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
+        """As inside: it is the hosts that talk."""
+        return self.inner.exchange_gathers(data, within)
+
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
         """As inside."""
         return self.inner.share_bytes(axis, size)

@@ -26,6 +26,7 @@ from tests.faults.state_between_places import STATE_BETWEEN_PLACES
 from tests.faults.state_forms import STATE_FORMS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
+from tests.faults.uneven_calls import UNEVEN_CALLS
 from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
@@ -47,6 +48,7 @@ AREAS = {
     "quantized base": QUANTIZED_BASE,
     "secondary shards": SECONDARY_SHARDS,
     "shard groups": SHARD_GROUPS,
+    "uneven calls": UNEVEN_CALLS,
     "step and precision": STEP_AND_PRECISION,
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,

@@ -8,12 +8,13 @@ gradient of the call's output arrives. Recomputed forwards run inside a backward
 too.
 
 Every rank gathers the groups in their order, whatever the model does (a module that one rank skips is gathered there
-all the same), through communicators of their own, so that no reduction comes between. Gathers outside that order (for a
-module that runs before its turn, or a weight that other code reads) must be needed by all data ranks alike; the ranks
-compare their requests before such a gather.
+all the same), through communicators of their own, so that no reduction comes between. In a forward, a rank that needs
+something outside that order (for a module that runs again or before its turn, or a weight that other code reads) asks
+for it in a round of all data ranks (``call_agreement``). In a backward after equal calls all ranks ask alike, and
+compare their requests before such a gather; after unequal calls a rank keeps what it will reach again.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -26,6 +27,7 @@ from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.call_agreement import GatherRounds, PassCalls, Said
 from engine.zero.gather.gather_schedule import GatherOrder
 from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
 from engine.zero.gather.unsharded_buckets import UnshardedBuckets
@@ -37,11 +39,17 @@ _FORWARD, _BACKWARD = Action(Op.FORWARD, 0, 0), Action(Op.BACKWARD, 0, 0)
 class _Walk:
     """State of the running pass."""
 
-    def __init__(self, walk: Action, order: GatherOrder, kept: frozenset[int], pinned: frozenset[int]) -> None:
-        self.is_forward, self.stage = walk.op is Op.FORWARD, walk.stage
+    def __init__(
+        self, walk: Action, order: GatherOrder, calls: PassCalls, kept: frozenset[int], pinned: frozenset[int]
+    ) -> None:
+        self.is_forward, self.stage, self.calls = walk.op is Op.FORWARD, walk.stage, calls
         self.positions = order.positions(walk)
         self.kept = kept
-        """Buckets that stay gathered after the pass."""
+        """Buckets that are not freed when they are only passed over."""
+        self.stays = kept & (order.members[self.positions[-1]] | pinned) if self.positions else kept
+        """Buckets that stay gathered after the pass, on all ranks alike, whatever each of them has called."""
+        self.held: frozenset[int] = frozenset()
+        """In a backward after unequal calls: buckets that stay gathered to its end, because it reaches them again."""
         self.pinned = pinned
         """Buckets that are not freed before their turn in this pass has come."""
         self.asked = 0
@@ -74,6 +82,9 @@ class ParameterGatherer:
     ) -> None:  # fmt: skip
         self._start_backward = start
         self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.size("dp_shard")
+        self._rounds = GatherRounds(comm, len(buckets))
+        self._calls_of: defaultdict[tuple[int, int], PassCalls] = defaultdict(PassCalls)
+        """Stage and microbatch -> calls of its forward."""
         self._whole = UnshardedBuckets(buckets, comm, self._read, within)
         self._pass: _Walk | None = None
         self._to_come: deque[Action] = deque()
@@ -97,6 +108,7 @@ class ParameterGatherer:
         self._refuse_opened()
         self._whole.secondary.drop()
         self._to_come = deque(passes)
+        self._calls_of.clear()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -125,7 +137,7 @@ class ParameterGatherer:
             walk = self._to_come.popleft()
             following = self._to_come[0] if self._to_come else None
         kept = self._order.at_start(following) | self._pinned if following else frozenset()
-        now = self._pass = _Walk(walk, self._order, kept, self._pinned)
+        now = self._pass = self._begin(walk, kept)
         try:
             with torch.no_grad():
                 self._ask_up_to(1)
@@ -135,14 +147,49 @@ class ParameterGatherer:
             yield
             with torch.no_grad():
                 self._ask_up_to(len(now.positions))
+                if now.is_forward and now.positions:
+                    self._end_forward(now)
             self._whole.refuse_written(self._whole.live)
         except BaseException:
             self.end()
             raise
         self._pass = None
-        self._whole.free(self._whole.live - now.kept)
+        self._whole.free(self._whole.live - now.stays)
         if not torch.is_grad_enabled():  # no step follows, before which the host waits for more
             self._whole.settle()
+
+    def unequal(self, stage: int, microbatch: int) -> bool:
+        """Whether data ranks have made different calls in the forward of a backward that begins."""
+        calls = self._calls_of.get((stage, microbatch))
+        return calls is not None and calls.unequal
+
+    def _begin(self, walk: Action, kept: frozenset[int]) -> _Walk:
+        calls = self._calls_of[walk.stage, walk.microbatch]
+        now = _Walk(walk, self._order, calls, kept, self._pinned)
+        if now.is_forward:
+            calls.begin_forward()
+        else:
+            calls.begin_backward()
+            if calls.unequal:
+                now.held = frozenset().union(*(self._order.members[position] for position in calls.reached_again))
+        return now
+
+    def _end_forward(self, now: _Walk) -> None:
+        """Take part in the rounds of ranks that have not ended their forward, and compare the calls of all."""
+        own = Said(ended=True, calls=now.calls.digest)
+        said = self._round(own)
+        while not all(each.ended for each in said):
+            said = self._round(own)
+        now.calls.compare(said)
+
+    def _round(self, own: Said) -> list[Said]:
+        """Gather what any rank wants, on all of them."""
+        said = self._rounds.meet(own)
+        everywhere = frozenset().union(*(each.wanted for each in said if each.everywhere))
+        if everywhere:
+            self._order = replace(self._order, members=tuple(group | everywhere for group in self._order.members))
+        self._whole.ask_again(frozenset().union(*(each.wanted for each in said)), own.wanted)
+        return said
 
     def _refuse_opened(self) -> None:
         self.refuse_opened("a step")
@@ -161,6 +208,8 @@ class ParameterGatherer:
         """Gather the group, one of whose modules is about to run."""
         position = self._position(group)
         if self._pass is not None and position is not None:
+            if self._pass.is_forward:
+                self._pass.calls.note(position)
             with torch.no_grad():
                 (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
@@ -207,14 +256,24 @@ class ParameterGatherer:
         if now.pinned:
             to_come = [self._order.members[later] for later in now.positions[index + 1 :]]
             waiting = now.pinned & (now.kept | frozenset().union(*to_come))
-        behind = self._whole.live - wanted - ahead - waiting
+        # What is passed over now is freed by `_ask_up_to`: gathered again here, it would be on this rank alone.
+        passed = frozenset().union(*(self._order.members[later] for later in now.positions[now.asked : index + 1]))
+        behind = self._whole.live - wanted - ahead - waiting - passed - now.held
         self._whole.refuse_written(behind)
         self._whole.free(behind)
         # Asking in order keeps collectives matched on all data ranks. What is still missing after that is wanted out of
         # order (a module that runs again, or early), and the ranks agree on it first.
         self._ask_up_to(index + 1)
-        self._whole.ask_alike(wanted)
+        self._ask_missing(wanted, now)
         self._whole.show(wanted | self._ask_ahead(index + 1, now))
+
+    def _ask_missing(self, wanted: frozenset[int], now: _Walk) -> None:
+        """Ask for what is missing, out of order."""
+        if now.is_forward and not wanted <= self._whole.live:
+            self._ask_up_to(len(now.positions))  # the other ranks wait for these before they come to a round
+            self._round(Said(wanted - self._whole.live))
+        else:
+            self._whole.ask_alike(wanted)
 
     def _ask_ahead(self, index: int, now: _Walk) -> frozenset[int]:
         """Start the gather of the next group and return the buckets that must be shown at once.
@@ -236,9 +295,11 @@ class ParameterGatherer:
     def _enter_again(self, position: int, now: _Walk) -> None:
         """Gather for a recomputed module; buckets that the running backward may need are not freed."""
         wanted = self._order.members[position]
+        if now.calls.unequal:  # which modules a recomputation enters after this one is unknown
+            now.held = frozenset(range(len(self._order.buckets)))
         if now.again and position < min(now.again):  # another recomputation begins, so the previous one is done
             behind: frozenset[int] = frozenset().union(*(self._order.members[past] for past in now.again))
-            self._whole.free(behind - wanted - now.pinned)
+            self._whole.free(behind - wanted - now.pinned - now.held)
             now.again.clear()
         now.again.add(position)
         self._ask_up_to(now.index(position) + 1)
@@ -260,6 +321,11 @@ class ParameterGatherer:
     @torch.no_grad()
     def _need_everywhere(self, indices: frozenset[int]) -> None:
         """Keep these buckets gathered through every pass from now on, because the code that reads them is unknown."""
+        now = self._pass
+        if now is not None and now.is_forward:
+            self._ask_up_to(len(now.positions))
+            self._round(Said(indices, everywhere=True))
+            return
         self._order = replace(self._order, members=tuple(group | indices for group in self._order.members))
         self._whole.ask_alike(indices)
         self._whole.show(indices)
@@ -338,4 +404,4 @@ class ParameterGatherer:
             self._whole.ask(members[position])
             now.asked = index + 1
             if now.asked < count:
-                self._whole.free(members[position] - members[now.positions[now.asked]] - now.kept)
+                self._whole.free(members[position] - members[now.positions[now.asked]] - now.kept - now.held)

@@ -85,6 +85,18 @@ class UnshardedBuckets:
         pending = pending.then(partial(_decode, encoded))
         self._live.update(dict.fromkeys(missing, pending))
 
+    def ask_again(self, indices: frozenset[int], wanted: frozenset[int]) -> None:
+        """Gather buckets, also those that are gathered here: all data ranks call it with equal ``indices``.
+
+        Afterwards those are shown that were, and what is ``wanted`` here.
+        """
+        live, shown = indices & self._live.keys(), indices & self._shown
+        self.refuse_written(indices)
+        self.free(indices)
+        self.ask(indices)
+        self.show(shown | wanted)
+        self.free(indices - live - wanted)
+
     def ask_alike(self, indices: frozenset[int], exact: bool = False) -> None:
         """Ask for buckets outside the common order, after comparing with all data ranks.
 

@@ -89,6 +89,8 @@ class MicrobatchReducer(SharedReduction):
         self._round: Sequence[_Filling] = ()
         """Buckets that the running backward reduces."""
         self._next = 0
+        self._eager = True
+        """Buckets of the running backward are reduced as soon as they are complete."""
         self._kept: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
         """Gradients of first parts of split backwards, by stage and microbatch."""
         self._keeping: list[tuple[str, Tensor]] | None = None
@@ -108,6 +110,7 @@ class MicrobatchReducer(SharedReduction):
             return
         stage = None if None in self._rounds else which.stage
         self._begin_round(stage)
+        self._eager = not which.unequal
         try:
             for name, grad in self._kept.pop(place, ()):
                 self.take(name, grad)
@@ -183,7 +186,7 @@ class MicrobatchReducer(SharedReduction):
         self._places[name][0].arrived.add(name)
         # Buckets are launched in order: data ranks must issue the same collectives, though their hooks may fire in
         # another order.
-        while self._next < len(self._round) and self._ready(self._round[self._next]):
+        while self._eager and self._next < len(self._round) and self._ready(self._round[self._next]):
             self._launch(self._round[self._next])
             self._next += 1
 

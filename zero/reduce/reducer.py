@@ -163,6 +163,10 @@ class Backward(NamedTuple):
     microbatch: int = 0
     further: bool = False
     """True for the first one after one that was taken for the last one: all buckets are reduced a second time."""
+    unequal: bool = False
+    """True after a forward in which data ranks have called different modules (ZeRO 3). No bucket is then reduced before
+    the end of the backward: a rank that waits for a reduction does not begin the gathers that another one waits for.
+    """
 
 
 class Reducer(Protocol):

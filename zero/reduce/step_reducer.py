@@ -96,7 +96,7 @@ class GradientReducer(SharedReduction):
             self._reopen()
         self._last = which.last
         # The first step only observes, because it is not yet known which parameters give several gradients.
-        self._eager = which.last and self._whole_step_seen
+        self._eager = which.last and self._whole_step_seen and not which.unequal
         try:
             with self._hooks.backward():
                 yield

@@ -154,6 +154,16 @@ class ThreadBackend:
 
         return finish
 
+    def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
+        """Exchange bytes between the ranks of ``gather_parameters``."""
+        first = self._grid.index("dp") // within * within
+        group = ("agreement", tuple(self._grid.peers("dp")[first : first + within]))
+        with torch._C.DisableTorchFunction():
+            own = torch.tensor(list(data), dtype=torch.uint8)
+            full = own.new_empty(within, len(data))
+            self._gather(full, own, group)()
+            return [bytes(row) for row in full.tolist()]
+
     def _gather(self, full: Tensor, shard: Tensor, group: Group) -> Wait:
         def place(parts: list[Tensor]) -> None:
             full.copy_(torch.cat([part.reshape(-1) for part in parts]).view_as(full))

@@ -1,0 +1,109 @@
+"""Agreement of data ranks on gathers outside the common order, and on the calls that a backward will reach (ZeRO 3).
+
+A data rank cannot know that another one calls a module once more (a vision tower for images and for videos, a loop
+whose length depends on the data). So every forward ends with a round in which the ranks tell each other that they have
+ended it, and a rank that needs something out of order asks for it in such a round:
+
+    rank 0   gathers 0 1 2 3 in order | needs 1: round      | needs 2: round      | end: round
+    rank 1   gathers 0 1 2 3 in order | end: round, gathers 1 | round, gathers 2  | round
+
+A rank begins its first round after it has started all gathers of the order, so nobody waits for it in one. The last
+round compares the calls. A backward after equal calls asks in equal order on all ranks. After unequal calls a rank
+keeps in its backward what it will reach again, and asks for nothing out of order.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from engine.parallel.comm.comm import Comm
+
+_DIGEST_BYTES = 8
+_ENDED, _EVERYWHERE = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one rank says in a round; ``wanted`` counts buckets."""
+
+    wanted: frozenset[int] = frozenset()
+    everywhere: bool = False
+    """What is wanted stays gathered in every pass from now on."""
+    ended: bool = False
+    """The forward has ended; nothing is wanted."""
+    calls: bytes = bytes(_DIGEST_BYTES)
+    """Digest of the calls of a forward that has ended."""
+
+
+class GatherRounds:
+    """Rounds of the ranks that gather together, between their hosts; label "gather check".
+
+    ``buckets``: number of buckets, which is the same on all of them.
+    """
+
+    def __init__(self, comm: Comm, buckets: int) -> None:
+        self._comm, self._bytes = comm, (buckets + 7) // 8
+
+    def meet(self, said: Said) -> list[Said]:
+        """Return what all ranks say in this round."""
+        mask = sum(1 << index for index in said.wanted).to_bytes(self._bytes, "little")
+        flags = bytes([_ENDED * said.ended + _EVERYWHERE * said.everywhere])
+        return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, "gather check")]
+
+    def _read(self, answer: bytes) -> Said:
+        flags, calls, mask = answer[0], answer[1 : 1 + _DIGEST_BYTES], answer[1 + _DIGEST_BYTES :]
+        wanted = frozenset(_bits(int.from_bytes(mask, "little")))
+        return Said(wanted, bool(flags & _EVERYWHERE), bool(flags & _ENDED), calls)
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+class PassCalls:
+    """Calls of the forwards that one backward differentiates, as positions of the gather order."""
+
+    def __init__(self) -> None:
+        self._positions: list[int] = []
+        self._reached = False
+        self.unequal = False
+        """Data ranks have made different calls in one of the forwards."""
+
+    def begin_forward(self) -> None:
+        """Forget the calls that a backward has differentiated."""
+        if self._reached:
+            self._positions.clear()
+            self._reached = self.unequal = False
+
+    def begin_backward(self) -> None:
+        """Let the next forward begin anew."""
+        self._reached = True
+
+    def note(self, position: int) -> None:
+        """Note a call; calls of one position in succession are one."""
+        if self._positions[-1:] != [position]:
+            self._positions.append(position)
+
+    def compare(self, last: Sequence[Said]) -> None:
+        """Compare the calls of all ranks, which have ended their forward."""
+        self.unequal = self.unequal or len({said.calls for said in last}) > 1
+
+    @property
+    def digest(self) -> bytes:
+        """Equal for equal calls."""
+        return blake2b(repr(self._positions).encode(), digest_size=_DIGEST_BYTES).digest()
+
+    @property
+    def reached_again(self) -> frozenset[int]:
+        """Positions that a backward, which goes through the calls from the last to the first, reaches after it has
+        passed them.
+        """
+        again, lowest = set(), None
+        for position in reversed(self._positions):
+            if lowest is not None and position >= lowest:
+                again.add(position)
+            lowest = position if lowest is None else min(lowest, position)
+        return frozenset(again)
