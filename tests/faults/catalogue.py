@@ -12,6 +12,7 @@ from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.hosts import HOSTS
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
+from tests.faults.loops_of_hosts import LOOPS_OF_HOSTS
 from tests.faults.matrix_optimizers import MATRIX_OPTIMIZERS
 from tests.faults.offload import OFFLOAD
 from tests.faults.pipeline import PIPELINE
@@ -49,6 +50,7 @@ AREAS = {
     "reliability": RELIABILITY,
     "host memory": HOST_MEMORY,
     "hosts": HOSTS,
+    "loops of hosts": LOOPS_OF_HOSTS,
     "kernels and planning": KERNELS_AND_PLANNING,
     "communicating kernels": COMMUNICATING_KERNELS,
     "data": DATA,
