@@ -3,6 +3,7 @@
 from tests.faults.fault import Fault
 
 _STEPS = "tests/engine/huggingface/test_whole_steps.py"
+_GUARD = "tests/zero/reduce/test_gradient_guard.py"
 
 LOOPS_OF_HOSTS = (
     Fault(
@@ -20,5 +21,21 @@ LOOPS_OF_HOSTS = (
         old="        if not self._fills:\n",
         new="        if False:\n",
         tests=(f"{_STEPS}::test_rows_that_lack_are_refused_by_the_loss_itself_and_not_by_a_signature",),
+    ),
+    Fault(
+        name="gradient-of-another-stage-is-none",
+        about="Code that looks for the gradient of a parameter finds None on the ranks that do not hold it.",
+        file="zero/reduce/gradient_guard.py",
+        old="if p.requires_grad or id(p) in self._absent)",
+        new="if p.requires_grad)",
+        tests=(f"{_GUARD}::test_a_look_is_refused_on_every_rank_whoever_holds_the_parameter",),
+    ),
+    Fault(
+        name="gradient-of-a-shard-is-none",
+        about="Code that looks for the gradient of a sharded parameter finds None and says nothing.",
+        file="zero/reduce/gradient_guard.py",
+        old="            self._guarded = [p for p in trained if type(p) in _TAKEN]\n",
+        new="            self._guarded = [p for p in trained if type(p) is nn.Parameter]\n",
+        tests=(f"{_GUARD}::test_a_look_is_refused_on_every_rank_whoever_holds_the_parameter",),
     ),
 )

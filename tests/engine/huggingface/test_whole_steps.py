@@ -51,8 +51,8 @@ def steps_of(accelerator: FakeAccelerator, own_loss: OwnLoss | None = None, coun
 
 def per_item(batch: dict[str, Any]) -> Tensor:
     """The loss of a model that divides by the number of items."""
-    labels: Tensor = batch["labels"]
-    return labels.clamp(min=0).sum() / batch["num_items_in_batch"]
+    found: Tensor = batch["labels"].clamp(min=0).sum() / batch["num_items_in_batch"]
+    return found
 
 
 def mean(batch: dict[str, Any]) -> Tensor:
