@@ -145,6 +145,15 @@ class TrainingLoop(ABC):
         if self._loop is not None:
             self._loop.zero_grad()
 
+    def guard_gradients(self) -> None:
+        """Refuse code that looks for a gradient on its parameter, until the next forward, step or ``zero_grad``.
+
+        Between a backward and its step the engine does so by itself; a host whose loop has parameters keep their
+        gradients until it drops them calls this after the step.
+        """
+        if self._loop is not None:
+            self._loop.guard_gradients()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, no backward is taken for the last one of a step, in which gradients are reduced.
 

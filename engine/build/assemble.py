@@ -256,8 +256,8 @@ def _parts(placed: Sequence[FlatBucket], plan: Plan, grid: Grid) -> tuple[Sequen
 
 def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatches) -> GradientGuard:
     """The guard of gradients; what it and the reducer put on parameters is taken off together."""
-    # a sharded parameter (ZeRO 3) is guarded as a whole while it is not gathered
-    guard = GradientGuard(p for p in model.parameters() if p.requires_grad and plan.gather_groups is None)
+    trained = {row.name for row in plan.table if row.trainable}
+    guard = GradientGuard(p for name, p in model.named_parameters() if name in trained)
 
     def take_off() -> None:
         guard.lift()

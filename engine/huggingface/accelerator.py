@@ -203,6 +203,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Keep what the loop asks of a step that was made."""
         self.grad_norm.fill_(report.grad_norm)
         self.skipped = report.skipped
+        self.trained.guard_gradients()  # callbacks look for them until zero_grad
 
 
 class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]

@@ -43,26 +43,46 @@ class HostedModel(nn.Module):
             return gather_logits(self.trained(*args, **kwargs))
         batch = args[0] if len(args) == 1 and not kwargs else kwargs or args
         self.trained.complete(batch)
-        return with_one_loss(self.trained.predict(batch), batch, self.trained.config.micro or 1)
+        micro = self.trained.config.micro or 1
+        return with_one_loss(self.trained.predict(with_share(batch, micro)), batch, micro)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last update."""
         self.trained.zero_grad()
 
 
-def with_one_loss(output: Any, batch: Any, micro: int) -> Any:
-    """``output``, whose losses of microbatches are made the loss of the batch.
+_COUNT = "num_items_in_batch"
+_NO_LABEL = -100
 
-    Losses that are divided by the number of items of the whole batch are added up; means are weighted by their rows.
+
+def with_share(batch: Any, micro: int) -> Any:
+    """``batch``, whose number of items is given as each row's share, so that a microbatch has that of its rows."""
+    if not isinstance(batch, Mapping) or batch.get(_COUNT) is None:
+        return batch
+    shares = _row_shares(batch, micro)
+    return {**batch, _COUNT: torch.as_tensor(batch[_COUNT], device=shares.device) * shares}
+
+
+def with_one_loss(output: Any, batch: Any, micro: int) -> Any:
+    """``output``, whose losses of microbatches are made the loss of the batch: their mean, weighted by labels or rows.
+
+    It is exact for means over either, and for sums that are divided by the share of the items that a microbatch has.
     """
     losses = output.get("loss") if isinstance(output, Mapping) else None
     if losses is None or not losses.ndim:
         return output
-    if isinstance(batch, Mapping) and batch.get("num_items_in_batch") is not None:
-        loss = losses.sum()
-    else:
-        rows = next(len(part) for part in batch.values() if isinstance(part, Tensor) and part.ndim)
-        weights = torch.tensor([min(micro, rows - first) for first in range(0, rows, micro)], device=losses.device)
-        loss = (losses * weights).sum() / rows
-    output["loss"] = loss
+    weights = torch.stack([part.sum() for part in torch.split(_row_shares(batch, micro), micro)]).to(losses.device)
+    output["loss"] = (losses * weights).sum()
     return output
+
+
+def _row_shares(batch: Mapping[str, Any], micro: int) -> Tensor:
+    """Share of each row in the loss of the batch: of its labels, where each microbatch has some, else of its rows."""
+    labels = batch.get("labels")
+    first = next(part for part in batch.values() if isinstance(part, Tensor) and part.ndim)
+    rows = len(first)
+    if isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point():
+        counts = labels.ne(_NO_LABEL).reshape(rows, -1).sum(1).float()
+        if all(part.sum() for part in torch.split(counts, micro)):
+            return counts / counts.sum()
+    return torch.full((rows,), 1 / rows, device=first.device)

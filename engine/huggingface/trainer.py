@@ -113,11 +113,13 @@ class Trainer(TrlLoop):
         optimizer: Any = self.create_optimizer()
         config, own = settled(self._raw, self.args), self._own_loss()
         if self.accelerator.whole_steps:
-            counts = bool(self.model_accepts_loss_kwargs) or self.compute_loss_func is not None
-            self._steps = WholeSteps(self.args, self.accelerator, own, counts)
+            given = self.compute_loss_func is not None
+            summed = True if self.loss_is_scaled_for_ga is None and given else self.loss_is_scaled_for_ga
+            counts = bool(self.model_accepts_loss_kwargs) or given
+            self._steps = WholeSteps(self.args, self.accelerator, own, counts, summed)
         self._prepare_trl_model(model)
         example = self._example()
-        if self._steps is None or own is None:
+        if self._steps is None or not self._steps.scales:
             placed = initialize(model, config, None, example, optimizer)
         else:
             placed = initialize(model, config, self._steps.loss, example, optimizer, inputs=self._steps.inputs)

@@ -171,6 +171,10 @@ class UserLoop:
         self._forget_gradients()
         self._runtime.reducer.reset()
 
+    def guard_gradients(self) -> None:
+        """See :meth:`engine.Engine.guard_gradients`."""
+        self._runtime.gradient_guard.set()
+
     @property
     def at_boundary(self) -> bool:
         """Whether ``step`` makes an update after this microbatch."""

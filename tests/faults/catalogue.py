@@ -13,6 +13,7 @@ from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.hosts import HOSTS
 from tests.faults.job_ends import JOB_ENDS
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
+from tests.faults.loops_of_hosts import LOOPS_OF_HOSTS
 from tests.faults.matrix_optimizers import MATRIX_OPTIMIZERS
 from tests.faults.offload import OFFLOAD
 from tests.faults.optimizers_and_schedules import OPTIMIZERS_AND_SCHEDULES
@@ -55,6 +56,7 @@ AREAS = {
     "ends of jobs": JOB_ENDS,
     "host memory": HOST_MEMORY,
     "hosts": HOSTS,
+    "loops of hosts": LOOPS_OF_HOSTS,
     "kernels and planning": KERNELS_AND_PLANNING,
     "communicating kernels": COMMUNICATING_KERNELS,
     "data": DATA,

@@ -4,18 +4,21 @@
     plain parameters   | gradients move into buckets,  | guarded: to read, write or delete ``p.grad`` raises,
                        | p.grad is None again          | since None would let clipping find nothing
 
-The objects stay the user's; only their class changes and changes back, so that nothing stands between torch and a
-parameter while the model runs.
+A parameter whose values are elsewhere (a shard under ZeRO 3, another stage's) is guarded alike, so that every rank
+refuses the same code. The objects stay the user's; only their class changes and changes back, so that nothing stands
+between torch and a parameter while the model runs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.parallel.trace.guarded_parameter import GuardedParameter
 
 _GRAD: Any = Tensor.grad
 
@@ -55,17 +58,18 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
         )
 
 
+def _refuse(parameter: Tensor, *_: object) -> NoReturn:
+    raise EngineError(
+        f"the gradient of this parameter (shape {list(parameter.shape)}) is with the engine, which sums and clips it; "
+        "read and write it with eng.gradients(), drop it with eng.zero_grad(), and clip with gradient_clipping."
+    )
+
+
 class _TakenGradient(nn.Parameter):
     """Parameter whose gradient the engine has taken."""
 
     # operations are those of any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise EngineError(
-            f"the gradient of this parameter (shape {list(self.shape)}) is with the engine, which sums and clips it; "
-            "read and write it with eng.gradients(), drop it with eng.zero_grad(), and clip with gradient_clipping."
-        )
 
     grad = property(_refuse, _refuse, _refuse)
 
@@ -77,22 +81,40 @@ class _TakenGradient(nn.Parameter):
         return copied
 
 
+class _TakenGradientElsewhere(GuardedParameter):
+    """Parameter whose gradient the engine has taken, and whose values this rank does not hold either."""
+
+    grad = property(_refuse, _refuse, _refuse)
+
+
+_TAKEN: Mapping[type, type] = MappingProxyType(
+    {nn.Parameter: _TakenGradient, GuardedParameter: _TakenGradientElsewhere}
+)
+_OWN: Mapping[type, type] = MappingProxyType({taken: own for own, taken in _TAKEN.items()})
+
+
 class GradientGuard:
     """Guards the ``grad`` of parameters while their gradients wait for a step."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """``parameters``: all that are trained, of which those of other stages require no gradient here."""
         self._parameters = tuple(parameters)
+        self._absent = {id(parameter) for parameter in self._parameters if not parameter.requires_grad}
         self._guarded: list[nn.Parameter] = []
 
     def set(self) -> None:
-        """Guard every trained parameter of torch's own class."""
+        """Guard every trained parameter of torch's own class, and every one that is elsewhere."""
         if not self._guarded:
-            self._guarded = [p for p in self._parameters if type(p) is nn.Parameter and p.requires_grad]
+            trained = (p for p in self._parameters if p.requires_grad or id(p) in self._absent)
+            self._guarded = [p for p in trained if type(p) in _TAKEN]
             for parameter in self._guarded:
-                parameter.__class__ = _TakenGradient
+                parameter.__class__ = _TAKEN[type(parameter)]
 
     def lift(self) -> None:
         """Give the parameters their class back."""
         guarded, self._guarded = self._guarded, []
         for parameter in guarded:
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = _OWN.get(type(parameter), type(parameter))
+            if isinstance(parameter, GuardedParameter):  # it may have been concealed since
+                own: Any = parameter._guard
+                own.own_class = _OWN.get(own.own_class, own.own_class)

@@ -1,6 +1,6 @@
 """Steps of a Trainer over a pipeline: what the engine is given of them, without an engine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import engine
-from engine.huggingface.hosted_model import HostedModel, with_one_loss
+from engine.huggingface.hosted_model import HostedModel, with_one_loss, with_share
 from engine.huggingface.whole_steps import OwnLoss, WholeSteps
 from tests import models
 
@@ -24,6 +24,7 @@ class FakeAccelerator:
     device: torch.device | str = "cpu"
     steps: list[list[dict[str, Any]]] = field(default_factory=list)
     reports: list[Any] = field(default_factory=list)
+    model_loss: Callable[[dict[str, Any]], Tensor] = lambda batch: per_item(batch)
 
     @property
     def trained(self) -> "FakeAccelerator":
@@ -32,6 +33,9 @@ class FakeAccelerator:
     def train_batch(self, batch: Iterator[dict[str, Any]]) -> Any:
         self.steps.append(list(batch))
         return SimpleNamespace(loss=0.5)
+
+    def predict(self, batch: dict[str, Any]) -> Any:
+        return {"loss": torch.stack([self.model_loss(batch)])}
 
     def record(self, report: Any) -> None:
         self.reports.append(report)
@@ -43,6 +47,23 @@ def steps_of(accelerator: FakeAccelerator, own_loss: OwnLoss | None = None, coun
         gradient_accumulation_steps=2, per_device_train_batch_size=3, average_tokens_across_devices=True
     )
     return WholeSteps(arguments, accelerator, own_loss, counts)  # type: ignore[arg-type]
+
+
+def per_item(batch: dict[str, Any]) -> Tensor:
+    """The loss of a model that divides by the number of items."""
+    found: Tensor = batch["labels"].clamp(min=0).sum() / batch["num_items_in_batch"]
+    return found
+
+
+def mean(batch: dict[str, Any]) -> Tensor:
+    """That of one that ignores the number."""
+    labels: Tensor = batch["labels"]
+    return labels.clamp(min=0).float().mean()
+
+
+def per_item_in_part(batch: dict[str, Any]) -> Tensor:
+    """That of one that adds something to it, such as the balance of experts."""
+    return per_item(batch) + mean(batch)
 
 
 def rows(count: int) -> dict[str, Tensor]:
@@ -58,16 +79,49 @@ def test_a_step_waits_for_its_last_microbatch() -> None:
     assert steps.add(rows(3), torch.tensor(12)) == 0.5
     ((first, second),) = accelerator.steps
     assert len(accelerator.reports) == 1 and torch.equal(first["input_ids"], second["input_ids"])
-    assert float(first["num_items_in_batch"]) == 12 / (2 * 2), "2 microbatches, 2 data ranks, over which is averaged"
+    assert float(first["num_items_in_batch"]) == 12
 
 
-def test_lacking_rows_and_microbatches_have_no_labels() -> None:
+@pytest.mark.parametrize("model_loss", [per_item, mean, per_item_in_part])
+def test_the_average_of_a_step_is_the_loss_of_the_host(model_loss: Callable[[dict[str, Any]], Tensor]) -> None:
+    """The host sums microbatches and multiplies each by its data ranks, which it averages, whatever the model does."""
     accelerator = FakeAccelerator(sync_gradients=True)
-    steps_of(accelerator).add(rows(2), torch.tensor(8))
+    steps = steps_of(accelerator)
+    steps.add(rows(3), torch.tensor(12))
+    (step,) = accelerator.steps
+    losses = [steps.loss({"loss": model_loss(steps.inputs(microbatch))}, microbatch) for microbatch in step]
+    host = 2 * model_loss({**rows(3), "num_items_in_batch": torch.tensor(12)})
+    assert float(sum(losses)) / 2 == float(host), "the second microbatch lacks and counts nothing"
+
+
+def test_a_subclass_of_the_host_may_say_that_losses_are_averaged() -> None:
+    for summed, factor in ((True, 4), (False, 2), (None, 4)):
+        arguments = SimpleNamespace(
+            gradient_accumulation_steps=2, per_device_train_batch_size=3, average_tokens_across_devices=True
+        )
+        steps = WholeSteps(arguments, FakeAccelerator(), None, True, summed)  # type: ignore[arg-type]
+        microbatch = steps.microbatch(rows(3), 12)
+        assert float(steps.loss({"loss": torch.tensor(1.0)}, microbatch)) == factor
+
+
+def test_lacking_rows_have_no_labels_and_lacking_microbatches_count_nothing() -> None:
+    accelerator = FakeAccelerator(sync_gradients=True)
+    steps = steps_of(accelerator)
+    steps.add(rows(2), torch.tensor(8))
     ((short, lacking),) = accelerator.steps
     assert short["input_ids"].shape == lacking["input_ids"].shape == (3, 4)
-    assert torch.equal(short["labels"][:2], rows(2)["labels"])
-    assert (short["labels"][2:] == -100).all() and (lacking["labels"] == -100).all()
+    assert torch.equal(short["labels"][:2], rows(2)["labels"]) and (short["labels"][2:] == -100).all()
+    losses = [float(steps.loss({"loss": torch.tensor(1.0)}, each)) for each in (short, lacking)]
+    assert losses == [4.0, 0.0] and steps.inputs(lacking).keys() == steps.inputs(short).keys()
+
+
+@pytest.mark.parametrize("model_loss", [mean, per_item_in_part])
+def test_rows_that_lack_are_refused_by_the_loss_itself_and_not_by_a_signature(
+    model_loss: Callable[[dict[str, Any]], Tensor],
+) -> None:
+    accelerator = FakeAccelerator(sync_gradients=True, model_loss=model_loss)
+    with pytest.raises(engine.EngineError, match=r"^the last step of the epoch has a microbatch of 2 of 3 rows"):
+        steps_of(accelerator).add(rows(2), torch.tensor(8))
 
 
 @pytest.mark.parametrize(
@@ -89,18 +143,22 @@ def test_a_loss_of_the_users_is_summed_over_the_step() -> None:
     assert float(steps.loss(torch.ones(3, 4), microbatch)) == sum(range(12)) / 12 * 4
 
 
-@pytest.mark.parametrize(
-    ("batch", "losses", "expected"),
-    [
-        ({"input_ids": torch.zeros(5, 4), "num_items_in_batch": torch.tensor(9)}, [1.0, 2.0, 3.0], 6.0),
-        ({"input_ids": torch.zeros(5, 4)}, [1.0, 2.0, 3.0], (1 * 2 + 2 * 2 + 3 * 1) / 5),
-    ],
-)
-def test_losses_of_microbatches_become_that_of_the_batch(
-    batch: dict[str, Tensor], losses: list[float], expected: float
-) -> None:
-    output = with_one_loss({"loss": torch.tensor(losses)}, batch, 2)
-    assert float(output["loss"]) == pytest.approx(expected)
+@pytest.mark.parametrize("labels", [None, [[1, 1], [1, -100], [-100, 1], [1, 1], [1, 1]]])
+@pytest.mark.parametrize("divides", [True, False])
+def test_losses_of_microbatches_become_that_of_the_batch(divides: bool, labels: list[list[int]] | None) -> None:
+    """Of a model that divides by the number of items, and of one that ignores it: a mean over rows, or over labels."""
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
+    items = torch.ones(5, 1) if labels is None else torch.tensor(labels).ne(-100)
+    batch = {"input_ids": torch.zeros(5, 4), "num_items_in_batch": torch.tensor(9)}
+    batch |= {} if labels is None else {"labels": torch.tensor(labels)}
+    shared, losses = with_share(batch, 2), []
+    for first in (0, 2, 4):
+        part = slice(first, first + 2)
+        total = (values[part, None] * items[part]).sum()
+        losses.append(total / (shared["num_items_in_batch"][part].sum() if divides else items[part].sum()))
+    output = with_one_loss({"loss": torch.stack(losses)}, batch, 2)
+    whole = float((values[:, None] * items).sum())
+    assert float(output["loss"]) == pytest.approx(whole / (9 if divides else float(items.sum())))
 
 
 def test_a_model_that_is_made_under_inference_mode_trains() -> None:

@@ -27,6 +27,10 @@ class LitCase:
     resume: str | None = None
     own_clipping: float = 0.0
     """``configure_gradient_clipping`` clips to it."""
+    hook: str | None = None
+    """The hook that looks at gradients on their parameters: Lightning's ``grad_norm`` of the module."""
+    halves: bool = False
+    """``on_before_optimizer_step`` halves the gradients, on the engine by ``eng.gradients``."""
     test: str | None = None
     """A checkpoint that is tested, without a fit."""
 
@@ -95,7 +99,30 @@ def lit_module(case: LitCase) -> Any:
         def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
             self.clip_gradients(optimizer, gradient_clip_val=case.own_clipping, gradient_clip_algorithm="norm")
 
-    return Clipping() if case.own_clipping else LitDecoder()
+    class Halving(LitDecoder):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if case.config is None:
+                for gradient in (parameter.grad for parameter in self.model.parameters()):
+                    assert gradient is not None
+                    gradient.mul_(0.5)
+                return
+            with self.trainer.strategy.engine.gradients() as gradients:
+                for gradient in gradients.values():
+                    gradient.mul_(0.5)
+
+    if case.hook is not None:
+        return _looking(LitDecoder, case.hook)()
+    return Clipping() if case.own_clipping else Halving() if case.halves else LitDecoder()
+
+
+def _looking(kind: Any, hook: str) -> Any:
+    """A LightningModule whose ``hook`` looks for the norms of all gradients."""
+    from lightning.pytorch.utilities import grad_norm
+
+    def look(self: Any, *_: Any, **__: Any) -> None:
+        assert grad_norm(self, norm_type=2), "no gradient, and no word"
+
+    return type("Looking", (kind,), {hook: look})
 
 
 def lit(line: Line, case: LitCase) -> None:
@@ -126,6 +153,12 @@ def lit(line: Line, case: LitCase) -> None:
     if case.test is not None:
         line(trainer.test(module, held_out, ckpt_path=case.test, verbose=False)[0]["test_loss"])
         return
+    if case.hook is not None:
+        try:
+            trainer.fit(module, train)
+        except Exception as error:
+            line(f"{type(error).__name__}: {error}")
+        return
     trainer.fit(module, train, held_out, ckpt_path=case.resume)
     steps = int(trainer.global_step)
     trainer.save_checkpoint(Path(case.folder, "weights.ckpt"), weights_only=True)
@@ -143,6 +176,13 @@ def run_lit(case: LitCase, ranks: int) -> Any:
     first, *others = (end.said[0] for end in ended)
     assert case.test is not None or all(other.losses == first.losses for other in others)
     return first
+
+
+def errors_of(case: LitCase, ranks: int) -> list[str]:
+    """What each rank is told of a hook that looks for gradients."""
+    with Launch(lit, ranks, case, env=ENVIRONMENT) as job:
+        ended = job.end(240)
+    return [str(end.said[0]) if end.said else end.error for end in ended]
 
 
 def read_weights(line: Line, folder: str) -> None:

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 
 import engine
 from engine.engine import Engine
+from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.world import World
 from tests import models
 
 TOLD = r"the gradient of this parameter \(shape \[.*\]\) is with the engine, which sums and clips it; read and write"
 
 
-def start(stage: int, model: nn.Module | None = None, **changes: Any) -> Engine:
+def start(stage: int, model: nn.Module | None = None, world: World | None = None, **changes: Any) -> Engine:
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0}
-    return engine.initialize(model or models.decoder(), config | changes)
+    example = models.batches_for("decoder", 2, 1)[0]["input_ids"]
+    return engine.initialize(model or models.decoder(), config | changes, example_batch=example, world=world)
 
 
 def loss_of(model: Any) -> Tensor:
@@ -62,6 +65,35 @@ def test_between_backward_and_step_a_look_is_refused(stage: int) -> None:
                 assert all(bool(value.any()) for value in gradients.values())
             eng.step()
             assert weights(eng)[0].grad is None and {type(p) for p in weights(eng)} == {nn.Parameter}
+
+
+GRIDS: dict[str, tuple[dict[str, int], int]] = {
+    "zero3": ({"data": 2}, 3), "tp2": ({"tensor": 2}, 0), "pp2": ({"pipeline": 2}, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_look_is_refused_on_every_rank_whoever_holds_the_parameter(grid: str) -> None:
+    """Also a parameter that is a shard, or of another stage."""
+    parallel, stage = GRIDS[grid]
+
+    def body(world: World) -> None:
+        model = models.decoder()
+        with start(stage, model, world=world, parallel=parallel) as eng:
+            eng.open_pipeline()
+            before = [type(p) for p in weights(eng)]
+            for _ in range(2):
+                eng.backward(loss_of(eng))
+                for parameter in weights(eng):
+                    with pytest.raises(engine.EngineError, match=TOLD):
+                        _ = parameter.grad
+                with eng.full_parameters("head.weight"), eng.gradients() as gradients:
+                    for value in gradients.values():
+                        value.mul_(0.5)
+                eng.step()
+                assert [type(p) for p in weights(eng)] == before and weights(eng)[0].grad is None
+
+    run_thread_ranks(2, body)
 
 
 @pytest.mark.parametrize("end", [lambda eng: eng.zero_grad(), lambda eng: eng(torch.ones(2, 4, dtype=torch.long))])
