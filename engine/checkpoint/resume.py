@@ -34,6 +34,7 @@ from engine.checkpoint.huggingface import PretrainedFolder
 from engine.checkpoint.load import Loader, TensorSource, share_moments, share_weights
 from engine.checkpoint.run_state import RunState
 from engine.errors import CheckpointError, EngineError
+from engine.optim.update_scheduler import UpdateScheduler
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 from engine.parallel.grid import Grid, saved_order
@@ -110,6 +111,8 @@ class LoadOptions:
     """Load the optimizer's moments and counters too; otherwise the optimizer starts fresh."""
     strict: bool
     """Refuse a checkpoint whose parameters, buffers or moments are not exactly those of this model."""
+    scheduler_states: bool = True
+    """Load the position of a torch scheduler too."""
 
     @property
     def moments(self) -> bool:
@@ -195,22 +198,46 @@ class Resume:
             loader.check_moments(families)
             if not families.kinds and "origin" in manifest.info and self._host.rank == 0:
                 logger.warning("%s has no optimizer state, so the optimizer starts afresh", self._step)
-        if self._goes_on_with_schedule(reader):
-            check_schedule(runtime.optimizer, runtime.plan.table, manifest.optimizer)
         if self._options.module_only:
             return
+        if self._takes_rates(reader):
+            check_schedule(runtime.optimizer, runtime.plan.table, manifest.optimizer)
+        self._refuse_new_start(manifest.step)
         self._warn_of_new_schedule(reader)
         if self._host.rank == 0:
             self._tell_new_sizes(reader)
         if not self._request.begun:
             self._run.trainer_state.check(reader)
 
-    def _goes_on_with_schedule(self, reader: OpenCheckpoint) -> bool:
-        given = self._run.runtime.learning_rate.scheduler is not None and not self._options.module_only
-        return given and reader.manifest.progress["scheduler"] is not None
+    def _takes_rates(self, reader: OpenCheckpoint) -> bool:
+        """True if the next update has the saved rates, which this run's scheduler does not compute by itself."""
+        given, stored = self._run.runtime.learning_rate.scheduler, reader.manifest.progress["scheduler"]
+        placed = isinstance(given, UpdateScheduler) and self._options.scheduler_states
+        return given is not None and stored is not None and not placed
+
+    def _refuse_new_start(self, done: int) -> None:
+        rate = self._run.runtime.learning_rate
+        if not self._options.scheduler_states and rate.schedules and done:
+            raise EngineError(
+                "load_lr_scheduler_states=False with rates that are a function of the update, which has no state to "
+                "leave out; pass lr_scheduler as optimizer -> LRScheduler."
+            )
+
+    def _restore_schedule(self, reader: OpenCheckpoint) -> None:
+        """Place the torch scheduler, and give the groups the rates of the next update."""
+        given, stored = self._run.runtime.learning_rate.scheduler, reader.manifest.progress["scheduler"]
+        if given is not None and self._options.scheduler_states:
+            if isinstance(given, UpdateScheduler):
+                given.load_state_dict(stored or {"last_epoch": reader.manifest.step})
+            elif stored is not None:
+                given.load_state_dict(joined(given.state_dict(), stored))
+        if self._takes_rates(reader):
+            restore_schedule(self._run.runtime.optimizer, reader.manifest.optimizer)
 
     def _warn_of_new_schedule(self, reader: OpenCheckpoint) -> None:
         given, done = self._run.runtime.learning_rate.scheduler, reader.manifest.step
+        if isinstance(given, UpdateScheduler):
+            return
         if given is not None and reader.manifest.progress["scheduler"] is None and done and not self._host.rank:
             logger.warning(
                 "%s has no scheduler state, so the given %s starts at its first step; pass lr_scheduler as a function "
@@ -264,10 +291,7 @@ class Resume:
             restore(runtime.optimizer, runtime.plan.table, manifest.optimizer, runtime.learning_rate.governs)
         else:
             run.runtime.optimizer.forget()
-        if self._goes_on_with_schedule(reader):
-            scheduler: Any = run.runtime.learning_rate.scheduler
-            scheduler.load_state_dict(joined(scheduler.state_dict(), manifest.progress["scheduler"]))
-            restore_schedule(run.runtime.optimizer, manifest.optimizer)
+        self._restore_schedule(reader)
         states = own_states(reader, run.comm.grid) if self._request.begun else run.trainer_state.restore(reader)
         self._restore_residuals(states)
         written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
