@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, overload
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from engine.build.request import BuildRuntime
 from engine.checkpoint.coordinator import CheckpointCoordinator
@@ -57,7 +58,7 @@ class Engine(TrainingLoop, NamedState, Inference):
         self._grid, self._device = self._comm.grid, coordinator.device
         self._built: RankRuntime | None = None
         self._loop: UserLoop | None = None
-        self._control = LoopControl()
+        self._control = LoopControl(managed=self._config.managed_gradient_accumulation)
         self._update = Update(self._config, self._comm, self._device)
         self._reports = StepReporter(self._config, self._comm, self._device)
         self._checkpoints, self._resources = coordinator, resources
@@ -140,6 +141,21 @@ class Engine(TrainingLoop, NamedState, Inference):
     def lr(self) -> float:
         """Learning rate of the first group in the next update."""
         return self._runtime.learning_rate.at(self._update.made)
+
+    @property
+    def built(self) -> bool:
+        """Whether the parts are there; a plan may wait for the first batch."""
+        return self._built is not None
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next step; 1 except under fp16."""
+        return self._update.scale.value
+
+    @property
+    def lr_scheduler(self) -> LRScheduler | None:
+        """The torch scheduler of the run; None: the rate is a function of the update, or constant."""
+        return self._runtime.learning_rate.scheduler
 
     @property
     def sent(self) -> Tally:
@@ -267,6 +283,7 @@ class Engine(TrainingLoop, NamedState, Inference):
         load_optimizer_states: bool = True,
         strict: bool = True,
         missing_ok: bool = False,
+        load_lr_scheduler_states: bool = True,
     ) -> Any:
         """Continue from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
@@ -274,17 +291,24 @@ class Engine(TrainingLoop, NamedState, Inference):
         is checked. With ``load_module_only``, only weights and buffers are loaded; without
         ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. Without ``strict``,
         parameters and buffers that the checkpoint lacks keep their values, and those that were not trained get fresh
-        optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint returns None.
+        optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint returns None. Without
+        ``load_lr_scheduler_states``, a torch scheduler starts anew after the next update, which has the saved rate.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged (names file, tensor and the last good checkpoint), or
                 belongs to another model (names the first difference); ranks gave other folders. Raised on all ranks.
+            EngineError: without ``load_lr_scheduler_states``, the rates are a function of the update.
         """
         self._refuse_unfinished("load_checkpoint")
         self._comm.join("load_checkpoint")
         if self._built is not None:
             self._built.settle()
-        options = LoadOptions(module_only=load_module_only, optimizer_states=load_optimizer_states, strict=strict)
+        options = LoadOptions(
+            module_only=load_module_only,
+            optimizer_states=load_optimizer_states,
+            strict=strict,
+            scheduler_states=load_lr_scheduler_states,
+        )
         return self._checkpoints.load(folder, self._update, options, missing_ok)
 
     def copy_weights_from(self, other: "Engine") -> None:

@@ -176,7 +176,9 @@ class TrainingLoop(ABC):
         self._refuse_pipeline("is_gradient_accumulation_boundary")
         if self._control.boundary is not None:
             return self._control.boundary
-        return self._loop.at_boundary if self._loop is not None else self._config.accumulation == 1
+        if self._loop is not None:
+            return self._loop.at_boundary
+        return self._control.managed and self._config.accumulation == 1
 
     def _looped(self, call: str) -> UserLoop:
         self._refuse_pipeline(call)

@@ -232,7 +232,7 @@ class _Reference:
         given = self.config.optimizer
         for master in self.masters.values():
             master.grad = torch.zeros_like(master) if given is not None and given.update_unused else None
-        micro = self.config.micro
+        micro, added = self.config.micro, self.config.dp if self.config.gradient_allreduce_op == "sum" else 1
         for index in range(self.config.dp * self.config.accumulation):
             part = self.rows.take_rows(batch, index * micro, micro)
             with self.streams.forward(self.config.seed, self.updates, index), self.precision.forward(self.device):
@@ -243,7 +243,8 @@ class _Reference:
             self._collect()
             total, weight = total + float(loss.sum.detach()), weight + float(loss.weight)
         for master in self.masters.values():
-            master.grad = None if master.grad is None else master.grad / (weight * self.scale.value)
+            divisor = weight * self.scale.value / added
+            master.grad = None if master.grad is None else master.grad / divisor
         clip = self.config.gradient_clipping or math.inf
         norm = nn.utils.clip_grad_norm_(self.masters.values(), clip, foreach=False)
         finite = math.isfinite(norm)

@@ -37,8 +37,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
     "engine.kernels": (
-        "device", "main_gradient", "fused_operator", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim", "gpu", "ops",
-        "experts", "wire", "quantized",
+        "device", "main_gradient", "fused_operator", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim",
+        "gpu", "ops", "experts", "wire", "quantized",
     ),
     "engine.planning.cost_model": (
         "workload", "decoder_shape", "layout", "hardware", "placement", "links", "roofline", "stages", "memory",

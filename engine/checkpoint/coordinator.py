@@ -19,6 +19,7 @@ from engine.checkpoint.format.filesystem import Files, resolved
 from engine.checkpoint.format.step_folders import make_run_folder, step_of
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.huggingface import refuse_adapters
+from engine.checkpoint.load import read_unplaced
 from engine.checkpoint.locks.folder_locks import FolderLocks
 from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
@@ -337,7 +338,7 @@ class CheckpointCoordinator:
             checkpoints.save_in_memory(memory)
 
     def _begin(self, request: LoadRequest, update: Update) -> Any:
-        """Restore the state that needs no model; the tensors are loaded once the model is built."""
+        """Restore the state that needs no model, and the weights of the model as it is; its shards follow the plan."""
         with loading(self._group(), request.step):
             reader = open_checkpoint(request.files, request.step, request.options.moments)
         if not request.options.module_only:
@@ -346,6 +347,8 @@ class CheckpointCoordinator:
                 state.check(reader)
             with loading(self._group(), request.step):
                 state.restore(reader)
+        with loading(self._group(), request.step):
+            read_unplaced(reader, self._model)
         self._request = replace(request, begun=not request.options.module_only)
         return reader.manifest.user
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.checkpoint.contents.local_tensors import Held, LocalTensors
 from engine.checkpoint.contents.optimizer_state import Families, Moments
@@ -268,6 +268,25 @@ class Loader:
     def _read_one(self, name: str, part: Part, target: Tensor) -> None:
         values = torch.empty(target.shape, dtype=torch_dtype(self._kinds[name]))
         self.source.read([ReadRequest(self._stored(name), part.whole(), as_bytes(values))])
+        target.copy_(values)
+
+
+@torch.no_grad()
+def read_unplaced(source: TensorSource, model: nn.Module) -> None:
+    """Read weights and buffers into a model whose plan waits for a batch, each one whole.
+
+    What has another shape there, or no content here, is left alone; the load that follows the plan refuses it.
+    """
+    kinds = source.kinds
+    tensors: dict[tuple[str, str], Tensor] = {}
+    tensors |= {(f"master/{name}", f"param/{name}"): each for name, each in model.named_parameters()}
+    tensors |= {(f"buffer/{name}", f"param/{name}"): each for name, each in model.named_buffers()}
+    for names, target in tensors.items():
+        stored = next((name for name in names if name in kinds), None)
+        if stored is None or kinds[stored].shape != target.shape or target.is_meta or not target.numel():
+            continue
+        values = torch.empty(target.shape, dtype=torch_dtype(kinds[stored]))
+        source.read([ReadRequest(stored, Part(tuple(target.shape)).whole(), as_bytes(values))])
         target.copy_(values)
 
 

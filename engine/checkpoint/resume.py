@@ -35,6 +35,7 @@ from engine.checkpoint.huggingface import PretrainedFolder
 from engine.checkpoint.load import Loader, TensorSource, share_moments, share_weights
 from engine.checkpoint.run_state import RunState
 from engine.errors import CheckpointError, EngineError
+from engine.optim.update_scheduler import UpdateScheduler
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 from engine.parallel.grid import Grid, saved_order
@@ -112,6 +113,8 @@ class LoadOptions:
     """Load the optimizer's moments and counters too; otherwise the optimizer starts fresh."""
     strict: bool
     """Refuse a checkpoint whose parameters, buffers or moments are not exactly those of this model."""
+    scheduler_states: bool = True
+    """Load the position of a torch scheduler too."""
 
     @property
     def moments(self) -> bool:
@@ -197,10 +200,11 @@ class Resume:
             loader.check_moments(families)
             if not families.kinds and "origin" in manifest.info and self._host.rank == 0:
                 logger.warning("%s has no optimizer state, so the optimizer starts afresh", self._step)
-        if self._goes_on_with_schedule(reader):
-            check_schedule(runtime.optimizer, runtime.plan.table, manifest.optimizer)
         if self._options.module_only:
             return
+        if self._takes_rates(reader):
+            check_schedule(runtime.optimizer, runtime.plan.table, manifest.optimizer)
+        self._refuse_new_start(manifest.step)
         self._warn_of_new_schedule(reader)
         if self._host.rank == 0:
             self._tell_new_sizes(reader)
@@ -214,13 +218,25 @@ class Resume:
         own, before = self._run.runtime.plan.moments is None, reader.manifest.info.get("config", {})
         return changed_settings(before, self._run.config.to_json(), own, among)
 
-    def _goes_on_with_schedule(self, reader: OpenCheckpoint) -> bool:
-        given = self._run.runtime.learning_rate.scheduler is not None and not self._options.module_only
-        return given and reader.manifest.progress["scheduler"] is not None
+    def _takes_rates(self, reader: OpenCheckpoint) -> bool:
+        """True if the next update has the saved rates, which this run's scheduler does not compute by itself."""
+        given, stored = self._run.runtime.learning_rate.scheduler, reader.manifest.progress["scheduler"]
+        placed = isinstance(given, UpdateScheduler) and self._options.scheduler_states
+        return given is not None and stored is not None and not placed
+
+    def _refuse_new_start(self, done: int) -> None:
+        rate = self._run.runtime.learning_rate
+        if not self._options.scheduler_states and rate.schedules and done:
+            raise EngineError(
+                "load_lr_scheduler_states=False with rates that are a function of the update, which has no state to "
+                "leave out; pass lr_scheduler as optimizer -> LRScheduler."
+            )
 
     def _warn_of_new_schedule(self, reader: OpenCheckpoint) -> None:
         rate, done = self._run.runtime.learning_rate, reader.manifest.step
-        given = rate.scheduler if rate.remake is None else None
+        given = rate.scheduler
+        if rate.remake is not None or isinstance(given, UpdateScheduler):
+            return
         if given is not None and reader.manifest.progress["scheduler"] is None and done and not self._host.rank:
             logger.warning(
                 "%s has no scheduler state, so the given %s starts at its first step; pass lr_scheduler as a function "
@@ -285,14 +301,22 @@ class Resume:
             run.runtime.buffers.restore(written)
 
     def _restore_schedule(self, reader: OpenCheckpoint) -> None:
-        """Go on with the state of a torch scheduler; a configured one whose settings are others is at their place."""
-        run, rate = self._run, self._run.runtime.learning_rate
-        if rate.remake is not None and (not self._goes_on_with_schedule(reader) or self._changes(reader, RATES)):
-            rate.begin_at(reader.manifest.step)
-        elif self._goes_on_with_schedule(reader):
-            scheduler: Any = rate.scheduler
-            scheduler.load_state_dict(joined(scheduler.state_dict(), reader.manifest.progress["scheduler"]))
-            restore_schedule(run.runtime.optimizer, reader.manifest.optimizer)
+        """Go on with the state of a torch scheduler; one whose rates follow from the update is placed at it."""
+        rate, done = self._run.runtime.learning_rate, reader.manifest.step
+        stored = reader.manifest.progress["scheduler"]
+        given: Any = rate.scheduler
+        if given is None:
+            return
+        if self._options.scheduler_states:
+            if isinstance(given, UpdateScheduler):
+                given.load_state_dict(stored or {"last_epoch": done})
+            elif rate.remake is not None and (stored is None or self._changes(reader, RATES)):
+                rate.begin_at(done)
+                return
+            elif stored is not None:
+                given.load_state_dict(joined(given.state_dict(), stored))
+        if self._takes_rates(reader):
+            restore_schedule(self._run.runtime.optimizer, reader.manifest.optimizer)
 
     def _tell_kept_options(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Say which options of an optimizer from code the checkpoint has replaced; others are configured."""

@@ -34,6 +34,8 @@ from engine.zero.optim.master_weights import sync_masters
 
 logger = logging.getLogger("trine")
 
+_DEPTH = 100
+"""Levels of a state in which keys are looked at; none of those that people write has so many."""
 WORTH_A_LINE = 0.1
 """Waiting for a save is logged from this many seconds on."""
 
@@ -168,12 +170,30 @@ class RunState:
         return DTYPES[max(sizes, key=lambda code: sizes[code])] if sizes else "float32"
 
 
+def _other_key(value: Any, depth: int = 0) -> tuple[Any] | None:
+    """A key that is no string, alone in a tuple, or None; what nests too deep is refused by JSON itself."""
+    if depth > _DEPTH:
+        return None
+    if isinstance(value, Mapping):
+        if others := [key for key in iter(value.keys()) if not isinstance(key, str)]:
+            return (others[0],)
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return None
+    return next((found for each in value if (found := _other_key(each, depth + 1)) is not None), None)
+
+
 def _json(what: str, value: Any) -> Any:
     """A copy in JSON types, so that the caller may change the original while it is written.
 
     Raises:
-        CheckpointError: the value cannot be expressed in JSON.
+        CheckpointError: the value cannot be expressed in JSON, whose keys are strings.
     """
+    if (key := _other_key(value)) is not None:
+        raise CheckpointError(
+            f"the {what} has the key {key[0]!r} ({type(key[0]).__name__}), and keys are strings in JSON; give "
+            "a string, or a list of pairs in place of the dict."
+        )
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

@@ -139,6 +139,13 @@ class Config:
     """Moving average of the weights; null keeps none."""
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
     """Maximum global gradient norm; 0 switches clipping off."""
+    gradient_allreduce_op: Literal["mean", "sum"] = setting(
+        "mean", Choice(options=("mean", "sum"), noun="a way to reduce gradients")
+    )
+    """mean: gradients are averaged over data ranks; sum: they are added. The loss is a mean in both."""
+    managed_gradient_accumulation: bool = setting(True, Flag())
+    """true: a loop's step updates after gradient_accumulation_steps microbatches; false: each step does, with the sum
+    of its gradients divided by gradient_accumulation_steps."""
     activation_checkpointing: ActivationCheckpointingConfig = setting(
         ActivationCheckpointingConfig(), Section(cls=ActivationCheckpointingConfig)
     )
@@ -307,6 +314,12 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_average(config.ema, config.zero_optimization, problems)
     check_wire(config.wire, config.parallel, config.integrity, problems)
     check_profile(config.monitor, config.watchdog, problems)
+    if not config.managed_gradient_accumulation and config.parallel.pipeline not in (1, "auto"):
+        problems.add(
+            "managed_gradient_accumulation",
+            f"false with parallel.pipeline {config.parallel.pipeline}, whose schedule has a fixed number of "
+            "microbatches; leave one of them out.",
+        )
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:

@@ -14,53 +14,15 @@ from torch.utils.data import DataLoader
 
 from engine.deepspeed import comm
 from engine.deepspeed.engine_state import EngineState
+from engine.deepspeed.returned import LastStep, returned_optimizer, returned_schedule
 from engine.deepspeed.utils import RepeatingLoader
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.reporting.step_report import StepReport
 
 logger = logging.getLogger("trine")
 
 _COUNTED = {"micro_steps", "client_state"}
 """What a checkpoint of this class has as client state."""
-
-
-class _LateOptimizer:
-    """The optimizer of an engine whose plan waits for the first batch."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine.optimizer, name)
-
-
-class _ConfiguredScheduler:
-    """The schedule that the configuration names, as DeepSpeed returns it; the engine's step moves it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def get_lr(self) -> list[float]:
-        """Rate of each group."""
-        return [float(group["lr"]) for group in self._engine.optimizer.param_groups]
-
-    get_last_lr = get_lr
-
-    @property
-    def last_batch_iteration(self) -> int:
-        """Number of the last update, from 0; -1 before the first."""
-        return self._engine.step_count - 1
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Nothing: the engine sets the rate before each update, and its checkpoints have the position."""
-
-    def state_dict(self) -> dict[str, int]:
-        """The position."""
-        return {"last_batch_iteration": self.last_batch_iteration}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Nothing, as :meth:`step`."""
 
 
 class DeepSpeedEngine(EngineState):
@@ -69,14 +31,11 @@ class DeepSpeedEngine(EngineState):
     def __init__(self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None) -> None:
         self.engine = engine
         self.training_dataloader: Any = loader
-        given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        self.optimizer: Any = given if given is not None else _LateOptimizer(engine)
-        own = scheduler if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) else None
-        configured = scheduler is None and engine.config.scheduler is not None
-        self.lr_scheduler: Any = _ConfiguredScheduler(engine) if configured else own
+        self._last = LastStep()
+        self.optimizer: Any = returned_optimizer(engine, optimizer, self._last)
+        self.lr_scheduler: Any = returned_schedule(engine, scheduler)
         self._items: Iterator[Any] | None = iter(RepeatingLoader(loader)) if loader is not None else None
         self._batch_fn: Callable[[Any], Any] | None = None
-        self._report: StepReport | None = None
         self.micro_steps = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -93,20 +52,18 @@ class DeepSpeedEngine(EngineState):
     forward = __call__
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward; the engine averages over the microbatches of a step. Returns the loss.
+        """Backward; returns the loss divided by the accumulation, which is this microbatch's part of the step.
 
-        Raises:
-            EngineError: ``scale_wrt_gas`` False, which sums over microbatches.
+        With ``scale_wrt_gas`` False, nothing is divided: the gradient is summed over the microbatches of a step.
         """
-        if not scale_wrt_gas:
-            raise EngineError("backward(scale_wrt_gas=False): the engine averages over microbatches; scale the loss.")
-        self.engine.backward(loss, retain_graph)
-        return loss
+        steps = self.gradient_accumulation_steps()
+        self.engine.backward(loss if scale_wrt_gas else loss * steps, retain_graph)
+        return loss / steps if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Update at the end of an accumulation, else nothing."""
         self.micro_steps += 1
-        self._report = self.engine.step()
+        self._last.take(self.engine.step())
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss, scaled for a backward of one's own."""
@@ -114,9 +71,10 @@ class DeepSpeedEngine(EngineState):
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """A step over the microbatches of ``data_iter`` (default: of the training data); the mean loss."""
-        self._report = self.engine.train_batch(self._given(data_iter))
+        report = self.engine.train_batch(self._given(data_iter))
+        self._last.take(report)
         self.micro_steps += self.gradient_accumulation_steps()
-        return torch.tensor(self._report.loss, device=self.device)
+        return torch.tensor(report.loss, device=self.device)
 
     def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, **_: Any) -> Any:
         """The mean loss over as many microbatches as a step has; with ``return_logits`` (loss, outputs)."""
@@ -197,7 +155,7 @@ class DeepSpeedEngine(EngineState):
 
     def was_step_applied(self) -> bool:
         """Whether the last step made an update."""
-        return self._report is not None and not self._report.skipped
+        return self._last.applied
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -206,6 +164,8 @@ class DeepSpeedEngine(EngineState):
         save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """Save into ``save_dir/tag``, and name the tag in ``save_dir/latest``; it is written at the end. Collective."""
+        if save_dir is None or not os.fspath(save_dir):
+            raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; give the folder of the run.")
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}}
         self.engine.save_checkpoint(Path(save_dir, tag), counted).wait()
@@ -218,15 +178,15 @@ class DeepSpeedEngine(EngineState):
         self, load_dir: str | os.PathLike[str], tag: str | int | None = None, load_module_strict: bool = True,
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
         **_: Any,
-    ) -> tuple[str | None, dict[str, Any]]:  # fmt: skip
+    ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Continue from a checkpoint, also one of DeepSpeed's: (its folder, client state).
 
-        (None, {}) if ``load_dir`` has no ``latest``.
+        (None, None) if ``load_dir`` has no ``latest``.
         """
         hints = (Path(load_dir, name) for name in ("latest", "latest_universal"))
         latest = next((path for path in hints if path.is_file()), None)
         if tag is None and latest is None:
-            return None, {}
+            return None, None
         folder = Path(
             load_dir, str(tag) if latest is None or tag is not None else latest.read_text(encoding="utf-8").strip()
         )
@@ -235,6 +195,7 @@ class DeepSpeedEngine(EngineState):
             load_module_only=load_module_only,
             load_optimizer_states=load_optimizer_states,
             strict=load_module_strict,
+            load_lr_scheduler_states=load_lr_scheduler_states,
         )
         if found.keys() != _COUNTED:  # DeepSpeed's own checkpoint: it does not count microbatches
             self.micro_steps = self.global_steps * self.gradient_accumulation_steps()

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.deepspeed.returned import LastStep
 from engine.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from engine.engine import Engine
 from engine.parallel.comm.launcher import local_rank
-from engine.reporting.step_report import StepReport
 
 
 class EngineState:
@@ -17,7 +17,7 @@ class EngineState:
 
     engine: Engine
     optimizer: Any
-    _report: StepReport | None
+    _last: LastStep
 
     @property
     def module(self) -> nn.Module:
@@ -76,12 +76,12 @@ class EngineState:
 
     @property
     def cur_scale(self) -> float:
-        """Loss scale of the last step."""
-        return self._report.loss_scale if self._report is not None else 1.0
+        """Loss scale of the next step."""
+        return self.engine.loss_scale
 
     @property
     def loss_scale(self) -> float:
-        """Loss scale of the last step."""
+        """Loss scale of the next step."""
         return self.cur_scale
 
     def train_batch_size(self) -> int:
@@ -129,8 +129,8 @@ class EngineState:
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping; None before the first one."""
-        return self._report.grad_norm if self._report is not None else None
+        """Norm of the last update's gradients before clipping; None before the first one."""
+        return self._last.norm
 
     @property
     def grid(self) -> PipelineParallelGrid:

@@ -17,6 +17,7 @@ from engine.config.config_file import remarks
 from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule
+from engine.deepspeed.returned import configured_schedule
 from engine.deepspeed.utils import tell_engine
 from engine.errors import ConfigError
 from engine.parallel.comm.world import read_world
@@ -74,6 +75,7 @@ def initialize(
     loss_fn = example = None
     if pipeline is not None:
         loss_fn, example = _loss_of(pipeline), _example(training_data, resolved.micro, collate)
+    lr_scheduler = configured_schedule(resolved, lr_scheduler)
     made = engine.initialize(model, resolved, loss_fn, example, optimizer, lr_scheduler, world=world)
     tell_engine(made)
     loader = _loader(training_data, made, resolved.micro, collate, shuffle=pipeline is None)

@@ -338,6 +338,8 @@ def _from_callable(
 ) -> LearningRate:
     try:
         made, failure = given(optimizer), None
+    except ConfigError:
+        raise
     except Exception as error:  # a factor function may fail on an optimizer in any way
         made, failure = None, error
     if isinstance(made, ReduceLROnPlateau):

@@ -168,6 +168,7 @@ class StepRunner:
             loss=zero,
             weight=zero.clone(),
             scale=self._update.scale.value,
+            added_ranks=self._config.dp if self._config.gradient_allreduce_op == "sum" else 1,
             experts=self._runtime.uncounted(),
         )
 

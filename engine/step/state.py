@@ -27,6 +27,8 @@ class StepState:
     weight: Tensor
     scale: float = 1.0
     """Loss scale: backward multiplies the loss by it, and the update divides by it."""
+    added_ranks: int = 1
+    """Data ranks whose gradients are added instead of averaged; 1: they are averaged."""
     max_norm: float | None = None
     """Norm to which this step clips gradients; None: ``gradient_clipping`` of the configuration."""
     seconds: float = 0.0
@@ -68,6 +70,11 @@ class StepState:
         self.text = is_text(microbatch)
 
     @property
+    def divides(self) -> float:
+        """Divisor of the summed gradients for each unit of weight."""
+        return self.scale / self.added_ranks
+
+    @property
     def counted(self) -> int:
         """Number of experts whose rows are counted."""
         return 0 if self.experts is None else self.experts.numel()
@@ -76,7 +83,9 @@ class StepState:
         """The state of the same step before it has begun."""
         zero = torch.zeros_like(self.loss)
         experts = None if self.experts is None else torch.zeros_like(self.experts)
-        return StepState(self.started, self.sent.copy(), zero, zero.clone(), scale=self.scale, experts=experts)
+        again = StepState(self.started, self.sent.copy(), zero, zero.clone(), scale=self.scale, experts=experts)
+        again.added_ranks = self.added_ranks
+        return again
 
     def root(self, loss: Tensor) -> Tensor:
         """The scaled loss from which backward starts, in fp32: a scaled fp16 loss would overflow."""

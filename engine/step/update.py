@@ -61,7 +61,7 @@ class Condition:
     """Conditions of an update, in addition to: no rank has a problem, and the weight is not 0."""
 
     scale: float
-    """Loss scale; summed gradients are divided by weight times scale."""
+    """Summed gradients are divided by weight times this: the loss scale, less what adds data ranks."""
     max_norm: float
     """Norm to which gradients are clipped; 0: no clipping."""
     finite: bool
@@ -167,7 +167,7 @@ class Update:
             )
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
-        divisor = totals.weight * step.scale
+        divisor = totals.weight * step.divides
         norm = gradient_norm(totals.squared_norm, divisor)
         lr = runtime.learning_rate.at(self.made)
         nonfinite = None
@@ -287,7 +287,7 @@ class Update:
     def _launch(self, packed: Tensor, step: StepState, runtime: RankRuntime) -> DeviceDecidedUpdate:
         """Launch an update that the device decides; after a NaN loss of a pipeline, the host checks the trace first."""
         looks = step.look_again is not None
-        condition = Condition(scale=step.scale, max_norm=self._max_norm(step), finite=self._checks, loss=looks)
+        condition = Condition(scale=step.divides, max_norm=self._max_norm(step), finite=self._checks, loss=looks)
         launched = DeviceDecidedUpdate(packed, condition, runtime.optimizer)
         launched.launch(runtime.learning_rate, self.made)
         return launched

@@ -51,6 +51,8 @@ class LoopControl:
     """Forwards run through all stages of a pipeline."""
     rows: int | None = None
     """Of the parts in which they do; None: each as one part."""
+    managed: bool = True
+    """Steps are due by themselves; False: each ``step`` is, and divides the sum by ``gradient_accumulation_steps``."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -178,7 +180,7 @@ class UserLoop:
     @property
     def at_boundary(self) -> bool:
         """Whether ``step`` makes an update after this microbatch."""
-        return self.unfinished + (not self._losses) >= self._accumulation
+        return self._control.managed and self.unfinished + (not self._losses) >= self._accumulation
 
     @property
     def unfinished(self) -> int:
@@ -204,7 +206,7 @@ class UserLoop:
             step.reduced = True
         weight = step.weight.clone()
         runtime.comm.all_reduce(weight, "dp", "weight").wait()
-        return float(weight) * step.scale
+        return float(weight) * step.divides
 
     def clip(self, max_norm: float) -> float:
         """See :meth:`engine.Engine.clip_gradients`."""
@@ -289,6 +291,8 @@ class UserLoop:
 
     def _due(self, step: StepState) -> bool:
         boundary = self._control.boundary
+        if boundary is None and not self._control.managed:
+            return True
         return step.microbatches >= self._accumulation if boundary is None else boundary
 
     def _begins_microbatch(self) -> bool:
@@ -300,7 +304,8 @@ class UserLoop:
                 "a backward after eng.gradients() in the same step, which has reduced the gradients; read them after "
                 "the last backward, and call step() before the next."
             )
-        surplus = step.microbatches >= self._accumulation and self._control.boundary is None
+        counts = self._control.managed and self._control.boundary is None
+        surplus = counts and step.microbatches >= self._accumulation
         if self._begins_microbatch() and surplus:
             raise EngineError(
                 f"backward was called for {step.microbatches + 1} microbatches; gradient_accumulation_steps is "
@@ -326,7 +331,16 @@ class UserLoop:
                 "a microbatch has a second loss, and one of them is (sum, weight); add them before one backward, or "
                 "give means, which are added up."
             )
-        step.add(loss if first or pair else WeightedLoss(loss.sum, 0.0))
+        if not self._control.managed:
+            if pair:
+                raise EngineError(
+                    "managed_gradient_accumulation false with a loss (sum, weight): the sum of a step's gradients is "
+                    "divided by gradient_accumulation_steps; give a mean, or leave the key out."
+                )
+            first_of_all = 0.0 if step.microbatches else float(self._accumulation)
+            step.add(loss._replace(weight=first_of_all))
+        else:
+            step.add(loss if first or pair else WeightedLoss(loss.sum, 0.0))
         if first or self._fresh:
             step.see(self._forwarded)
         if first:
@@ -340,7 +354,9 @@ class UserLoop:
         """Context of a backward that is counted already."""
         self._backwards += 1
         self._losses += 1
-        due = self._backwards == self._expected if self._control.boundary is None else self._control.boundary
+        due = bool(self._control.boundary)
+        if self._control.boundary is None and self._control.managed:
+            due = self._backwards == self._expected
         further, self._was_last = self._was_last, due and not self._control.held
         self._running = True
         self._runtime.gradient_guard.lift()

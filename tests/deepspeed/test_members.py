@@ -1,5 +1,6 @@
 """Members of DeepSpeed's engine object that fewer scripts use: data, weights, grid, memory, compilation."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 import engine
 import engine.deepspeed as deepspeed
-from engine.deepspeed.pipe import LayerSpec, PipelineModule
+from tests.deepspeed.pipeline_runs import batch, chain, train_and_load
 from tests.deepspeed.test_names import CONFIG, net
 
 USED = (
@@ -33,16 +34,6 @@ def started(model: nn.Module | None = None, **changes: Any) -> Any:
 def test_every_member_is_there() -> None:
     eng = started()
     assert not [name for name in USED if name not in dir(eng) and name not in vars(eng)]
-
-
-def chain() -> PipelineModule:
-    torch.manual_seed(0)
-    return PipelineModule([LayerSpec(nn.Linear, 4, 8), nn.Tanh(), LayerSpec(nn.Linear, 8, 2)], 1, loss_fn=nn.MSELoss())
-
-
-def batch(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, 4, generator=generator), torch.randn(2, 2, generator=generator)
 
 
 def test_train_batch_takes_what_the_loader_or_the_iterator_gives() -> None:
@@ -148,3 +139,38 @@ def test_the_sections_schedule_is_used_beside_one_in_code_as_in_deepspeed() -> N
         "optimizer",
         "scheduler",
     ]
+
+
+def test_a_pipeline_shows_loaded_weights_before_its_first_batch(run_ranks: Any, tmp_path: Path) -> None:
+    """The plan waits for a batch, and weights are read from the checkpoint at once."""
+    (saved, first), (_, second) = run_ranks(train_and_load, 2, tmp_path)
+    for found in (first, second):
+        assert all(torch.equal(found[name], value) for name, value in saved.items())
+
+
+def test_a_client_state_has_strings_for_keys(tmp_path: Path) -> None:
+    eng = started()
+    with pytest.raises(
+        engine.CheckpointError, match=r"client_state has the key 1 \(int\), and keys are strings in JSON"
+    ):
+        eng.save_checkpoint(tmp_path, client_state={"table": [{1: "a"}]})
+    with pytest.raises(engine.EngineError, match="save_checkpoint was given save_dir ''; give the folder of the run"):
+        eng.save_checkpoint("")
+
+
+def test_a_norm_stays_after_a_step_without_an_update() -> None:
+    eng = started()
+    norms = []
+    for _ in range(3):
+        eng.backward(eng(torch.ones(2, 4)).square().mean())
+        eng.step()
+        norms.append(eng.get_global_grad_norm())
+    assert norms[0] is None and norms[1] == norms[2] > 0
+
+
+def test_backward_returns_the_part_of_the_step() -> None:
+    eng = started()
+    loss = eng(torch.ones(2, 4)).square().mean()
+    assert torch.equal(eng.backward(loss).detach(), loss.detach() / 2)
+    other = eng(torch.ones(2, 4)).square().mean()
+    assert eng.backward(other, scale_wrt_gas=False) is other

@@ -58,14 +58,12 @@ def test_the_schedule_of_the_configuration_is_returned() -> None:
     section = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}}
     eng, optimizer, _, scheduler = deepspeed.initialize(model=net(), config=CONFIG | section)
     assert scheduler.last_batch_iteration == -1
-    for micro in range(4):
+    for _ in range(4):
         eng.backward(eng(torch.ones(2, 4)).square().mean())
         eng.step()
-        if micro % 2:
-            scheduler.step()  # which the engine has done
-    assert scheduler.get_last_lr() == scheduler.get_lr() == [optimizer.param_groups[0]["lr"]] == [0.0]
+    assert scheduler.get_last_lr() == scheduler.get_lr() == [optimizer.param_groups[0]["lr"]] == [1e-2 / 4]
     assert scheduler.state_dict() == {"last_batch_iteration": 1} and eng.lr_scheduler is scheduler
-    assert eng.engine.lr == pytest.approx(1e-2 / 4)
+    assert eng.engine.lr == eng.get_lr()[0] and isinstance(scheduler, WarmupLR)
 
 
 def test_schedules_take_a_rate_for_each_group() -> None:
@@ -118,7 +116,7 @@ def test_groups_of_model_parameters() -> None:
 
 def test_checkpoints_have_tags_and_client_state(tmp_path: Path) -> None:
     eng, *_ = deepspeed.initialize(model=net(), config=CONFIG)
-    assert eng.load_checkpoint(tmp_path) == (None, {})
+    assert eng.load_checkpoint(tmp_path) == (None, None)
     for _ in range(2):
         eng.backward(eng(torch.ones(2, 4)).square().mean())
         eng.step()

@@ -173,11 +173,7 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "steps_per_print": Moved("monitor.every", Int(low=1), (None, float("inf"))),
         "fp32_allreduce": Moved("communication_data_type", Flag(), _OFF, MappingProxyType({True: "fp32"})),
         "data_parallel_size": Moved("parallel.data", Int(low=1)),
-        "gradient_allreduce_op": Only(("mean", None), "gradients are averaged; scale the loss in loss_fn"),
         "sparse_gradients": Only(_OFF, "gradients are dense here; remove it"),
-        "managed_gradient_accumulation": Noted(
-            "eng.set_gradient_accumulation_boundary decides which step updates", (True, None)
-        ),
         "use_data_before_expert_parallelism": Only(_OFF, "Trine has no expert axis; remove it"),
         "wandb": Feature(_LOGGERS, noted=True),
         "comet": Feature(_LOGGERS, noted=True),

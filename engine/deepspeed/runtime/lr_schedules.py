@@ -1,99 +1,225 @@
-"""``deepspeed.runtime.lr_schedules``: its five schedules as torch schedulers, which also run without an engine."""
+"""``deepspeed.runtime.lr_schedules``: its five schedules as torch schedulers, which also run without an engine.
 
+Options are those of the configuration, read by its rules; ``initialize`` returns the one that the configuration names.
+"""
+
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
-from engine.optim.lr_schedules import lr_range_test, one_cycle, params_by_group, warmup, warmup_cosine, warmup_decay
+from engine.config.optim_sections import SCHEDULERS
+from engine.config.reader import read_section, stored
+from engine.config.rules import Problems
+from engine.errors import ConfigError
+from engine.optim.lr_schedules import (
+    lr_range_test,
+    one_cycle,
+    one_cycle_momentum,
+    params_by_group,
+    warmup,
+    warmup_cosine,
+    warmup_decay,
+)
+from engine.optim.update_scheduler import UpdateScheduler
+
+logger = logging.getLogger("trine")
 
 Rates = float | Sequence[float]
 """Rate of all groups, or of each."""
 _Rule = Callable[[int, float, Mapping[str, Any]], float]
 
 
-class _Scheduled(LRScheduler):
-    """Sets the rate that DeepSpeed's optimizer sees in each update."""
+class ScheduleValueError(ConfigError, ValueError):
+    """A schedule cannot have this value; a ValueError, as DeepSpeed raises."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: _Rule, params: dict[str, Any], last: int) -> None:
-        self._rule, self._params = rule, params_by_group(params, len(optimizer.param_groups))
-        super().__init__(optimizer, last)
 
-    def get_lr(self) -> list[float | torch.Tensor]:
-        """Rates of the groups in the next update."""
-        rule, update = self._rule, self.last_epoch
-        return [rule(update, float(base), own) for base, own in zip(self.base_lrs, self._params, strict=True)]
+class _Scheduled(UpdateScheduler):
+    """One of DeepSpeed's schedules: a rule of the update number and its options."""
+
+    _rule: _Rule
+
+    def __init__(self, optimizer: Any, options: Mapping[str, Any], last_batch_iteration: int) -> None:
+        inner = _torch_optimizer(optimizer)
+        self.params = _checked(type(self).__name__, options)
+        try:
+            self._by_group = params_by_group(self.params, len(inner.param_groups))
+        except ConfigError as error:
+            raise ScheduleValueError(str(error)) from None
+        super().__init__(inner, last_batch_iteration)
+
+    def rates(self, update: int) -> list[float]:
+        """Rate of each group in update number ``update``."""
+        rule = type(self)._rule
+        return [rule(update, float(base), own) for base, own in zip(self.base_lrs, self._by_group, strict=True)]
+
+    def _each(self, option: str) -> list[Any]:
+        """An option for each group."""
+        return [own[option] for own in self._by_group]
 
 
 class LRRangeTest(_Scheduled):
     """A rising rate, for finding the largest stable one."""
 
+    _rule = staticmethod(lr_range_test)
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, lr_range_test_min_lr: Rates = 1e-3, lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        super().__init__(optimizer, lr_range_test, {
+        super().__init__(optimizer, {
             "lr_range_test_min_lr": lr_range_test_min_lr, "lr_range_test_step_size": lr_range_test_step_size,
             "lr_range_test_step_rate": lr_range_test_step_rate, "lr_range_test_staircase": lr_range_test_staircase,
         }, last_batch_iteration)  # fmt: skip
+        self.min_lr, self.step_size = self._each("lr_range_test_min_lr"), lr_range_test_step_size
+        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
 
 
 class OneCycle(_Scheduled):
-    """Up and down once, then a decay; of the rate alone."""
+    """Up and down once, then a decay; betas move against the rate."""
+
+    _rule = staticmethod(one_cycle)
+    cycle_momentum = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, cycle_min_lr: Rates, cycle_max_lr: Rates, decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = False,
+        cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        if cycle_momentum:
-            raise ValueError("OneCycle in code changes rates alone; name it in the config for cycle_momentum.")
-        super().__init__(optimizer, one_cycle, {
+        super().__init__(optimizer, {
             "cycle_min_lr": cycle_min_lr, "cycle_max_lr": cycle_max_lr, "decay_lr_rate": decay_lr_rate,
             "cycle_first_step_size": cycle_first_step_size, "cycle_second_step_size": cycle_second_step_size,
             "cycle_first_stair_count": cycle_first_stair_count, "cycle_second_stair_count": cycle_second_stair_count,
-            "decay_step_size": decay_step_size,
+            "decay_step_size": decay_step_size, "cycle_momentum": cycle_momentum, "cycle_min_mom": cycle_min_mom,
+            "cycle_max_mom": cycle_max_mom, "decay_mom_rate": decay_mom_rate,
         }, last_batch_iteration)  # fmt: skip
+        self.min_lrs, self.max_lrs = self._each("cycle_min_lr"), self._each("cycle_max_lr")
+        first, second = cycle_first_step_size, cycle_second_step_size
+        self.total_size = float(first + (first if second is None else second))
+        self.step_ratio = first / self.total_size
+        self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
+        if cycle_momentum and not self.cycle_momentum:
+            logger.warning(
+                "OneCycle moves no momentum of %s, whose options have no betas; give cycle_momentum False.",
+                type(self.optimizer).__name__,
+            )
+        if last_batch_iteration == -1:
+            self._show()
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Betas of each group in the next update; None without ``cycle_momentum``."""
+        if not self.cycle_momentum:
+            return None
+        return [(one_cycle_momentum(self.last_epoch, own), 0.99) for own in self._by_group]
+
+    def _show(self) -> None:
+        super()._show()
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            group["betas"] = betas
 
 
 class WarmupLR(_Scheduled):
     """Up to ``warmup_max_lr``, then constant."""
 
+    _rule = staticmethod(warmup)
+
     def __init__(
-        self, optimizer: torch.optim.Optimizer, warmup_min_lr: Rates = 0.0, warmup_max_lr: Rates = 0.001,
+        self, optimizer: torch.optim.Optimizer, warmup_min_lr: Rates = 0.0, warmup_max_lr: Rates | None = None,
         warmup_num_steps: int = 1000, warmup_type: str = "log", last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        super().__init__(optimizer, warmup, {
+        super().__init__(optimizer, {
             "warmup_min_lr": warmup_min_lr, "warmup_max_lr": warmup_max_lr, "warmup_num_steps": warmup_num_steps,
-            "warmup_type": warmup_type,
+            "warmup_type": _shape(warmup_type),
         }, last_batch_iteration)  # fmt: skip
+        _remember_warmup(self)
 
 
 class WarmupDecayLR(_Scheduled):
     """Up to ``warmup_max_lr``, then linearly down at ``total_num_steps``."""
 
+    _rule = staticmethod(warmup_decay)
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_lr: Rates = 0.0,
-        warmup_max_lr: Rates = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
+        warmup_max_lr: Rates | None = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        super().__init__(optimizer, warmup_decay, {
+        super().__init__(optimizer, {
             "total_num_steps": total_num_steps, "warmup_min_lr": warmup_min_lr, "warmup_max_lr": warmup_max_lr,
-            "warmup_num_steps": warmup_num_steps, "warmup_type": warmup_type,
+            "warmup_num_steps": warmup_num_steps, "warmup_type": _shape(warmup_type),
         }, last_batch_iteration)  # fmt: skip
+        _remember_warmup(self)
+        self.total_num_steps = total_num_steps
 
 
 class WarmupCosineLR(_Scheduled):
     """Up to the optimizer's rate, then half a cosine down."""
+
+    _rule = staticmethod(warmup_cosine)
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000, cos_min_ratio: float = 0.0001, warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        super().__init__(optimizer, warmup_cosine, {
+        super().__init__(optimizer, {
             "total_num_steps": total_num_steps, "warmup_min_ratio": warmup_min_ratio, "cos_min_ratio": cos_min_ratio,
-            "warmup_num_steps": warmup_num_steps, "warmup_type": warmup_type,
+            "warmup_num_steps": warmup_num_steps, "warmup_type": _shape(warmup_type),
         }, last_batch_iteration)  # fmt: skip
+        self.warmup_type, self.warmup_num_steps = self.params["warmup_type"], max(2, warmup_num_steps)
+        self.total_num_steps, self.cos_min_ratio = total_num_steps, cos_min_ratio
+        self.org_lrs = list(self.base_lrs)
+
+    def get_lr_ratio(self) -> float:
+        """Fraction of the optimizer's rate in the next update."""
+        return warmup_cosine(self.last_epoch, 1.0, self.params)
+
+
+SCHEDULES: Mapping[str, type[_Scheduled]] = MappingProxyType({
+    each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+})  # fmt: skip
+VALID_LR_SCHEDULES = [*SCHEDULES]
+
+
+def _remember_warmup(schedule: _Scheduled) -> None:
+    """Set what DeepSpeed's warmups keep: rates of each group, shape and length."""
+    given = zip(schedule.base_lrs, schedule._each("warmup_max_lr"), strict=True)
+    high = [base if own is None else own for base, own in given]
+    vars(schedule).update(
+        min_lrs=schedule._each("warmup_min_lr"),
+        max_lrs=high,
+        warmup_type=schedule.params["warmup_type"],
+        warmup_num_steps=max(2, schedule.params["warmup_num_steps"]),
+    )
+
+
+def _shape(given: Any) -> Any:
+    if given not in ("log", "linear"):
+        logger.warning('warmup_type %r is neither "log" nor "linear"; the warmup is "log".', given)
+        return "log"
+    return given
+
+
+def _torch_optimizer(given: Any) -> torch.optim.Optimizer:
+    """The optimizer itself, or the one that a wrapper has as ``optimizer``."""
+    found = given if isinstance(given, torch.optim.Optimizer) else getattr(given, "optimizer", None)
+    if isinstance(found, torch.optim.Optimizer):
+        return found
+    raise TypeError(f"a schedule was given a {type(given).__name__}; give a torch.optim.Optimizer.")
+
+
+def _checked(kind: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Options by the rules of the configuration."""
+    problems = Problems(kind)
+    read = read_section(SCHEDULERS[kind], dict(options), kind, problems)
+    if options.get("warmup_num_steps") == 0:
+        problems.add(f"{kind}.warmup_num_steps", "0 steps are no warmup; give a whole number above 0.")
+    try:
+        problems.raise_if_any()
+    except ConfigError as error:
+        raise ScheduleValueError(str(error)) from None
+    return stored(read, everything=True)
