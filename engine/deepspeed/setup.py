@@ -76,6 +76,8 @@ def initialize(
     if pipeline is not None:
         loss_fn, example = _loss_of(pipeline), _example(training_data, resolved.micro, collate)
     lr_scheduler = configured_schedule(resolved, lr_scheduler)
+    if lr_scheduler is not None:  # made from the section, which therefore has its effect
+        resolved = replace(resolved, scheduler=None)
     made = engine.initialize(model, resolved, loss_fn, example, optimizer, lr_scheduler, world=world)
     tell_engine(made)
     loader = _loader(training_data, made, resolved.micro, collate, shuffle=pipeline is None)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import engine
 import engine.deepspeed as deepspeed
+from engine.deepspeed.runtime import lr_schedules
 from tests.deepspeed.pipeline_runs import batch, chain, train_and_load
 from tests.deepspeed.test_names import CONFIG, net
 
@@ -134,7 +135,7 @@ def test_the_sections_schedule_is_used_beside_one_in_code_as_in_deepspeed() -> N
     warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25, "warmup_num_steps": 2, "warmup_type": "linear"}}
     config = CONFIG | {"scheduler": warmup, "optimizer": {"type": "Lamb", "params": {"max_coeff": 1}}}
     eng, _, _, used = deepspeed.initialize(model=model, optimizer=own, lr_scheduler=scheduler, config=config)
-    assert used is not scheduler and eng.engine.config.scheduler is not None
+    assert isinstance(used, lr_schedules.WarmupLR)
     assert [note.split(":")[0] for note in eng.engine.plan.notes if "has no effect" in note] == [
         "optimizer",
         "scheduler",
