@@ -87,7 +87,7 @@ from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
 from engine.zero.reduce.step_reducer import GradientReducer
 
 _SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"
-_REDUCER_NOTE = "gives each gradient to a flat bucket as soon as backward has made it"
+_REDUCER_NOTE = "gives each gradient to a flat bucket as soon as backward has made it, and zero_grad() drops it there"
 
 
 def plan_run(
@@ -257,8 +257,10 @@ def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatch
     """The guard of gradients; what it and the reducer put on parameters is taken off together."""
     # a sharded parameter (ZeRO 3) is guarded as a whole while it is not gathered
     guard = GradientGuard(p for p in model.parameters() if p.requires_grad and plan.gather_groups is None)
+    give_back = guard.take_zero_grad(model)
 
     def take_off() -> None:
+        give_back()
         guard.lift()
         reducer.remove()
 
