@@ -88,7 +88,7 @@ from engine.zero.reduce.step_reducer import GradientReducer
 
 _SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"
 _STEPS_NOTE = "the engine makes the steps of the scheduler that was passed"
-_REDUCER_NOTE = "gives each gradient to a flat bucket as soon as backward has made it"
+_REDUCER_NOTE = "gives each gradient to a flat bucket as soon as backward has made it, and zero_grad() drops it there"
 
 
 def plan_run(
@@ -258,8 +258,10 @@ def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatch
     """The guard of gradients; what it and the reducer put on parameters is taken off together."""
     trained = {row.name for row in plan.table if row.trainable}
     guard = GradientGuard(p for name, p in model.named_parameters() if name in trained)
+    give_back = guard.take_zero_grad(model)
 
     def take_off() -> None:
+        give_back()
         guard.lift()
         reducer.remove()
 

@@ -73,6 +73,11 @@ class StepRunner:
         self._told = False
         """Whether it was said what forward is not given of a batch."""
 
+    @property
+    def made(self) -> int:
+        """Number of updates so far."""
+        return self._update.made
+
     def train(self, batch: Batch | Iterator[Batch]) -> FinishedStep:
         """See :meth:`engine.Engine.train_batch`."""
         if not any(row.trainable for row in self._runtime.plan.table):

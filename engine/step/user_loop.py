@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError
 from engine.program.batch import Batch
@@ -96,10 +98,12 @@ class UserLoop:
         """The loss of the backward that begins, if ``scale`` has seen it."""
         self._unscaled = False
         """Gradients of this step lack its loss scale."""
-        self._updated = False
-        """The last update was made by this loop, so a backward without a forward comes too late."""
+        self._continues = False
+        """The last update was made by this loop, so a backward through the model itself is one of its next step."""
         self._calls = PipelineCalls(runtime) if runtime.stage is not None else None
         runtime.own_backward.serve(self._enter)
+        runtime.gradient_guard.serve(self.zero_grad)
+        self._trained = tuple(p for p in runtime.program.model.parameters() if p.requires_grad)
 
     # ------------------------------------------------------------------ the calls
 
@@ -124,7 +128,10 @@ class UserLoop:
                 return self._calls.forward(args, kwargs, key, self._control.rows)
             with runtime.forward(*key):
                 watch, call = runtime.first_use.watch, runtime.program.call
-                return runtime.own(watch((args, kwargs), lambda: call(*args, **kwargs)))
+                output = runtime.own(watch((args, kwargs), lambda: call(*args, **kwargs)))
+        if training:
+            self._date(output)
+        return output
 
     def backward(
         self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool, metrics: Mapping[str, Any]
@@ -163,7 +170,7 @@ class UserLoop:
             return None
         self._expected = self._backwards
         self._forget()
-        self._updated = True
+        self._continues = True
         self._expire()
         return self._runner.finish(step)
 
@@ -230,8 +237,24 @@ class UserLoop:
         self._expire()
 
     def _expire(self) -> None:
+        """Let no backward go through a forward from before: what it has kept of the weights is about to change."""
         if self._calls is not None:
             self._calls.expire()
+        increment_version(self._trained)
+
+    def _date(self, output: Any) -> None:
+        """Refuse a backward that reaches ``output`` after weights have changed. torch refuses it too, if it sees one of
+        the weights that the graph has kept, and says less."""
+        made = self._runner.made
+
+        def check(_: Tensor) -> None:
+            if self._runner.made != made:
+                raise stale_forward()
+
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    leaf.register_hook(check)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ a backward of the user's own
 
@@ -250,13 +273,15 @@ class UserLoop:
         self._runtime.own_backward.start()
 
     def _enter(self) -> AbstractContextManager[None] | None:
-        """The context of a backward that the user has started; None if no forward of this loop led to it."""
+        """The context of a backward that has reached the parameters; None if it is no business of this loop.
+
+        It may go through a forward of the engine, or of the model itself, and may have begun in another engine.
+        """
         if self._running:
             return None
         self._runtime.gradient_guard.lift()
-        if not (self._fresh or self._losses or self._step):
-            if self._updated:
-                raise stale_forward()
+        begun = self._fresh or self._losses or self._step or self._continues
+        if not begun and self._runtime.gatherer is None:
             return None
         step, loss = self._open_step(), self._announced
         self._unscaled = self._unscaled or (step.scale != 1.0 and loss is None)
@@ -388,7 +413,7 @@ class UserLoop:
         """Forget the unfinished step itself, and the forwards that no backward has followed."""
         self._forget_gradients()
         self._started = self._counted = None
-        self._fresh = self._updated = False
+        self._fresh = self._continues = False
         self._forwards = 0
 
     def _forget_gradients(self) -> None:

@@ -10,7 +10,7 @@ it is known, else in the order of their definition; a module that runs before it
 :class:`GatheredModules` intercepts the calls of these modules, which tell the gatherer what is about to be used.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -89,9 +89,22 @@ class GatheredModules:
         for name, group in self._group.items():
             note = f"gathers its sharded parameters over axis dp, with gather group {group}, and frees them afterwards"
             interception.install(name, model.get_submodule(name), note)
+        outer = Interception(handler=self._call_outer, layer=PatchLayer.GATHER, patches=patches)
+        for name in sorted(_around(self._group), reverse=True):
+            outer.install(name, model.get_submodule(name), "gathers for a call outside the engine too")
+
+    def _call_outer(self, _: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._gathering.around(None):
+            return forward(*args, **kwargs)
 
     def _call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group = self._group[unit]
+        with self._gathering.around(group):
+            return self._call_gathered(group, forward, args, kwargs)
+
+    def _call_gathered(
+        self, group: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self._gathering.enter(group)
         out = forward(*args, **kwargs)
         tensors = list(_tensors(out))
@@ -99,6 +112,12 @@ class GatheredModules:
         if torch.is_grad_enabled():
             self._gathering.leave(group, [tensor for tensor in tensors if tensor.grad_fn is not None])
         return out
+
+
+def _around(units: Collection[str]) -> set[str]:
+    """Names of the modules that contain units, the model itself among them, if they are no units."""
+    parts = (unit.split(".") for unit in units)
+    return {".".join(path[:count]) for path in parts for count in range(len(path))} - set(units)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

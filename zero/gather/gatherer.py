@@ -16,7 +16,7 @@ compare their requests before such a gather; after unequal calls a rank keeps wh
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -29,6 +29,7 @@ from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.call_agreement import GatherRounds, PassCalls, Said
 from engine.zero.gather.gather_schedule import GatherOrder
+from engine.zero.gather.outside_calls import OutsideCalls
 from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
 from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 
@@ -86,6 +87,7 @@ class ParameterGatherer:
         self._calls_of: defaultdict[tuple[int, int], PassCalls] = defaultdict(PassCalls)
         """Stage and microbatch -> calls of its forward."""
         self._whole = UnshardedBuckets(buckets, comm, self._read, within)
+        self._outside = OutsideCalls(self._whole, comm)
         self._pass: _Walk | None = None
         self._to_come: deque[Action] = deque()
         self._calls = 0
@@ -213,10 +215,22 @@ class ParameterGatherer:
             with torch.no_grad():
                 (self._reach if self._pass.is_forward else self._enter_again)(position, self._pass)
 
+    def around(self, group: int | None) -> AbstractContextManager[None]:
+        """Context of a call of one of the group's modules (None: of a module around groups), for calls outside passes,
+        which gather by themselves; another engine's backward may recompute one, whose own pass then begins."""
+        if self._pass is None and torch._C._current_graph_task_id() != -1:
+            self._start_backward()
+        if self._pass is not None:
+            return nullcontext()
+        used = self._order.everywhere
+        if group is not None and (position := self._anywhere.get(group)) is not None:
+            used |= self._order.members[position]
+        return self._outside.call(used)
+
     def leave(self, group: int, outputs: Sequence[Tensor]) -> None:
         """Watch the outputs of a module that has run: a gradient of theirs tells that its backward begins."""
         position = self._position(group)
-        if self._pass is not None and position is not None and self._pass.is_forward:
+        if position is not None and (self._pass is None or self._pass.is_forward):
             self._calls += 1
             if not outputs:
                 self._silent.add(position)
@@ -228,7 +242,7 @@ class ParameterGatherer:
     def _position(self, group: int) -> int | None:
         """Return the position of the group in this pass, else its first position on this rank, if it has one."""
         if self._pass is None:
-            return None
+            return self._anywhere.get(group)
         return self._at.get((self._pass.stage, group), self._anywhere.get(group))
 
     def _arrive(self, position: int, call: int, _: Tensor) -> None:
@@ -308,15 +322,17 @@ class ParameterGatherer:
 
     def _read(self, index: int, name: str) -> None:
         """Handle a read of a parameter that is not gathered, by code outside its module or outside the engine."""
+        if self._outside.running:
+            return self._outside.read(index)
         if self._pass is None:
             sharded = f"parameter {name!r} is sharded over {self._ranks} data ranks (ZeRO 3) and"
             if self._closed:
                 raise EngineError(f"{sharded} its engine is closed; call eng.full_state_dict() before closing it.")
             raise EngineError(
-                f"{sharded} is gathered only while the engine runs the model; read or write it inside "
+                f"{sharded} is gathered only while the model or a module of it runs; read or write it inside "
                 f"`with eng.full_parameters({name!r}):`, on all ranks."
             )
-        self._need_everywhere(frozenset({index}))
+        return self._need_everywhere(frozenset({index}))
 
     @torch.no_grad()
     def _need_everywhere(self, indices: frozenset[int]) -> None:

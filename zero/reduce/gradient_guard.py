@@ -9,9 +9,10 @@ refuses the same code. The objects stay the user's; only their class changes and
 between torch and a parameter while the model runs.
 """
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -101,6 +102,7 @@ class GradientGuard:
         self._parameters = tuple(parameters)
         self._absent = {id(parameter) for parameter in self._parameters if not parameter.requires_grad}
         self._guarded: list[nn.Parameter] = []
+        self._drop: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def set(self) -> None:
         """Guard every trained parameter of torch's own class, and every one that is elsewhere."""
@@ -109,6 +111,28 @@ class GradientGuard:
             self._guarded = [p for p in trained if type(p) in _TAKEN]
             for parameter in self._guarded:
                 parameter.__class__ = _TAKEN[type(parameter)]
+
+    def serve(self, drop: Callable[[], None]) -> None:
+        """Call ``drop``, a method, in ``zero_grad`` of the model from now on, as long as its object lives."""
+        self._drop = weakref.WeakMethod(drop)
+
+    def take_zero_grad(self, model: nn.Module) -> Callable[[], None]:
+        """Let ``zero_grad`` of the model drop the engine's gradients too, until the returned function is called."""
+
+        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+            drop = self._drop() if self._drop is not None else None
+            if module is model and drop is not None:
+                drop()
+            type(module).zero_grad(module, set_to_none)
+
+        taken = MethodType(zero_grad, model)  # bound, so that a copy of the model has its own
+        object.__setattr__(model, "zero_grad", taken)
+
+        def give_back() -> None:
+            if vars(model).get("zero_grad") is taken:
+                object.__delattr__(model, "zero_grad")
+
+        return give_back
 
     def lift(self) -> None:
         """Give the parameters their class back."""

@@ -420,9 +420,13 @@ def test_mistakes_of_a_loop_are_sentences() -> None:
             lambda: eng.backward((loss, 1)), "a microbatch has a second loss, and one of them is .sum, weight.; add"
         )
         eng.backward(loss_of(eng(ids), ids))
+        late, direct = loss_of(eng(ids), ids), loss_of(eng.module(ids), ids)
         eng.step()
-        late = loss_of(eng.module(ids), ids)
         refused(late.backward, r"a backward after step\(\): the weights have changed since the forward that it diff")
+        eng.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.backward(direct)
+        eng.zero_grad()
         refused(lambda: eng.scale(torch.ones(())), "the loss does not depend on any trainable parameter")
         refused(lambda: eng.scale(torch.ones(3)), r"the loss given to scale is a float32 tensor of shape \(3,\)")
         refused(eng.step, r"step\(\) before backward\(\)")

@@ -121,4 +121,4 @@ def test_what_is_kept_of_full_parameters_can_be_read_and_saved(run_ranks: RunRan
     plain = run_ranks(without_keeping, 2)
     for (equal, array, trained, losses, said), expected in zip(run_ranks(keeps, 2), plain, strict=True):
         assert equal and array and trained and losses == expected
-        assert "is gathered only while the engine runs the model; read or write it inside" in said
+        assert "is gathered only while the model or a module of it runs; read or write it inside" in said

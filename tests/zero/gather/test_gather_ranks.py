@@ -246,8 +246,8 @@ def test_parameters_keep_their_shape_and_full_parameters_their_value(run_ranks: 
             == f"Parameter of shape ({VOCABULARY}, 16) and torch.float32, sharded over the data ranks (ZeRO 3)"
         )
         expected = (
-            f"parameter '{name}' is sharded over 2 data ranks (ZeRO 3) and is gathered only while the engine runs the "
-            f"model; read or write it inside `with eng.full_parameters('{name}'):`, on all ranks."
+            f"parameter '{name}' is sharded over 2 data ranks (ZeRO 3) and is gathered only while the model or a "
+            f"module of it runs; read or write it inside `with eng.full_parameters('{name}'):`, on all ranks."
         )
         for what in ("sum", "state_dict", "write", "hidden again"):
             assert seen[what] == expected

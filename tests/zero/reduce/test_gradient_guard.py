@@ -46,7 +46,6 @@ LOOKS: dict[str, Callable[[Engine], Any]] = {
     "write": write,
     "delete": delete,
     "clip": lambda eng: nn.utils.clip_grad_norm_(weights(eng), 1.0),
-    "zero_grad": lambda eng: eng.module.zero_grad(),
     "optimizer": lambda eng: torch.optim.SGD(weights(eng)).step(),
 }
 
@@ -102,6 +101,22 @@ def test_what_ends_the_wait_ends_the_guard(end: Callable[[Engine], Any]) -> None
         eng.backward(loss_of(eng))
         end(eng)
         assert {type(p) for p in weights(eng)} == {nn.Parameter}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_zero_grad_of_the_model_is_that_of_the_engine(stage: int) -> None:
+    found = []
+    drops: list[Callable[[Engine], None]] = [lambda eng: eng.module.zero_grad(), Engine.zero_grad]
+    for drop in drops:
+        with start(stage) as eng:
+            torch.autograd.backward(loss_of(eng) * 3)
+            drop(eng)
+            eng.backward(loss_of(eng))
+            report = eng.step()
+            assert report is not None
+            found.append(report.grad_norm)
+        assert "zero_grad" not in vars(eng.module)
+    assert found[0] == found[1]
 
 
 def test_close_takes_the_guard_off() -> None:

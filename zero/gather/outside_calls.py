@@ -1,0 +1,53 @@
+"""Calls of a model's modules while no pass runs: a forward that the user starts himself, or another of its methods.
+
+Each module of a gather group gathers what it uses and frees it when it returns; nothing is gathered ahead, since nobody
+knows what comes next. Every data rank makes the same calls. A backward through them is a pass as any other.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from engine.parallel.comm.comm import Comm
+from engine.zero.gather.unsharded_buckets import UnshardedBuckets
+
+
+class OutsideCalls:
+    """The calls that run at present, one inside the other."""
+
+    def __init__(self, whole: UnshardedBuckets, comm: Comm) -> None:
+        self._whole, self._comm = whole, comm
+        self._depth = 0
+        self._read: frozenset[int] = frozenset()
+
+    @property
+    def running(self) -> bool:
+        """True inside a call."""
+        return self._depth > 0
+
+    @contextmanager
+    def call(self, indices: frozenset[int]) -> Iterator[None]:
+        """Context of a call that uses these buckets."""
+        if not self._depth:
+            self._comm.join("a call of the model outside the engine")
+        opened = indices - self._whole.live
+        self._depth += 1
+        try:
+            with torch.no_grad():
+                self._whole.ask_alike(opened)
+                self._whole.show(opened | (indices & self._whole.live))
+            yield
+            self._whole.refuse_written(opened)
+        finally:
+            self._depth -= 1
+            read, self._read = (frozenset(), self._read) if self._depth else (self._read, frozenset())
+            self._whole.free((opened | read) - (self._read if self._depth else frozenset()))
+
+    def read(self, index: int) -> None:
+        """Gather a bucket that code outside its modules reads; it stays until the outermost call ends."""
+        if index not in self._whole.live:
+            self._read |= {index}
+        with torch.no_grad():
+            self._whole.ask_alike(frozenset({index}))
+            self._whole.show(frozenset({index}))
