@@ -233,7 +233,7 @@ class CheckpointCoordinator:
                 self._last.wait()
             if self._comm.grid.rank == 0:
                 logger.warning("stopped by SIGTERM after update %d; the next run resumes from there", done)
-            raise SystemExit(EXIT_CODE)
+            raise SystemExit(self._signal.code if self._signal is not None else EXIT_CODE)
 
     def refuse_spoiled(self) -> None:
         """Raise if a failed load has replaced only some of the weights."""

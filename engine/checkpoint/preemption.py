@@ -20,10 +20,14 @@ class StopSignal:
     Several engines may stack their handlers; each of them receives the signal. ``remove`` takes a handler out of the
     stack. Only the main thread can set handlers: a handler removed by another thread stays in place and passes signals
     on until the one above it is removed.
+
+    A handler that the user has set before is called for the first signal. If it exits, the run first saves.
     """
 
     def __init__(self) -> None:
         self.asked = False
+        self.code: Any = EXIT_CODE
+        """What the process exits with once the run has saved."""
         self._first = 0.0
         self._before: Any = None
         self._process = os.getpid()
@@ -37,11 +41,18 @@ class StopSignal:
             self._pass_on(number, frame)
         elif not self.asked:
             self.asked, self._first = True, now
-            if _owner(self._before) is not None:
-                self._pass_on(number, frame)
+            self._tell_previous(number, frame)
         elif now - self._first > ONE_REQUEST_SECONDS:
             self.remove()
             signal.raise_signal(number)
+
+    def _tell_previous(self, number: int, frame: FrameType | None) -> None:
+        """Call the previous handler: another engine's, or the user's, whose exit waits for the checkpoint."""
+        try:
+            if callable(self._before):
+                self._before(number, frame)
+        except SystemExit as leaving:
+            self.code = leaving.code
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if callable(self._before):

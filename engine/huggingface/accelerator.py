@@ -6,8 +6,9 @@ finish_step              eng.step, which clips and updates; its norm is then in 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any, Self
 
@@ -228,6 +229,41 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
     """The host's scheduler, whose step counts data ranks where the host's counts processes."""
 
     data_ranks: int
+    """Steps that an update makes."""
+
+    def __init__(self, scheduler: Any, optimizers: Any, linked: bool, split_batches: bool, data_ranks: int) -> None:
+        super().__init__(scheduler, optimizers, linked, split_batches)
+        self.data_ranks = data_ranks
+        groups = scheduler.optimizer.param_groups
+        self._begin = deepcopy(scheduler.state_dict()), [_scheduled(group) for group in groups]
+
+    def move_from(self, data_ranks: int) -> None:
+        """Go on from a state that was saved where an update made ``data_ranks`` steps, with the rate that it had.
+
+        A schedule may be as long as all ranks together make steps, or as the steps of one. So its place is the step of
+        the same update, unless this schedule has the saved rate at the same step alone.
+        """
+        schedule: Any = self.scheduler
+        saved, rates = schedule.last_epoch, list(schedule.get_last_lr())
+        if data_ranks == self.data_ranks or self.split_batches or not self.step_with_optimizer:
+            return
+        same_update = saved * self.data_ranks // data_ranks
+        for steps in (same_update, saved):
+            self._put(steps)
+            if all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(schedule.get_last_lr(), rates, strict=True)):
+                return
+        self._put(same_update)
+
+    def _put(self, steps: int) -> None:
+        """Put the schedule where it is after so many steps."""
+        schedule: Any = self.scheduler
+        state, groups = self._begin
+        for group, options in zip(schedule.optimizer.param_groups, groups, strict=True):
+            group.update(options)
+        schedule.load_state_dict(deepcopy(state))
+        schedule.optimizer._opt_called = True  # torch warns of steps without updates between them
+        for _ in range(min(steps, getattr(schedule, "total_steps", steps)) - schedule.last_epoch):
+            schedule.step()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """After an update one step for each data rank, as many as the host makes with so many processes."""
@@ -237,6 +273,11 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
             for _ in range(self.data_ranks):
                 if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
                     self.scheduler.step(*args, **kwargs)
+
+
+def _scheduled(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group that a scheduler moves."""
+    return {name: group[name] for name in ("lr", "betas", "momentum") if name in group}
 
 
 def _has_others(data: Any) -> bool:

@@ -118,8 +118,7 @@ class Accelerator(SavedState):
             return super().prepare_scheduler(scheduler)
         own = [each for each in self._optimizers if each.optimizer is getattr(scheduler, "optimizer", None)]
         linked = self.step_scheduler_with_optimizer
-        prepared = HostedScheduler(scheduler, own or self._optimizers, linked, self.split_batches)
-        prepared.data_ranks = self.num_processes
+        prepared = HostedScheduler(scheduler, own or self._optimizers, linked, self.split_batches, self.num_processes)
         self._schedulers.append(prepared)
         return prepared
 

@@ -12,12 +12,14 @@ from typing import Any
 from torch import nn
 
 from engine.errors import CheckpointError
-from engine.huggingface.accelerator import EngineAccelerator
+from engine.huggingface.accelerator import EngineAccelerator, HostedScheduler
 
 _STATE = "engine"
 """Folder of the engine's checkpoint inside one of the host's."""
 _STEP = "accumulated"
 """Microbatches that the host has counted."""
+_RANKS = "data_ranks"
+"""Number of data ranks, in which the host's schedules count."""
 
 
 class SavedState(EngineAccelerator):
@@ -39,7 +41,7 @@ class SavedState(EngineAccelerator):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         for hook in hooks.values():
             hook(models, [], folder)
-        self.trained.save_checkpoint(Path(folder, _STATE), {_STEP: self.step}).wait()
+        self.trained.save_checkpoint(Path(folder, _STATE), {_STEP: self.step, _RANKS: self.num_processes}).wait()
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
@@ -64,6 +66,8 @@ class SavedState(EngineAccelerator):
         self.step = found[_STEP]
         for each in self._schedulers:
             schedule = each.scheduler
+            if isinstance(each, HostedScheduler):
+                each.move_from(found.get(_RANKS, self.num_processes))
             for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = rate
 

@@ -2,18 +2,19 @@
 
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Iterator
 
 import pytest
 
-from engine.checkpoint.preemption import ONE_REQUEST_SECONDS, StopSignal
+from engine.checkpoint.preemption import EXIT_CODE, ONE_REQUEST_SECONDS, StopSignal
 
 
 @pytest.fixture
 def ended() -> Iterator[list[int]]:
-    """What was there before: notes that the process would have ended."""
+    """What was there before: a handler of the user's, which hears the first signal and what an engine passes on."""
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     yield heard
@@ -29,10 +30,10 @@ def test_signals_at_once_are_one_request_and_a_later_one_insists(
     for later in (0.0, 0.1, ONE_REQUEST_SECONDS - 0.2):  # the scheduler's, torchrun's, and torchrun's on a slow machine
         now[0] += later
         signal.raise_signal(signal.SIGTERM)
-        assert stop.asked and ended == []
+        assert stop.asked and ended == [signal.SIGTERM]
     now[0] += 0.2
     signal.raise_signal(signal.SIGTERM)
-    assert ended == [signal.SIGTERM]
+    assert ended == [signal.SIGTERM] * 2
 
 
 def test_what_was_there_comes_back(ended: list[int]) -> None:
@@ -45,15 +46,34 @@ def test_what_was_there_comes_back(ended: list[int]) -> None:
 def test_two_engines_hear_the_same_signal_and_leave_in_any_order(ended: list[int]) -> None:
     first, second = StopSignal(), StopSignal()
     signal.raise_signal(signal.SIGTERM)
-    assert first.asked and second.asked and ended == []
+    assert first.asked and second.asked and ended == [signal.SIGTERM]
     third, fourth = StopSignal(), StopSignal()
     third.remove()  # from under the fourth
     signal.raise_signal(signal.SIGTERM)
-    assert fourth.asked and not third.asked and ended == []
+    assert fourth.asked and not third.asked and ended == [signal.SIGTERM]
     for stop in (fourth, first, second):
         stop.remove()
     signal.raise_signal(signal.SIGTERM)
-    assert ended == [signal.SIGTERM], "what was there before all of them"
+    assert ended == [signal.SIGTERM] * 2, "what was there before all of them"
+
+
+def test_a_handler_of_the_users_that_exits_does_so_after_the_checkpoint() -> None:
+    def leave(number: int, frame: object) -> None:
+        sys.exit(3)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        stop = StopSignal()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked and stop.code == 3
+        stop.remove()
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    fresh = StopSignal()
+    assert fresh.code == EXIT_CODE
+    fresh.remove()
 
 
 def test_a_forked_child_is_ended_at_once() -> None:

@@ -27,6 +27,8 @@ class LoopCase:
     shuffle: bool = False
     resume: str | None = None
     """A folder of ``save_state`` after the first epoch."""
+    falls_over: int | None = None
+    """Updates over which the rate falls to zero; None: it rises in the first ones."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the accelerator."""
 
@@ -78,7 +80,9 @@ def loop(line: Line, case: LoopCase) -> None:
     accelerator = make_accelerator(case)
     model: Any = small_model()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+    length = (case.falls_over or 0) * accelerator.num_processes
+    factor = (lambda step: 1 - step / length) if length else (lambda step: min(1.0, (step + 1) / 4))
+    schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     collate: Any = default_data_collator
     drawn = torch.Generator().manual_seed(3)
     data: Any = dataset(28, 1)
