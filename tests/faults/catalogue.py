@@ -15,6 +15,7 @@ from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
 from tests.faults.matrix_optimizers import MATRIX_OPTIMIZERS
 from tests.faults.offload import OFFLOAD
 from tests.faults.pipeline import PIPELINE
+from tests.faults.plain_torch import PLAIN_TORCH
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.quantized_base import QUANTIZED_BASE
 from tests.faults.reliability import RELIABILITY
@@ -45,6 +46,7 @@ AREAS = {
     "secondary shards": SECONDARY_SHARDS,
     "shard groups": SHARD_GROUPS,
     "step and precision": STEP_AND_PRECISION,
+    "plain torch": PLAIN_TORCH,
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,
     "host memory": HOST_MEMORY,
