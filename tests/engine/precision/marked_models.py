@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -49,7 +49,7 @@ def build(models: list[type[PreTrainedModel]], dtype: torch.dtype) -> PreTrained
         for few in (True, False):
             try:
                 with _default(dtype), torch.device("meta"):
-                    return model(_small(model.config_class(), few))
+                    return model(_small(cast(Any, model).config_class(), few))
             except Exception as error:
                 problem = error
     raise AssertionError(f"no model of {models[0].__module__} is built from its default configuration") from problem
