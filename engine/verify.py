@@ -26,8 +26,8 @@ from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.precision.dtypes import make_precision, place_rest
-from engine.precision.fp32_modules import keep_in_fp32
 from engine.precision.frozen_weights import round_frozen
+from engine.precision.layer_casts import put_casts
 from engine.precision.loss_scaler import make_loss_scale
 from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows, Name
@@ -204,7 +204,7 @@ class _Reference:
         place_rest(model, self.precision, self.device)
         round_frozen(model, config)
         patches = ForwardPatches()
-        keep_in_fp32(model, self.precision.kept.modules, self.precision.compute, patches)
+        put_casts(model, self.precision.kept, self.precision.compute, patches)
         self.scale = make_loss_scale(config.fp16)
         self.streams = RandomStreams(model, self.device, patches)
         assigned, groups = assign_groups(model, config.optimizer)

@@ -58,7 +58,7 @@ from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import Costs, profile_run
 from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.precision.dtypes import make_precision
-from engine.precision.fp32_modules import keep_in_fp32
+from engine.precision.layer_casts import put_casts
 from engine.program.batch import Batch
 from engine.program.expert_load import ExpertCounter
 from engine.step.buffer_rollback import WrittenBuffers
@@ -221,7 +221,7 @@ def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
     if plan.config.compile:
         cut = plan.tensor.layers if plan.tensor is not None else ()
         leave_out_of_compilation(model, {*cut, *quantized_layers(model)}, patches)
-    keep_in_fp32(model, plan.precision.kept.modules, plan.precision.compute, patches)
+    put_casts(model, plan.precision.kept, plan.precision.compute, patches)
 
 
 def _away(

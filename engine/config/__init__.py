@@ -126,6 +126,13 @@ class Config:
     """Dtype of gradients on the wire; null uses the gradients' own dtype."""
     keep_fp32: tuple[str, ...] = setting((), GLOBS)
     """Name patterns of modules that stay in fp32 under bf16 or fp16."""
+    cast_forward_inputs: bool = setting(False, Flag())
+    """Under bf16 or fp16, cast the floating inputs of forward to that type; false passes them as they are given."""
+    buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = setting(None, Choice(
+        options=("fp32", "bf16", "fp16"), noun="a dtype", null=True,
+        also=FrozenMap({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
+    ))  # fmt: skip
+    """Dtype of floating buffers under bf16 or fp16; null keeps the dtype that each of them has."""
     quantize_frozen: QuantizeFrozenConfig | None = setting(None, Section(cls=QuantizeFrozenConfig, null=True))
     """Frozen weights in 8 or 4 bits, under adapters that are trained (QLoRA); null holds them as they are."""
     optimizer: OptimizerConfig | None = setting(

@@ -65,6 +65,8 @@ _KEYS: Mapping[str, str] = MappingProxyType({
         "reduce_dtype mixed_precision_reduce grad_reduce_dtype grad_reduce_in_fp32"
         " accumulate_allreduce_grads_in_fp32 fp32_reduce_scatter allreduce_dtype",
     "keep_fp32": "keep_in_fp32 keep_in_fp32_modules _keep_in_fp32_modules fp32_modules",
+    "cast_forward_inputs": "cast_inputs auto_cast",
+    "buffer_dtype": "buffers_dtype",
     "zero_optimization.stage (1: optimizer state, 2: gradients too, 3: parameters too)":
         "zero zero_stage zero_level zero1 zero2 zero3 zero_config fsdp fsdp2 fsdp_config fsdp_plugin"
         " fully_sharded_data_parallel fully_shard sharding_strategy fsdp_sharding_strategy sharded_ddp"

@@ -18,7 +18,7 @@ from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder
 from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from engine.precision.dtypes import Precision
-from engine.precision.fp32_modules import keep_in_fp32
+from engine.precision.layer_casts import put_casts
 from engine.program.batch import Batch, map_tensors
 from engine.program.program import Program
 
@@ -64,7 +64,7 @@ def _real(tensor: Tensor) -> Tensor:
 def run_dtypes(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Inside, tensors have the dtypes of the run, and ``keep_fp32`` modules cast. Parameters may be placeholders."""
     patches = ForwardPatches()
-    keep_in_fp32(model, precision.kept.modules, precision.compute, patches)
+    put_casts(model, precision.kept, precision.compute, patches)
     data: list[tuple[Any, Tensor]] = []
     buffers: list[tuple[nn.Module, str, Tensor]] = []
     try:

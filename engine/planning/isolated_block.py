@@ -22,13 +22,12 @@ from engine.kernels.device import finish
 from engine.parallel.activation_checkpointing.blocks import recomputed_in_part
 from engine.parallel.activation_checkpointing.selective import SavedActivations, Selective
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
-from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.torch_checkpoint import open_checkpoints
 from engine.parallel.model.user_code import call_user_code
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.trace.model_trace import Arguments, Call, Sample
 from engine.precision.dtypes import Precision
-from engine.precision.fp32_modules import keep_in_fp32
+from engine.precision.layer_casts import put_casts
 
 _STD = 0.02
 _PLAIN = bool | int | float | str | None
@@ -74,8 +73,7 @@ class IsolatedBlock:
         self._module = copy_block(model, name, precision, device)
         patches = self._patches = ForwardPatches()
         self._waiting = SplitBackward(self._module, patches)
-        modules = [path for path in precision.kept.modules if is_inside(path, name)]
-        keep_in_fp32(self._module, [path[len(name) + 1 :] for path in modules], precision.compute, patches)
+        put_casts(self._module, precision.kept.within(name), precision.compute, patches)
         self._weights = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._started: list[SavedActivations] = []
         if selective is not None:

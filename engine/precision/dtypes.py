@@ -6,14 +6,15 @@ bf16, fp16      parameters in 16 bits, gradients summed in fp32, fp32 master and
                 Micikevicius et al. 2018)
 bf16 alone      parameters are their own master, gradients are summed in bf16, moments in fp32 or bf16; updates are
                 computed in fp32 and rounded stochastically (Zamirai et al. 2020)
-keep_fp32       modules that stay in fp32 under any of these
+keep_fp32       modules that stay in fp32 under any of these, beside the tensors that a model marks as fp32 itself
 torch_autocast  fp32 as above, and every forward inside torch.autocast, which casts the inputs of matrix products
+
+Inputs and buffers stay as given in all of them, unless ``cast_forward_inputs`` and ``buffer_dtype`` say otherwise.
 """
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,17 +24,14 @@ from torch import Tensor, nn
 from engine.config import Config
 from engine.errors import PlanError
 from engine.parallel.model.placeholders import placeholder
-from engine.precision.fp32_modules import KeptFp32, find_fp32_modules, running_statistics
+from engine.precision.fp32_modules import KeptFp32, find_fp32_modules, marked_tensors, running_statistics
 
-_WIRE: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMED: Mapping[str | None, torch.dtype | None] = MappingProxyType(
+    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 )
 
 
 _HALF = (torch.bfloat16, torch.float16)
-
-# Rounding rotary frequencies to bf16 moves positions; running statistics are sums of many small steps.
-_ALWAYS_WIDE = ("*inv_freq", "*running_mean", "*running_var")
 
 
 class Widths(NamedTuple):
@@ -52,7 +50,7 @@ class Precision:
     """The dtypes of one run."""
 
     compute: torch.dtype | None
-    """Dtype of parameters and floating inputs in forward; None leaves both as given."""
+    """Dtype of parameters in forward; None leaves them as given."""
     wire: torch.dtype | None
     """Dtype of gradients while they are reduced; None: the dtype of accumulation."""
     kept: KeptFp32 = field(default_factory=KeptFp32)
@@ -63,6 +61,10 @@ class Precision:
     """Without a master: moments have the dtype of the parameter."""
     autocast: torch.dtype | None = None
     """Dtype of torch.autocast around every forward; None leaves the user's own as it is."""
+    cast_inputs: bool = False
+    """Floating inputs of forward are cast to ``compute``."""
+    buffers: torch.dtype | None = None
+    """Dtype of floating buffers in a 16-bit run; None leaves each as it is."""
 
     def forward(self, device: torch.device) -> AbstractContextManager[Any]:
         """Context of a forward on ``device``."""
@@ -100,13 +102,14 @@ class Precision:
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.compute
 
     def buffer(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Dtype of a buffer: floating buffers follow the parameters, as with ``Module.to(dtype)``."""
-        wide = any(fnmatchcase(name, pattern) for pattern in _ALWAYS_WIDE)
-        return given if wide else self.frozen(name, given)
+        """Dtype of a buffer."""
+        if self.compute is None or not given.is_floating_point:
+            return given
+        return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.buffers or given
 
     def input(self, value: Tensor) -> Tensor:
-        """A model input in the dtype of the computation; integers stay as given."""
-        return value.to(self.compute) if self.compute is not None and value.is_floating_point() else value
+        """A model input in the dtype that forward is given."""
+        return value.to(self.compute) if self.cast_inputs and value.is_floating_point() else value
 
     def widths(self, dtype_name: str) -> Widths:
         """Dtypes that belong to a parameter whose dtype in forward has this name."""
@@ -141,14 +144,21 @@ def make_precision(config: Config, model: nn.Module) -> Precision:
     Raises:
         ConfigError: a pattern of ``keep_fp32`` matches no module, or splits a shared tensor.
     """
-    narrow = config.bf16.enabled or config.fp16.enabled
-    kept = find_fp32_modules(model, (*config.keep_fp32, *(running_statistics(model) if narrow else ())))
-    wire = _WIRE[config.communication_data_type] if config.communication_data_type else None
-    if config.bf16.enabled:
-        master, narrow_moments = not config.bf16.bf16_master_weights_and_grads, config.bf16.bf16_optimizer_states
-        return Precision(torch.bfloat16, wire, kept, master, narrow_moments)
-    cast = torch.bfloat16 if config.torch_autocast.enabled else None
-    return Precision(torch.float16 if config.fp16.enabled else None, wire, kept, autocast=cast)
+    wire, compute = _NAMED[config.communication_data_type], torch.bfloat16 if config.bf16.enabled else torch.float16
+    if not (config.bf16.enabled or config.fp16.enabled):
+        cast = torch.bfloat16 if config.torch_autocast.enabled else None
+        return Precision(None, wire, find_fp32_modules(model, config.keep_fp32), autocast=cast)
+    kept = find_fp32_modules(model, (*config.keep_fp32, *running_statistics(model)))
+    marked = marked_tensors(model, compute)
+    return Precision(
+        compute,
+        wire,
+        replace(kept, tensors=kept.tensors | marked, marked=marked),
+        master=not (config.bf16.enabled and config.bf16.bf16_master_weights_and_grads),
+        narrow_moments=config.bf16.enabled and config.bf16.bf16_optimizer_states,
+        cast_inputs=config.cast_forward_inputs,
+        buffers=_NAMED[config.buffer_dtype],
+    )
 
 
 @torch.no_grad()

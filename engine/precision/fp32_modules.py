@@ -1,12 +1,15 @@
-"""Modules that stay in fp32 in a bf16 or fp16 model: those that ``keep_fp32`` names, and their submodules; BatchNorm.
+"""Modules and tensors that stay in fp32 in a bf16 or fp16 model.
 
     bf16 --> | to fp32 -> the module's own forward, parameters in fp32 -> to bf16 | --> bf16
 
-The casts are part of the module's ``forward``, so that code around the module (pipeline stages,
-recomputation, hooks) sees values in the dtype of the computation.
+These are the modules that ``keep_fp32`` names, with their submodules, and BatchNorm. The casts are part of the module's
+``forward``, so that code around the module (pipeline stages, recomputation, hooks) sees values in the dtype of the
+computation. Tensors that a model marks as fp32 itself (transformers: ``_keep_in_fp32_modules_strict``) get no casts,
+since that model's code makes them.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,7 +30,17 @@ class KeptFp32:
     modules: tuple[str, ...] = ()
     """Names of the outermost modules that the patterns match; each module object once."""
     tensors: frozenset[str] = frozenset()
-    """Names of the parameters and buffers in these modules, including all aliases."""
+    """Names of the parameters and buffers in these modules, and of those that are marked, including all aliases."""
+    marked: frozenset[str] = frozenset()
+    """Names of the parameters and buffers that the model marks as fp32 itself."""
+
+    def within(self, module: str) -> "KeptFp32":
+        """The part inside ``module``, with the names that it has there."""
+
+        def inside(names: Iterable[str]) -> Iterator[str]:
+            return (name[len(module) + 1 :] for name in names if is_inside(name, module))
+
+        return KeptFp32(tuple(inside(self.modules)), frozenset(inside(self.tensors)), frozenset(inside(self.marked)))
 
 
 def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
@@ -45,6 +58,23 @@ def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
     inside = frozenset(name for name, _ in tensors if any(is_inside(name, root) for root in roots))
     _refuse_shared(tensors, inside)
     return KeptFp32(tuple(name for name in named if name in objects.values()), inside)
+
+
+def marked_tensors(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
+    """Names of the parameters and buffers that a model marks as fp32 in a run of dtype ``compute``, with all aliases.
+
+    The marks are those of transformers: a list that holds in bf16 and fp16, and one that holds in fp16. A pattern, in
+    which * stands for anything, is searched in the names below the module that has the list.
+    """
+    lists = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (compute == torch.float16)
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    found: set[int] = set()
+    for path, module in model.named_modules():
+        patterns = [pattern.replace("*", ".*") for name in lists for pattern in getattr(module, name, None) or ()]
+        if patterns:
+            start, marks = len(f"{path}.") if path else 0, re.compile("|".join(patterns))
+            found.update(id(t) for name, t in tensors if is_inside(name, path) and marks.search(name[start:]))
+    return frozenset(name for name, tensor in tensors if id(tensor) in found)
 
 
 def running_statistics(model: nn.Module) -> tuple[str, ...]:
@@ -68,12 +98,8 @@ def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) 
             )
 
 
-def keep_in_fp32(
-    model: nn.Module, names: Collection[str], compute: torch.dtype | None, patches: ForwardPatches
-) -> None:
-    """Cast the inputs of these modules to fp32 and their outputs back to ``compute``; do nothing if it is None."""
-    if compute is None:
-        return
+def keep_in_fp32(model: nn.Module, names: Collection[str], compute: torch.dtype, patches: ForwardPatches) -> None:
+    """Cast the inputs of these modules to fp32 and their outputs back to ``compute``."""
     note = f"runs in fp32: inputs are cast from {str(compute).removeprefix('torch.')}, and outputs back"
     for module in map(model.get_submodule, names):
         wrapped = _in_fp32(module, vars(module).get("forward"), compute)

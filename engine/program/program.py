@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -102,11 +103,15 @@ _MIXED_DTYPES = re.compile(r"same dtype|expected scalar type|expected m1 and m2|
 """What torch says of an operation that is given tensors of two dtypes."""
 
 
+_SHORT = MappingProxyType({torch.bfloat16: "bf16", torch.float16: "fp16"})
+
+
 def _mixed_dtypes(error: RuntimeError, compute: torch.dtype) -> EngineError:
     narrow = str(compute).removeprefix("torch.")
     return EngineError(
-        f"the forward meets two dtypes ({first_line(error)}): weights and inputs are {narrow} in this run, and a "
-        "tensor that the forward makes itself is not; make it with dtype=x.dtype, or name its module in keep_fp32."
+        f"the forward meets two dtypes ({first_line(error)}): weights are {narrow} in this run, and inputs, buffers "
+        "and tensors that the forward makes itself stay as wide as they are; cast them there (x.to(weight.dtype)), or "
+        f"set cast_forward_inputs to true, buffer_dtype to {_SHORT[compute]!r}, or keep_fp32 to the module's name."
     )
 
 

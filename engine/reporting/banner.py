@@ -24,6 +24,7 @@ from engine.planning.budgets import (
 )
 from engine.planning.fused_layers import fused_layers
 from engine.planning.plan import Plan
+from engine.precision.dtypes import Precision
 from engine.precision.loss_scaler import make_loss_scale
 
 
@@ -120,8 +121,7 @@ def _model_line(plan: Plan) -> str:
 
 def _precision_line(plan: Plan) -> str:
     config, precision = plan.config, plan.precision
-    kept = len(precision.kept.modules)
-    extra = f", {kept} module{'s' * (kept != 1)} kept in fp32" if kept and precision.compute is not None else ""
+    extra = _kept_words(precision) if precision.compute is not None else ""
     exact = config.communication_data_type or ("fp32" if precision.master else "bf16")
     formats = wire_formats(config, precision)
     wire = f"{extra}; gradients travel in {formats.gradients.word if formats.gradients else exact}"
@@ -137,6 +137,14 @@ def _precision_line(plan: Plan) -> str:
         return f"bf16 with fp32 master and accumulation{wire}"
     scale = make_loss_scale(config.fp16)
     return f"fp16 with fp32 master and accumulation, loss scale {scale.value:g}{', dynamic' * scale.dynamic}{wire}"
+
+
+def _kept_words(precision: Precision) -> str:
+    """The modules and tensors that stay in fp32."""
+    kept, marked = len(precision.kept.modules), len(precision.kept.marked)
+    modules = f", {kept} module{'s' * (kept != 1)} kept in fp32" * bool(kept)
+    tensors = f", {marked} tensor{'s' * (marked != 1)} in fp32 as the model marks" * bool(marked)
+    return modules + tensors
 
 
 def _zero_line(plan: Plan) -> str:

@@ -18,6 +18,7 @@ from tests.faults.matrix_optimizers import MATRIX_OPTIMIZERS
 from tests.faults.offload import OFFLOAD
 from tests.faults.optimizers_and_schedules import OPTIMIZERS_AND_SCHEDULES
 from tests.faults.pipeline import PIPELINE
+from tests.faults.plain_torch import PLAIN_TORCH
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.quantized_base import QUANTIZED_BASE
 from tests.faults.reliability import RELIABILITY
@@ -51,6 +52,7 @@ AREAS = {
     "shard groups": SHARD_GROUPS,
     "uneven calls": UNEVEN_CALLS,
     "step and precision": STEP_AND_PRECISION,
+    "plain torch": PLAIN_TORCH,
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,
     "ends of jobs": JOB_ENDS,

@@ -131,9 +131,11 @@ STEP_AND_PRECISION = (
         name="rotary-frequencies-in-bf16",
         about="Rotary frequencies are rounded to bf16, which moves all positions of a long sequence.",
         file="engine/precision/dtypes.py",
-        old='_ALWAYS_WIDE = ("*inv_freq", "*running_mean", "*running_var")',
-        new='_ALWAYS_WIDE = ("*running_mean", "*running_var")',
-        tests=("tests/engine/precision/test_dtypes.py::test_frequencies_and_statistics_are_never_rounded",),
+        old="else self.buffers or given",
+        new="else self.buffers or self.compute",
+        tests=(
+            "tests/engine/precision/test_dtypes.py::test_buffers_are_rounded_only_where_the_configuration_asks_for_it",
+        ),
     ),
     Fault(
         name="decay-on-aliases-of-a-tied-weight",

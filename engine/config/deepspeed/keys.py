@@ -112,7 +112,6 @@ _NOTED = MappingProxyType({
         "parameters are never on disk here, and a bucket is on the device while it is gathered": "nvme_path"
                     " buffer_count buffer_size max_in_cpu",
     },
-    "fp16": {_NO_EFFECT: "auto_cast"},
     "bf16": {_NO_EFFECT: "immediate_grad_update"},
     "optimizer": {_NO_EFFECT: "legacy_fusion"},
     "optimizer.params": {
@@ -213,6 +212,7 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     },
     "fp16": {
         "fp16_master_weights_and_grads": Only(_OFF, "fp16 training keeps fp32 copies here; remove it"),
+        "auto_cast": Moved("cast_forward_inputs", Flag(), _OFF),
     },
     "optimizer.params": {
         "amsgrad": Only(_OFF, _OTHER_ADAM),
@@ -255,6 +255,8 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     "data_types": {
         "grad_accum_dtype": Noted("gradients are summed in fp32, which is exact enough for all", ("fp32", None),
                                   Choice(options=("fp32", "bf16", "fp16"), noun="a dtype", null=True)),
+        "buffer_dtype": Moved("buffer_dtype", Choice(options=("fp32", "bf16", "fp16"), noun="a dtype", null=True)),
+        "keep_in_fp32_modules": Only(("auto", None), "a model's own marks are followed here; name more in keep_fp32"),
     },
 })  # fmt: skip
 

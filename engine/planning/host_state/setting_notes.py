@@ -1,5 +1,7 @@
 """What a plan says about settings that do another thing than their words say."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from engine.config import Config
@@ -107,18 +109,28 @@ def offload_notes(model: nn.Module, config: Config, precision: Precision) -> lis
 
 
 def rounding_notes(model: nn.Module, config: Config, precision: Precision) -> list[str]:
-    """Notes about frozen parameters and buffers that bf16 or fp16 rounds."""
+    """Notes about everything that bf16 or fp16 rounds beside the parameters that have a master."""
+    keys = ["cast_forward_inputs"] * config.cast_forward_inputs + ["buffer_dtype"] * (config.buffer_dtype is not None)
     if precision.compute is None:
-        return []
-    frozen = [
-        name
-        for name, p in model.named_parameters()
-        if not p.requires_grad and precision.frozen(name, p.dtype) != p.dtype
-    ]
-    short, notes = "bf16" if config.bf16.enabled else "fp16", []
-    buffers = [name for name, buffer in model.named_buffers() if precision.buffer(name, buffer.dtype) != buffer.dtype]
-    for kind, names in (("frozen parameters", frozen), ("buffers", buffers)):
-        if names:
-            more = f" and {len(names) - 2} more" * (len(names) > 2)
-            notes.append(f"{kind} are rounded to {short}, as Module.to does it: {', '.join(names[:2])}{more}")
+        words = f"precision: {' and '.join(keys)} cast nothing in a run without bf16.enabled or fp16.enabled"
+        return [words] * bool(keys)
+    short = "bf16" if config.bf16.enabled else "fp16"
+    notes = [f"floating inputs of forward are rounded to {short}: cast_forward_inputs"] * config.cast_forward_inputs
+    parameters = [(n, p, precision.frozen(n, p.dtype).itemsize < p.dtype.itemsize) for n, p in model.named_parameters()]
+    frozen = [name for name, p, rounded in parameters if rounded and not p.requires_grad]
+    wide = [name for name, p, rounded in parameters if rounded and p.requires_grad]
+    buffers = [n for n, b in model.named_buffers() if precision.buffer(n, b.dtype).itemsize < b.dtype.itemsize]
+    if frozen:
+        notes.append(f"frozen parameters are rounded to {short}, as Module.to does it: {_first(frozen)}")
+    if buffers:
+        notes.append(f"buffers are rounded to {config.buffer_dtype}: {_first(buffers)}")
+    if wide and any(p.dtype == precision.compute for _, p, _ in parameters):
+        notes.append(
+            f"parameters that are wider than others of the model compute in {short} too: {_first(wide)}; keep_fp32 "
+            "names modules that stay as they are"
+        )
     return notes
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:2])}{f' and {len(names) - 2} more' * (len(names) > 2)}"

@@ -35,6 +35,7 @@ FULL: Tree = json.loads("""{
            "consecutive_hysteresis": false, "min_loss_scale": 1},
   "torch_autocast": {"enabled": false, "dtype": "bfloat16"},
   "communication_data_type": "fp32", "keep_fp32": ["*norm*"],
+  "cast_forward_inputs": true, "buffer_dtype": "bf16",
   "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1,
                                              "bias_correction": true},
                 "update_unused": true, "include_frozen": ["embedding.*"],

@@ -60,8 +60,11 @@ def test_widths_and_banner(run: str) -> None:
     assert f"  precision  {line}\n" in banner_text(plan, "cpu")
 
 
-def test_frequencies_and_statistics_are_never_rounded() -> None:
+def test_buffers_are_rounded_only_where_the_configuration_asks_for_it() -> None:
+    given = {"model.rotary.inv_freq": F32, "norm.running_mean": F32, "table": F32, "wide": F64, "half": F16}
     precision = Precision(BF16, None)
-    for name in ("model.rotary.inv_freq", "norm.running_mean", "norm.running_var"):
-        assert precision.buffer(name, F32) == F32, name
-    assert precision.buffer("table", F32) == BF16 and precision.buffer("count", torch.int64) == torch.int64
+    assert all(precision.buffer(name, dtype) == dtype for name, dtype in given.items())
+    assert precision.buffer("count", torch.int64) == torch.int64
+    asked = Precision(BF16, None, buffers=BF16)
+    assert all(asked.buffer(name, dtype) == BF16 for name, dtype in given.items())
+    assert asked.buffer("count", torch.int64) == torch.int64

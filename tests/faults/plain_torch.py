@@ -1,0 +1,24 @@
+"""Faults by which a run differs from the same model in plain torch: what is rounded, run twice, or left unsaid."""
+
+from tests.faults.fault import Fault
+
+PLAIN_TORCH = (
+    Fault(
+        name="inputs-cast-at-the-door",
+        about="A time step of 999.3 becomes 1000.0 in bf16 before the model's own code sees it.",
+        file="engine/precision/dtypes.py",
+        old="if self.cast_inputs and value.is_floating_point()",
+        new="if self.compute is not None and value.is_floating_point()",
+        tests=("tests/engine/precision/test_wide_values.py::test_own_code_is_given_inputs_and_buffers_as_they_are",),
+    ),
+    Fault(
+        name="marks-of-both-types-only-in-fp16",
+        about="Routers that a model marks as fp32 are rounded in bf16, so other experts are chosen.",
+        file="engine/precision/fp32_modules.py",
+        old="module in model.named_modules():\n        patterns",
+        new="module in model.named_modules() if compute == torch.float16 else ():\n        patterns",
+        tests=(
+            "tests/engine/precision/test_marked_modules.py::test_marked_tensors_train_in_fp32_and_the_banner_counts_them",
+        ),
+    ),
+)
