@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.tables import Table
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks and tests share few cores
 os.environ.setdefault("TRINE_CACHE", "0")  # a test searches its own tensor plan
 
-
+TESTS = Path(__file__).parent
 MOST_WORKERS = 8
 """Each may start eight ranks."""
 FIRST = (
@@ -67,6 +68,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-budgets", action="store_true", help="accept what compiled kernels take")
     parser.addoption("--kills", default="20", help="how many processes the long crash test kills")
     parser.addoption("--kill-seed", default="", help="of the crash test, to repeat it")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """``-m gpu`` looks into one folder: the others import packages that a GPU machine may lack."""
+    if config.getoption("markexpr") != "gpu":
+        return None
+    return True if collection_path.parent == TESTS and collection_path.name != "gpu" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -200,7 +200,6 @@ REASONS = {
 FIGURES = "pytest -m long tests/engine/parity/test_{}.py --write-figures"
 SUITES = (
     "pytest", "pytest -m long", "pytest -m gpu", "pytest -m peers", "pytest tests/kernels",
-    "pytest -m gpu tests/kernels",
     "pytest tests/emulated_device", "pytest -m long tests/emulated_device",
     "pytest tests/kernels --write-budgets", "pytest tests/test_documents.py",
     "pytest -m long tests/engine/checkpoint/test_kills.py --kills 200", "pytest tests/engine/parity/test_parity.py",

@@ -165,18 +165,3 @@ def test_the_residual_is_what_the_code_leaves_out_and_is_added_once() -> None:
         sent += out[0]
     # the sum of what was sent and the residual are the sum of the true values
     torch.testing.assert_close(sent + residual[0], 100 * values[0], rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("wire", FORMATS, ids=str)
-def test_a_gpu_gives_the_values_of_torch(wire: BlockFormat, dtype: torch.dtype) -> None:
-    rows = torch.randn(4, 1000 * wire.block, generator=random(3)).to(dtype).cuda()
-    rows[1, 7] = math.nan
-    triton = Kernels("triton")
-    message = encode_blocks(rows, wire, triton)
-    assert torch.equal(message, encode_blocks(rows, wire, REFERENCE))
-    found, expected = torch.empty(rows.shape[1]).cuda(), torch.empty(rows.shape[1]).cuda()
-    sum_blocks(message, found, wire, triton)
-    sum_blocks(message, expected, wire, REFERENCE)
-    torch.testing.assert_close(found, expected, equal_nan=True)

@@ -94,13 +94,3 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(monkeypatch, there=True, visible="").gpu_problem == "", "it is told to use none"
     problem = asked(monkeypatch, there=True).gpu_problem
     assert problem == "the installed torch is its CPU build" if torch.version.cuda is None else problem
-
-
-@pytest.mark.gpu
-def test_gpus_of_this_machine() -> None:
-    import torch
-
-    told = facts.with_gpus(host(0), {}, "cuda:0")
-    assert len(told.gpus) == torch.cuda.device_count() and told.gpus[0].bytes > 1 << 30
-    assert told.gpu_problem == "" and told.versions["nccl"].count(".") == 2
-    assert "cuda:99 does not compute" in facts.with_gpus(host(0), {}, "cuda:99").gpu_problem

@@ -1,4 +1,4 @@
-"""The same promises on one GPU with NCCL; run by hand: pytest -m gpu."""
+"""The promises of training, on one GPU with NCCL."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every kernel as a GPU compiles it, at sizes that several programs share; run by hand: pytest -m gpu tests/kernels.
+"""Every kernel as a GPU compiles it, at sizes that several programs share.
 
 What is compared is what ``benchmarks.kernels`` checks before it measures, here on more shapes and forms.
 """
