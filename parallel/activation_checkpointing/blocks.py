@@ -4,7 +4,8 @@
     selective    every n-th block ("every"), or every block except for the outputs of listed operators, which are kept
     offload      no block ("every": n-th): what it keeps goes to the host; the other blocks do what "others" says
 
-The random state at the block's entry is restored for the second run, so that dropout draws the same masks. A model
+The random state at the block's entry is restored for the second run, so that dropout draws the same masks, and so is
+every other state that the block reads or writes (:mod:`~engine.parallel.activation_checkpointing.second_run`). A model
 whose own switch is on (Hugging Face's ``gradient_checkpointing_enable``) is left as it is.
 """
 
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.errors import ConfigError
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.activation_checkpointing.operators import DEFAULT, OPERATOR_KINDS
+from engine.parallel.activation_checkpointing.second_run import BlockState
 from engine.parallel.activation_checkpointing.selective import Operator, SavedActivations, Selective
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
@@ -138,14 +140,14 @@ def recompute_blocks(
 
 def recomputed_in_part(block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None) -> Any:
     """A forward for ``block`` that keeps what ``selective`` chooses, and appends it to ``started`` at each call."""
-    inner = block.forward
+    inner, state = block.forward, BlockState(block)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         kept = SavedActivations()
         out = checkpoint(
-            _in_mode_of_forward(inner),
+            state.keeping(_in_mode_of_forward(inner)),
             *args,
             use_reentrant=False,
             context_fn=lambda: selective.contexts(kept),
@@ -185,12 +187,12 @@ def _switched_on(model: nn.Module) -> bool:
 
 
 def _recomputed(block: nn.Module) -> Any:
-    inner = block.forward
+    inner, state = block.forward, BlockState(block)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        return checkpoint(_in_mode_of_forward(inner), *args, use_reentrant=False, **kwargs)
+        return checkpoint(state.keeping(_in_mode_of_forward(inner)), *args, use_reentrant=False, **kwargs)
 
     return forward
 

@@ -21,4 +21,20 @@ PLAIN_TORCH = (
             "tests/engine/precision/test_marked_modules.py::test_marked_tensors_train_in_fp32_and_the_banner_counts_them",
         ),
     ),
+    Fault(
+        name="running-statistics-of-two-runs",
+        about="A recomputed block updates its running statistics once more in backward.",
+        file="parallel/activation_checkpointing/second_run.py",
+        old="for t in self._tensors if t.content is not None}",
+        new="for t in self._tensors if t.content is None}",
+        tests=("tests/parallel/activation_checkpointing/test_second_run.py",),
+    ),
+    Fault(
+        name="a-schedule-that-a-second-run-finds-advanced",
+        about="A recomputed block reads the counter that its first run has advanced, and computes something else.",
+        file="parallel/activation_checkpointing/second_run.py",
+        old="if name not in left and live.get(name, _NOTHING) is not value:",
+        new="if name not in left and live.get(name, _NOTHING) is not value and not isinstance(value, int):",
+        tests=("tests/parallel/activation_checkpointing/test_second_run.py",),
+    ),
 )

@@ -1,0 +1,195 @@
+"""A recomputed block runs twice, and nothing but its gradients shows it: what it keeps has the values of one run."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from engine.parallel.activation_checkpointing.blocks import recompute_blocks
+from engine.parallel.model.forward_patch import ForwardPatches
+from tests.parallel.activation_checkpointing.test_blocks import Policy
+
+WIDTH, MICROBATCHES = 6, 3
+
+
+class Normalized(nn.Module):
+    """BatchNorm's running statistics and its counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, said: list[float]) -> Tensor:
+        out: Tensor = self.norm(self.layer(x))
+        return out
+
+
+class Counting(nn.Module):
+    """A schedule in an attribute, which the result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor, said: list[float]) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.layer(x).tanh() / self.calls + (x if self.calls % 2 else x.sin())
+        return out
+
+
+class Listing(nn.Module):
+    """Lists, dicts and sets that a forward adds to, nested ones among them, and the caller's own list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen, self.by_name = nn.Linear(WIDTH, WIDTH), list[float](), {"sums": list[float]()}
+        self.kinds, self.counts = set[str](), Counter[str]()
+
+    def forward(self, x: Tensor, said: list[float]) -> Tensor:
+        y = self.layer(x).tanh()
+        self.seen.append(float(y.detach().sum()))
+        self.by_name["sums"].append(len(self.seen))
+        self.kinds.add(f"kind {len(self.seen)}")
+        self.counts["calls"] += 1
+        said.append(self.seen[-1])
+        out: Tensor = y * len(self.seen)
+        return out
+
+
+class Averaging(nn.Module):
+    """A moving average in a buffer, written in place, one that is replaced, and a large one that is written late."""
+
+    average: Tensor
+    replaced: Tensor
+    large: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("replaced", torch.zeros(WIDTH))
+        self.register_buffer("large", torch.zeros(5000))
+        self.plain = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor, said: list[float]) -> Tensor:
+        y = self.layer(x - self.average).tanh()
+        with torch.no_grad():
+            self.average.lerp_(y.mean(0), 0.3)
+            self.plain.add_(y.mean(0))
+            self.calls += 1
+            if self.calls > 1:
+                self.large.add_(1)
+        self.replaced = self.replaced + y.detach().mean(0)
+        out: Tensor = y * (1 + self.average) * (1 + self.plain) + self.replaced
+        return out
+
+
+class Spectral(nn.Module):
+    """Power iteration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, said: list[float]) -> Tensor:
+        out: Tensor = self.layer(x).tanh()
+        return out
+
+
+@dataclass
+class Meter:
+    """A plain object."""
+
+    total: float = 0.0
+    parts: list[float] = field(default_factory=list)
+
+
+class Metered(nn.Module):
+    """Plain objects, random numbers of the host, and a tensor that a forward leaves for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.meter, self.penalty = nn.Linear(WIDTH, WIDTH), Meter(), torch.zeros(())
+
+    def forward(self, x: Tensor, said: list[float]) -> Tensor:
+        y = self.layer(x).tanh() * (1 + random.random() + float(np.random.rand()))
+        self.meter.total += float(y.detach().sum())
+        self.meter.parts.append(self.meter.total)
+        self.penalty = y.square().mean()
+        out: Tensor = y * (1 + len(self.meter.parts))
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(block() for _ in range(3))
+        self.said: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.said)
+        penalties = [layer.penalty for layer in self.layers if isinstance(layer, Metered)]
+        return x.square().mean() + sum(penalties, torch.zeros(()))
+
+
+BLOCKS = (Normalized, Counting, Listing, Averaging, Spectral, Metered)
+POLICIES = (Policy(), Policy("selective", every=2), Policy("selective"))
+
+
+def trained(block: Callable[[], nn.Module], policy: Policy | None, order: str) -> dict[str, Any]:
+    """Everything that two steps leave: losses, gradients, buffers, attributes, random numbers."""
+    model, patches = Model(block), ForwardPatches()
+    if policy is not None:
+        recompute_blocks(model, policy, patches)
+    random.seed(1)
+    np.random.seed(1)
+    losses: list[Tensor] = []
+    for step in range(2):
+        rows = torch.randn(MICROBATCHES, 4, WIDTH, generator=torch.Generator().manual_seed(step))
+        waiting = []
+        for part in rows:
+            loss = model(part)
+            losses.append(loss.detach())
+            # as in a pipeline, where forwards of later microbatches run before the backward of this one
+            waiting.append(loss)
+            if order == "in turn":
+                waiting.pop().backward()
+        for loss in waiting:
+            loss.backward()
+    patches.remove()
+    attributes = [
+        {name: repr(sorted(value) if isinstance(value, set) else value) for name, value in vars(module).items()}
+        for module in (*model.layers, *(part for layer in model.layers for part in layer.children()))
+    ]
+    for found in attributes:
+        for name in [name for name in found if name.startswith("_") or name == "forward"]:
+            del found[name]
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    tensors = {str(index): loss for index, loss in enumerate(losses)} | grads | model.state_dict()
+    return {
+        "tensors": tensors,
+        "attributes": attributes,
+        "said": model.said,
+        "next": (random.random(), np.random.rand()),
+    }
+
+
+@pytest.mark.parametrize("order", ["in turn", "forwards first"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_recomputed_block_leaves_what_one_run_leaves(block: Callable[[], nn.Module], order: str) -> None:
+    once = trained(block, None, order)
+    for policy in POLICIES:
+        twice = trained(block, policy, order)
+        for name, tensor in once["tensors"].items():
+            assert torch.equal(tensor, twice["tensors"][name]), f"{policy}: {name}"
+        for what in ("attributes", "said", "next"):
+            assert twice[what] == once[what], f"{policy}: {what}"
