@@ -73,6 +73,7 @@ from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.inner_optimizer import check_elementwise
 from engine.zero.optim.matrix.matrix_updates import MatrixUpdates
 from engine.zero.optim.rules.adafactor import FactoredUpdates
+from engine.zero.optim.rules.layerwise import LayerwiseUpdates
 from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
@@ -332,6 +333,8 @@ def _optimizer(
         optimizer.whole.append(MatrixUpdates(optimizer.places, optimizer.inner, routes, comm))
     if (factors := plan.factors(comm.grid.coord())) is not None:
         optimizer.whole.append(FactoredUpdates(optimizer.places, optimizer.inner, factors, comm))
+    if (layers := plan.layers(comm.grid.coord())) is not None:
+        optimizer.whole.append(LayerwiseUpdates(optimizer.places, optimizer.inner, layers, comm))
     if config.tp > 1:
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     if config.zero_optimization.offload_optimizer.delayed_update:

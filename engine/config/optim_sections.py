@@ -99,6 +99,45 @@ class LionParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LambParams:
+    """Parameters of LAMB, with DeepSpeed's names and defaults: Adam whose step is as long as the weights' norm asks."""
+
+    lr: float = setting(1e-3, NOT_NEGATIVE)
+    """Learning rate."""
+    betas: tuple[float, float] = setting((0.9, 0.999), ListOf(
+        each=FACTOR, length=2, noun="a list of two numbers from 0 to below 1"))  # fmt: skip
+    """Decay rates of the running averages of the gradient and of its square."""
+    eps: float = setting(1e-8, NOT_NEGATIVE)
+    """Term added to the denominator."""
+    eps_inside_sqrt: bool = setting(False, Flag())
+    """Add it to the mean square, and not to its root."""
+    weight_decay: float = setting(0.0, NOT_NEGATIVE)
+    """Weight decay, a part of the update whose norm is taken."""
+    bias_correction: bool = setting(True, Flag())
+    """Divide both averages by what they lack in the first updates, as published."""
+    max_coeff: float = setting(10.0, Real(above=0))
+    """Largest ratio of the norms of weights and update, by which the rate is multiplied."""
+    min_coeff: float = setting(0.01, NOT_NEGATIVE)
+    """Least such ratio."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LARSParams:
+    """Parameters of LARS, as published: momentum of steps that are as long as the norm of the weights asks."""
+
+    lr: float = setting(1e-1, NOT_NEGATIVE)
+    """Learning rate."""
+    momentum: float = setting(0.9, FACTOR)
+    """Momentum factor."""
+    weight_decay: float = setting(0.0, NOT_NEGATIVE)
+    """Weight decay, added to the gradient."""
+    trust_coefficient: float = setting(1e-3, Real(above=0))
+    """Part of the norm of the weights that a step has at a rate of 1."""
+    eps: float = setting(1e-8, NOT_NEGATIVE)
+    """Term added to the denominator of the ratio of the norms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MuonParams:
     """Parameters of Muon, with torch's defaults: momentum whose singular values are brought near one."""
 
@@ -304,7 +343,7 @@ class WarmupCosineLRParams:
 
 OPTIMIZERS: Mapping[str, type[Any]] = MappingProxyType({
     "AdamW": AdamWParams, "Adam": AdamParams, "SGD": SgdParams, "Lion": LionParams, "Muon": MuonParams,
-    "SOAP": SOAPParams, "Shampoo": ShampooParams,
+    "Lamb": LambParams, "LARS": LARSParams, "SOAP": SOAPParams, "Shampoo": ShampooParams,
     "AdamW8bit": AdamW8bitParams, "Adafactor": AdafactorParams, "ScheduleFreeAdamW": ScheduleFreeAdamWParams,
 })  # fmt: skip
 MATRIX_OPTIMIZERS = frozenset({"Muon", "SOAP", "Shampoo"})
@@ -332,12 +371,14 @@ class OptimizerConfig:
     """The optimizer and its parameter groups."""
 
     type: Literal[
-        "AdamW", "Adam", "SGD", "Lion", "Muon", "SOAP", "Shampoo", "AdamW8bit", "Adafactor", "ScheduleFreeAdamW"
+        "AdamW", "Adam", "SGD", "Lion", "Lamb", "LARS", "Muon", "SOAP", "Shampoo", "AdamW8bit", "Adafactor",
+        "ScheduleFreeAdamW",
     ] = setting("AdamW", Choice(
         options=tuple(OPTIMIZERS), noun="built in", fold=True,
-        remedy="give AdamW, Adam, SGD, Lion, Muon, SOAP, Shampoo, AdamW8bit, Adafactor or ScheduleFreeAdamW, or pass "
-        "optimizer=... to engine.initialize"))  # fmt: skip
-    """AdamW, Adam, SGD, Lion, Muon, SOAP, Shampoo, AdamW8bit, Adafactor or ScheduleFreeAdamW, in any letter case."""
+        remedy="give AdamW, Adam, SGD, Lion, Lamb, LARS, Muon, SOAP, Shampoo, AdamW8bit, Adafactor or "
+        "ScheduleFreeAdamW, or pass optimizer=... to engine.initialize"))  # fmt: skip
+    """AdamW, Adam, SGD, Lion, Lamb, LARS, Muon, SOAP, Shampoo, AdamW8bit, Adafactor or ScheduleFreeAdamW, in any letter
+    case."""
     params: Mapping[str, Any] = stored(AdamWParams())
     """Settings of the chosen optimizer, with all defaults filled in."""
     no_weight_decay: tuple[str, ...] = setting((), GLOBS)

@@ -19,6 +19,7 @@ from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory
 from engine.zero.optim.matrix.matrix_optimizers import FlatMuon, FlatShampoo, FlatSOAP
 from engine.zero.optim.rules.adafactor import FlatAdafactor
 from engine.zero.optim.rules.eight_bit_adamw import FlatAdamW8bit
+from engine.zero.optim.rules.layerwise import FlatLamb, FlatLARS
 from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
 
 
@@ -34,6 +35,8 @@ class GroupState:
     """Elements of those that share a scale."""
     factored: bool = False
     """Means over rows and columns of matrices, and of squares of vectors, whole on every rank."""
+    layerwise: bool = False
+    """Steps depend on the norms of whole parameters."""
     matrices: MatrixRule | None = None
     """The rule of matrices that are updated as a whole, which says what their owner keeps of them."""
 
@@ -65,6 +68,8 @@ def _flat(config: OptimizerConfig) -> OptimizerFactory:
         "Shampoo": (FlatShampoo, {}),
         "AdamW8bit": (FlatAdamW8bit, {}),
         "Adafactor": (FlatAdafactor, {}),
+        "Lamb": (FlatLamb, {}),
+        "LARS": (FlatLARS, {}),
         "ScheduleFreeAdamW": (FlatScheduleFreeAdamW, {}),
     }
     kind, extra = kinds[config.type]
@@ -90,12 +95,14 @@ def _plain(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
         "Shampoo": FlatShampoo,
         "AdamW8bit": FlatAdamW8bit,
         "Adafactor": torch.optim.Adafactor,
+        "Lamb": FlatLamb,
+        "LARS": FlatLARS,
         "ScheduleFreeAdamW": FlatScheduleFreeAdamW,
     }
     params = dict(config.params)
     if config.type == "Muon" and params.pop("ns_dtype") != "bf16":
         return FlatMuon(groups, **config.params)  # torch's multiplies in bf16 alone
-    corrected = config.type == "AdamW8bit" or params.pop("bias_correction", True)
+    corrected = config.type in ("AdamW8bit", "Lamb") or params.pop("bias_correction", True)
     made = kinds[config.type](groups, **params)
     if not corrected:
         switch_off_bias_correction(made)
@@ -138,4 +145,8 @@ def _kept(config: OptimizerConfig) -> GroupState:
             return GroupState(codes=2, block=config.params["block_size"])
         case "Adafactor":
             return GroupState(factored=True)
+        case "Lamb":
+            return GroupState(values=2, layerwise=True)
+        case "LARS":
+            return GroupState(values=int(config.params["momentum"] != 0), layerwise=True)
     return GroupState(values=2)

@@ -17,6 +17,7 @@ from engine.zero.layout import FlatLayout
 from engine.zero.optim.matrix.matrix_updates import MatrixRound, MatrixRoutes, state_dtype
 from engine.zero.optim.matrix.owner_exchange import OwnerRoute, balanced_owners, rounds_of
 from engine.zero.optim.rules.adafactor import FactorRoutes
+from engine.zero.optim.rules.layerwise import LayerRoutes
 
 Value = TypeVar("Value")
 
@@ -116,9 +117,20 @@ def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Conf
     ``groups``: optimizer groups that it updates.
     """
     own = tuple(row for row in rows if row.trainable and row.group in groups)
+    return FactorRoutes(own, _dividing(config), _dtype(own)) if own else None
+
+
+def layer_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> LayerRoutes | None:
+    """Norms of the parameters of a pipeline coordinate that LAMB and LARS update; None if there are none."""
+    own = tuple(row for row in rows if row.trainable and row.group in groups)
+    return LayerRoutes(own, _dividing(config), _dtype(own)) if own else None
+
+
+def _dividing(config: Config) -> tuple[tuple[Axis, int], ...]:
+    """The axes that divide the elements of parameters, and their ranks."""
     shards = config.shards if config.zero_optimization.stage else 1
     axes: list[tuple[Axis, int]] = [(config.grid(0).sharding, shards), ("tp", config.tp)]
-    return FactorRoutes(own, tuple(each for each in axes if each[1] > 1), _dtype(own)) if own else None
+    return tuple(each for each in axes if each[1] > 1)
 
 
 def _dtype(rows: Iterable[ShardRow]) -> torch.dtype:

@@ -14,7 +14,7 @@ from torch import nn
 from engine.config import Config
 from engine.kernels.quantized.weight_format import WeightFormat
 from engine.optim.built_in import GroupState, kept_state
-from engine.optim.matrix_routes import MatrixOwners, factor_routes
+from engine.optim.matrix_routes import MatrixOwners, factor_routes, layer_routes
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic
@@ -64,6 +64,7 @@ from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout
 from engine.zero.layout import FlatLayout
 from engine.zero.optim.inner_optimizer import GroupOptions
 from engine.zero.optim.rules.adafactor import FactorRoutes
+from engine.zero.optim.rules.layerwise import LayerRoutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +215,11 @@ class Plan:
         groups = frozenset(index for index, kept in enumerate(self._moments) if kept.factored)
         return factor_routes(self.table.held_by(coord.pp), groups, self.config)
 
+    def layers(self, coord: Coord) -> LayerRoutes | None:
+        """The norms of LAMB and LARS at a position; None if they update nothing there."""
+        groups = frozenset(index for index, kept in enumerate(self._moments) if kept.layerwise)
+        return layer_routes(self.table.held_by(coord.pp), groups, self.config)
+
     def gathers(self, coord: Coord) -> GatherPlan | None:
         """The gathers of sharded parameters at a position; None if parameters are not sharded."""
         if self.gather_groups is None:
@@ -245,6 +251,8 @@ class Plan:
             parts.append(Tally(self.matrix_owners.traffic(coord)))
         if (factors := self.factors(coord)) is not None:
             parts.append(Tally(factors.traffic()))
+        if (layers := self.layers(coord)) is not None:
+            parts.append(Tally(layers.traffic()))
         counted = sum(stack.experts for stack in self.experts)
         parts.append(control_traffic(self.config, self.grid(0).world_size, counted))
         for stage in self.stages(coord.pp):

@@ -3,6 +3,7 @@
 from tests.faults.fault import Fault
 
 _UNUSED = "tests/engine/optim/test_own_optimizer_unused.py"
+_LAYERS = "tests/engine/parity/test_parity_layerwise.py"
 
 OPTIMIZERS_AND_SCHEDULES = (
     Fault(
@@ -20,5 +21,24 @@ OPTIMIZERS_AND_SCHEDULES = (
         old=" | own.get(name, {})\n",
         new="\n",
         tests=(f"{_UNUSED}::test_counts_go_on_from_a_checkpoint_on_another_grid",),
+    ),
+    Fault(
+        name="norms-of-parts",
+        about="LAMB and LARS take the norm of a part of a parameter for that of the whole.",
+        file="zero/optim/rules/layerwise.py",
+        old="        for axis, _ in self._routes.axes:\n",
+        new="        for axis, _ in self._routes.axes[:0]:\n",
+        tests=(
+            f"{_LAYERS}::test_data_ranks_train_as_one_process",
+            f"{_LAYERS}::test_any_grid_trains_as_one_process",
+        ),
+    ),
+    Fault(
+        name="layer-wise-updates-counted-for-all",
+        about="LAMB corrects averages by the number of all updates, also those that a parameter had no gradient for.",
+        file="zero/optim/rules/layerwise.py",
+        old='group["step"] - missed.get(part.row.name, 0)',
+        new='group["step"]',
+        tests=(f"{_LAYERS}::test_each_parameter_counts_its_own_updates",),
     ),
 )

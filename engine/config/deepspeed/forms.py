@@ -6,7 +6,7 @@
     sequence_parallel_size          ranks that share a sequence: parallel.tensor with sequence_parallel
     elasticity                      a batch that suits many numbers of GPUs (``elasticity``)
     OneBitAdam, ZeroOneAdam         Adam without bias correction; zero_quantized_gradients compresses messages
-    OneBitLamb                      refused: LAMB is not built in, and its messages have keys of their own here
+    OneBitLamb                      LAMB without bias correction, in the same way
     a file of ``accelerate config`` with deepspeed_config in it
 
 What is rewritten says so in a note with the words "acts as".
@@ -20,8 +20,10 @@ from engine.config.deepspeed.elasticity import elastic_batch
 from engine.config.rules import Choice, Flag, Int, Problems
 from engine.config.wording import shown_value
 
-_COMPRESSED_ADAM = ("onebitadam", "zerooneadam")
-_COMPRESSED_LAMB = "onebitlamb"
+_COMPRESSED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    dict.fromkeys(("onebitadam", "zerooneadam"), ("AdamW", "Adam")) | {"onebitlamb": ("Lamb", "LAMB")}
+)
+"""DeepSpeed's names of optimizers whose messages are compressed: our name of what they approximate, and a reader's."""
 _FOUR_BITS = (
     "zero_optimization.zero_quantized_gradients with zero_quantized_gradients_bits 4 and "
     "zero_gradient_error_feedback takes the place of its messages"
@@ -163,28 +165,22 @@ def _switched_on(section: object, at: str, problems: Problems) -> bool:
     return Flag().read(section.get("enabled", False), f"{at}.enabled", problems) is True
 
 
-def _compressed_adam(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
+def _compressed(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     section = raw.get("optimizer")
     kind = section.get("type") if isinstance(section, Mapping) else None
-    if isinstance(kind, str) and kind.lower() == _COMPRESSED_LAMB:
-        problems.add(
-            "optimizer.type", f"{shown_value(kind)} needs LAMB, which is not built in; give AdamW, and {_FOUR_BITS}."
-        )
-        raw["optimizer"] = {"type": "AdamW"}
-        return
-    if not isinstance(kind, str) or kind.lower() not in _COMPRESSED_ADAM:
+    if not isinstance(kind, str) or kind.lower() not in _COMPRESSED:
         return
     assert isinstance(section, Mapping)
-    params = section.get("params", {})
+    (ours, words), params = _COMPRESSED[kind.lower()], section.get("params", {})
     if isinstance(params, Mapping):
         params = {"weight_decay": 0.0, **params, "bias_correction": False}
-    raw["optimizer"] = {**section, "type": "AdamW", "params": params}
+    raw["optimizer"] = {**section, "type": ours, "params": params}
     notes.append(
-        f"optimizer.type: {shown_value(kind)} acts as the Adam that it approximates, without bias correction; "
+        f"optimizer.type: {shown_value(kind)} acts as the {words} that it approximates, without bias correction; "
         f"{_FOUR_BITS}."
     )
 
 
 _FORMS: tuple[Callable[[dict[str, Any], Problems, Notes], None], ...] = (
-    _accelerate, _zero_as_flag, _bfloat16, _amp, _sequence_parallel, _elasticity, _compressed_adam,
+    _accelerate, _zero_as_flag, _bfloat16, _amp, _sequence_parallel, _elasticity, _compressed,
 )  # fmt: skip

@@ -83,6 +83,10 @@ _NOTED = MappingProxyType({
         _NO_EFFECT: "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_python_gc"
                     " vocabulary_size graph_harvesting aio",
         "your data loader decides": "dataloader_drop_last",
+        "DeepSpeed reads it nowhere, though its log of a configuration has such names": "comms_config monitor_config"
+                   " activation_checkpointing_config aio_config autotuning_config checkpoint_config compile_config"
+                   " flops_profiler_config nebula_config",
+        "the environment variable of that name says which GPUs a process sees": "cuda_visible_devices",
     },
     "zero_optimization": {
         _OWN_PLAN: "overlap_comm contiguous_gradients reduce_scatter allgather_partitions"
@@ -118,7 +122,8 @@ _NOTED = MappingProxyType({
         _NO_EFFECT: "torch_adam fused foreach",
         "moments are never compressed; zero_optimization.zero_quantized_gradients sends gradients in fewer bits":
                    "freeze_step var_freeze_step var_update_scaler"
-                   " local_step_scaler local_step_clipper cuda_aware comm_backend_name",
+                   " local_step_scaler local_step_clipper cuda_aware comm_backend_name"
+                   " coeff_beta factor_max factor_min factor_threshold",
     },
     "activation_checkpointing": {
         _NO_EFFECT: "profile synchronize_checkpoint_boundary",

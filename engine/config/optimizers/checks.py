@@ -8,7 +8,8 @@ from engine.config.rules import Problems
 from engine.config.sections import Bf16Config, EmaConfig, ZeroConfig
 from engine.config.wording import shown_value
 
-_NOT_ROUNDED = (*sorted(MATRIX_OPTIMIZERS), "AdamW8bit", "Adafactor", "ScheduleFreeAdamW")
+_LAYERWISE = ("Lamb", "LARS")
+_NOT_ROUNDED = (*sorted(MATRIX_OPTIMIZERS), *_LAYERWISE, "AdamW8bit", "Adafactor", "ScheduleFreeAdamW")
 """Those whose updates are not rounded stochastically into bf16 weights."""
 _NOT_ON_DISK = ("AdamW8bit", "ScheduleFreeAdamW")
 """Those whose state is not moments alone, of which each bucket has a file."""
@@ -58,6 +59,8 @@ def _check_offload(kinds: list[str], zero: ZeroConfig, problems: Problems) -> No
             why = f"{kind}, whose products of matrices are for the device; leave the offload out, or give AdamW."
         elif kind == "Adafactor":
             why = f"{kind}, whose state is a few rows and columns; leave the offload out, or give AdamW."
+        elif kind in _LAYERWISE:
+            why = f"{kind}, whose norms of parameters meet on the device; leave the offload out, or give AdamW."
         elif kind in _NOT_ON_DISK and device == "nvme" and len(kinds) == 1:
             why = f'{kind}, and files on a disk hold moments in the dtype of the weights; give "cpu", or AdamW.'
         else:
@@ -71,6 +74,11 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
     if entry.type == "SGD" and params.get("nesterov") and (not params["momentum"] or params["dampening"]):
         given = f"momentum is {params['momentum']} and dampening {params['dampening']}"
         problems.add(f"{at}.nesterov", f"true needs momentum above 0 and dampening 0, but {given}; give both.")
+    if entry.type == "Lamb" and params["min_coeff"] > params["max_coeff"]:
+        problems.add(
+            f"{at}.min_coeff",
+            f"{params['min_coeff']:g} is above max_coeff, {params['max_coeff']:g}; give at most that, or raise it.",
+        )
     if entry.type == "Shampoo" and params["betas"][0] == 1:
         problems.add(f"{at}.betas", "the first is 1, and momenta would take no gradient in; give a number below 1.")
     if entry.type == "Adafactor" and params["eps"][1] is None:

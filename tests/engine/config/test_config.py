@@ -159,9 +159,9 @@ def test_params_are_read_only() -> None:
             'parallel: data and tensor are "auto" ("auto" is the default of data); give all but one a number.',
         ),
         (
-            {"optimizer": {"type": "Lamb"}},
-            'optimizer.type: "Lamb" is not built in; give AdamW, Adam, SGD, Lion, Muon, SOAP, Shampoo, AdamW8bit, '
-            "Adafactor or ScheduleFreeAdamW, or pass optimizer=... to engine.initialize.",
+            {"optimizer": {"type": "Rprop"}},
+            'optimizer.type: "Rprop" is not built in; give AdamW, Adam, SGD, Lion, Lamb, LARS, Muon, SOAP, Shampoo, '
+            "AdamW8bit, Adafactor or ScheduleFreeAdamW, or pass optimizer=... to engine.initialize.",
         ),
         (
             {"optimizer": {"params": {"betas": [0.9, 1]}}},

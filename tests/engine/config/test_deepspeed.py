@@ -286,21 +286,27 @@ def test_forms_act_as_present_keys(raw: dict[str, Any], same: dict[str, Any], to
     assert any(note.startswith(told) for note in config.notes)
 
 
-@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
-def test_compressed_adams_name_the_keys_that_take_their_place(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_compressed_optimizers_name_the_keys_that_take_their_place(kind: str) -> None:
     (note,) = load_config({"optimizer": {"type": kind}}).notes
     for key in ("zero_quantized_gradients", "zero_quantized_gradients_bits 4", "zero_gradient_error_feedback"):
         assert key in note
 
 
-def test_the_compressed_lamb_is_refused_in_one_sentence_that_names_the_keys_of_its_messages() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 10, "max_coeff": 10.0}}})
-    assert str(caught.value).endswith(
-        'optimizer.type: "OneBitLamb" needs LAMB, which is not built in; give AdamW, and '
-        "zero_optimization.zero_quantized_gradients with zero_quantized_gradients_bits 4 and "
-        "zero_gradient_error_feedback takes the place of its messages."
-    )
+def test_the_compressed_lamb_acts_as_lamb_and_its_messages_keys_are_noted() -> None:
+    params = {"freeze_step": 10, "max_coeff": 5.0, "coeff_beta": 0.9, "factor_max": 4.0, "factor_threshold": 0.1}
+    config = load_config({"optimizer": {"type": "OneBitLamb", "params": params}})
+    lamb = {"type": "Lamb", "params": {"bias_correction": False, "max_coeff": 5.0}}
+    assert replace(config, notes=()) == load_config({"optimizer": lamb})
+    assert [note.split(":")[0].rpartition(".")[2] for note in config.notes] == [
+        "type", "freeze_step", "coeff_beta", "factor_max", "factor_threshold"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["comms_config", "monitor_config", "cuda_visible_devices"])
+def test_what_deepspeed_reads_nowhere_is_noted(key: str) -> None:
+    config = load_config({key: {"enabled": True} if "config" in key else "0,1", "train_batch_size": 4})
+    assert [note.partition(": accepted, changes nothing here; ")[0] for note in config.notes] == [key]
 
 
 def test_a_form_does_not_override_what_is_given() -> None:

@@ -5,8 +5,7 @@
     squares of own updates                                            -> summed over data, then tensor ranks
     steps on own weights
 
-Two small sums a step on each axis, label "statistics": a row and a column for each matrix, and two numbers. Where
-tensor ranks hold the same elements, one of them adds them, so that all get the same bits.
+Two small sums a step on each axis, label "statistics": a row and a column for each matrix, and two numbers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from engine.kernels.optim.adafactor_rule import (
     ROWS,
     SQUARES,
     AdafactorRule,
-    MatrixPiece,
     mean_elements,
     mean_shapes,
     scales_of,
@@ -32,15 +30,12 @@ from engine.kernels.optim.adafactor_rule import (
 )
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Traffic, sent_bytes
-from engine.parallel.grid import Axis
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeShapes, WholeState
-
-LABEL = "statistics"
-"""Label of both sums."""
+from engine.zero.optim.rules.counted_parts import LABEL, CountedPart, SumRoutes, counted_parts
 
 
 class FlatAdafactor(FlatOptimizer):
@@ -57,15 +52,8 @@ class FlatAdafactor(FlatOptimizer):
 
 
 @dataclass(frozen=True, slots=True)
-class FactorRoutes:
+class FactorRoutes(SumRoutes):
     """Whose statistics are summed, and over which axes."""
-
-    rows: tuple[ShardRow, ...]
-    """The parameters of a pipeline coordinate."""
-    axes: tuple[tuple[Axis, int], ...]
-    """The axes over which elements are divided, and their ranks: that of the shards, and "tp"."""
-    dtype: torch.dtype
-    """Of the statistics: that of the widest weights."""
 
     @property
     def elements(self) -> int:
@@ -79,28 +67,6 @@ class FactorRoutes:
             Traffic(axis, LABEL, 2, sum(sent_bytes("all_reduce", size, ranks) for size in sizes))
             for axis, ranks in self.axes
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Elements of a parameter in one tensor of the optimizer."""
-
-    row: ShardRow
-    number: int
-    piece: MatrixPiece
-    weights: Tensor
-    grads: Tensor
-    counted: tuple[slice, ...] | None
-    """Elements that this rank adds to sums; None: all."""
-
-    def own(self, squares_n: Tensor) -> Tensor:
-        """Squares of its elements, without those that another tensor rank adds."""
-        if self.counted is None:
-            return squares_n
-        kept = torch.zeros_like(squares_n)
-        for part in self.counted:
-            kept[part] = squares_n[part]
-        return kept
 
 
 class FactoredUpdates:
@@ -152,7 +118,8 @@ class FactoredUpdates:
         for maker in self._makers:
             maker.due.clear()
         used = [row for row in self._routes.rows if row.name not in unused]
-        parts = [part for part in self._parts(due) if part.row.name not in unused]
+        every = counted_parts(self._places, due, self._routes.rows, self._tp)
+        parts = [part for part in every if part.row.name not in unused]
         steps = {row.name: self._group(row)["step"] - missed.get(row.name, 0) for row in used}
         sums = self._zeros(self._routes.elements)
         weights = self._add_squares(parts, sums)
@@ -171,7 +138,7 @@ class FactoredUpdates:
             part.weights.mul_(1 - rule.lr * rule.weight_decay).sub_(self._update(part, scales).mul_(size))
         yield frozenset(self._numbers)
 
-    def _add_squares(self, parts: Sequence[_Part], sums: Tensor) -> Tensor:
+    def _add_squares(self, parts: Sequence[CountedPart], sums: Tensor) -> Tensor:
         """Add the squares of this rank; returns the place of those of the weights [parameters]."""
         own = {row.name: self._local_zeros(row) for row in {part.row.name: part.row for part in parts}.values()}
         norms = sums[len(sums) - len(self._numbers) :]
@@ -188,7 +155,7 @@ class FactoredUpdates:
         for axis, _ in self._routes.axes:
             self._comm.all_reduce(sums, axis, LABEL).wait()
 
-    def _update(self, part: _Part, scales: WholeState) -> Tensor:
+    def _update(self, part: CountedPart, scales: WholeState) -> Tensor:
         least = AdafactorRule.of(self._group(part.row)).least(part.weights.dtype)
         return part.piece.update(part.grads, scales[part.row.name], least)
 
@@ -213,29 +180,6 @@ class FactoredUpdates:
             return [whole]
         own = [each for each in row.ranges if self._tp in each.holders]
         return [whole.narrow(row.dim, each.start, each.stop - each.start) for each in own]
-
-    def _parts(self, due: set[Tensor]) -> Iterator[_Part]:
-        rows = self._routes.rows
-        for place in self._places:
-            for slot, part in place.slots() if place.parameter in due else ():
-                number = self._numbers[slot.name]
-                start = max(slot.start, place.part.start) - slot.start
-                piece = MatrixPiece(slot.shape, start, start + part.stop - part.start)
-                weights, grad = place.parameter.detach().view(-1)[part], place.grads.view(-1)[part]
-                counted = self._counted(rows[number], piece)
-                yield _Part(rows[number], number, piece, weights, grad, counted)
-
-    def _counted(self, row: ShardRow, piece: MatrixPiece) -> tuple[slice, ...] | None:
-        if not row.counted(row.owners[0], self._tp):
-            return ()
-        runs, place = [], piece.start
-        for start, stop in row.copies(self._tp):
-            if place < min(start, piece.stop):
-                runs.append(slice(place - piece.start, min(start, piece.stop) - piece.start))
-            place = max(place, stop)
-        if not runs and place == piece.start:
-            return None
-        return (*runs, slice(place - piece.start, piece.stop - piece.start)) if place < piece.stop else tuple(runs)
 
     def _group(self, row: ShardRow) -> dict[str, Any]:
         return self._inner.param_groups[row.group]

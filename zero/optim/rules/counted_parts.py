@@ -1,0 +1,98 @@
+"""The parts of parameters that a rank updates where sums over whole parameters are needed, and who adds which elements.
+
+Data ranks that shard a bucket have other elements each. Where tensor ranks hold the same elements, one of them adds
+them, so that all get the same bits.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.optim.adafactor_rule import MatrixPiece
+from engine.parallel.grid import Axis
+from engine.parallel.shard_table import ShardRow
+from engine.zero.optim.optimizer_tensors import OptimizerTensor
+
+LABEL = "statistics"
+"""Label of the sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class SumRoutes:
+    """Whose sums are made, and over which axes."""
+
+    rows: tuple[ShardRow, ...]
+    """The parameters of a pipeline coordinate."""
+    axes: tuple[tuple[Axis, int], ...]
+    """The axes over which elements are divided, and their ranks: that of the shards, and "tp"."""
+    dtype: torch.dtype
+    """That of the widest weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountedPart:
+    """Elements of a parameter in one tensor of the optimizer."""
+
+    row: ShardRow
+    number: int
+    """Of the row."""
+    piece: MatrixPiece
+    place: OptimizerTensor
+    part: slice
+    """Elements of the tensor."""
+    counted: tuple[slice, ...] | None
+    """Elements that this rank adds to sums; None: all."""
+
+    @property
+    def weights(self) -> Tensor:
+        """Weights [n]."""
+        return self.place.parameter.detach().view(-1)[self.part]
+
+    @property
+    def grads(self) -> Tensor:
+        """Gradients [n]."""
+        return self.place.grads.view(-1)[self.part]
+
+    def own(self, squares_n: Tensor) -> Tensor:
+        """Squares of its elements, without those that another tensor rank adds."""
+        if self.counted is None:
+            return squares_n
+        kept = torch.zeros_like(squares_n)
+        for part in self.counted:
+            kept[part] = squares_n[part]
+        return kept
+
+    def square(self, values_n: Tensor) -> Tensor:
+        """The sum of squares, fp64 0-dim, of those elements that this rank adds."""
+        found = values_n.new_zeros((), dtype=torch.float64)
+        for part in (slice(None),) if self.counted is None else self.counted:
+            found += torch.linalg.vector_norm(values_n[part], dtype=torch.float64).square()
+        return found
+
+
+def counted_parts(
+    places: Sequence[OptimizerTensor], due: Collection[Tensor], rows: Sequence[ShardRow], tp: int
+) -> Iterator[CountedPart]:
+    """Yield the parts of those tensors that are ``due``; ``tp``: the tensor coordinate of this rank."""
+    numbers = {row.name: number for number, row in enumerate(rows)}
+    for place in places:
+        for slot, part in place.slots() if place.parameter in due else ():
+            row = rows[numbers[slot.name]]
+            start = max(slot.start, place.part.start) - slot.start
+            piece = MatrixPiece(slot.shape, start, start + part.stop - part.start)
+            yield CountedPart(row, numbers[slot.name], piece, place, part, _counted(row, piece, tp))
+
+
+def _counted(row: ShardRow, piece: MatrixPiece, tp: int) -> tuple[slice, ...] | None:
+    if not row.counted(row.owners[0], tp):
+        return ()
+    runs, place = [], piece.start
+    for start, stop in row.copies(tp):
+        if place < min(start, piece.stop):
+            runs.append(slice(place - piece.start, min(start, piece.stop) - piece.start))
+        place = max(place, stop)
+    if not runs and place == piece.start:
+        return None
+    return (*runs, slice(place - piece.start, piece.stop - piece.start)) if place < piece.stop else tuple(runs)

@@ -1,0 +1,167 @@
+"""LAMB and LARS over flat tensors whose elements are parts of parameters: norms meet, and no parameter.
+
+    squares of own weights and of own updates (LAMB) or gradients (LARS)    -> summed over data, then tensor ranks
+    steps on own weights, by the norms of whole parameters
+
+One small sum a step on each axis, label "statistics": two numbers for each parameter. A parameter that is tied over
+pipeline stages is whole on each of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from engine.kernels.optim.layerwise_rule import LambRule, LarsRule, LayerRule, Moments
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.traffic import Traffic, sent_bytes
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.optim.composite import CompositeOptimizer
+from engine.zero.optim.flat_optimizers import FlatOptimizer
+from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeShapes, WholeState
+from engine.zero.optim.rules.counted_parts import LABEL, CountedPart, SumRoutes, counted_parts
+
+_SUM = torch.float64
+
+
+class FlatLayerwise(FlatOptimizer):
+    """An optimizer whose steps depend on norms of parameters.
+
+    Over whole parameters it updates at once. Over parts of them (``apart``) a step notes which tensors are updated, and
+    :class:`LayerwiseUpdates` makes the update of all ranks.
+    """
+
+    apart = False
+    """Tensors are parts of parameters, or runs of several."""
+
+    def __init__(self, params: ParamsT, **options: Any) -> None:
+        """``options``: all params of the configuration."""
+        super().__init__(params, options)
+        self.due: set[Tensor] = set()
+        """Tensors whose update is to be made."""
+        self._updates: dict[Tensor, int] = {}
+        """Whole parameter -> updates that it has had."""
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """Those of any group."""
+        return tuple(dict.fromkeys(name for group in self.param_groups for name in self.rule(group).moment_names))
+
+    def rule(self, group: Mapping[str, Any]) -> LayerRule:
+        """The rule of a group."""
+        raise NotImplementedError
+
+    def moments(self, weight: Tensor, group: Mapping[str, Any]) -> Moments:
+        """What is kept of the elements of a tensor, in its shape."""
+        return [self._moments([weight], name)[0] for name in self.rule(group).moment_names]
+
+    def _update_group(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        for weight in weights:
+            moments = self.moments(weight, group)
+            if not self.apart:
+                self._update_whole(weight, moments, self.rule(group))
+        self.due.update(weights if self.apart else ())
+
+    def _update_whole(self, weight: Tensor, moments: Moments, rule: LayerRule) -> None:
+        assert weight.grad is not None
+        step = self._updates[weight] = self._updates.get(weight, 0) + 1
+        rule.take_in(weight.grad, moments)
+        pair = (weight, rule.measured(weight, weight.grad, moments, step))
+        norms = torch.stack([torch.linalg.vector_norm(each, dtype=_SUM) for each in pair])
+        rule.apply_(weight, weight.grad, moments, step, norms)
+
+
+class FlatLamb(FlatLayerwise):
+    """LAMB; both averages of Adam an element."""
+
+    def rule(self, group: Mapping[str, Any]) -> LambRule:
+        """The rule of a group."""
+        return LambRule.of(group)
+
+
+class FlatLARS(FlatLayerwise):
+    """LARS; one momentum an element, of steps."""
+
+    def rule(self, group: Mapping[str, Any]) -> LarsRule:
+        """The rule of a group."""
+        return LarsRule.of(group)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRoutes(SumRoutes):
+    """Whose norms are summed, and over which axes."""
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """The sum of a step."""
+        size = 2 * len(self.rows) * _SUM.itemsize
+        return tuple(Traffic(axis, LABEL, 1, sent_bytes("all_reduce", size, ranks)) for axis, ranks in self.axes)
+
+
+class LayerwiseUpdates:
+    """Makes the updates of all parameters of LAMB and LARS on a rank, once a step; what they keep is elements' alone.
+
+    Args:
+        places: the tensors of the optimizer.
+        inner: the optimizer; its layer-wise parts then leave their updates to this.
+    """
+
+    families = frozenset[str]()
+    by_owner = False
+    on_all_data_ranks = True
+
+    def __init__(
+        self, places: Sequence[OptimizerTensor], inner: torch.optim.Optimizer, routes: LayerRoutes, comm: Comm
+    ) -> None:
+        self._places, self._inner, self._routes, self._comm = places, inner, routes, comm
+        self._names = frozenset(row.name for row in routes.rows)
+        self._tp = comm.grid.coord().tp
+        self._device = places[0].flat.params.device if places else torch.device("cpu")
+        parts = inner.parts.values() if isinstance(inner, CompositeOptimizer) else [inner]
+        self._makers = [part for part in parts if isinstance(part, FlatLayerwise)]
+        for maker in self._makers:
+            maker.apart = True
+        self.state: WholeState = {}
+        self.shapes: WholeShapes = {}
+
+    def names(self, flat: FlatBucket) -> frozenset[str]:
+        """The parameters of the bucket that are updated here, and not by the step of the optimizer."""
+        return frozenset(slot.name for slot in flat.bucket.slots) & self._names
+
+    def forget(self) -> None:
+        """Nothing: there is no state of whole parameters."""
+
+    def prepare(self) -> WholeState:
+        """Nothing."""
+        return self.state
+
+    @torch.no_grad()
+    def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
+        """Update every parameter of the step at once; ``unused`` ones have no gradient, and stay with their count."""
+        due = {weight: maker for maker in self._makers for weight in maker.due}
+        parts = counted_parts(self._places, due.keys(), self._routes.rows, self._tp)
+        used = [(part, *self._of(part, due, missed)) for part in parts if part.row.name not in unused]
+        for maker in self._makers:
+            maker.due.clear()
+        squares = torch.zeros(len(self._routes.rows), 2, dtype=_SUM, device=self._device)
+        for part, rule, moments, step in used:
+            rule.take_in(part.grads, moments)
+            squares[part.number, 0] += part.square(part.weights)
+            squares[part.number, 1] += part.square(rule.measured(part.weights, part.grads, moments, step))
+        for axis, _ in self._routes.axes:
+            self._comm.all_reduce(squares, axis, LABEL).wait()
+        norms = squares.sqrt_()
+        for part, rule, moments, step in used:
+            rule.apply_(part.weights, part.grads, moments, step, norms[part.number])
+        yield self._names
+
+    def _of(
+        self, part: CountedPart, makers: Mapping[Tensor, FlatLayerwise], missed: Mapping[str, int]
+    ) -> tuple[LayerRule, Moments, int]:
+        """The rule of a part, its moments and the number of its update."""
+        group, weight = self._inner.param_groups[part.row.group], part.place.parameter
+        maker = makers[weight]
+        moments = [each.view(-1)[part.part] for each in maker.moments(weight, group)]
+        return maker.rule(group), moments, group["step"] - missed.get(part.row.name, 0)
