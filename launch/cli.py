@@ -4,7 +4,9 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from engine.config.json_schema import schema
 from engine.config.overrides import OVERRIDES_HELP
@@ -29,8 +31,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class CommandParser(ArgumentParser):
+    """Parser of a command that answers for its own options: its usage is shown, and the nearest of them named."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, and end with an error where something is left."""
+        found, left = super().parse_known_args(args, namespace)
+        if left:
+            name = left[0].partition("=")[0]
+            near = get_close_matches(name, self._option_string_actions, 1, 0.7) if name.startswith("-") else []
+            hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists what it takes."
+            self.error(f"{name} is no option of this command; {hint}")
+        return found, left
+
+
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="trine", description="3D-parallel training of unchanged PyTorch models.")
+    parser = CommandParser(prog="trine", description="3D-parallel training of unchanged PyTorch models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("schema", help="print the JSON Schema of the configuration")
@@ -78,7 +94,7 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _add_run_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:
+def _add_run_commands(commands: "_SubParsersAction[CommandParser]") -> None:
     """Commands on a run, while it trains or later."""
     command = commands.add_parser("watch", help="what the ranks of a job are in, now or when it stood still")
     watch.add_watch_options(command)
@@ -91,7 +107,7 @@ def _add_run_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:
     command.set_defaults(run=_report)
 
 
-def _add_checkpoint_commands(commands: "_SubParsersAction[ArgumentParser]") -> None:
+def _add_checkpoint_commands(commands: "_SubParsersAction[CommandParser]") -> None:
     folder = "folder of a run (its newest checkpoint), or one of its step-N folders"
     command = commands.add_parser("info", help="print what a checkpoint holds")
     command.add_argument("folder", type=Path, help=folder)

@@ -20,6 +20,8 @@ from engine.watchdog.monitor import REPORT
 from engine.watchdog.view import RankView
 
 _HEAD = ("rank", "host", "pid", "step", "is in", "for", "finished before")
+_LATEST_DEAD = 3
+"""Jobs without a rank that runs which are listed; the others are counted."""
 _WAITS_HEAD = ("rank", "has waited in", "between", "times", "in all")
 
 
@@ -27,6 +29,7 @@ def add_watch_options(command: ArgumentParser) -> None:
     """The arguments of the command."""
     about = "folder of the watchdog's report (watchdog.folder, or that of the checkpoints); without: jobs of this host"
     command.add_argument("folder", type=Path, nargs="?", help=about)
+    command.add_argument("--all", action="store_true", help=f"list every dead job, not only the latest {_LATEST_DEAD}")
     command.add_argument("--waits", action="store_true", help="also show what each rank has waited for, and with whom")
     command.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="show it again and again")
 
@@ -38,26 +41,31 @@ def show_ranks(options: Namespace) -> None:
         EngineError: the folder has no report.
     """
     while True:
-        lines = _report(options.folder, options.waits) if options.folder is not None else _jobs(options.waits)
+        told = options.folder is not None
+        lines = _report(options.folder, options.waits) if told else _jobs(options.waits, options.all)
         print("\n".join(lines), flush=True)
         if not options.every:
             return
         time.sleep(options.every)
 
 
-def _jobs(waits: bool) -> list[str]:
-    """All jobs of this user that have files on this host, running or not."""
-    lines = []
+def _jobs(waits: bool, every: bool) -> list[str]:
+    """Jobs of this user that have files on this host: those that run, and the latest of those that do not."""
+    live: list[tuple[float, list[str]]] = []
+    dead: list[tuple[float, list[str]]] = []
     for folder in sorted(flight_folder().iterdir()):
         local = LocalRanks(folder)
         local.refresh()
         if views := local.views(detailed=False):
-            lines += [
-                f"job {folder.name}, {len(views)} of {_size(local)} ranks on this host",
-                *_tables(views, waits),
-                "",
-            ]
+            name = f"job {folder.name}, {len(views)} of {_size(local)} ranks on this host"
+            idle = min(view.idle for view in views)
+            (live if any(view.runs for view in views) else dead).append((idle, [name, *_tables(views, waits), ""]))
         local.close(remove=False)
+    dead.sort(key=lambda job: job[0])
+    shown = dead if every else dead[:_LATEST_DEAD]
+    lines = [line for _, job in (*live, *reversed(shown)) for line in job]
+    if len(dead) > len(shown):
+        lines += [f"{len(dead) - len(shown)} more jobs have ended here; trine watch --all lists them", ""]
     return lines[:-1] or ["no rank of this user runs on this host under a watchdog"]
 
 

@@ -207,6 +207,7 @@ SUITES = (
     "pytest tests/engine/parity/test_covering_array.py",
     "pytest -m long tests/engine/integrity/test_flips.py --write-figures",
     "pytest -m long tests/engine/watchdog/test_jobs.py tests/cluster/test_nodes.py --write-figures",
+    "pytest -m long tests/engine/watchdog/test_short_jobs.py",
     "pytest -m long tests/engine/parity/test_weights_beside.py",
     "pytest -m long tests/parallel/comm/symmetric tests/parallel/expert_overlap tests/kernels/gpu/overlap",
     "pytest -m long tests/parallel/comm/symmetric/test_killed_rank.py",

@@ -3,6 +3,7 @@
 node0 slots=4      # DeepSpeed, Open MPI
 node1:4            # MPICH, Intel MPI
 user@node2         # as many ranks as it has GPUs
+node3 slots=4 gpu=h100   # further words of other launchers say nothing here
 """
 
 import re
@@ -13,8 +14,9 @@ from pathlib import Path
 from engine.errors import LaunchError
 from engine.launch.jobs.request import refuse_all
 
-_SLOTS = r"\s+slots\s*=\s*(?P<slots>\d+)(?:\s+max[-_]slots\s*=\s*\d+)?"
-_LINE = re.compile(rf"(?P<name>[\w.@-]+)(?::(?P<count>\d+)|{_SLOTS})?")
+_SLOTS = r"\s+slots\s*=\s*(?P<slots>\d+)"
+_FURTHER = r"(?:\s+(?!slots\b)[\w-]+\s*=\s*[^\s=]+)*"
+_LINE = re.compile(rf"(?P<name>[\w.@-]+)(?::(?P<count>\d+)|{_SLOTS})?{_FURTHER}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,8 @@ class Host:
     """As ssh takes it, maybe ``user@node0``."""
     slots: int | None
     """Ranks that it is to have."""
+    devices: tuple[int, ...] = ()
+    """GPUs that its ranks may use; empty: all."""
 
     @property
     def address(self) -> str:

@@ -2,29 +2,34 @@
 
 import os
 import shlex
+import socket
 import sys
 import time
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import LaunchError
-from engine.launch.jobs.hostfile import read_hostfile
+from engine.launch.jobs.chosen_hosts import chosen_hosts
+from engine.launch.jobs.deepspeed_options import add_deepspeed_options, drop_one_node, environment_file
+from engine.launch.jobs.hostfile import Host, read_hostfile
 from engine.launch.jobs.job_file import write_job_file
 from engine.launch.jobs.kubernetes import KINDS, KubernetesRequest, manifest
 from engine.launch.jobs.preflight import HostReply, examine
 from engine.launch.jobs.remote import SshRequest
-from engine.launch.jobs.request import JobRequest, NodeCount, exported, passed_on, refuse_all
+from engine.launch.jobs.request import JobRequest, NodeCount, ScriptForm, exported, passed_on, refuse_all
 from engine.launch.jobs.sent.probe import gpu_names
-from engine.launch.jobs.slurm import SlurmRequest, slurm_script, submit
+from engine.launch.jobs.slurm import PROCESSORS_WITH_GPU, SlurmRequest, slurm_script, submit
 from engine.launch.jobs.ssh import MeetingPlace, SshPlan
 from engine.launch.jobs.ssh_job import SshJob
 from engine.launch.jobs.torchrun import JOIN_SECONDS, shell_line, torchrun_command, torchrun_environment
 
 PLACES = {
     "nodes": ("ssh", "slurm", "kubernetes"),
+    "include": ("local", "ssh"),
+    "exclude": ("local", "ssh"),
     "elastic": ("ssh", "slurm", "kubernetes"),
     "ssh": ("ssh",),
-    "port": ("ssh", "slurm", "kubernetes"),
     "join_timeout": ("ssh", "slurm", "kubernetes"),
     "preflight_timeout": ("ssh",),
     "submit": ("slurm",),
@@ -33,6 +38,7 @@ PLACES = {
     "account": ("slurm",),
     "sbatch": ("slurm",),
     "gpus_per_node": ("slurm", "kubernetes"),
+    "cpus_per_rank": ("slurm",),
     "name": ("slurm", "kubernetes"),
     "out": ("slurm", "kubernetes"),
     "image": ("kubernetes",),
@@ -42,6 +48,8 @@ PLACES = {
 """Where an option means something; the others mean something everywhere."""
 POD_SECONDS = 600
 """In which pods have to meet: some of them may first have to load the image."""
+HERE = ("localhost", "127.0.0.1", "worker-0")
+"""Names by which ``--include`` and ``--exclude`` mean this host."""
 FLAGS = {"local": "a job on this host", "ssh": "--hostfile", "slurm": "--slurm", "kubernetes": "--kubernetes"}
 
 
@@ -53,11 +61,19 @@ def add_launch_options(command: ArgumentParser) -> None:
     add("--elastic", metavar="MIN:MAX", help="the job goes on while MIN nodes are left, and takes in up to MAX")
     add("--export", action="append", default=[], metavar="NAME[=VALUE]", help="a variable of the ranks; repeatable")
     add("--python", default=None, metavar="PATH", help="the interpreter of all hosts; without: this one")
-    add("--port", type=_count, metavar="N", help="where the nodes meet, on the first host")
+    add("--port", type=_count, metavar="N", help="where the nodes meet, on the first host; without: a free one")
     add("--join-timeout", type=_count, metavar="SECONDS", help=f"in which all nodes have to meet ({JOIN_SECONDS})")
     add("--grace", type=_count, metavar="SECONDS", help="for ranks to save a checkpoint after SIGTERM")
     add("--dry-run", action="store_true", help="print what would be started or written, and do nothing")
+    add("--local-rank", action="store_true", help="give the script --local_rank=N, as the deepspeed launcher does")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("-m", "--module", action="store_true", help="the script is a module, as of python -m")
+    form.add_argument("--no-python", action="store_true", help="the script is a program, which no Python runs")
+    chosen = "NAME or NAME:0,2 of GPUs, joined by @"
+    add("--include", metavar="HOSTS", help=f"run on these only: {chosen}; localhost is this host")
+    add("--exclude", metavar="HOSTS", help="run on all but these")
     _add_places(command)
+    add_deepspeed_options(command)
     add("script", help="the training script")
     add("arguments", nargs=REMAINDER, help="its arguments")
 
@@ -73,6 +89,8 @@ def _add_places(command: ArgumentParser) -> None:
     slurm.add_argument("--time", metavar="LIMIT", help="as sbatch takes it, such as 24:00:00")
     slurm.add_argument("--partition", metavar="NAME")
     slurm.add_argument("--account", metavar="NAME")
+    processors = f"processors of a rank; without: {PROCESSORS_WITH_GPU} beside a GPU, else 1"
+    slurm.add_argument("--cpus-per-rank", type=_count, metavar="N", help=processors)
     slurm.add_argument("--sbatch", action="append", metavar="OPTION", help="another option, --sbatch=--qos=high")
     kubernetes = command.add_argument_group("on Kubernetes")
     kubernetes.add_argument("--kubernetes", choices=KINDS, help="write a JobSet, or a TrainJob of Kubeflow Trainer")
@@ -98,6 +116,10 @@ def launch(options: Namespace) -> int:
     Raises:
         LaunchError: all that is wrong, before anything is started.
     """
+    for line in options.became:
+        print(f"trine launch: {line}.", file=sys.stderr)
+    refuse_all(options.refused)
+    drop_one_node(options)
     place = _place(options)
     request = _request(options, place)
     match place:
@@ -136,12 +158,18 @@ def _request(options: Namespace, place: str) -> JobRequest:
     nodes = NodeCount.parse(options.nodes, "--nodes") if options.nodes is not None else None
     if options.elastic is not None:
         nodes = NodeCount.parse(options.elastic, "--elastic", elastic=True)
-    if place in ("local", "ssh") and not Path(options.script).is_file():
+    form: ScriptForm = "module" if options.module else "program" if options.no_python else "script"
+    if place in ("local", "ssh") and form == "script" and not Path(options.script).is_file():
         raise LaunchError(f"{options.script} is no file of {Path.cwd()}; give the path of the training script.")
     passed = passed_on(os.environ) if place == "ssh" else {}
+    if place == "ssh" and (found := environment_file()) is not None:
+        print(f"trine launch: all hosts get {', '.join(found[1]) or 'nothing'} of {found[0]}.", file=sys.stderr)
+        passed |= found[1]
     return JobRequest(
         script=options.script,
-        arguments=tuple(options.arguments),
+        form=form,
+        # torchrun fills in its own variable, for each rank
+        arguments=(*["--local_rank=${local_rank}"] * options.local_rank, *options.arguments),
         python=options.python or ("python" if place == "kubernetes" else sys.executable),
         ranks_per_node=options.ranks_per_node,
         nodes=nodes,
@@ -156,14 +184,15 @@ def _request(options: Namespace, place: str) -> JobRequest:
 
 def _here(options: Namespace, request: JobRequest) -> int:
     """Become torchrun: its streams, signals and exit status are then those of this process."""
-    ranks = request.ranks_per_node or len(gpu_names())
+    host = _this_host(options)
+    ranks = request.ranks_per_node or host.slots
     if not ranks:
         ranks = 1
         print(
             "trine launch: nvidia-smi knows no GPU of this host, so 1 rank starts; --ranks-per-node N starts more.",
             file=sys.stderr,
         )
-    command, variables = torchrun_command(request, ranks, "1", None), torchrun_environment(request)
+    command, variables = torchrun_command(request, ranks, "1", None), torchrun_environment(request, host.devices)
     if options.dry_run:
         print(shell_line(["env", *(f"{name}={value}" for name, value in variables.items()), *command]))
         return 0
@@ -175,8 +204,19 @@ def _here(options: Namespace, request: JobRequest) -> int:
         raise LaunchError(f"{request.python} cannot be started ({error.strerror}); give --python PATH.") from error
 
 
+def _this_host(options: Namespace) -> Host:
+    """This host and the GPUs of it that the job may use; slots are their number, None where there are none."""
+    gpus = len(gpu_names())
+    asked = [given.partition(":")[0] for given in (options.include, options.exclude) if given]
+    name = next((name for name in (*HERE, socket.gethostname()) if name in asked), HERE[0])
+    (host,) = chosen_hosts([Host(name=name, slots=gpus or None)], options.include, options.exclude)
+    visible = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.isdecimal()]
+    named = tuple(int(visible[device]) if device < len(visible) else device for device in host.devices)
+    return replace(host, devices=named)
+
+
 def _over_ssh(options: Namespace, request: JobRequest) -> int:
-    hosts = read_hostfile(options.hostfile)
+    hosts = chosen_hosts(read_hostfile(options.hostfile), options.include, options.exclude)
     if request.nodes is not None and request.nodes.most > len(hosts):
         raise LaunchError(
             f"{request.nodes} nodes are asked for and {options.hostfile} lists {len(hosts)}; add hosts to it."
@@ -192,9 +232,10 @@ def _over_ssh(options: Namespace, request: JobRequest) -> int:
     if options.dry_run:
         _show_ssh(request, ssh)
         return 0
-    facts = examine(request, ssh)
-    plan = SshPlan(request=request, ssh=ssh, hosts=tuple(facts))
-    return SshJob(plan, MeetingPlace(first=ssh.hosts[0], port=facts[0].port, identity=identity)).run()
+    examined = examine(request, ssh)
+    first = examined.found[0]
+    plan = SshPlan(request=request, ssh=ssh, hosts=examined.found)
+    return SshJob(plan, MeetingPlace(first=first.host, port=first.port, identity=identity), examined.absent).run()
 
 
 def _show_ssh(request: JobRequest, ssh: SshRequest) -> None:
@@ -221,6 +262,7 @@ def _slurm(options: Namespace, request: JobRequest) -> int:
         partition=options.partition,
         account=options.account,
         gpus_per_node=options.gpus_per_node,
+        cpus_per_rank=options.cpus_per_rank,
         more=tuple(options.sbatch or ()),
     )
     path = options.out or Path(f"{request.name}.sbatch")

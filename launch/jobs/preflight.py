@@ -1,9 +1,9 @@
 """What is looked at on all hosts at once before anything is started, and what is said where they differ."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import LaunchError
@@ -47,15 +47,24 @@ def question_for(request: JobRequest, ssh: SshRequest, port: int | None) -> dict
     names = [host.address for host in ssh.hosts] if len(ssh.hosts) > 1 else []
     return {
         "folder": str(request.folder),
-        "script": request.script,
+        "script": request.script if request.form == "script" else "",
         "environment": dict(request.export),
         "names": names,
         "port": port,
     }
 
 
-def examine(request: JobRequest, ssh: SshRequest) -> list[HostReply]:
-    """Ask all hosts and compare them; a host's facts are in its place.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweringHosts:
+    """Hosts that a job starts on, in the order of the file, and those that an elastic one starts without."""
+
+    found: tuple[HostReply, ...]
+    absent: Mapping[Host, str]
+    """Hosts that do not answer, and why."""
+
+
+def examine(request: JobRequest, ssh: SshRequest) -> AnsweringHosts:
+    """Ask all hosts and compare them. An elastic job starts on those that answer, if they are enough.
 
     Raises:
         LaunchError: every problem of every host.
@@ -66,16 +75,25 @@ def examine(request: JobRequest, ssh: SshRequest) -> list[HostReply]:
         answers = list(pool.map(lambda host, question: ask(ssh, host, question), ssh.hosts, questions))
     problems: list[LaunchError] = []
     found: list[HostReply] = []
+    absent: dict[Host, str] = {}
+    least = request.nodes.least if request.nodes is not None and request.elastic else len(ssh.hosts)
+    enough = sum(answer.facts is not None for answer in answers) >= least
     for host, answer in zip(ssh.hosts, answers, strict=True):
-        if answer.facts is None:
+        if answer.facts is None and answer.lost and enough:
+            absent[host] = answer.reason
+        elif answer.facts is None:
             problems.append(unanswered(ssh, host, answer))
         else:
             found.append(HostReply(host=host, **answer.facts))
+    gone = {host.address for host in absent}
+    found = [replace(facts, unknown=[name for name in facts.unknown if name not in gone]) for facts in found]
     for facts in found:
         problems += [*_own_problems(request, ssh, facts), *differences(facts, found[0], request.script)]
         problems += _port_problem(request, facts) if facts.host == ssh.hosts[0] else []
     refuse_all(problems)
-    return found
+    if found[0].host != ssh.hosts[0]:  # only the first one was asked for a port
+        found[0] = replace(found[0], port=request.port or free_port(request, ssh, found[0].host))
+    return AnsweringHosts(found=tuple(found), absent=absent)
 
 
 def unanswered(ssh: SshRequest, host: Host, answer: Answer) -> LaunchError:
@@ -97,7 +115,7 @@ def _own_problems(request: JobRequest, ssh: SshRequest, facts: HostReply) -> Ite
         yield LaunchError(
             f"{name} has no folder {request.folder}; every host runs in the launcher's folder: share or copy it."
         )
-    elif not facts.script:
+    elif not facts.script and request.form == "script":
         yield LaunchError(f"{name} has no {request.script} in {request.folder}; share the folder or copy the script.")
     if not facts.torch:
         yield LaunchError(f"{name} has no torch for {ssh.python}; give --python PATH, or install it there.")

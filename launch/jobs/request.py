@@ -4,10 +4,12 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from engine.errors import LaunchError
 
+ScriptForm = Literal["script", "module", "program"]
+"""A file for Python, a module for ``python -m``, or a program that needs no Python."""
 PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS", "NCCL_*", "GLOO_*", "TRINE_*")
 """Variables that a host is given where the launcher has them; a glob stands for all that it matches."""
 
@@ -54,6 +56,7 @@ class JobRequest:
     """The part of a command that every place understands."""
 
     script: str
+    """A file, a module or a program, as ``form`` tells."""
     arguments: tuple[str, ...]
     python: str
     ranks_per_node: int | None
@@ -66,6 +69,7 @@ class JobRequest:
     port: int | None
     join_seconds: int
     """In which all nodes have to meet."""
+    form: ScriptForm = "script"
     grace_seconds: int
     """Which ranks have between SIGTERM and SIGKILL, to write a checkpoint."""
 

@@ -14,6 +14,8 @@ from engine.launch.jobs.torchrun import Rendezvous, shell_line, torchrun_command
 
 SECONDS_BEFORE_THE_END = 60
 """Between the end of the time for checkpoints and the time limit: torchrun and srun end in it."""
+PROCESSORS_WITH_GPU = 8
+"""Of a rank: Python, the threads of NCCL, and workers that read data. Nodes with GPUs have as many for each."""
 _PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 """Below the range from which Linux takes ports of its own accord, and another one for each job of a node."""
 
@@ -26,6 +28,8 @@ class SlurmRequest:
     partition: str | None
     account: str | None
     gpus_per_node: int | None
+    cpus_per_rank: int | None
+    """None: ``PROCESSORS_WITH_GPU`` for a rank with a GPU, 1 for one without."""
     more: tuple[str, ...]
     """Other options of sbatch, as ``--qos=high``."""
 
@@ -62,6 +66,15 @@ def slurm_script(request: JobRequest, slurm: SlurmRequest) -> str:
     )
 
 
+def _processors(slurm: SlurmRequest, ranks: int, gpus: int) -> list[str]:
+    """How the one task of a node, which is torchrun with all ranks, gets more than the one processor of sbatch."""
+    given = {option.partition("=")[0].partition(" ")[0] for option in slurm.more}
+    if given & {"--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive"}:
+        return []
+    each = slurm.cpus_per_rank or (PROCESSORS_WITH_GPU if gpus else 1)
+    return [f"--cpus-per-task={each * ranks}"]
+
+
 def _options(request: JobRequest, slurm: SlurmRequest, ranks: int) -> list[str]:
     nodes = request.nodes
     gpus = ranks if slurm.gpus_per_node is None else slurm.gpus_per_node
@@ -71,6 +84,7 @@ def _options(request: JobRequest, slurm: SlurmRequest, ranks: int) -> list[str]:
         f"--nodes={str(nodes).replace(':', '-')}",
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={gpus}"] if gpus else []),
+        *_processors(slurm, ranks, gpus),
         *(f"--{option}={value}" for option, value in given.items() if value is not None),
         f"--signal=B:TERM@{request.grace_seconds + SECONDS_BEFORE_THE_END}",
         "--requeue",
@@ -98,7 +112,9 @@ step=
 forward() {{ limit=yes; [ -z "$step" ] || kill -TERM "$step" 2>/dev/null; }}
 trap forward TERM
 
-srun --kill-on-bad-exit={kill} bash -c {torchrun} &
+# srun does not take over how many processors a task has, and would bind all ranks of a node to those of one
+processors=${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}
+srun --kill-on-bad-exit={kill} --cpus-per-task="$processors" --cpu-bind=none bash -c {torchrun} &
 step=$!
 [ "$limit" = no ] || kill -TERM "$step"
 wait "$step"

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -19,13 +20,17 @@ from engine.launch.jobs.remote import SshRequest, guard_input, last_words
 from engine.launch.jobs.request import JobRequest
 from engine.launch.jobs.sent.guard import MARK
 from engine.launch.jobs.torchrun import Rendezvous, torchrun_command, torchrun_environment
+from engine.reporting.last_words import is_consequence
 
 BEAT_SECONDS = 5.0
 NO_MEETING = ("RendezvousTimeoutError", "RendezvousConnectionError")
 """How torchrun says that its nodes have not met."""
 KILLED = 128 + signal.SIGKILL
-_KEPT = 20
+_KEPT = 60
 """Lines of the error stream that are kept for a reason."""
+_STORE_GONE = re.compile(rb"\[W\S* \S+ TCPStore\.cpp:\d+\] |W.* The node '.*' has failed to shutdown the rendezvous ")
+"""A torchrun whose job is done says so where the first host, which has the store, has ended before it."""
+_ITS_FRAMES = re.compile(rb"Exception raised from |frame #\d+: |<omitting python frames>|\s*$")
 
 
 class Screen:
@@ -54,6 +59,8 @@ class HostRun:
         self.joined = False
         """Whether it has reached the store."""
         self.no_meeting = False
+        self._held: list[bytes] = []
+        """Lines that are shown if the host ends with an error."""
         self._screen = screen
         self._errors: list[str] = []
         self._process = subprocess.Popen(
@@ -70,12 +77,18 @@ class HostRun:
             reader.start()
 
     def _read(self, source: IO[bytes], target: IO[bytes]) -> None:
+        holding = False
         for line in source:
             text = line.decode(errors="replace")
             if text.startswith(MARK):
                 self.joined = True
                 continue
             if target is sys.stderr.buffer:
+                if _STORE_GONE.match(line) or (self._held and holding and _ITS_FRAMES.match(line)):
+                    holding = True
+                    self._held.append(line)
+                    continue
+                holding = False
                 self._errors = [*self._errors[1 - _KEPT :], text]
                 self.no_meeting |= any(name in text for name in NO_MEETING)
             self._screen.show(target, self.host.name, line)
@@ -96,7 +109,16 @@ class HostRun:
         if code is not None:
             for reader in self._readers:
                 reader.join(1.0)
+            for line in self._held if code else ():
+                self._screen.show(sys.stderr.buffer, self.host.name, line)
+            self._held.clear()
         return code
+
+    @property
+    def taken_down(self) -> bool:
+        """Whether the rank that torchrun calls the root cause here blames another one, or was ended by a signal."""
+        root = "".join(self._errors).rpartition("Root Cause")[2]
+        return is_consequence(root) or re.search(r"exitcode +: -15\b", root) is not None
 
     @property
     def reason(self) -> str:
@@ -144,7 +166,7 @@ class SshPlan:
         return {
             "key": f"{meeting.identity}-{facts.host.name}",
             "command": torchrun_command(self.request, ranks_on(self.request, facts), nodes, rendezvous),
-            "environment": torchrun_environment(self.request),
+            "environment": torchrun_environment(self.request, facts.host.devices),
             "folder": str(self.request.folder),
             "grace": self.request.grace_seconds + 5,
             "port": meeting.port,

@@ -9,7 +9,7 @@ a lost host answers       it is taken in again
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -69,12 +69,14 @@ class JobEnd:
 class SshJob:
     """The job from its start to its end."""
 
-    def __init__(self, plan: SshPlan, meeting: MeetingPlace) -> None:
+    def __init__(self, plan: SshPlan, meeting: MeetingPlace, absent: Mapping[Host, str] | None = None) -> None:
+        """``absent``: hosts that an elastic job starts without, and why; they are tried again."""
         self._plan = plan
         self._meeting = meeting
         self._screen = Screen()
         self._running = Running(plan, self._screen)
-        self._lost: dict[Host, float] = {}
+        self._absent = absent or {}
+        self._lost = dict.fromkeys(self._absent, time.monotonic() + RETRY_SECONDS)
         """When each is to be tried again."""
         self._tries: dict[Host, Future[Answer]] = {}
         self._pool = ThreadPoolExecutor(max(1, min(16, len(plan.hosts))))
@@ -90,6 +92,9 @@ class SshJob:
             with stop.listening():
                 for facts in self._plan.hosts:
                     self._running.start(facts, self._meeting)
+                begin = f"{len(self._plan.hosts)} hosts begin, and it is tried again."
+                for host, reason in self._absent.items():
+                    self._screen.say(f"{host.name} does not answer ({reason}); {begin}")
                 while self._running.runs and not self._verdict.given:
                     if stop.numbers:
                         self._stop(stop)
@@ -134,7 +139,9 @@ class SshJob:
             self._say_too_late(run, code)
             return
         lost = [other for other, ended in [(run, code), *others] if ended == LOST]
-        self._verdict.code = code
+        first, self._verdict.code = next(
+            ((other, ended) for other, ended in [(run, code), *others] if ended and not other.taken_down), (run, code)
+        )
         if lost:
             self._verdict.words = "; ".join(
                 f"{other.host.name} was lost, its ssh connection ended ({other.reason})" for other in lost
@@ -142,7 +149,9 @@ class SshJob:
         elif run.no_meeting and missing:
             self._verdict.words = "; ".join(self._did_not_join(host) for host in missing)
         else:
-            self._verdict.words = f"{run.host.name} was the first to fail: its torchrun ended with exit status {code}"
+            self._verdict.words = (
+                f"{first.host.name} was the first to fail: its torchrun ended with exit status {self._verdict.code}"
+            )
 
     def _say_too_late(self, run: HostRun, code: int) -> None:
         """The job of the others is done; this host is no reason to call it failed."""
@@ -236,9 +245,11 @@ class SshJob:
                 self._screen.say(str(unanswered(self._plan.ssh, host, answer)))
             return
         facts = HostReply(host=host, **answer.facts)
-        if problems := list(differences(facts, self._facts[host], self._plan.request.script)):
+        known = self._facts.get(host, self._plan.hosts[0])
+        if problems := list(differences(facts, known, self._plan.request.script)):
             self._screen.say(f"{host.name} answers again and is another one: {problems[0]}")
             return
         del self._lost[host]
+        self._facts.setdefault(host, facts)
         self._screen.say(f"{host.name} answers again; torchrun starts there.")
         self._running.start(facts, self._meeting)

@@ -43,7 +43,10 @@ class Rendezvous:
 
 def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: Rendezvous | None) -> list[str]:
     """``python -m torch.distributed.run ... script arguments``; without ``meeting``: on this host alone."""
-    options = ["--standalone", f"--nproc-per-node={ranks}"] if meeting is None else []
+    here = ["--standalone"]
+    if request.port is not None:
+        here = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{request.port}"]
+    options = [*here, f"--nproc-per-node={ranks}"] if meeting is None else []
     if meeting is not None:
         conf = {"join_timeout": str(request.join_seconds), "read_timeout": str(request.join_seconds)}
         conf = {**(ELASTIC_CONF if request.elastic else {}), **conf, "is_host": meeting.is_host}
@@ -57,13 +60,18 @@ def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: Rende
             "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in conf.items()),
             *([f"--local-addr={meeting.local_address}"] if meeting.local_address else []),
         ]
-    return [request.python, "-m", "torch.distributed.run", *options, request.script, *request.arguments]
+    form = {"script": [], "module": ["--module"], "program": ["--no-python"]}[request.form]
+    return [request.python, "-m", "torch.distributed.run", *options, *form, request.script, *request.arguments]
 
 
-def torchrun_environment(request: JobRequest) -> dict[str, str]:
-    """Variables of torchrun: what the user exports, what makes it elastic, and how long its ranks may save."""
+def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> dict[str, str]:
+    """Variables of torchrun: what the user exports, what makes it elastic, and how long its ranks may save.
+
+    ``devices``: GPUs of the host that its ranks may use; empty: all.
+    """
     elastic = ELASTIC_ENVIRONMENT if request.elastic else {}
-    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(request.grace_seconds), **elastic, **request.export}
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if devices else {}
+    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(request.grace_seconds), **elastic, **request.export, **seen}
 
 
 def shell_line(command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.launch import watch_command
 from engine.launch.cli import main
 from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
@@ -53,6 +54,32 @@ def test_ranks_of_this_host_and_of_a_report(tmp_path: Path, capsys: pytest.Captu
     shown = capsys.readouterr().out
     assert shown.startswith("2026-11-23T19:26: rank 3 is late.\nrank  host")
     assert shown.endswith("stack of rank 3:\nFile train.py, line 3\n")
+
+
+def test_the_latest_dead_jobs_are_listed_and_the_others_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch_command, "flight_folder", lambda: tmp_path)
+    monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)  # no process has this number
+    for number in range(6):
+        folder = tmp_path / f"dead{number}"
+        folder.mkdir()
+        recorder = FlightRecorder(folder / "rank0.flight", 0, 1, {"host": "here"})
+        recorder.say("ValueError: odd")
+        recorder.close()
+    monkeypatch.undo()
+    monkeypatch.setattr(watch_command, "flight_folder", lambda: tmp_path)
+    (tmp_path / "alive").mkdir()
+    alive = FlightRecorder(tmp_path / "alive" / "rank0.flight", 0, 1, {"host": "here"})
+    assert main(["watch"]) == 0
+    told = capsys.readouterr().out
+    listed = [f"job dead{number}," in told for number in range(6)]
+    assert told.startswith("job alive,") and listed == [False] * 3 + [True] * 3
+    assert told.endswith("\n3 more jobs have ended here; trine watch --all lists them\n")
+    assert main(["watch", "--all"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"job dead{number}," in told for number in range(6)) and "more jobs" not in told
+    alive.close()
 
 
 def test_a_folder_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,8 @@ def hosts_of(folder: Path, text: str) -> list[Host]:
         ("node0:4", "node0", 4),
         ("me@node-0.site.org:2", "me@node-0.site.org", 2),
         ("10.0.0.7 slots=1", "10.0.0.7", 1),
+        ("node0 slots=4 gpu=h100 rack = 7", "node0", 4),
+        ("node0 gpu=h100", "node0", None),
     ],
 )
 def test_forms_of_a_line(tmp_path: Path, line: str, name: str, slots: int | None) -> None:

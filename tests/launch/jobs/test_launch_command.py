@@ -161,9 +161,10 @@ def started(warm_python: str, folder: Path, *words: str) -> "subprocess.Popen[st
 
 
 def test_a_job_on_this_host_is_torchrun(warm_python: str, folder: Path) -> None:
-    job = started(warm_python, folder, "--ranks-per-node", "2", "--export", "MINE=1", "job.py", "print", "--y")
+    job = started(warm_python, folder, "--num_gpus", "2", "--export", "MINE=1", "--local_rank", "job.py", "print")
     told, _ = job.communicate(timeout=60)
-    assert job.returncode == 0 and all(f"rank {rank} of 2 ['print', '--y'] 1\n" in told for rank in range(2)), told
+    assert job.returncode == 0, told
+    assert all(f"rank {rank} of 2 ['--local_rank={rank}', 'print'] 1\n" in told for rank in range(2)), told
     job = started(warm_python, folder, "--ranks-per-node", "1", "job.py", "fail")
     told, _ = job.communicate(timeout=60)
     assert job.returncode == 1 and "exitcode  : 3" in told, told

@@ -1,14 +1,20 @@
 """What is said of hosts that differ, and of an ssh that does not lead to one."""
 
 import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine.errors import LaunchError
 from engine.launch.cli import main
+from engine.launch.jobs import preflight
 from engine.launch.jobs.hostfile import Host
-from engine.launch.jobs.preflight import HostReply, differences
+from engine.launch.jobs.preflight import HostReply, differences, examine
+from engine.launch.jobs.remote import Answer, SshRequest
+from engine.launch.jobs.request import JobRequest, NodeCount
 
 HERE = HostReply(
     host=Host(name="node0", slots=None),
@@ -88,6 +94,35 @@ def test_a_host_that_does_not_answer(
     assert told.startswith("node0: ") and " does not run there (" in told
     assert main(["launch", "--hostfile", "hosts", "--ssh", "/no/ssh", "job.py"]) == 1
     assert "within 10 s (/no/ssh cannot be started: No such file or directory);" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gone", ["node0", "node2"])
+def test_an_elastic_job_is_examined_without_hosts_that_do_not_answer(
+    gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("node0", "node1", "node2")
+    hosts = tuple(Host(name=name, slots=None) for name in names)
+
+    def ask(ssh: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
+        if host.name == gone:
+            return Answer(facts=None, lost=True, reason="No route to host")
+        facts = {field.name: getattr(HERE, field.name) for field in fields(HERE) if field.name != "host"}
+        port = 29400 if question["port"] is not None else 0
+        return Answer(facts={**facts, "port": port, "unknown": [gone]})
+
+    monkeypatch.setattr(preflight, "ask", ask)
+    ssh = SshRequest(hostfile=Path("hosts"), hosts=hosts, ssh=("ssh",), python="python", seconds=1)
+    job = JobRequest(
+        script="job.py", arguments=(), python="python", ranks_per_node=8,
+        nodes=NodeCount(least=2, most=3, elastic=True), export={}, folder=tmp_path, name="job", port=None,
+        join_seconds=60, grace_seconds=30,
+    )  # fmt: skip
+    examined = examine(job, ssh)
+    assert [facts.host.name for facts in examined.found] == [name for name in names if name != gone]
+    assert examined.found[0].port == 29400 and examined.absent == {Host(name=gone, slots=None): "No route to host"}
+    for nodes in (NodeCount(least=3, most=3, elastic=True), NodeCount(least=3, most=3)):
+        with pytest.raises(LaunchError, match=f"^{gone}: cannot be reached by ssh"):
+            examine(replace(job, nodes=nodes), ssh)
 
 
 def test_what_a_host_lacks_by_itself(

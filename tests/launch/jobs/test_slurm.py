@@ -20,7 +20,7 @@ COMMANDS: Mapping[str, str] = {
         [ "$1" = show ] && printf '127.0.0.1\\nother\\n'""",
     "srun": """
         echo "srun $1" >> calls
-        shift
+        while [ "${1#--}" != "$1" ]; do shift; done
         export SLURM_NODEID=0 SLURMD_NODENAME=127.0.0.1
         exec "$@" """,  # a task of the step, which gets the signals that srun would pass on to it
     "sbatch": """
@@ -57,10 +57,35 @@ def batch(folder: Path, warm_python: str, *words: str, script: str = "job.py") -
     """Run the script of a job as Slurm would start it on the first of its nodes."""
     options = [*OPTIONS, "--name", "job", "--python", warm_python]
     assert main(["launch", "--slurm", *options, script, *words]) == 0
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "1"}
+    slurm = {
+        "SLURM_CPUS_ON_NODE": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_JOB_NUM_NODES": "1",
+    }
     environment = os.environ | slurm | {"PYTHONPATH": str(ROOT), "PYTHON_EXEC": warm_python}
     command, pipe = ["bash", "job.sbatch"], subprocess.PIPE
     return subprocess.Popen(command, env=environment, cwd=folder, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "processors"),
+    [
+        ([], ["--cpus-per-task=16"]),
+        (["--cpus-per-rank", "12"], ["--cpus-per-task=24"]),
+        (["--gpus-per-node", "0"], ["--cpus-per-task=2"]),
+        (["--sbatch=--exclusive"], []),
+        (["--sbatch=--cpus-per-gpu=4"], []),
+    ],
+)
+def test_a_node_has_processors_for_all_of_its_ranks(
+    words: list[str], processors: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--slurm", "--dry-run", "--nodes", "1", "--ranks-per-node", "2", *words, "job.py"]) == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^#SBATCH (--cpus-per-task.*)$", text, re.MULTILINE) == processors
+    assert "processors=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}\n" in text
+    assert 'srun --kill-on-bad-exit=1 --cpus-per-task="$processors" --cpu-bind=none bash' in text
 
 
 def test_the_script_has_the_options_of_sbatch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +95,8 @@ def test_the_script_has_the_options_of_sbatch(folder: Path, capsys: pytest.Captu
     text = capsys.readouterr().out
     assert not (folder / "big.sbatch").exists()
     assert re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE) == [
-        "--job-name=big", "--nodes=2-4", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=2:00:00", "--partition=p",
+        "--job-name=big", "--nodes=2-4", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=64",
+        "--time=2:00:00", "--partition=p",
         "--account=a", "--signal=B:TERM@300", "--requeue", "--open-mode=append", "--output=%x-%j.out", "--no-kill",
         "--qos=high",
     ]  # fmt: skip

@@ -1,0 +1,66 @@
+"""Hosts and GPUs of a hostfile that a job takes, by ``--include`` and ``--exclude`` in the form of DeepSpeed.
+
+--include node0@node1:0,2    all of node0, and of node1 the GPUs 0 and 2
+--exclude node1:1@node2      all but GPU 1 of node1, and node2
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.errors import LaunchError
+from engine.launch.jobs.hostfile import Host
+
+
+def chosen_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
+    """The hosts that stay, with the GPUs that they may use.
+
+    Raises:
+        LaunchError: both are given; one of them names a host that is not listed, or GPUs that it does not have, or
+            leaves nothing.
+    """
+    if include is not None and exclude is not None:
+        raise LaunchError("--include and --exclude both choose hosts; give one of them.")
+    if include is not None:
+        wanted = _parse(include, "--include", hosts)
+        return [_with(host, wanted[host.name]) for host in hosts if host.name in wanted]
+    if exclude is not None:
+        refused = _parse(exclude, "--exclude", hosts)
+        left = [kept for host in hosts if (kept := _kept(host, refused.get(host.name))) is not None]
+        if not left:
+            raise LaunchError(f"--exclude {exclude} leaves no host; name fewer.")
+        return left
+    return list(hosts)
+
+
+def _parse(text: str, option: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
+    """GPUs by the name of the host; empty for all of them."""
+    known = {host.name: host for host in hosts}
+    found: dict[str, tuple[int, ...]] = {}
+    for part in text.split("@"):
+        name, colon, listed = part.strip().partition(":")
+        numbers = listed.split(",") if colon else []
+        if name not in known:
+            raise LaunchError(f"{option} {text}: {name!r} is none of {', '.join(known)}; name hosts of this job.")
+        if not all(number.strip().isdecimal() for number in numbers):
+            raise LaunchError(f"{option} {text}: {part!r} is no host with GPUs; write NAME or NAME:0,2, joined by @.")
+        found[name] = tuple(sorted({int(number) for number in numbers}))
+        slots = known[name].slots
+        if slots is not None and found[name] and found[name][-1] >= slots:
+            raise LaunchError(f"{option} {text}: {name} has {slots} slots, from 0; it has no {found[name][-1]}.")
+    return found
+
+
+def _with(host: Host, devices: tuple[int, ...]) -> Host:
+    return replace(host, slots=len(devices), devices=devices) if devices else host
+
+
+def _kept(host: Host, refused: tuple[int, ...] | None) -> Host | None:
+    """What is left of a host; None for nothing."""
+    if refused is None:
+        return host
+    if not refused:
+        return None
+    if host.slots is None:
+        raise LaunchError(f"--exclude {host.name}:{refused[0]}: nothing tells the slots of {host.name}; write slots=N.")
+    left = tuple(number for number in range(host.slots) if number not in refused)
+    return _with(host, left) if left else None
