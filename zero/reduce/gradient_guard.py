@@ -9,12 +9,14 @@ parameter while the model runs.
 """
 
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.parallel.model.whole_sizes import PartParameter, WholeSizes
 
 _GRAD: Any = Tensor.grad
 
@@ -66,6 +68,13 @@ class _TakenGradient(nn.Parameter):
         return copied
 
 
+class _TakenPart(WholeSizes, _TakenGradient):
+    """The same of a parameter of which this rank holds a part."""
+
+
+_TAKEN = MappingProxyType({nn.Parameter: _TakenGradient, PartParameter: _TakenPart})
+
+
 class GradientGuard:
     """Guards the ``grad`` of parameters while their gradients wait for a step."""
 
@@ -74,14 +83,14 @@ class GradientGuard:
         self._guarded: list[nn.Parameter] = []
 
     def set(self) -> None:
-        """Guard every trained parameter of torch's own class."""
+        """Guard every trained parameter of torch's own class, also those of which this rank holds a part."""
         if not self._guarded:
-            self._guarded = [p for p in self._parameters if type(p) is nn.Parameter and p.requires_grad]
+            self._guarded = [p for p in self._parameters if type(p) in _TAKEN and p.requires_grad]
             for parameter in self._guarded:
-                parameter.__class__ = _TakenGradient
+                parameter.__class__ = _TAKEN[type(parameter)]
 
     def lift(self) -> None:
         """Give the parameters their class back."""
         guarded, self._guarded = self._guarded, []
         for parameter in guarded:
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = PartParameter if isinstance(parameter, WholeSizes) else nn.Parameter
