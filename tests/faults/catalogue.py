@@ -18,6 +18,7 @@ from tests.faults.pipeline import PIPELINE
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.quantized_base import QUANTIZED_BASE
 from tests.faults.reliability import RELIABILITY
+from tests.faults.replica_copies import REPLICA_COPIES
 from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.shard_groups import SHARD_GROUPS
 from tests.faults.state_between_places import STATE_BETWEEN_PLACES
@@ -44,6 +45,7 @@ AREAS = {
     "quantized base": QUANTIZED_BASE,
     "secondary shards": SECONDARY_SHARDS,
     "shard groups": SHARD_GROUPS,
+    "replica copies": REPLICA_COPIES,
     "step and precision": STEP_AND_PRECISION,
     "checkpoint": CHECKPOINT,
     "reliability": RELIABILITY,
