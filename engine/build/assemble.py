@@ -151,7 +151,7 @@ def assemble_rank(
     reducer = _reducer(model, plan, comm, optimizer.copies, own_backward, kernels)
     _fuse(model, plan, comm, device, request, axis)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
-    experts, on_host = _within_gathers(model, plan, comm.grid, axis, device, patches)
+    experts, on_host, streams = _within_gathers(model, plan, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
     return RankRuntime(
         plan=plan,
@@ -159,7 +159,7 @@ def assemble_rank(
         axis=axis,
         program=program,
         patches=patches,
-        streams=RandomStreams(model, device, patches),
+        streams=streams,
         traces=TraceCache(plan, program, axis, example),
         first_use=FirstUse(model, plan.tensor),
         stage=Stage(model, device, patches) if plan.cut is not None else None,
@@ -190,21 +190,22 @@ def assemble_rank(
 
 
 def _within_gathers(
-    model: nn.Module, plan: Plan, grid: Grid, axis: TensorAxis, device: torch.device, patches: ForwardPatches
-) -> tuple[ExpertCounter | None, HostActivations]:
+    model: nn.Module, plan: Plan, axis: TensorAxis, device: torch.device, patches: ForwardPatches
+) -> tuple[ExpertCounter | None, HostActivations, RandomStreams]:
     """Put around forwards what runs while parameters are gathered, from inside to outside; recomputation is last."""
     _keep_out(model, plan, patches)
-    counter = _expert_counter(model, plan, grid, device, patches)
-    return counter, recompute_blocks(model, plan.config.activation_checkpointing, patches, axis, device)
+    counter, streams = _expert_counter(model, plan, axis, device, patches), RandomStreams(model, device, patches)
+    policy = plan.config.activation_checkpointing
+    return counter, recompute_blocks(model, policy, patches, axis, device, streams.draw_again), streams
 
 
 def _expert_counter(
-    model: nn.Module, plan: Plan, grid: Grid, device: torch.device, patches: ForwardPatches
+    model: nn.Module, plan: Plan, axis: TensorAxis, device: torch.device, patches: ForwardPatches
 ) -> ExpertCounter | None:
     """What counts the rows of experts; None: they are not counted."""
     if not plan.experts:
         return None
-    counter = ExpertCounter(plan.experts, device, grid.coord().tp)
+    counter = ExpertCounter(plan.experts, device, axis.index)
     counter.install(model, patches)
     return counter
 

@@ -1,7 +1,7 @@
 """Places the user's module on this rank: shards it, and moves its parameters into flat buckets; and moments on disk."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from engine.parallel.model.quantized_layers import quantize_part, read_quantized
 from engine.parallel.model.rng_streams import keyed_generators
 from engine.parallel.shard_table import ShardRow
 from engine.parallel.tensor.layers.apply_plan import apply_plan, local_shard
+from engine.parallel.tensor.layers.size_answers import WholeSizeAnswers
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.budgets import hosts_parameters, reduces_each_microbatch, shards_parameters, wire_formats
 from engine.planning.plan import Plan
@@ -78,6 +79,7 @@ def place_model(
 ) -> tuple[FlatBucket, ...]:
     """Reduce the model to this rank's shards and stages, in flat buckets: trained buckets first, then frozen ones."""
     coord, config, parameters = comm.grid.coord(), plan.config, dict(model.named_parameters())
+    sizes = WholeSizeAnswers(model, plan.tensor)
     rows = {row.name: row for row in plan.table.held_by(coord.pp)}
     cuts = plan.tensor.parameters if plan.tensor else {}
     buckets = reserve(plan.layout(coord), parameters, _ownership(plan, coord), device)
@@ -113,16 +115,24 @@ def place_model(
     for name in codes.keys() - meta:
         parameters[name].data = _quantized(parameters[name].data.to(device), rows[name], plan, coord)
     read_quantized(model, {n: (form, _frozen_dtype(rows[n], plan)) for n, form in codes.items()}, axis.kernels)
-    if plan.tensor is not None:
-        views = apply_plan(model, plan.tensor, axis, patches, already_cut=meta | codes.keys())
-        views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
+    _shard(model, plan, axis, patches, already_cut=meta | codes.keys())
     place_rest(model, plan.precision, device, parameters.keys() - rows.keys(), places)
     replace_absent(model, rows.keys(), device)
+    sizes.install(model, patches, passed=codes)
     for flat in buckets:
         fill(flat, placed=meta)
     if config.tp > 1 or config.pp > 1 or codes:
         _refuse_state_dicts(model, patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
+
+
+def _shard(
+    model: nn.Module, plan: Plan, axis: TensorAxis, patches: ForwardPatches, already_cut: Collection[str]
+) -> None:
+    if plan.tensor is not None:
+        parameters = dict(model.named_parameters())
+        views = apply_plan(model, plan.tensor, axis, patches, already_cut)
+        views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
 
 
 def place_on_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:

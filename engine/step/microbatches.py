@@ -99,7 +99,7 @@ class StepMicrobatches:
         trace, partition = self._trace(microbatch)
         run = partial(self._run, microbatch_copy(given, self._runtime.program.device))
         plan = partition.stages[stage]
-        forward = runtime.forward(*self._random_key(microbatch), random=trace.random)
+        forward = runtime.forward(*self._random_key(microbatch), trace=trace)
         with forward, runtime.counting(self._step.experts):
             done = runtime.stage.forward(trace, plan, run, received)
             return StageOutput(runtime.own(done.sent), self._count(done.result, microbatch) if plan.last else None)

@@ -242,7 +242,7 @@ class PipelineCall:
         assert runtime.stage is not None, "calls are made of stages"
         run, plan = partial(_run, runtime, self._arguments[microbatch]), partition.stages[stage]
         key = self._key if len(self._arguments) == 1 else (*self._key, -1 - microbatch)
-        with runtime.forward(*key, random=trace.random):
+        with runtime.forward(*key, trace=trace):
             done = runtime.stage.forward(trace, plan, run, received)
             sent = runtime.own(done.sent)
         if not plan.last:

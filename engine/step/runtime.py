@@ -25,6 +25,7 @@ from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads,
 from engine.parallel.pipeline.runtime.stage import Stage
 from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.plan import Plan
 from engine.program.expert_load import ExpertCounter
 from engine.program.program import Program
@@ -103,9 +104,11 @@ class RankRuntime:
         return self.averaged.moving if self.averaged is not None else None
 
     @contextmanager
-    def forward(self, *key: int, random: bool = True) -> Iterator[None]:
-        """Context of a microbatch's forward; ``key`` seeds its random numbers, if it draws any."""
-        streams = self.streams.forward(*key) if random else nullcontext()
+    def forward(self, *key: int, trace: ModelTrace | None = None) -> Iterator[None]:
+        """Context of a microbatch's forward; ``key`` seeds its random numbers, unless its ``trace`` draws none."""
+        draws = trace is None or trace.random or trace.host_random
+        host = trace.host_random if trace is not None else None
+        streams = self.streams.forward(*key, host=host) if draws else nullcontext()
         with streams, self.gatherer.forward() if self.gatherer else nullcontext():
             cached = torch.is_autocast_cache_enabled()
             # autocast would cache casts of full weights, whose gradients come after the weights are freed
@@ -130,7 +133,10 @@ class RankRuntime:
         waits = self.split_backward.leaving(deferred) if self.split_backward and deferred else nullcontext()
         gathers = self.gatherer.backward(which.last) if self.gatherer else nullcontext()
         with self.reducer.backward(self._compared(which)), gathers, waits:
-            yield
+            try:
+                yield
+            finally:
+                self.streams.end_backward()
 
     def _compared(self, which: Backward) -> Backward:
         unequal = self.gatherer is not None and self.gatherer.unequal(which.stage, which.microbatch)
@@ -191,6 +197,15 @@ class RankRuntime:
         """Forget what was gathered of parameters before a load or a user has written them. All ranks call it."""
         if self.gatherer is not None:
             self.gatherer.forget()
+
+    def copies_digest(self, compares_batches: int) -> Tensor | None:
+        """This rank's summand of a comparison of copies of weights; None in most steps.
+
+        A delayed update may write its weights meanwhile.
+        """
+        due = self.replica_check.weights.is_due()
+        wanted = due and not compares_batches and self.optimizer.delayed is None
+        return self.replica_check.weights.digest() if wanted else None
 
     def late_problem(self) -> EngineError | None:
         """Why the update that runs beside this step cannot be brought; waits for it."""

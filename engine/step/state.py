@@ -41,6 +41,8 @@ class StepState:
     problem: Exception | None = None
     digest: int = 0
     """Small digest of the batch, from 1; 0: not compared in this step."""
+    copies: Tensor | None = None
+    """Digest of weights that other ranks hold as well; None: they are not compared in this step."""
     metrics: list[Tensor | float] = field(default_factory=list)
     """Sum and weight of each metric so far, one after the other."""
     experts: Tensor | None = None
@@ -111,6 +113,7 @@ class StepTotals(NamedTuple, Generic[Scalar]):
     digest: Scalar
     """Sum of the digests of the data ranks' batches, and below of their squares."""
     digest_squared: Scalar
+    """In a step that compares copies of weights, and no batches, the sum of their digests."""
     unused: Scalar
     """Number of parameters, over all ranks, that may be used otherwise than the optimizer takes for granted."""
     metrics: tuple[Scalar, ...] = ()
@@ -134,7 +137,7 @@ class StepTotals(NamedTuple, Generic[Scalar]):
             problems=float(step.problem is not None),
             stops=float(stop),
             digest=float(step.digest if speaks else 0),
-            digest_squared=float(step.digest**2 if speaks else 0),
+            digest_squared=step.copies if step.copies is not None else float(step.digest**2 if speaks else 0),
             unused=float(unused),
         )
         packed = torch.zeros(CONTROL_SCALARS + 2 * metrics, dtype=torch.float64, device=step.loss.device)

@@ -148,6 +148,7 @@ class Update:
         squared_norm = gradient_squared_norm(runtime.buckets, runtime.kernels)
         idle = runtime.reducer.frozen if self._updates_unused else runtime.reducer.unused
         surprises = runtime.optimizer.unexpected(idle, runtime.reducer.names)
+        step.copies = runtime.copies_digest(step.digest)
         packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
         launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
         sums, made = launched.read() if launched is not None else (packed.tolist(), False)
@@ -155,16 +156,10 @@ class Update:
         if launched is not None and not made:
             launched.put_back()
         totals = self._check(StepTotals.unpack(sums, step.counted), step)
+        self._tell_ranks_apart(totals, step, runtime)
         runtime.bring_update()
         if totals.unused:
             runtime.optimizer.unused = self._find_unused(idle, runtime)
-        self._alike += totals.same_batch(self._comm.grid.dp)
-        if self._alike == 2 and totals.digest and self._comm.grid.rank == 0:
-            logger.warning(
-                "all %d data ranks were given the same batch in each of the first two steps, so they compute what one "
-                "would; give each its own rows: let the sampler use eng.grid.coord().dp and eng.grid.dp.",
-                self._comm.grid.dp,
-            )
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
         divisor = totals.weight * step.divides
@@ -182,6 +177,19 @@ class Update:
         self._rescale_residuals(runtime, 0.0 if nonfinite is not None else self.scale.value / step.scale)
         self._seconds = time.perf_counter() - agreed
         return UpdateOutcome(totals=totals, norm=norm, lr=lr, scale=step.scale, nonfinite=nonfinite)
+
+    def _tell_ranks_apart(self, totals: StepTotals[float], step: StepState, runtime: RankRuntime) -> None:
+        """Say where data ranks are given the same batch, and where copies of a weight differ."""
+        if step.copies is not None:
+            runtime.replica_check.weights.compare(totals.digest_squared, step.sent)
+            return
+        self._alike += totals.same_batch(self._comm.grid.dp)
+        if self._alike == 2 and totals.digest and self._comm.grid.rank == 0:
+            logger.warning(
+                "all %d data ranks were given the same batch in each of the first two steps, so they compute what one "
+                "would; give each its own rows: let the sampler use eng.grid.coord().dp and eng.grid.dp.",
+                self._comm.grid.dp,
+            )
 
     def _skip(self, totals: StepTotals[float], step: StepState, runtime: RankRuntime) -> NonFiniteSource:
         """Skip the step: restore the buffers, and return what was not finite. The first time the log says it.

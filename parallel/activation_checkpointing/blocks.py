@@ -114,10 +114,12 @@ def recompute_blocks(
     patches: ForwardPatches,
     axis: TensorAxis | None = None,
     device: torch.device = CPU,
+    draw_again: Callable[[], None] | None = None,
 ) -> HostActivations:
     """Make the blocks that ``settings`` chooses run again in backward, or keep their activations on the host.
 
     Returns what keeps them there. ``axis``: the axis of the sharded layers, whose sums selective checkpointing keeps.
+    ``draw_again``: called before a block runs again, which then draws from the host's generators as in its forward.
     """
     host = HostActivations(device)
     if _switched_on(model):
@@ -125,10 +127,11 @@ def recompute_blocks(
     selective = Selective(find_operators(settings), axis)
     for block in recomputed_blocks(model, settings).values():
         note = "keeps its inputs only and is recomputed in backward"
-        patches.wrap_forward(block, PatchLayer.RECOMPUTE, _recomputed(block), note)
+        patches.wrap_forward(block, PatchLayer.RECOMPUTE, _recomputed(block, draw_again), note)
     for block in selective_blocks(model, settings).values():
         note = "is recomputed in backward, except the outputs of the operators that activation_checkpointing.save names"
-        patches.wrap_forward(block, PatchLayer.RECOMPUTE, recomputed_in_part(block, selective), note)
+        forward = recomputed_in_part(block, selective, draw_again=draw_again)
+        patches.wrap_forward(block, PatchLayer.RECOMPUTE, forward, note)
     again = (*recomputed_blocks(model, settings).values(), *selective_blocks(model, settings).values())
     for block in again if settings.inputs == "host" else ():
         patches.wrap_forward(block, PatchLayer.RECOMPUTE, host.keeping(block), "keeps its inputs on the host")
@@ -138,7 +141,10 @@ def recompute_blocks(
     return host
 
 
-def recomputed_in_part(block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None) -> Any:
+def recomputed_in_part(
+    block: nn.Module, selective: Selective, started: list[SavedActivations] | None = None,
+    draw_again: Callable[[], None] | None = None,
+) -> Any:  # fmt: skip
     """A forward for ``block`` that keeps what ``selective`` chooses, and appends it to ``started`` at each call."""
     inner, state = block.forward, BlockState(block)
 
@@ -147,7 +153,7 @@ def recomputed_in_part(block: nn.Module, selective: Selective, started: list[Sav
             return inner(*args, **kwargs)
         kept = SavedActivations()
         out = checkpoint(
-            state.keeping(_in_mode_of_forward(inner)),
+            state.keeping(_as_in_forward(inner, draw_again)),
             *args,
             use_reentrant=False,
             context_fn=lambda: selective.contexts(kept),
@@ -186,13 +192,28 @@ def _switched_on(model: nn.Module) -> bool:
     return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
 
 
-def _recomputed(block: nn.Module) -> Any:
+def _recomputed(block: nn.Module, draw_again: Callable[[], None] | None) -> Any:
     inner, state = block.forward, BlockState(block)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        return checkpoint(state.keeping(_in_mode_of_forward(inner)), *args, use_reentrant=False, **kwargs)
+        run = state.keeping(_as_in_forward(inner, draw_again))
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    return forward
+
+
+def _as_in_forward(inner: Callable[..., Any], draw_again: Callable[[], None] | None) -> Callable[..., Any]:
+    """``inner``, which runs the second time as the first: in its function mode, and with its draws on the host."""
+    calls, run = 0, _in_mode_of_forward(inner)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1 and draw_again is not None:
+            draw_again()
+        return run(*args, **kwargs)
 
     return forward
 

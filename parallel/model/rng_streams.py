@@ -6,6 +6,8 @@
     part of a block ends           seed(key, 2, 1)         only in blocks with dropout
     microbatch ends                the user's own streams are restored
 
+Python's and NumPy's generators follow in models that draw from them (``host_draws``).
+
 Generators are reseeded at the exit of modules rather than at their entry for two reasons. Numbers drawn between two
 modules are the same on whichever pipeline stage draws them. And a recomputed block, which starts from the generator
 state saved at its entry, draws the same numbers again. If several blocks are recomputed together, the seed found at the
@@ -29,6 +31,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from engine.kernels.device import device_generator
 from engine.parallel.model.blocks import Units, find_units, weighty_children
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.host_draws import HostDraws
 
 Hook = Callable[..., None]
 
@@ -77,6 +80,7 @@ class RandomStreams:
     def __init__(self, model: nn.Module, device: torch.device, patches: ForwardPatches) -> None:
         self._model, self._device, self._patches = model, device, patches
         self._hooked = False
+        self._host = HostDraws()
         self._now: StreamPosition | None = None
         self._made: dict[int, StreamPosition] = {}
         """Positions of this step, by seed."""
@@ -90,19 +94,34 @@ class RandomStreams:
         return self
 
     @contextmanager
-    def forward(self, *key: int) -> Iterator[None]:
-        """Context of one microbatch's forward; key = (seed, step, ...). Its backward must lie outside."""
+    def forward(self, *key: int, host: bool | None = None) -> Iterator[None]:
+        """Context of one microbatch's forward; key = (seed, step, ...). Its backward must lie outside.
+
+        ``host``: whether it draws from Python's or NumPy's generator, if a trace tells.
+        """
         if not self._hooked:
             self._install()
         if any(other.key[:2] != key[:2] for other in list(self._made.values())[:1]):
             self._made.clear()
-        with keyed_generators(self._device, *key):
-            self._now = StreamPosition(key)
-            self._made[self._now.seed()] = self._now
+        self._now = StreamPosition(key)
+        seed = self._now.seed()
+        with (
+            keyed_generators(self._device, *key),
+            self._host.forward(seed, key[:2], self._model.training, host),
+        ):
+            self._made[seed] = self._now
             try:
                 yield
             finally:
                 self._now = None
+
+    def draw_again(self) -> None:
+        """Let a block that begins to run again in backward draw on the host what its forward has drawn."""
+        self._host.again(_entry_seed())
+
+    def end_backward(self) -> None:
+        """Put back the host's generators, where units have run again."""
+        self._host.end_backward()
 
     def _install(self) -> None:
         units = find_units(self._model, deep=True)
@@ -124,23 +143,39 @@ class RandomStreams:
 
     def _enter(self, unit: nn.Module, *_: object) -> None:
         # outside a forward this is a recomputation in backward: the restored seed tells the microbatch and position
-        if self._now is None:
-            found = self._made.get(torch.default_generator.initial_seed())
-            if found is not None:
-                self._again[id(unit)] = found
+        if self._now is not None:
+            if self._host.keyed:
+                self._host.unit(_entry_seed())
+            return
+        found = self._made.get(torch.default_generator.initial_seed())
+        if found is not None:
+            self._again[id(unit)] = found
+            self._host.again(_entry_seed())
 
     def _exit(self, part: bool, unit: nn.Module, *_: object) -> None:
         if self._now is not None:
             self._now = self._reseed(self._now.after(part))
+            if self._host.keyed:
+                self._host.unit(self._now.seed())
         elif (found := self._again.pop(id(unit), None)) is not None:
             # parts of the module may have ended since its entry, so the current seed takes precedence
-            self._reseed(self._made.get(torch.default_generator.initial_seed(), found).after(part))
+            again = self._reseed(self._made.get(torch.default_generator.initial_seed(), found).after(part))
+            self._host.again(again.seed())
 
     def _reseed(self, place: StreamPosition) -> StreamPosition:
         seed = place.seed()
         self._made[seed] = place
         seed_generators(self._device, seed)
         return place
+
+
+def _entry_seed() -> int:
+    """Seed of the host's generators where a unit begins; torch's carry theirs into a unit that runs again."""
+    return derive_seed(torch.default_generator.initial_seed() & _63_BITS, -1)
+
+
+_63_BITS = (1 << 63) - 1
+"""Those of a number that ``derive_seed`` takes; a seed of the user's may have more."""
 
 
 def _parts(units: Units, known: set[int]) -> Iterator[nn.Module]:

@@ -12,7 +12,6 @@ A number or string that changes while the forward stays the same (a counter) is 
 elsewhere, in globals or closures, are not seen.
 """
 
-import random
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.device import device_generator
+from engine.parallel.model.host_draws import HostState
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     These are the generators of torch, Python and NumPy, the content of every buffer, and the attributes of all modules
     with the items of plain dicts, lists and sets among them.
     """
-    undo = [_undo_python_random(), *(_undo_module(module) for module in model.modules())]
+    undo = [HostState.take().put, *(_undo_module(module) for module in model.modules())]
     undo += [_undo_buffer(buffer) for buffer in model.buffers() if not buffer.is_meta]
     has_own = device_generator(device) is not None
     own: dict[str, Any] = {"devices": [device], "device_type": device.type} if has_own else {"devices": []}
@@ -73,19 +73,6 @@ class _EagerForwards:
 
 
 _EAGER = _EagerForwards()
-
-
-def _undo_python_random() -> Callable[[], None]:
-    state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-
-    def undo() -> None:
-        random.setstate(state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
-
-    return undo
 
 
 def _undo_buffer(buffer: Tensor) -> Callable[[], None]:

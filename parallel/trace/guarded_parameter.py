@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from engine.parallel.model.whole_sizes import WholeSizes
 from engine.parallel.trace.torch_function import METADATA, getter
 
 Read = Callable[[], None]
@@ -55,13 +56,23 @@ class GuardedShape(GuardedParameter, FakeTensor):
     """Of a parameter that has a shape and no content in the run itself, whose operators torch asks of its class."""
 
 
+class GuardedPart(WholeSizes, GuardedParameter):
+    """Of a parameter of which a tensor rank has a part, and which answers with the size of the whole."""
+
+
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
     """Change the class to a guarded one, so that ``read`` is called when code needs the values."""
     if isinstance(parameter, GuardedParameter):
         return
     untyped: Any = parameter
     untyped._guard = Guard(type(parameter), read, where)
-    untyped.__class__ = GuardedShape if isinstance(parameter, FakeTensor) else GuardedParameter
+    untyped.__class__ = _guarded_class(parameter)
+
+
+def _guarded_class(parameter: nn.Parameter) -> type[GuardedParameter]:
+    if isinstance(parameter, WholeSizes):
+        return GuardedPart
+    return GuardedShape if isinstance(parameter, FakeTensor) else GuardedParameter
 
 
 def reveal(parameter: nn.Parameter) -> None:

@@ -210,6 +210,8 @@ class ModelTrace:
     """Pytree that the program returned."""
     random: bool = True
     """True if any operation draws random numbers."""
+    host_random: bool = False
+    """True if its code draws from the generators of Python or NumPy."""
     on_zeros: tuple[OnZeros, ...] = field(default=(), compare=False)
     """Operations that ran on zeros in place of content."""
 

@@ -19,6 +19,7 @@ from torch import nn
 from engine.errors import PlanError, first_line
 from engine.parallel.model.blocks import Units, find_units, open_units, weighty_children
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
+from engine.parallel.model.host_draws import HostState, host_extreme
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.torch_checkpoint import open_checkpoints
@@ -29,7 +30,7 @@ from engine.parallel.trace.torch_function import functions_shown_to
 
 ModelCall = Callable[[], Any]
 
-_EXTREMES = (0.0, 1.0 - 2.0**-24)
+_EXTREMES: tuple[float | HostState, ...] = (0.0, 1.0 - 2.0**-24)
 """The extremes of a uniform draw: any comparison with a probability differs between the two."""
 
 
@@ -74,11 +75,11 @@ def _trace_opened(
     units: Units,
     device: torch.device,
     material: Material | None = None,
-    drawn: float | None = None,
+    drawn: float | HostState | None = None,
 ) -> ModelTrace:
     original = units
     while True:
-        recorder, result = _run(model, program, units, device, material, drawn)
+        recorder, result, host = _run(model, program, units, device, material, drawn)
         hiding = [name for name in _hiding(recorder, units) if weighty_children(units.modules[name])]
         if not hiding:
             break
@@ -98,16 +99,19 @@ def _trace_opened(
         buffers=tuple(name for name, _ in model.named_buffers()),
         result=result,
         random=recorder.meter.draws,
+        host_random=host,
         on_zeros=recorder.on_zeros,
     )
-    if drawn is None and recorder.random_read is not None:
-        for extreme in _EXTREMES:
+    if drawn is None:
+        reads = [(recorder.random_read, extreme) for extreme in _EXTREMES if recorder.random_read is not None]
+        reads += [("the model", extreme) for extreme in (host_extreme(False), host_extreme(True)) if host]
+        for place, extreme in reads:
             what = trace_difference(trace, _trace_opened(model, program, original, device, drawn=extreme))
             if what is not None:
                 raise PlanError(
-                    f"{recorder.random_read} chooses the path of the forward by a random number: with another one it "
-                    f"{what}, and a pipeline is cut for one path; switch that off (layerdrop 0), or move it into a "
-                    "block."
+                    f"{place} chooses the path of the forward by a random number: with another one it {what}, and a "
+                    "pipeline is cut for one path; switch that off (layerdrop 0), or move it into a block that returns "
+                    "a new tensor on every path."
                 )
     return trace
 
@@ -118,13 +122,17 @@ def _run(
     units: Units,
     device: torch.device,
     material: Material | None,
-    drawn: float | None,
-) -> tuple[Recorder, Recipe]:
+    drawn: float | HostState | None,
+) -> tuple[Recorder, Recipe, bool]:
+    """The recorder, what the program returned, and whether it has drawn on the host."""
     if material is not None:
         material.clear()
-    recorder = Recorder(model, units, device, material, drawn)
+    recorder = Recorder(model, units, device, material, None if isinstance(drawn, HostState) else drawn)
     with ExitStack() as stack:
         stack.enter_context(restoring_state(model, device))
+        if isinstance(drawn, HostState):
+            drawn.put()
+        before = HostState.take()
         for module in model.modules():
             if module._compiled_call_impl is not None:
                 object.__setattr__(module, "_compiled_call_impl", None)
@@ -145,7 +153,8 @@ def _run(
             if recorder.on_zeros and not is_own_mistake(error):
                 raise PlanError(_fails_on_zeros(recorder.on_zeros[-1], error)) from error
             raise
-    return recorder, recorder.finish(result)
+        host = not before.is_present()
+    return recorder, recorder.finish(result), host
 
 
 def _fails_on_zeros(read: OnZeros, error: Exception) -> str:

@@ -22,6 +22,7 @@ from tests.faults.plain_torch import PLAIN_TORCH
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.quantized_base import QUANTIZED_BASE
 from tests.faults.reliability import RELIABILITY
+from tests.faults.replica_copies import REPLICA_COPIES
 from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.shard_groups import SHARD_GROUPS
 from tests.faults.state_between_places import STATE_BETWEEN_PLACES
@@ -51,6 +52,7 @@ AREAS = {
     "secondary shards": SECONDARY_SHARDS,
     "shard groups": SHARD_GROUPS,
     "uneven calls": UNEVEN_CALLS,
+    "replica copies": REPLICA_COPIES,
     "step and precision": STEP_AND_PRECISION,
     "plain torch": PLAIN_TORCH,
     "checkpoint": CHECKPOINT,

@@ -11,6 +11,7 @@ from engine.errors import EngineError
 from engine.parallel.comm.agreement import bit_sum
 from engine.parallel.comm.comm import Comm
 from engine.parallel.model.name_patterns import refuse_unmatched
+from engine.parallel.model.whole_sizes import sizes_of_parts
 from engine.parallel.shard_table import ShardTable
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.full_tensors import check_data_ranks, check_holders, matching_rows
@@ -37,7 +38,8 @@ def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, n
     chosen = {name: named[name] for name in _matching(sharded, pattern)}
     gatherer, flats = sharded.gatherer, sharded.buckets
     if gatherer is None:
-        yield chosen
+        with sizes_of_parts(chosen.values()):
+            yield chosen
         return
     if gatherer.running:
         raise EngineError(
@@ -47,7 +49,8 @@ def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, n
     wanted = [i for i, flat in enumerate(flats) if any(slot.name in chosen for slot in flat.bucket.slots)]
     opened = gatherer.open(wanted)
     try:
-        yield chosen
+        with sizes_of_parts(chosen.values()):
+            yield chosen
         written = [flats[index] for index in sorted(opened)]
         with torch.no_grad():
             digests = {flat.bucket.slots[0].name: bit_sum(flat.params) for flat in written}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.parallel.model.whole_sizes import PartParameter, WholeSizes
 from engine.parallel.trace.guarded_parameter import GuardedParameter
 
 _GRAD: Any = Tensor.grad
@@ -88,8 +89,12 @@ class _TakenGradientElsewhere(GuardedParameter):
     grad = property(_refuse, _refuse, _refuse)
 
 
+class _TakenPart(WholeSizes, _TakenGradient):
+    """Parameter whose gradient the engine has taken, and of which this rank holds a part."""
+
+
 _TAKEN: Mapping[type, type] = MappingProxyType(
-    {nn.Parameter: _TakenGradient, GuardedParameter: _TakenGradientElsewhere}
+    {nn.Parameter: _TakenGradient, PartParameter: _TakenPart, GuardedParameter: _TakenGradientElsewhere}
 )
 _OWN: Mapping[type, type] = MappingProxyType({taken: own for own, taken in _TAKEN.items()})
 

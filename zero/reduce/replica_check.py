@@ -19,6 +19,7 @@ from engine.parallel.comm.traffic import Tally
 from engine.parallel.shard_table import ShardTable
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Slot
+from engine.zero.reduce.weight_copies import WeightCopies
 
 PLAN_CHECK = "plan check"
 
@@ -36,6 +37,8 @@ class ReplicaCheck:
         ]
         self._places.sort(key=lambda place: place[0])
         self._comm = comm
+        self.weights = WeightCopies(table, buckets, comm)
+        """The comparison that follows, of weights, as long as the run goes on."""
 
     @torch.no_grad()
     def run(self, sent: Tally) -> PlanError | None:

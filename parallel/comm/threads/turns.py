@@ -8,18 +8,21 @@ So a run is the same every time, and a deadlock is found when it happens: everyb
 a process has one of (random generators, the default dtype) is put away at each hand-over: every rank has its own.
 """
 
+import copy
 import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch.utils import checkpoint
 
 from engine.errors import EngineError
 
 Result = TypeVar("Result")
+_NUMPY: Any = np.random  # its stubs lack the exchange of generators
 
 
 class DeadlockError(EngineError):
@@ -64,6 +67,7 @@ class Turns:
             rank = self._ranks[index]
             rank.turn.acquire()
             process.put()
+            _NUMPY.set_bit_generator(copy.deepcopy(process.numpy))
             torch.set_grad_enabled(grad)
             try:
                 rank.results.append(body(index))
@@ -144,6 +148,7 @@ class _ProcessState:
 
     generator: torch.Tensor
     random: Any
+    numpy: Any
     dtype: torch.dtype
     functions: tuple[Any, ...]
     """Those of :data:`_REPLACED`."""
@@ -151,11 +156,13 @@ class _ProcessState:
     @staticmethod
     def take() -> "_ProcessState":
         functions = tuple(vars(owner).get(name, _INHERITED) for owner, name in _REPLACED)
-        return _ProcessState(torch.get_rng_state(), random.getstate(), torch.get_default_dtype(), functions)
+        host = random.getstate(), _NUMPY.get_bit_generator()
+        return _ProcessState(torch.get_rng_state(), *host, torch.get_default_dtype(), functions)
 
     def put(self) -> None:
         torch.set_rng_state(self.generator)
         random.setstate(self.random)
+        _NUMPY.set_bit_generator(self.numpy)
         torch.set_default_dtype(self.dtype)
         for (owner, name), function in zip(_REPLACED, self.functions, strict=True):
             if function is not _INHERITED:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import first_line
 from engine.parallel.model.forward_patch import ForwardPatches
+from engine.parallel.model.host_draws import highest_draws
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.coupled_parameters import Given, float_leaves
 from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight, WholeWeightError, gradient_leaves
@@ -194,7 +195,8 @@ def _rehearse(
     used; ``check`` sees the outputs before."""
     fresh = _Fresh(context)
     args, kwargs = pytree.tree_map(fresh, given)
-    outputs = [_plain(leaf) for leaf in float_leaves(block(*args, **kwargs), used)]
+    with highest_draws():
+        outputs = [_plain(leaf) for leaf in float_leaves(block(*args, **kwargs), used)]
     if check is not None:
         check(outputs)
     generator = torch.Generator().manual_seed(7)
@@ -215,7 +217,8 @@ def _evaluate(
 ) -> tuple[Tensor, ...]:
     """The block's outputs in eval mode; the block stays in eval mode."""
     args, kwargs = pytree.tree_map(_Fresh(context), given)
-    return tuple(_plain(leaf).detach() for leaf in float_leaves(block.eval()(*args, **kwargs), used))
+    with highest_draws():
+        return tuple(_plain(leaf).detach() for leaf in float_leaves(block.eval()(*args, **kwargs), used))
 
 
 class _Fresh:

@@ -27,6 +27,7 @@ from engine.parallel.model.user_code import call_user_code, is_own_mistake
 from engine.parallel.tensor.collectives import LOGITS
 from engine.parallel.tensor.layers.apply_plan import apply_shapes
 from engine.parallel.tensor.layers.parameter_use import OutsideReads
+from engine.parallel.tensor.layers.size_answers import WholeSizeAnswers
 from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits
 from engine.parallel.tensor.plan.ranges import cut_unevenly
@@ -107,8 +108,9 @@ class TrafficRecorder:
     @contextmanager
     def cut(self) -> Iterator[None]:
         """Inside the context, the model has the shapes that a tensor rank holds."""
-        patches = ForwardPatches()
+        patches, sizes = ForwardPatches(), WholeSizeAnswers(self._model, self._plan)
         context = apply_shapes(self._model, self._plan, self._axis, patches)
+        sizes.install(self._model, patches)
         try:
             yield
         finally:

@@ -1,0 +1,133 @@
+"""Parameters of which a rank holds a part, and which answer the model's code with the size of the whole.
+
+    code that asks                                    gets the size of
+    the engine, torch                                 the part: they compute with it
+    a module that computes with parts (a block)       the part, as long as its forward runs
+    anything else: glue between modules, a loss, the  the whole
+    user's own loop, libraries that count parameters
+
+Only Python's own answers change (``shape``, ``size``, ``numel``, ``len``). The memory, every operator and
+``parameter.data`` are those of the part.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    _Before = nn.Parameter
+else:
+    _Before = object
+
+_COMPUTES_WITH_PARTS = frozenset({"engine", "torch"})
+
+
+class RunningModules:
+    """Modules whose code computes with parts of parameters and whose forward runs; one object a model."""
+
+    def __init__(self) -> None:
+        self._running = 0
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Context of code that computes with parts."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a forward that computes with parts."""
+        self._running += 1
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._running -= 1
+
+    def asks_for_whole(self, callers: int = 1) -> bool:
+        """Whether the code ``callers`` calls above the caller of this method is given sizes of the whole."""
+        if torch.compiler.is_compiling() or self._running:
+            return False
+        asking = sys._getframe(callers + 1).f_globals.get("__name__", "")
+        return asking.partition(".")[0] not in _COMPUTES_WITH_PARTS
+
+    def __deepcopy__(self, memo: object) -> "RunningModules":
+        """A copied model shares them, since it shares the forwards that are put on its modules."""
+        return self
+
+
+class WholeSizes(_Before):
+    """Sizes of the whole, as a base before a class of parameters."""
+
+    __slots__ = ()
+    _whole_shape: torch.Size
+    _running_modules: RunningModules
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The size of the whole, or of the part for code that computes with it."""
+        return self._whole_shape if self._running_modules.asks_for_whole() else self._part()
+
+    def size(self, dim: int | None = None) -> Any:
+        """As ``shape``."""
+        shape = self._whole_shape if self._running_modules.asks_for_whole() else self._part()
+        return shape if dim is None else shape[dim]
+
+    def numel(self) -> int:
+        """The number of elements, as ``shape``."""
+        return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
+
+    def nelement(self) -> int:
+        """As ``numel``."""
+        return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
+
+    def __len__(self) -> int:
+        return (self._whole_shape if self._running_modules.asks_for_whole() else self._part())[0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        own: Any = self
+        if id(self) not in memo:
+            copied = nn.Parameter(own.detach().clone(memory_format=torch.preserve_format), own.requires_grad)
+            answer_whole(copied, self._whole_shape, self._running_modules)
+            memo[id(self)] = copied
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def _part(self) -> torch.Size:
+        return super().shape
+
+
+class PartParameter(WholeSizes, nn.Parameter):
+    """A parameter of which this rank holds a part."""
+
+    # operations are those of any tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def answer_whole(parameter: nn.Parameter, shape: tuple[int, ...], running: RunningModules) -> None:
+    """Change the class of a plain parameter, so that it answers with ``shape``; the inverse is ``answer_part``."""
+    untyped: Any = parameter
+    untyped._whole_shape, untyped._running_modules = torch.Size(shape), running
+    untyped.__class__ = PartParameter
+
+
+def answer_part(parameter: nn.Parameter) -> None:
+    """Restore the class of torch, unless the parameter has been given another one since."""
+    untyped: Any = parameter
+    if type(parameter) is PartParameter:
+        untyped.__class__ = nn.Parameter
+        del untyped._whole_shape, untyped._running_modules
+
+
+@contextmanager
+def sizes_of_parts(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context of code that reads and writes the values of parts, as those of any tensor."""
+    running = {id(p._running_modules): p._running_modules for p in parameters if isinstance(p, WholeSizes)}
+    with ExitStack() as stack:
+        for modules in running.values():
+            stack.enter_context(modules.inside())
+        yield

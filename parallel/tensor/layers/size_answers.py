@@ -1,0 +1,127 @@
+"""Sizes of a sharded model: code outside its blocks reads those of the whole, from layers, attributes and parameters.
+
+    model.head.weight.shape[0], model.head.out_features,      in a loss, in glue between blocks, in the user's loop
+    model.embed.num_embeddings, model.blocks[0].attn.heads    the whole; inside the block of a layer its shard
+
+A block's code computes with shards, and its plan was found or proven with the sizes of shards. An embedding or a head
+stands for itself: sizes of its shard are for its own forward alone.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.parallel.model.blocks import find_units
+from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
+from engine.parallel.model.whole_sizes import RunningModules, answer_part, answer_whole
+from engine.parallel.tensor.plan.tensor_plan import TensorPlan
+
+_NOTHING = object()
+_NO_FORWARD: Any = nn.Module.forward
+_WHOLE, _RUNNING = "_whole_values", "_running_modules"
+
+
+class WholeSizeAnswers:
+    """The sizes of ``model`` as they are when this is made, before ``plan`` shards it; ``install`` lets it answer them.
+
+    Parameters of classes other than torch's own keep theirs. ``plan``: None shards nothing.
+    """
+
+    def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:
+        self._modules = dict(model.named_modules()) if plan is not None else {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._changing: list[str] = []
+        self._homes: list[str] = []
+        if plan is not None:
+            self._remember(model, plan)
+
+    def _remember(self, model: nn.Module, plan: TensorPlan) -> None:
+        self._parameters = {name: p for name, p in model.named_parameters() if name in plan.parameters}
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._changing = list(dict.fromkeys([*plan.layers, *(change.module for change in plan.attributes)]))
+        self._values = {name: dict(vars(self._modules[name])) for name in self._changing}
+        self._homes = [name for name in dict.fromkeys(_homes(self._modules, plan)) if _has_code(self._modules[name])]
+
+    def install(self, model: nn.Module, patches: ForwardPatches, passed: Collection[str] = ()) -> None:
+        """Put the answers on the sharded model; ``passed``: names of parameters that keep theirs."""
+        running, classes = RunningModules(), dict[tuple[type, tuple[str, ...]], type]()
+        for name, parameter in self._parameters.items():
+            if type(parameter) is nn.Parameter and name not in passed:
+                answer_whole(parameter, self._shapes[name], running)
+                note = f"answers code outside its blocks with the whole size of {name}"
+                patches.own(model, PatchLayer.TENSOR, lambda p=parameter: answer_part(p), note)  # type: ignore[misc]
+        for name in self._changing:
+            self._answer(self._modules[name], self._values[name], running, classes, patches)
+        watch = Interception(handler=running.call, layer=PatchLayer.TENSOR, patches=patches)
+        for name in self._homes:
+            watch.install(name, self._modules[name], "reads sizes of shards as long as its forward runs")
+
+    @staticmethod
+    def _answer(
+        module: nn.Module, before: Mapping[str, Any], running: RunningModules,
+        classes: dict[tuple[type, tuple[str, ...]], type], patches: ForwardPatches,
+    ) -> None:  # fmt: skip
+        whole = {key: value for key, value in before.items() if _differs(value, vars(module).get(key, _NOTHING))}
+        if not whole:
+            return
+        key = type(module), tuple(sorted(whole))
+        with patches.changing(module, PatchLayer.TENSOR, f"answers code outside its block with its whole {key[1][0]}"):
+            object.__setattr__(module, _WHOLE, whole)
+            object.__setattr__(module, _RUNNING, running)
+            module.__class__ = classes[key] = classes.get(key) or _answering(*key)
+
+
+def _differs(before: object, now: object) -> bool:
+    """Whether a number, or the module's own copy of a configuration, has taken the place of another value."""
+    return now is not _NOTHING and before is not now and (now is None or isinstance(now, int) or _is_config(now))
+
+
+def _is_config(value: object) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | nn.Module) and not callable(value)
+
+
+def _answering(own: type, names: tuple[str, ...]) -> type:
+    """A class of the same name whose attributes ``names`` are the module's own for code that computes with shards."""
+    return type(own.__name__, (own,), {"__module__": own.__module__, **{name: _value(name) for name in names}})
+
+
+def _value(name: str) -> property:
+    def read(module: nn.Module) -> Any:
+        values = vars(module)
+        return values[_WHOLE][name] if values[_RUNNING].asks_for_whole() else values[name]
+
+    def write(module: nn.Module, value: Any) -> None:
+        vars(module)[name] = vars(module)[_WHOLE][name] = value
+
+    return property(read, write)
+
+
+def _homes(modules: Mapping[str, nn.Module], plan: TensorPlan) -> Iterator[str]:
+    """Names of the modules in whose forward code computes with shards."""
+    blocks = find_units(modules[""]).blocks
+    for name in plan.parameters:
+        yield _home(name.rpartition(".")[0], modules, blocks)
+    for change in plan.attributes:
+        yield _home(change.module, modules, blocks)
+    for name, cut in plan.layers.items():
+        around = cut.region if cut.kind in ("column", "row") else name
+        yield _home(around, modules, blocks)
+
+
+def _has_code(module: nn.Module) -> bool:
+    """Whether its forward is not torch's own, which is given sizes of shards anyway."""
+    return not type(module).forward.__module__.startswith("torch.")
+
+
+def _home(name: str, modules: Mapping[str, nn.Module], blocks: Collection[str]) -> str:
+    """The outermost module with a forward from the block around ``name`` down to it; without a block ``name`` itself.
+
+    A holder of layers that other code calls has no forward of its own.
+    """
+    parts = name.split(".") if name else []
+    above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    block = next((place for place, path in enumerate(above) if path in blocks), len(above))
+    inside = [path for path in above[block:] if type(modules[path]).forward is not _NO_FORWARD]
+    return inside[0] if inside else name

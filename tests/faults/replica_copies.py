@@ -1,0 +1,50 @@
+"""Faults of what the ranks of a replica must have alike: sizes of the whole, host random numbers, copies."""
+
+from tests.faults.fault import Fault
+
+COPIES = "tests/zero/reduce/test_weight_copies.py"
+SIZES = "tests/engine/parity/test_whole_sizes.py"
+HOST = "tests/engine/parity/test_host_randomness.py"
+
+REPLICA_COPIES = (
+    Fault(
+        name="loss-reads-the-size-of-a-shard",
+        about="A loss that divides by the vocabulary divides by the rows of one tensor rank.",
+        file="parallel/model/whole_sizes.py",
+        old='return asking.partition(".")[0] not in _COMPUTES_WITH_PARTS',
+        new='return asking.partition(".")[0] in _COMPUTES_WITH_PARTS',
+        tests=(f"{SIZES}::test_glue_and_loss_read_whole_sizes",),
+    ),
+    Fault(
+        name="heads-outside-blocks-are-local",
+        about="Glue that reads the number of heads of a block gets those of one tensor rank.",
+        file="parallel/tensor/layers/size_answers.py",
+        old="values[_WHOLE][name] if values[_RUNNING].asks_for_whole() else values[name]",
+        new="values[name]",
+        tests=(f"{SIZES}::test_glue_and_loss_read_whole_sizes",),
+    ),
+    Fault(
+        name="host-draws-in-order-of-the-rank",
+        about="A stage draws on the host after what it has drawn itself, so stages that skip blocks draw otherwise.",
+        file="parallel/model/host_draws.py",
+        old="self.keyed = self._drawn or first",
+        new="self.keyed = False",
+        tests=(f"{HOST}::test_host_random_numbers_do_not_depend_on_the_grid",),
+    ),
+    Fault(
+        name="block-draws-anew-when-it-runs-again",
+        about="A recomputed block scales by other numbers of NumPy than its forward, and its gradients are wrong.",
+        file="parallel/activation_checkpointing/blocks.py",
+        old="if calls > 1 and draw_again is not None:",
+        new="if calls > 2 and draw_again is not None:",
+        tests=(f"{HOST}::test_host_random_numbers_do_not_depend_on_the_grid",),
+    ),
+    Fault(
+        name="copies-are-not-compared-later",
+        about="Weights of tensor ranks that begin to differ after the first steps drift apart, and nobody says it.",
+        file="zero/reduce/weight_copies.py",
+        old="return self._steps > 2 and (",
+        new="return self._steps == 2 and (",
+        tests=(f"{COPIES}::test_a_copy_that_differs_is_named_once",),
+    ),
+)

@@ -1,0 +1,141 @@
+"""Copies of weights on several ranks, compared again and again at no call of their own.
+
+    digest     a number of each rank, which is 0 in the sum over all ranks as long as copies are equal: the copies of a
+               weight have factors whose sum is 0. It travels in the control sum
+    compare    only if the sum is another number: which weight differs
+
+Copies are weights that tensor ranks hold whole, weights that stages share, and what data ranks hold alike: everything
+below ZeRO 3, the shards of all shard groups at ZeRO 3. They drift apart where code computes something else on one rank:
+by numbers of a generator of its own, by the name of its host, by a write that only one rank makes.
+"""
+
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.parallel.comm.agreement import bit_sum, gather_from_all
+from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.traffic import Tally
+from engine.parallel.grid import Axis
+from engine.parallel.shard_table import ShardRow, ShardTable
+from engine.zero.flat_buckets import FlatBucket
+
+logger = logging.getLogger("trine")
+
+COPIES = "copies"
+_PRIME = (1 << 31) - 1
+"""Digests are numbers modulo this, so that fp64 adds them exactly over any number of ranks."""
+_OFTEN = 64
+"""Steps from one comparison to the next, once a run goes on; before, those whose number is a power of two."""
+
+
+class _Part(NamedTuple):
+    """What this rank holds of a weight that others hold too."""
+
+    name: str
+    memory: FlatBucket
+    start: int
+    stop: int
+    factor: int
+
+
+class WeightCopies:
+    """The comparison of the weights in ``buckets``, of those that other ranks hold as well."""
+
+    def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
+        self._comm, self._steps, self._told = comm, 0, False
+        self._rows = {row.name: row for row in table}
+        self._parts = [part for flat in buckets for part in self._of_bucket(flat)]
+
+    def _of_bucket(self, flat: FlatBucket) -> Iterator[_Part]:
+        held = flat.owned if flat.sharded else slice(0, flat.bucket.elements)
+        grid = self._comm.grid
+        alike: Axis = "dp_replicate" if flat.sharded else "dp"
+        for slot in flat.bucket.slots:
+            start, stop = max(slot.start, held.start) - held.start, min(slot.stop, held.stop) - held.start
+            index, count = self._place(self._rows[slot.name])
+            salt = zlib.crc32(slot.name.encode()) | 1
+            factor = salt * _factor(index, count) + 3 * salt * _factor(grid.index(alike), grid.size(alike))
+            if count > 1 or grid.size(alike) > 1:
+                yield _Part(slot.name, flat, start, max(start, stop), factor % _PRIME)
+
+    def _place(self, row: ShardRow) -> tuple[int, int]:
+        """This rank among those of its replica that hold the same elements, and their number."""
+        coord, tp = self._comm.grid.coord(), self._comm.grid.tp
+        owner, owners = row.owners.index(coord.pp), len(row.owners)
+        return (owner, owners) if row.dim is not None else (owner * tp + coord.tp, owners * tp)
+
+    def is_due(self) -> bool:
+        """Count one more step; whether weights are compared in it. The same on all ranks."""
+        self._steps += 1
+        return self._steps > 2 and (not self._steps % _OFTEN or not self._steps & (self._steps - 1))
+
+    @torch.no_grad()
+    def digest(self) -> Tensor:
+        """This rank's summand of a comparison, fp64."""
+        if not self._parts:
+            return torch.zeros((), dtype=torch.float64)
+        sums = torch.stack([_bits(part) for part in self._parts])
+        factors = torch.tensor([part.factor for part in self._parts], device=sums.device)
+        return (sums.remainder(_PRIME) * factors).remainder(_PRIME).sum().remainder(_PRIME).double()
+
+    @torch.no_grad()
+    def compare(self, total: float, sent: Tally) -> None:
+        """Say once which weight differs, if ``total``, the sum of all digests, tells that one does. All ranks call it.
+
+        At most 8 bytes a weight over tp and over the data ranks, and 16 bytes over the world, label "copies".
+        """
+        if self._told or int(total) % _PRIME == 0:
+            return
+        self._told = True
+        before = self._comm.tally.copy()
+        sharded = any(part.memory.sharded for part in self._parts)
+        alike: Axis = "dp_replicate" if sharded else "dp"
+        first = torch.tensor([self._first_differing("tp", sharded), self._first_differing(alike)])
+        device = self._parts[0].memory.kept.device if self._parts else first.device
+        first = first.to(device)
+        self._comm.all_reduce(first, "world", COPIES, "max").wait()
+        for row in self._comm.tally.since(before).rows():
+            sent.add(row)
+        if self._comm.grid.rank == 0:
+            places = zip(("tensor ranks", "data ranks"), first.tolist(), strict=True)
+            found = [
+                f"parameter {list(self._rows)[-number]!r} differs between {who}" for who, number in places if number
+            ]
+            logger.warning(
+                "%s, although all of them hold the same weight, so they have computed different gradients or one has "
+                "written it; look in the model, its loss and its hooks for what differs from rank to rank: a generator "
+                "of random numbers that is seeded by rank, a question for the rank or the host, a write on one rank.",
+                " and ".join(found) or "a weight that several stages share differs between them",
+            )
+
+    def _first_differing(self, axis: Axis, sharded: bool = False) -> int:
+        """Place of the first weight that differs along ``axis``, counted from the end of the table; 0: none does."""
+        parts = [part for part in self._parts if axis != "tp" or self._rows[part.name].dim is None]
+        if self._comm.grid.size(axis) == 1 or not parts:
+            return 0
+        parts.sort(key=lambda part: part.name)
+        own = torch.stack([_bits(part) for part in parts])
+        if sharded:  # tensor ranks shard their buckets differently, so whole weights are compared
+            self._comm.all_reduce(own, self._comm.grid.sharding, COPIES).wait()
+        table = gather_from_all(own, self._comm, own.device, COPIES, axis)
+        differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+        names = list(self._rows)
+        return max((len(names) - names.index(parts[place].name) for place in differing), default=0)
+
+
+def _factor(index: int, count: int) -> int:
+    """Factors of ``count`` copies, whose sum is 0; all are 0 for one copy."""
+    return 0 if count == 1 else 1 if index < count - 1 else 1 - count
+
+
+def _bits(part: _Part) -> Tensor:
+    memory = part.memory.kept if part.memory.sharded else part.memory.params
+    held = memory[part.start : part.stop]
+    if held.element_size() == 8:  # whose sum could leave 64 bits
+        return held.detach().view(torch.int64).remainder(_PRIME).sum()
+    return bit_sum(held)
