@@ -26,6 +26,7 @@ from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
 from engine.optim.param_groups import as_trainable, included_frozen
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.failed_calls import FailedCalls
 from engine.parallel.comm.launcher import end_with_agent
 from engine.parallel.comm.meeting import FailureReports, JointCalls, Meeting
 from engine.parallel.comm.torch_backend import TorchBackend
@@ -139,6 +140,7 @@ def _initialize(
             known = plan_run(model, config, request, request.example_batch)
     comm, watchdog = _open_comm(config, world, given)
     resources.add(comm.close)
+    resources.refuse_by(comm.failures.refuse)
     if watchdog is not None:
         resources.add(watchdog.close)
         comm.recorder, words.heard = watchdog.recorder, watchdog.recorder.say
@@ -178,7 +180,7 @@ class _Joined:
         """How batches are cut."""
         return self.request.rows
 
-    def __call__(self, example: Batch, problem: Exception | None) -> RankRuntime:
+    def __call__(self, example: Batch, problem: BaseException | None) -> RankRuntime:
         """Plan and build. Collective."""
         rank = self.comm.grid.rank
         with as_trainable(self.model, self.request.included):
@@ -189,7 +191,7 @@ class _Joined:
             logger.info(banner_text(plan, str(self.device), measured_overlap(self.config, self.device)))
         return runtime
 
-    def _plan(self, example: Batch, problem: Exception | None) -> Plan:
+    def _plan(self, example: Batch, problem: BaseException | None) -> Plan:
         """Return the known plan or make it now; ``problem``, or an error while planning, is raised on all ranks."""
         given, costs, found = (self.model, self.config, self.request, example), None, None
         if needs_profiling(self.config):
@@ -203,7 +205,7 @@ class _Joined:
             self.prepare()
             return self.known or plan_run(*given, costs, found)
 
-    def _by_first(self, make: Callable[[], Costs | FoundStyles], what: str, problem: Exception | None) -> bytes:
+    def _by_first(self, make: Callable[[], Costs | FoundStyles], what: str, problem: BaseException | None) -> bytes:
         """What rank 0 makes, on every rank; a ``problem`` of rank 0 takes its place, and every rank raises its own."""
 
         def made() -> bytes:
@@ -247,4 +249,6 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[
         open_world(world, store)
     comm = Comm(grid, TorchBackend(grid, world.device))
     comm.reports, comm.joint = reports, joint
+    if world.size > 1:
+        comm.failures = FailedCalls(store, world.rank, world.size, comm.close)
     return comm, watchdog

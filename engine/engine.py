@@ -64,7 +64,7 @@ class Engine(TrainingLoop, NamedState, Inference):
         self._checkpoints, self._resources = coordinator, resources
         resources.add(self._reports.close)
 
-    def complete(self, example: Batch, problem: Exception | None = None) -> None:
+    def complete(self, example: Batch, problem: BaseException | None = None) -> None:
         """Build the missing parts, for microbatches like ``example``. Collective; ``initialize`` calls it.
 
         ``problem``: the reason why this rank has no example. It is raised here, and all other ranks raise too.

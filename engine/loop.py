@@ -39,7 +39,7 @@ class TrainingLoop(ABC):
     """None until the engine is built."""
 
     @abstractmethod
-    def complete(self, example: Batch, problem: Exception | None = None) -> None:
+    def complete(self, example: Batch, problem: BaseException | None = None) -> None:
         """Build the missing parts."""
 
     @abstractmethod

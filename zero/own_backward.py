@@ -55,7 +55,7 @@ class OwnBackward:
             return False
         self._context = None
         with suppress(_AbandonedError):
-            context.__exit__(_AbandonedError, _AbandonedError(), None)
+            context.__exit__(_AbandonedError, _AbandonedError("a backward of the user's own has raised"), None)
         return True
 
     def _end(self) -> None:

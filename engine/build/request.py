@@ -73,5 +73,5 @@ class BuildRuntime(Protocol):
     def rows(self) -> BatchRows:
         """How batches are cut."""
 
-    def __call__(self, example: Batch, problem: Exception | None) -> RankRuntime:
+    def __call__(self, example: Batch, problem: BaseException | None) -> RankRuntime:
         """Plan and build. Collective; ``problem``, the reason why this rank has no example, is raised."""

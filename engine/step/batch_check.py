@@ -26,17 +26,17 @@ _TRAINS = 62
 
 def take_batch(
     take: Callable[[], list[Batch]], comm: Comm, device: torch.device
-) -> tuple[list[Batch], Exception | None]:
+) -> tuple[list[Batch], BaseException | None]:
     """The microbatches of a step, and the problem with them, on this rank or on another rank of its replica.
 
     Raises:
         EngineError: a rank of the replica did not come, or has ended.
     """
     microbatches: list[Batch] = []
-    problem: Exception | None = None
+    problem: BaseException | None = None
     try:
         microbatches = take()
-    except Exception as error:  # an iterator may fail in any way
+    except (Exception, KeyboardInterrupt) as error:  # an iterator may fail in any way
         problem = error
     try:
         check_batch(microbatches, problem, comm, device)
@@ -47,7 +47,7 @@ def take_batch(
     return microbatches, problem
 
 
-def check_batch(microbatches: Sequence[Batch], problem: Exception | None, comm: Comm, device: torch.device) -> None:
+def check_batch(microbatches: Sequence[Batch], problem: BaseException | None, comm: Comm, device: torch.device) -> None:
     """Compare this rank's batch with its replica's: one all-gather of 8 bytes a rank, label "batch check".
 
     Also whether gradients are recorded: a rank that evaluates while others train would meet their collectives.

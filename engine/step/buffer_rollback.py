@@ -1,6 +1,7 @@
 """Rollback of buffers that a forward writes (running statistics, counters), for steps that are skipped."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,15 @@ class WrittenBuffers:
             if each.copy is not None and (id(each.module), each.leaf) in self._written:
                 each.buffer.copy_(each.copy)
                 each.module._buffers[each.leaf] = each.buffer
+
+    @contextmanager
+    def put_back_if_failed(self) -> Iterator[None]:
+        """Context of the end of a step, which undoes what the forwards have written if there is no step."""
+        try:
+            yield
+        except BaseException:
+            self.put_back()
+            raise
 
     def forget(self) -> None:
         """End the step: drop the copies, and note which buffers it has written."""

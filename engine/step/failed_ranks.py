@@ -4,9 +4,10 @@ import socket
 
 import torch
 
-from engine.errors import EngineError, first_line
+from engine.errors import EngineError
 from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.failed_calls import worded
 from engine.parallel.comm.meeting import name_ranks
 
 _BYTES = 384
@@ -17,7 +18,7 @@ class OtherRankError(EngineError):
     """A problem that this rank has because another rank has failed, whose own error tells more."""
 
 
-def problem_of_any(problem: Exception | None, comm: Comm, device: torch.device) -> Exception | None:
+def problem_of_any(problem: BaseException | None, comm: Comm, device: torch.device) -> BaseException | None:
     """This rank's problem with a step that no data rank has begun, or that of another one; None: nobody has one.
 
     Forwards that gather parameters (ZeRO 3) must not begin where another data rank has no batch. One all-reduce of 8
@@ -32,7 +33,7 @@ def problem_of_any(problem: Exception | None, comm: Comm, device: torch.device) 
     )
 
 
-def failure_of_step(problem: Exception | None, comm: Comm, device: torch.device) -> Exception:
+def failure_of_step(problem: BaseException | None, comm: Comm, device: torch.device) -> BaseException:
     """The error of this rank in a step in which a rank has failed: its own, else one that names the failed ranks.
 
     Collective over the world: one all-gather of 384 bytes a rank, label "failed ranks", in such a step only.
@@ -52,10 +53,20 @@ def failure_of_step(problem: Exception | None, comm: Comm, device: torch.device)
     )
 
 
-def _as_row(own: Exception | None) -> torch.Tensor:
+def note_failure(call: str, error: BaseException, comm: Comm, alike: bool) -> EngineError | None:
+    """Note that ``call`` has failed here, which other ranks may be in.
+
+    ``alike``: the engine goes on if all ranks fail at this place, see :class:`FailedCalls`. Returns what the rank that
+    failed first says, if this rank has only lost it; None: ``error`` is this rank's own.
+    """
+    comm.failed(call, error, alike)
+    return comm.failures.sentence(error)
+
+
+def _as_row(own: BaseException | None) -> torch.Tensor:
     row = torch.zeros(_BYTES, dtype=torch.uint8)
     if own is not None:
-        text = f"{socket.gethostname()}\n{type(own).__name__}: {first_line(own)}"
+        text = f"{socket.gethostname()}\n{worded(own)}"
         data = text.encode(errors="backslashreplace")[:_BYTES]
         row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return row

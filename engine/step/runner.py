@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -20,12 +21,13 @@ from torch import nn
 
 from engine.errors import EngineError
 from engine.integrity.reruns import ComputedGradients
+from engine.parallel.comm.failed_calls import has_lost_ranks
 from engine.parallel.pipeline.runtime.executor import RankSchedule, rank_schedule
 from engine.parallel.pipeline.runtime.outputs import Carrier
 from engine.program.batch import Batch, is_text, join_outputs
 from engine.program.program import evaluating
 from engine.step.batch_check import differing_buffer, small_digest, take_batch
-from engine.step.failed_ranks import OtherRankError, problem_of_any
+from engine.step.failed_ranks import OtherRankError, note_failure, problem_of_any
 from engine.step.microbatches import StepKind, StepMicrobatches
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
@@ -33,6 +35,9 @@ from engine.step.update import Update, UpdateOutcome
 from engine.zero.attachment import Attachment
 
 logger = logging.getLogger("trine")
+_CALLS: dict[StepKind, str] = {
+    "train": "train_batch", "evaluate": "eval_batch", "output": "eval_batch", "predict": "predict",
+}  # fmt: skip
 _NO_BATCH = 2**40
 """In place of a number of microbatches: this data rank has a bad batch."""
 _COMPARED_STEPS = 2  # one batch may be alike by chance, and a digest costs the host a look at every row
@@ -125,7 +130,8 @@ class StepRunner:
         step, microbatches = self._open(batch, kind)
         with evaluating(self._model):
             self._run_schedule(step, microbatches, self._runtime.evaluation)
-        totals = self._update.agree(step, self._runtime.plan.last_rank)
+        with self._agreeing("eval_batch", step):
+            totals = self._update.agree(step, self._runtime.plan.last_rank)
         step.seconds = time.perf_counter() - step.started
         lr = self._runtime.learning_rate.at(self._update.made)
         return FinishedStep(step, UpdateOutcome(totals=totals, norm=math.nan, lr=lr, scale=1.0, nonfinite=None))
@@ -155,7 +161,8 @@ class StepRunner:
         row = rank_schedule(runtime.plan.forwards(max(count, 1)), comm.grid.coord().pp)
         with evaluating(self._model):
             self._run_schedule(step, StepMicrobatches(runtime, step, microbatches, self.random_key, "predict"), row)
-        self._update.agree(step, runtime.plan.last_rank)
+        with self._agreeing("predict", step):
+            self._update.agree(step, runtime.plan.last_rank)
         return step.outputs[: len(taken)]
 
     # ------------------------------------------------------------------ parts of a step
@@ -236,17 +243,35 @@ class StepRunner:
             with runtime.running(), runtime.passes(row):
                 runtime.executor.run(row, microbatches)
                 microbatches.bring_outputs(carrier)
-        except Exception as problem:
+        except BaseException as problem:
             # Pipeline and tensor ranks, or data ranks in a gather, already wait for communication that this rank will
             # not reach; they cannot come to the control sum. Only plain data parallelism can keep the problem.
-            if self._comm.grid.size("replica") > 1 or runtime.gatherer is not None:
-                raise
-            step.problem = problem
+            if not runtime.communicates and isinstance(problem, (Exception, KeyboardInterrupt)):
+                step.problem = problem
+                return
+            if microbatches.kind == "train":
+                runtime.forget_step()
+            call, alike = _CALLS[microbatches.kind], runtime.stage is None
+            if (told := note_failure(call, problem, self._comm, alike)) is not None:
+                raise told from problem
+            raise
+
+    @contextmanager
+    def _agreeing(self, call: str, step: StepState) -> Iterator[None]:
+        """Context of the agreement of all ranks on a step; what it raises on all of them leaves the engine sound."""
+        try:
+            yield
+        except BaseException as error:
+            spoils = error is not step.problem and (has_lost_ranks(error) or not isinstance(error, Exception))
+            if spoils and (told := note_failure(call, error, self._comm, alike=False)) is not None:
+                raise told from error
+            raise
 
     def finish(self, step: StepState) -> FinishedStep:
-        """Agree on the step with all ranks, and update or skip it."""
+        """Agree on the step with all ranks, and update or skip it; a failed one leaves buffers as they were."""
         step.problem = step.problem or self._control.problem()
-        finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
+        with self._agreeing("an update", step), self._runtime.buffers.put_back_if_failed():
+            finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
         if (guard := self._runtime.integrity) is not None:
             guard.after_update(self._update.made)
             guard.after_step(finished.outcome.skipped, step.sent)

@@ -103,6 +103,12 @@ class RankRuntime:
         """Moving average of the weights; None: there is none."""
         return self.averaged.moving if self.averaged is not None else None
 
+    @property
+    def communicates(self) -> bool:
+        """Whether forwards communicate, so that other ranks wait for one that fails."""
+        grid = self.comm.grid
+        return grid.size("replica") > 1 or (self.gatherer is not None and grid.dp > 1)
+
     @contextmanager
     def forward(self, *key: int, trace: ModelTrace | None = None) -> Iterator[None]:
         """Context of a microbatch's forward; ``key`` seeds its random numbers, unless its ``trace`` draws none."""
@@ -173,6 +179,20 @@ class RankRuntime:
             self.reducer.finish()
         if self.gatherer is not None:
             self.gatherer.end()
+
+    def forget_step(self) -> None:
+        """Forget a step that has failed: its gradients, and what its forwards have written into buffers."""
+        self.reducer.reset()
+        if self.gatherer is not None:
+            self.gatherer.end()
+        self.buffers.put_back()
+        self.scale_residuals(0.0)
+
+    def scale_residuals(self, factor: float) -> None:
+        """Scale what encodings have left out of gradients; 0 where these belong to no update."""
+        sent = self.encoder.residuals if self.encoder is not None else ()
+        for residual in (*self.reducer.residuals.values(), *sent) if factor != 1.0 else ():
+            residual.mul_(factor)
 
     def end_backwards(self, reduced: bool) -> None:
         """``finish``, and compare what the update is going to read with what the last one has left."""

@@ -38,7 +38,7 @@ class StepState:
     microbatches: int = 0
     reduced: bool = False
     """Gradients are reduced already, because the user has read them."""
-    problem: Exception | None = None
+    problem: BaseException | None = None
     digest: int = 0
     """Small digest of the batch, from 1; 0: not compared in this step."""
     copies: Tensor | None = None

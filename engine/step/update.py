@@ -174,7 +174,7 @@ class Update:
         self.tokens += int(totals.tokens)
         self.samples += self._config.train_batch_size or 0
         self.scale = self.scale.after(overflow=nonfinite is not None)
-        self._rescale_residuals(runtime, 0.0 if nonfinite is not None else self.scale.value / step.scale)
+        runtime.scale_residuals(0.0 if nonfinite is not None else self.scale.value / step.scale)
         self._seconds = time.perf_counter() - agreed
         return UpdateOutcome(totals=totals, norm=norm, lr=lr, scale=step.scale, nonfinite=nonfinite)
 
@@ -214,16 +214,6 @@ class Update:
             )
         self._told = True
         return nonfinite
-
-    @staticmethod
-    def _rescale_residuals(runtime: RankRuntime, factor: float) -> None:
-        """Bring what encodings have left out of gradients to the next loss scale.
-
-        After a skipped step, 0: it belongs to gradients that no update has used.
-        """
-        sent = runtime.encoder.residuals if runtime.encoder is not None else ()
-        for residual in (*runtime.reducer.residuals.values(), *sent) if factor != 1.0 else ():
-            residual.mul_(factor)
 
     def _make(self, factor: float, launched: bool, runtime: RankRuntime) -> None:
         """Update with gradients times ``factor``, unless the device has already made the update (``launched``)."""

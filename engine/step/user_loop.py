@@ -29,6 +29,7 @@ from engine.errors import EngineError
 from engine.program.batch import Batch
 from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable, with_metrics
 from engine.step.batch_check import check_batch
+from engine.step.failed_ranks import note_failure
 from engine.step.pipeline_call import PipelineCalls, stale_forward
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
@@ -98,6 +99,8 @@ class UserLoop:
         """The loss of the backward that begins, if ``scale`` has seen it."""
         self._unscaled = False
         """Gradients of this step lack its loss scale."""
+        self._issued = 0
+        """Collectives before the forward or backward that runs."""
         self._continues = False
         """The last update was made by this loop, so a backward through the model itself is one of its next step."""
         self._calls = PipelineCalls(runtime) if runtime.stage is not None else None
@@ -116,22 +119,33 @@ class UserLoop:
         if self._step is None and self._started is None and training:
             self._started = time.perf_counter()
             runtime.buffers.remember()
-        key = self._random_key()
+        key, before = self._random_key(), (self._forwards, self._fresh, self._forwarded)
         if training:  # an evaluation must not change what training draws
             self._forwards += 1
             self._fresh, self._forwarded = True, given
             if self._counted is None:
                 self._counted = runtime.uncounted()
         check_batch([(args, kwargs)], None, runtime.comm, runtime.program.device)
-        with runtime.counting(self._counted if training else None):
-            if self._calls is not None:
-                return self._calls.forward(args, kwargs, key, self._control.rows)
-            with runtime.forward(*key):
-                watch, call = runtime.first_use.watch, runtime.program.call
-                output = runtime.own(watch((args, kwargs), lambda: call(*args, **kwargs)))
-        if training:
+        self._issued = runtime.comm.issued
+        try:
+            with runtime.counting(self._counted if training else None):
+                output = self._run(args, kwargs, key)
+        except BaseException as error:  # as in torch, gradients of the microbatches before stay
+            self._forwards, self._fresh, self._forwarded = before
+            if runtime.communicates and (told := self._note_failure("eng(batch)", error)) is not None:
+                raise told from error
+            raise
+        if training and self._calls is None:
             self._date(output)
         return output
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...]) -> Any:
+        runtime = self._runtime
+        if self._calls is not None:
+            return self._calls.forward(args, kwargs, key, self._control.rows)
+        with runtime.forward(*key):
+            watch, call = runtime.first_use.watch, runtime.program.call
+            return runtime.own(watch((args, kwargs), lambda: call(*args, **kwargs)))
 
     def backward(
         self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool, metrics: Mapping[str, Any]
@@ -297,7 +311,8 @@ class UserLoop:
 
     def _recover(self) -> None:
         """Drop the gradients of a step in which a backward of the user's own has raised."""
-        self._runtime.own_backward.abandon()
+        if self._runtime.own_backward.abandon():
+            self._runtime.comm.failures.refuse("a call after a backward that has raised")
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -398,11 +413,19 @@ class UserLoop:
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
+        self._issued = self._runtime.comm.issued
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._drop()
+            if (told := self._note_failure("backward", error)) is not None:
+                raise told from error
             raise
+
+    def _note_failure(self, call: str, error: BaseException) -> EngineError | None:
+        """See :func:`note_failure`; stages that have begun to send never fail alike."""
+        comm = self._runtime.comm
+        return note_failure(call, error, comm, alike=self._calls is None or comm.issued == self._issued)
 
     def _drop(self) -> None:
         """Forget the gradients of the unfinished step."""

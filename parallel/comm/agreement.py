@@ -27,10 +27,10 @@ def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> It
     One all-reduce of 8 bytes over the world, label "start". The block itself must not communicate. The error of the
     other ranks begins with the number of the first rank that has failed.
     """
-    problem: Exception | None = None
+    problem: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         problem = error
     failed = first_rank(problem is not None, comm, device, "start")
     if problem is not None:

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from time import sleep
 from typing import NamedTuple
+from weakref import WeakSet
 
 from torch import Tensor
 
 from engine.errors import EngineError, first_line
 from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
+from engine.parallel.comm.failed_calls import FailedCalls
 from engine.parallel.comm.flight.layout import CALLS, EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.parallel.comm.meeting import FailureReports, JointCalls
@@ -79,6 +81,11 @@ class Pending:
         then, self._then = self._then, []
         for work in then:
             work()
+
+    def drop(self) -> None:
+        """Never wait: the memory and the connection of what is in flight belong to nobody any more."""
+        self._wait = self._beside = None
+        self._then = []
 
     def _complete(self, wait: Wait) -> None:
         if self._beside is not None:
@@ -145,12 +152,15 @@ class Comm:
         """Where ranks write down what has failed, to find out who did not come; None: nobody is asked."""
         self.joint: JointCalls | None = None
         """Knows who makes the calls that every rank has to make; None: they are not checked."""
+        self.failures = FailedCalls(None, grid.rank, 1, self.close)
+        """Knows whether the engine can go on after a call that has failed."""
         self.recorder: FlightRecorder | None = None
         """Where other processes read what this rank is in; None: nobody watches."""
         self.tally = Tally()
         self.records: deque[Record] = deque(maxlen=FLIGHT_RECORD_LENGTH)
         self._backend = backend
         self._symmetric: list[SymmetricBuffer] = []
+        self._in_flight: WeakSet[Pending] = WeakSet()
         self._sequence = 0
         self._closed = False
 
@@ -190,6 +200,18 @@ class Comm:
             yield
         finally:
             self.recorder.waited(sequence, stream, began)
+
+    @property
+    def issued(self) -> int:
+        """Number of collectives and messages so far."""
+        return self._sequence
+
+    def failed(self, call: str, error: BaseException, alike: bool = True) -> None:
+        """Note that ``call`` has failed on this rank where others may wait for it.
+
+        ``alike``: ranks that fail alike have issued as many collectives, so that their next ones match.
+        """
+        self.failures.note(call, error, f"{call} after {self._sequence} collectives" if alike else None)
 
     def announce(self, call: str) -> None:
         """Write down that this rank makes a call of the engine, for ``missing``."""
@@ -327,8 +349,15 @@ class Comm:
         return answers
 
     def close(self) -> None:
-        """End the communication of this engine; the process group itself belongs to the :class:`World`."""
+        """End the communication of this engine; the process group itself belongs to the :class:`World`.
+
+        After a call that has failed here, ranks that wait for this one fail at once, where gloo sends: a message that
+        nobody waits for would keep its connection open.
+        """
         self._closed = True
+        self.failures.close()
+        for pending in list(self._in_flight) if self.failures.noted else ():
+            pending.drop()
         for buffer in self._symmetric:
             buffer.close()
         self._backend.close()
@@ -362,9 +391,11 @@ class Comm:
             note = _Note(self.recorder, seen, route.stream, work.bytes)
         describe, absent = partial(self._describe, record), partial(self._absent, record)
         try:
-            return Pending(call(), describe, self.broken, absent, note)
+            pending = Pending(call(), describe, self.broken, absent, note)
         except RuntimeError as error:
             raise _named_failure(describe(), error, self.broken, absent) from error
+        self._in_flight.add(pending)
+        return pending
 
     def _describe(self, record: Record) -> str:
         kind = "message" if record.op in ("send", "receive") else "collective"

@@ -44,7 +44,8 @@ class TorchBackend:
     """Collectives and messages between real processes: one group per axis of several ranks.
 
     An axis of all ranks uses the group of the world. What is opened here is destroyed by ``close``, see
-    :class:`~engine.parallel.comm.world.OwnedGroups`.
+    :class:`~engine.parallel.comm.world.OwnedGroups`. With gloo the group of the world is opened here too, so that
+    ``close`` ends all connections of this engine, and none of another one.
 
     NCCL runs all messages of a group on one stream in the order of issue, and each blocks the stream until its other
     end is ready. Pipeline ranks issue their messages in different orders, so with NCCL (``linked``) every channel of
@@ -71,6 +72,8 @@ class TorchBackend:
     def _open_axes(self) -> None:
         """Make the groups of the axes; those of one rank have none, because nothing is sent over them."""
         grid = self._grid
+        if not self._linked and grid.world_size > 1:
+            self._groups["world"] = self._owned.open(range(grid.world_size))
         for axis, used in axis_groups(grid).items():
             self._groups[axis] = self._along(axis) if used == axis != "world" else self._groups[used]
         if is_host(self._device) and grid.tp > 1:

@@ -1,6 +1,7 @@
 """All seeded faults, by area."""
 
 from tests.faults.adapters import ADAPTERS
+from tests.faults.caught_failures import CAUGHT_FAILURES
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.data import DATA
@@ -65,5 +66,6 @@ AREAS = {
     "communicating kernels": COMMUNICATING_KERNELS,
     "data": DATA,
     "expert load": EXPERT_LOAD,
+    "caught failures": CAUGHT_FAILURES,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

@@ -7,7 +7,8 @@ _GUARD = "tests/engine/integrity/test_guard.py"
 _MEMORY = "tests/engine/checkpoint/memory/test_memory_checkpoints.py"
 _PREFLIGHT = "tests/launch/jobs/test_preflight.py"
 _UPDATE = (
-    "        finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))\n"
+    '        with self._agreeing("an update", step), self._runtime.buffers.put_back_if_failed():\n'
+    "            finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))\n"
 )
 _TAKE = (
     "        if (guard := self._runtime.integrity) is not None:\n            guard.after_update(self._update.made)\n"

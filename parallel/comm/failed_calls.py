@@ -1,0 +1,167 @@
+"""Calls of the engine that have failed on a rank in the middle of communication, and whether the engine goes on.
+
+    all ranks fail at one place     their communication matches, so the engine goes on from the state before the call
+    one rank fails, or elsewhere    others wait for what this rank does not send: the engine is over on every rank
+
+The error is raised at once. Whoever catches it learns the verdict at the next call: a thread waits for the votes of the
+other ranks in the store of the job. If the engine is over, the rank ends its communication, so that ranks that wait for
+it fail too instead of standing still; they find the sentence of the first rank that failed.
+
+A vote for the verdict "the engine is over" counts ``_OVER``, any other one 1. The sum tells each voter in which order
+the votes came: the engine goes on only if the votes of all ranks came before any that ended it.
+"""
+
+import atexit
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from engine.errors import EngineError, first_line
+from engine.parallel.comm.meeting import KeyStore
+
+_OVER = 1 << 20
+"""More than any number of ranks."""
+_ALIKE_SECONDS = 10.0
+"""How long ranks that fail alike may be apart."""
+_LEAVE_SECONDS = 1.0
+"""Time for a rank to end by its error, before it ends its communication; a launcher then sees the cause first."""
+_WORDS_SECONDS = 2.0
+"""How long a rank waits for the words of the rank that failed first."""
+_POLL_SECONDS = 0.02
+
+
+def has_lost_ranks(error: BaseException) -> bool:
+    """Whether a rank raises this because its communication has failed."""
+    return isinstance(error, EngineError) and isinstance(error.__cause__, RuntimeError)
+
+
+def worded(error: BaseException) -> str:
+    """Kind and first line of an error."""
+    line = first_line(error) if isinstance(error, Exception) else str(error)
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+class FailedCalls:
+    """Finds with all other ranks whether an engine can go on after a call that has failed on this rank.
+
+    Args:
+        store: of the job, with a prefix of this engine; None: there are no other processes.
+        leave: ends the communication of this rank.
+    """
+
+    def __init__(self, store: KeyStore | None, rank: int, size: int, leave: Callable[[], None]) -> None:
+        self._store, self._rank, self._size, self._leave = store, rank, size, leave
+        self._past = 0
+        """Failures from which all ranks have gone on."""
+        self._verdict: str | None = ""
+        """Why the engine is over; empty: it is not, None: nobody knows yet."""
+        self._known = threading.Event()
+        self._exits = threading.Event()
+
+    @property
+    def noted(self) -> bool:
+        """A call has failed here from which the engine has not gone on."""
+        return self._verdict != ""
+
+    def note(self, call: str, error: BaseException, place: str | None) -> None:
+        """Note that ``call`` has failed here; it returns at once.
+
+        ``place``: where, in words that are equal on ranks whose communication matches; None: no other rank's does.
+        """
+        if self._verdict != "":
+            return
+        lost = has_lost_ranks(error)
+        words = f"rank {self._rank} ({socket.gethostname()}) failed in {call}"
+        cause = worded(error)
+        if self._store is None or self._size == 1:
+            self._verdict = "" if place is not None else _sentence(words, cause)
+            return
+        self._verdict = None
+        self._known.clear()
+        atexit.register(self._exits.set)
+        told = "" if lost else _sentence(words, cause)
+        vote = (None if lost else place, told, lost)
+        threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
+
+    def refuse(self, call: str) -> None:
+        """Refuse ``call`` if the engine is over; wait for the verdict on a call that has failed.
+
+        Raises:
+            EngineError: the engine is over; the same sentence on every rank.
+        """
+        if self._verdict is None:
+            self._known.wait()
+        if self._verdict:
+            raise EngineError(self._verdict)
+
+    def sentence(self, error: BaseException) -> EngineError | None:
+        """What the rank that has failed first says, for a rank that has lost it in ``error``; None: it says nothing."""
+        if not has_lost_ranks(error) or self._store is None:
+            return None
+        self._known.wait(2 * _WORDS_SECONDS)
+        return EngineError(self._verdict) if self._verdict and _REMEDY in self._verdict else None
+
+    def close(self) -> None:
+        """End without a verdict. A second call does nothing."""
+        self._exits.set()
+        atexit.unregister(self._exits.set)
+
+    # ------------------------------------------------------------------ the vote, in a thread
+
+    def _decide(self, store: KeyStore, place: str | None, told: str, lost: bool) -> None:
+        try:
+            verdict = self._vote(store, place, told)
+        except RuntimeError as error:
+            verdict = f"this engine is over, because the store of the job is lost ({first_line(error)}); start anew."
+        if not verdict:
+            self._past += 1
+        self._verdict = verdict
+        self._known.set()
+        if verdict and not self._exits.wait(0.0 if lost else _LEAVE_SECONDS):
+            self._leave()
+
+    def _vote(self, store: KeyStore, place: str | None, told: str) -> str:
+        """The verdict of all ranks: empty, or why the engine is over."""
+        here = f"failed call {self._past}"
+        if told and store.add(f"{here}/first", 1) == 1:
+            store.set(f"{here}/words", told)
+        store.set(f"{here}/place/{self._rank}", place or "")
+        votes = store.add(f"{here}/votes", _OVER if place is None else 1)
+        if votes == self._size:
+            places = {store.get(f"{here}/place/{rank}") for rank in range(self._size)}
+            return self._announce(store, here, alike=len(places) == 1)
+        if votes > self._size:
+            return self._announce(store, here, alike=False)
+        deadline = time.monotonic() + _ALIKE_SECONDS
+        while not store.check([f"{here}/verdict"]):
+            time.sleep(_POLL_SECONDS)
+            if time.monotonic() > deadline:
+                deadline += _ALIKE_SECONDS
+                if store.add(f"{here}/votes", _OVER) - _OVER != self._size:
+                    return self._announce(store, here, alike=False)
+        return store.get(f"{here}/verdict").decode()
+
+    def _announce(self, store: KeyStore, here: str, alike: bool) -> str:
+        """Write the verdict for all ranks; it is the same on whichever rank writes it."""
+        verdict = "" if alike else self._first_words(store, here)
+        store.set(f"{here}/verdict", verdict)
+        return verdict
+
+    def _first_words(self, store: KeyStore, here: str) -> str:
+        deadline = time.monotonic() + _WORDS_SECONDS
+        while not store.check([f"{here}/words"]):
+            if time.monotonic() > deadline:
+                return _sentence("a rank has ended", "none, since it has left no word")
+            time.sleep(_POLL_SECONDS)
+        return store.get(f"{here}/words").decode()
+
+
+_REMEDY = "make it anew on all ranks with engine.initialize, and load the last checkpoint"
+
+
+def _sentence(words: str, cause: str) -> str:
+    return (
+        f"{words} in the middle of a step and the other ranks did not fail alike, so this engine is over: {_REMEDY}; "
+        f"see the error of the rank that failed: {cause}"
+    )

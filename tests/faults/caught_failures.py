@@ -1,0 +1,57 @@
+"""Faults of steps whose error the user catches, of hooks on the modules of a pipeline, and of what a model may do."""
+
+from tests.faults.fault import Fault
+
+_CAUGHT = "tests/engine/failures/test_caught_failures.py"
+_RANKS = "tests/engine/failures/test_failed_ranks.py"
+
+CAUGHT_FAILURES = (
+    Fault(
+        name="gradients-of-a-failed-step-stay",
+        about="A step whose error is caught leaves the gradients of its first microbatches in the next update.",
+        file="engine/step/runtime.py",
+        old="        self.reducer.reset()\n        if self.gatherer",
+        new="        if self.gatherer",
+        tests=(f"{_CAUGHT}::test_some_failures_do_so_on_the_smallest_grids",),
+    ),
+    Fault(
+        name="ranks-that-are-apart-go-on",
+        about="Ranks that fail at different places go on, and their next collectives meet each other's.",
+        file="parallel/comm/failed_calls.py",
+        old="alike=len(places) == 1",
+        new="alike=True",
+        tests=(f"{_CAUGHT}::test_an_engine_goes_on_only_if_all_ranks_fail_at_one_place",),
+    ),
+    Fault(
+        name="a-second-failure-takes-the-verdict-of-the-first",
+        about="After a failure from which all ranks went on, one that only some of them share is let pass too.",
+        file="parallel/comm/failed_calls.py",
+        old="            self._past += 1\n",
+        new="            pass\n",
+        tests=(f"{_CAUGHT}::test_a_second_failure_is_judged_by_itself",),
+    ),
+    Fault(
+        name="messages-of-a-failed-call-keep-their-connection",
+        about="A rank that fails alone keeps its connections, so the ranks that wait for it hang to their time-out.",
+        file="parallel/comm/comm.py",
+        old="            pending.drop()\n",
+        new="            pass\n",
+        tests=(f"{_CAUGHT}::test_some_failures_do_so_on_the_smallest_grids",),
+    ),
+    Fault(
+        name="data-ranks-gather-without-a-batch-there",
+        about="A loader that fails on one rank is told to nobody before parameters are gathered: the others hang.",
+        file="engine/step/runner.py",
+        old="            step.problem = problem_of_any(step.problem, self._comm, self._device)\n",
+        new="            pass\n",
+        tests=(f"{_RANKS}::test_a_loader_that_ends_or_raises_on_one_rank_stops_all_with_its_error",),
+    ),
+    Fault(
+        name="a-failed-rank-is-not-named",
+        about="Ranks that stop because another one has failed name themselves in its place.",
+        file="engine/step/failed_ranks.py",
+        old="for rank, row in enumerate(rows.tolist()) if any(row)",
+        new="for rank, row in enumerate(rows.tolist()[::-1]) if any(row)",
+        tests=(f"{_RANKS}::test_a_loader_that_ends_or_raises_on_one_rank_stops_all_with_its_error",),
+    ),
+)
