@@ -137,11 +137,6 @@ def test_what_initialize_refuses() -> None:
     for arguments, text in (
         ({"config": CONFIG}, "deepspeed.initialize was given no model"),
         ({"model": model}, "was given no configuration; pass config=... or --deepspeed_config"),
-        ({"model": model, "config": {"train_batch_size": 2}}, "neither the configuration nor optimizer=... names an"),
-        (
-            {"model": model, "config": CONFIG, "model_parameters": [model.get_parameter("0.weight")]},
-            "model_parameters lacks the trainable parameter '0.bias'",
-        ),
         (
             {"model": model, "config": CONFIG, "model_parameters": [{"params": list(model.parameters()), "eps": 1}]},
             "a group with 'eps', and groups of an optimizer that the configuration names differ in lr and weight_decay",
