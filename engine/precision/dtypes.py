@@ -7,7 +7,8 @@ bf16, fp16      parameters in 16 bits, gradients summed in fp32, fp32 master and
 bf16 alone      parameters are their own master, gradients are summed in bf16, moments in fp32 or bf16; updates are
                 computed in fp32 and rounded stochastically (Zamirai et al. 2020)
 keep_fp32       modules that stay in fp32 under any of these
-torch_autocast  fp32 as above, and every forward inside torch.autocast, which casts the inputs of matrix products
+torch_autocast  fp32 or bf16 as above, and every forward inside torch.autocast, which casts inputs of matrix products
+                and computes softmax, norms and losses in fp32
 """
 
 from collections.abc import Collection, Mapping
@@ -142,12 +143,12 @@ def make_precision(config: Config, model: nn.Module) -> Precision:
         ConfigError: a pattern of ``keep_fp32`` matches no module, or splits a shared tensor.
     """
     narrow = config.bf16.enabled or config.fp16.enabled
+    cast = torch.bfloat16 if config.torch_autocast.enabled else None
     kept = find_fp32_modules(model, (*config.keep_fp32, *(running_statistics(model) if narrow else ())))
     wire = _WIRE[config.communication_data_type] if config.communication_data_type else None
     if config.bf16.enabled:
         master, narrow_moments = not config.bf16.bf16_master_weights_and_grads, config.bf16.bf16_optimizer_states
-        return Precision(torch.bfloat16, wire, kept, master, narrow_moments)
-    cast = torch.bfloat16 if config.torch_autocast.enabled else None
+        return Precision(torch.bfloat16, wire, kept, master, narrow_moments, autocast=cast)
     return Precision(torch.float16 if config.fp16.enabled else None, wire, kept, autocast=cast)
 
 

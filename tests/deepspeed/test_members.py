@@ -179,9 +179,7 @@ def test_a_module_is_given_again_after_destroy_and_not_before() -> None:
 
 def test_parts_of_the_parameters_and_engines_without_an_optimizer() -> None:
     model = net()
-    eng, *_ = deepspeed.initialize(
-        model=model, config=CONFIG, model_parameters=model.get_submodule("0").parameters()
-    )
+    eng, *_ = deepspeed.initialize(model=model, config=CONFIG, model_parameters=model.get_submodule("0").parameters())
     before = model.get_parameter("2.weight").clone()
     for _ in range(2):
         eng.backward(eng(torch.ones(2, 4)).square().mean())
