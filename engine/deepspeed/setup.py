@@ -68,7 +68,7 @@ def initialize(
     if optimizer is None and raw.setdefault("optimizer", None) is not None:
         _take_groups(parts, raw)
     world = read_world()
-    resolved = load_config(raw, world.size)
+    resolved = load_config(raw, world.size, pass_strangers=True)
     resolved = replace(resolved, notes=(*remarks(given), *parts.notes, *resolved.notes))
     assert resolved.micro is not None
     collate = collate_fn or default_collate
