@@ -15,7 +15,8 @@ from engine.build.equal_input import describe_input, difference_error
 from engine.build.forward_changes import change_forwards
 from engine.build.place_model import make_model, unwrap
 from engine.build.request import ModelSource, Request
-from engine.build.validate import prepare
+from engine.build.untrained import freeze_untrained
+from engine.build.validate import prepare, take_model
 from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
@@ -84,7 +85,8 @@ def initialize(
         loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics, or torch's; None: the output has it.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
-        optimizer: in place of the configured one: ``params -> torch.optim.Optimizer``, or one over the parameters.
+        optimizer: in place of the configured one: ``params -> torch.optim.Optimizer``, or one over the parameters, or
+            over some of them: others are frozen until ``close``. Without any (null), the engine only evaluates.
         lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or one over the ``optimizer`` that is passed.
         inputs: what forward is given of a batch: keys or positions, or ``microbatch -> arguments``. None: everything;
             with ``loss_fn`` what the signature of forward takes.
@@ -107,6 +109,8 @@ def initialize(
         forward = ForwardInputs.of(made, loss_fn is not None, inputs)
         request = Request(with_targets(loss_fn, forward), None, lr_scheduler, example_batch, rows=rows, inputs=forward)
         resources.add(request.patches.remove)
+        take_model(made, request.patches)
+        resolved = freeze_untrained(made, resolved, optimizer, request.patches)
         return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources, words)
     except BaseException:
         resources.close()

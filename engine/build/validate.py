@@ -27,15 +27,10 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     recomputed_blocks(model, config.activation_checkpointing)
     offloaded_blocks(model, config.activation_checkpointing)
     check_installed(config.monitor)
-    trained = any(parameter.requires_grad for parameter in model.parameters())
     if request.optimizer is not None and config.optimizer is not None and config.optimizer.before:
         raise ConfigError(
             "optimizer is a list in the configuration, whose entries assign parameters, and optimizer=... was passed; "
             "keep one of them."
-        )
-    if trained and config.optimizer is None and request.optimizer is None:
-        raise ConfigError(
-            "optimizer: null, and no optimizer was passed to initialize; name one in the config, or pass optimizer=...."
         )
     _refuse_shared_memory(model)
     refuse_quantized(model)
@@ -47,6 +42,28 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     if needs_example(config) and request.example_batch is None:
         check_settings(model, config)  # the plan, which would find the mistake, waits for the first batch
     _switch_cache_off(model, request.patches)
+
+
+def take_model(model: nn.Module, patches: ForwardPatches) -> None:
+    """Mark the model as that of an engine, until its patches are removed.
+
+    Raises:
+        PlanError: another engine has it, or has a module of it.
+    """
+    for name, module in model.named_modules():
+        if vars(module).get(_TAKEN) == id(module):  # a copy of a model has the attribute too
+            what = f"module {name!r} of the model" if name else "the model"
+            raise PlanError(
+                f"{what} belongs to an engine that lives, which has moved its parameters; close that engine first "
+                "(eng.close(), or destroy() of DeepSpeed's names), or build the model anew."
+            )
+    object.__setattr__(model, _TAKEN, id(model))
+    undo = partial(object.__delattr__, model, _TAKEN)
+    patches.own(model, PatchLayer.PARAMETERS, undo, "belongs to one engine")
+
+
+_TAKEN = "_trine_engine"
+"""Attribute of a model that an engine has."""
 
 
 def _check_master(bf16: Bf16Config, request: Request) -> None:

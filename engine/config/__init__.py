@@ -244,16 +244,21 @@ _PATHS = tuple(paths(Config))
 
 
 def load_config(
-    source: "ConfigSource | Config", world_size: int | None = None, overrides: Sequence[str] = ()
+    source: "ConfigSource | Config",
+    world_size: int | None = None,
+    overrides: Sequence[str] = (),
+    pass_strangers: bool = False,
 ) -> Config:
     """Load the config from a dict, a JSON, TOML or YAML file or a Config; with ``world_size``, all sizes are filled in.
 
-    ``overrides`` are words such as ``optimizer.params.lr=3e-4``, which replace single keys.
+    ``overrides`` are words such as ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``,
+    unknown top-level keys that resemble no known one get a note instead of a refusal: a script may read them itself.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them by their JSON paths.
     """
     problems = _problems_of(source)
+    problems.passed = [] if pass_strangers else None
     config = _read(source, problems, overrides)
     _check_between(config, problems)
     if not problems.touch("", "parallel", *BATCH):
@@ -297,7 +302,9 @@ def _read(source: "ConfigSource | Config", problems: Problems, overrides: Sequen
         return Config()
     given = overridden(raw, overrides, problems)
     own, notes = translate(given, frozenset(_PATHS), problems)
-    return replace(read_section(Config, own, "", problems), notes=(*remarks(raw), *notes), written=_written(given))
+    read = read_section(Config, own, "", problems)
+    passed = [f"{key}: accepted, changes nothing here; no key of this name is known." for key in problems.passed or ()]
+    return replace(read, notes=(*remarks(raw), *notes, *passed), written=_written(given))
 
 
 def _written(given: Mapping[str, Any]) -> frozenset[str]:

@@ -26,11 +26,10 @@ from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
 def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastConfig, problems: Problems) -> None:
     """Note dtypes that exclude each other."""
-    if autocast.enabled and (bf16.enabled or fp16.enabled):
-        narrow = "bf16" if bf16.enabled else "fp16"
+    if autocast.enabled and fp16.enabled:
         problems.add(
             "torch_autocast.enabled",
-            f"true while {narrow}.enabled is true too, which holds the model in {narrow}; switch one of them off.",
+            "true while fp16.enabled is true too, which holds the model in fp16; switch one of them off.",
         )
     if bf16.enabled and fp16.enabled:
         problems.add("fp16.enabled", "true while bf16.enabled is true too; switch one of them off.")

@@ -61,6 +61,8 @@ class Problems:
         self._theirs = theirs
         self._found: list[tuple[str, str]] = []
         self._searches = 0
+        self.passed: list[str] | None = None
+        """Collects unknown top-level keys that resemble no known one; None: they are problems too."""
 
     def add(self, at: str, sentence: str) -> None:
         """Note that the value at JSON path ``at`` is wrong."""
@@ -75,7 +77,9 @@ class Problems:
         self._searches += 1
         searched = isinstance(key, str) and self._searches <= _SEARCHES
         near = _nearest(at, str(key), level, (self._ours, self._theirs)) if searched else []
-        if near:
+        if not near and not at and self.passed is not None:
+            self.passed.append(str(key))
+        elif near:
             self.add(join_path(at, key), f"unknown key. Did you mean {' or '.join(near)}?")
         else:
             self.add(join_path(at, key), f"unknown key; remove it or use one of {', '.join(level)}.")

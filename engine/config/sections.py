@@ -188,7 +188,7 @@ class QuantizeFrozenConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchAutocastConfig:
-    """Forwards inside torch.autocast, with the model in fp32."""
+    """Forwards inside torch.autocast, with the model in fp32 or bf16."""
 
     enabled: bool = setting(False, Flag())
     """Enter torch.autocast around every forward, as the user may do himself."""

@@ -37,6 +37,8 @@ class DeepSpeedEngine(EngineState):
         self._items: Iterator[Any] | None = iter(RepeatingLoader(loader)) if loader is not None else None
         self._batch_fn: Callable[[Any], Any] | None = None
         self.micro_steps = 0
+        self.at_end: list[Callable[[], None]] = []
+        """Calls of ``destroy``."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "engine" not in vars(self):
@@ -272,5 +274,7 @@ class DeepSpeedEngine(EngineState):
             )
 
     def destroy(self) -> None:
-        """End the engine."""
+        """End the engine; the module may then be given to ``initialize`` again."""
         self.engine.close()
+        while self.at_end:
+            self.at_end.pop()()

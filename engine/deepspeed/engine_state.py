@@ -122,11 +122,11 @@ class EngineState:
 
     def get_lr(self) -> list[float]:
         """Rate of each group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self._groups]
 
     def get_mom(self) -> list[Any]:
         """Betas or momentum of each group."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+        return [group.get("betas", group.get("momentum")) for group in self._groups]
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last update's gradients before clipping; None before the first one."""
@@ -147,4 +147,8 @@ class EngineState:
 
     def get_type(self) -> list[Any]:
         """Kind of each group, where the optimizer's groups name one."""
-        return [group.get("type") for group in self.optimizer.param_groups]
+        return [group.get("type") for group in self._groups]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else list(self.optimizer.param_groups)

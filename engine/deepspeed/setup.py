@@ -3,7 +3,7 @@
 import argparse
 import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 import engine
+from engine.build.untrained import freeze
 from engine.config import load_config, load_raw
 from engine.config.config_file import remarks
 from engine.deepspeed.auto_values import fill_auto
@@ -42,12 +43,14 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:  # fmt: skip
     """DeepSpeed's ``initialize``: (engine, optimizer, loader of ``training_data``, scheduler).
 
-    All ranks begin with the weights of rank 0. Values "auto" are filled from ``args``. ``mpu``, ``mesh_param``,
-    ``distributed_port`` and ``dist_init_required`` change nothing: the configuration says the grid (parallel).
+    All ranks begin with the weights of rank 0. Trainable parameters that neither ``model_parameters`` nor ``optimizer``
+    has stay as they are; without an optimizer the engine only evaluates, and the second value is None. Values "auto"
+    are filled from ``args``. ``mpu``, ``mesh_param``, ``distributed_port`` and ``dist_init_required`` change nothing:
+    the configuration says the grid (parallel).
 
     Raises:
-        ConfigError: what ``engine.initialize`` refuses; no model, configuration or optimizer; groups with options other
-            than lr and weight_decay.
+        ConfigError: what ``engine.initialize`` refuses; no model or configuration; groups with options other than lr
+            and weight_decay.
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")
@@ -62,14 +65,13 @@ def initialize(
     notes = [*remarks(given), *_unused_sections(raw, optimizer, lr_scheduler)]
     if optimizer is not None:
         raw.pop("optimizer", None)
-    elif "optimizer" not in raw and any(p.requires_grad for p in model.parameters()):
-        raise ConfigError("deepspeed.initialize: neither the configuration nor optimizer=... names an optimizer.")
-    else:
-        _take_groups(model, list(model_parameters) if model_parameters is not None else [], raw)
+    parts = _parts(model, list(model_parameters) if model_parameters is not None and optimizer is None else [])
+    if optimizer is None and raw.setdefault("optimizer", None) is not None:
+        _take_groups(parts, raw)
     lr_scheduler = None if raw.get("scheduler") is not None else lr_scheduler
     world = read_world()
-    resolved = load_config(raw, world.size)
-    resolved = replace(resolved, notes=(*notes, *resolved.notes))
+    resolved = load_config(raw, world.size, pass_strangers=True)
+    resolved = replace(resolved, notes=(*notes, *parts.notes, *resolved.notes))
     assert resolved.micro is not None
     collate = collate_fn or default_collate
     loss_fn = example = None
@@ -78,10 +80,16 @@ def initialize(
     lr_scheduler = configured_schedule(resolved, lr_scheduler)
     if lr_scheduler is not None:  # made from the section, which therefore has its effect
         resolved = replace(resolved, scheduler=None)
-    made = engine.initialize(model, resolved, loss_fn, example, optimizer, lr_scheduler, world=world)
+    thaw = freeze(parts.left_out)
+    try:
+        made = engine.initialize(model, resolved, loss_fn, example, optimizer, lr_scheduler, world=world)
+    except BaseException:
+        thaw()
+        raise
     tell_engine(made)
     loader = _loader(training_data, made, resolved.micro, collate, shuffle=pipeline is None)
     wrapped = DeepSpeedEngine(made, optimizer, lr_scheduler, loader)
+    wrapped.at_end.append(thaw)
     return wrapped, wrapped.optimizer, loader, wrapped.lr_scheduler
 
 
@@ -102,26 +110,41 @@ def _take_pipeline(model: PipelineModule, raw: dict[str, Any]) -> None:
         raw["activation_checkpointing"] = {"mode": "full"} | dict(raw.get("activation_checkpointing") or {})
 
 
-def _take_groups(model: nn.Module, given: Sequence[Any], raw: dict[str, Any]) -> None:
-    """Convert ``model_parameters`` to ``optimizer.groups``; it may not leave out what is trained."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """``model_parameters``: groups of some of the model's trainable parameters."""
+
+    groups: Sequence[Mapping[str, Any]]
+    names: Mapping[int, str]
+    """Name of each trainable parameter, by its id."""
+    left_out: Sequence[nn.Parameter]
+    notes: Sequence[str]
+
+
+def _parts(model: nn.Module, given: Sequence[Any]) -> _Parts:
     groups = [each if isinstance(each, Mapping) else {"params": [each]} for each in given]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [dict(group) | {"params": list(group["params"])} for group in groups]
     known = {id(parameter) for group in groups for parameter in group["params"]}
-    trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if given and (left := [name for key, name in trained.items() if key not in known]):
-        raise ConfigError(
-            f"model_parameters lacks the trainable parameter {left[0]!r}; freeze it with requires_grad_(False), or "
-            "pass it too."
-        )
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    left = {name: parameter for name, parameter in trained.items() if given and id(parameter) not in known}
+    notes = []
+    if left:
+        more = f" and {len(left) - 1} more of the trainable parameters" * (len(left) > 1)
+        notes = [f"model_parameters leaves out {next(iter(left))!r}{more}, which stay as they are until destroy()."]
+    return _Parts(groups, {id(p): name for name, p in trained.items()}, tuple(left.values()), notes)
+
+
+def _take_groups(parts: _Parts, raw: dict[str, Any]) -> None:
+    """Convert ``model_parameters`` to ``optimizer.groups``."""
     options = []
-    for group in groups:
+    for group in parts.groups:
         if others := sorted(group.keys() - _BY_GROUP):
             raise ConfigError(
                 f"model_parameters has a group with {others[0]!r}, and groups of an optimizer that the configuration "
                 "names differ in lr and weight_decay; pass optimizer=... for more."
             )
         own = {name: group[name] for name in ("lr", "weight_decay") if name in group}
-        patterns = [glob.escape(names[id(p)]) for p in group["params"] if id(p) in trained]
+        patterns = [glob.escape(parts.names[id(p)]) for p in group["params"] if id(p) in parts.names]
         if own and patterns:
             options.append({"params": patterns, **own})
     if options and isinstance(raw["optimizer"], list):

@@ -53,15 +53,26 @@ def _owner(parameter: nn.Parameter, call: str) -> Owner:
     return found
 
 
-def _tensor(parameter: nn.Parameter, call: str, read: _Read, local: bool, value: Tensor | None = None) -> Tensor:
-    """A copy of what ``read`` gives for the parameter, after it was set to ``value``."""
+def _tensor(parameter: nn.Parameter, call: str, read: _Read, local: bool, value: Tensor | None = None) -> Tensor | None:
+    """A copy of what ``read`` gives for the parameter, after it was set to ``value``; None of one that is frozen."""
     engine, _ = found = _owner(parameter, call)
+    if not _is_trained(found, call, value):
+        return None
     with read(engine, found.pattern, local) as tensors:
         return _through(tensors[found.name], value)
 
 
-def _state(parameter: nn.Parameter, call: str, key: str, local: bool, value: Tensor | None = None) -> Tensor:
+def _is_trained(owner: Owner, call: str, value: Tensor | None) -> bool:
+    trained = any(row.name == owner.name and row.trainable for row in owner.engine.plan.table)
+    if not trained and value is not None:
+        raise EngineError(f"{call} was given the frozen parameter {owner.name!r}; write it in GatheredParameters.")
+    return trained
+
+
+def _state(parameter: nn.Parameter, call: str, key: str, local: bool, value: Tensor | None = None) -> Tensor | None:
     engine, _ = found = _owner(parameter, call)
+    if not _is_trained(found, call, value):
+        return None
     with engine.optimizer_state(found.pattern, local) as states:
         state = states[found.name]
         if key not in state:
@@ -77,8 +88,8 @@ def _through(tensor: Tensor, value: Tensor | None) -> Tensor:
     return tensor.clone()
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """The full fp32 weights of a parameter. Collective."""
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The full fp32 weights of a parameter; None of a frozen one, as in all of these. Collective."""
     return _tensor(param, "safe_get_full_fp32_param", Engine.masters, False)
 
 
@@ -87,7 +98,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     _tensor(param, "safe_set_full_fp32_param", Engine.masters, False, value)
 
 
-def safe_get_full_grad(param: nn.Parameter) -> Tensor:
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The full gradient of a parameter between backward and step. Collective."""
     return _tensor(param, "safe_get_full_grad", Engine.gradients, False)
 
@@ -97,7 +108,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     _tensor(param, "safe_set_full_grad", Engine.gradients, False, value)
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """A full optimizer state, such as exp_avg. Collective."""
     return _state(param, "safe_get_full_optimizer_state", optim_state_key, False)
 
@@ -107,7 +118,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     _state(param, "safe_set_full_optimizer_state", optim_state_key, False, value)
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the fp32 weights, 1-D."""
     return _tensor(param, "safe_get_local_fp32_param", Engine.masters, True)
 
@@ -117,7 +128,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     _tensor(param, "safe_set_local_fp32_param", Engine.masters, True, value)
 
 
-def safe_get_local_grad(param: nn.Parameter) -> Tensor:
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the gradient, 1-D."""
     return _tensor(param, "safe_get_local_grad", Engine.gradients, True)
 
@@ -127,7 +138,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     _tensor(param, "safe_set_local_grad", Engine.gradients, True, value)
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's part of an optimizer state, 1-D."""
     return _state(param, "safe_get_local_optimizer_state", optim_state_key, True)
 

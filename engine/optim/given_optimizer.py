@@ -37,8 +37,8 @@ def read_optimizer(
     """Read class, groups and options of an optimizer over the parameters of ``model``.
 
     Raises:
-        ConfigError: it has parameters that are not the model's, lacks trainable ones, has made steps, cannot be built
-            anew, or the configuration has groups too.
+        ConfigError: it has parameters that are not the model's, has made steps, cannot be built anew, or the
+            configuration has groups too.
     """
     kind = type(optimizer).__name__
     if config is not None and (config.groups or config.no_weight_decay):
@@ -121,11 +121,6 @@ def _assigned(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, i
                     f"is not the model's; build it over model.parameters(), or pass optimizer=lambda params: "
                     f"{kind}(params, ...)."
                 )
-    if missing := [name for name, parameter in named.items() if id(parameter) not in held]:
-        raise ConfigError(
-            f"optimizer is a {kind} without the trainable parameter {missing[0]!r}; add it to a group, or freeze it "
-            "with requires_grad_(False)."
-        )
     return {name: held[id(parameter)] for name, parameter in named.items()}
 
 

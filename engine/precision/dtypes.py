@@ -7,7 +7,8 @@ bf16, fp16      parameters in 16 bits, gradients summed in fp32, fp32 master and
 bf16 alone      parameters are their own master, gradients are summed in bf16, moments in fp32 or bf16; updates are
                 computed in fp32 and rounded stochastically (Zamirai et al. 2020)
 keep_fp32       modules that stay in fp32 under any of these, beside the tensors that a model marks as fp32 itself
-torch_autocast  fp32 as above, and every forward inside torch.autocast, which casts the inputs of matrix products
+torch_autocast  fp32 or bf16 as above, and every forward inside torch.autocast, which casts inputs of matrix products
+                and computes softmax, norms and losses in fp32
 
 Inputs and buffers stay as given in all of them, unless ``cast_forward_inputs`` and ``buffer_dtype`` say otherwise.
 """
@@ -145,8 +146,8 @@ def make_precision(config: Config, model: nn.Module) -> Precision:
         ConfigError: a pattern of ``keep_fp32`` matches no module, or splits a shared tensor.
     """
     wire, compute = _NAMED[config.communication_data_type], torch.bfloat16 if config.bf16.enabled else torch.float16
+    cast = torch.bfloat16 if config.torch_autocast.enabled else None
     if not (config.bf16.enabled or config.fp16.enabled):
-        cast = torch.bfloat16 if config.torch_autocast.enabled else None
         return Precision(None, wire, find_fp32_modules(model, config.keep_fp32), autocast=cast)
     kept = find_fp32_modules(model, (*config.keep_fp32, *running_statistics(model)))
     marked = marked_tensors(model, compute)
@@ -156,6 +157,7 @@ def make_precision(config: Config, model: nn.Module) -> Precision:
         replace(kept, tensors=kept.tensors | marked, marked=marked),
         master=not (config.bf16.enabled and config.bf16.bf16_master_weights_and_grads),
         narrow_moments=config.bf16.enabled and config.bf16.bf16_optimizer_states,
+        autocast=cast,
         cast_inputs=config.cast_forward_inputs,
         buffers=_NAMED[config.buffer_dtype],
     )

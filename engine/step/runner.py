@@ -86,6 +86,11 @@ class StepRunner:
     def train(self, batch: Batch | Iterator[Batch]) -> FinishedStep:
         """See :meth:`engine.Engine.train_batch`."""
         if not any(row.trainable for row in self._runtime.plan.table):
+            if self._config.optimizer is None:
+                raise EngineError(
+                    "train_batch of an engine without an optimizer, which only evaluates; name one in the config, or "
+                    "pass optimizer=... to engine.initialize."
+                )
             raise EngineError(
                 "train_batch: the model has no trainable parameter; set requires_grad on what is to be trained before "
                 "engine.initialize, or call eval_batch or predict."

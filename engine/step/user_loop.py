@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError
@@ -106,7 +105,6 @@ class UserLoop:
         self._calls = PipelineCalls(runtime) if runtime.stage is not None else None
         runtime.own_backward.serve(self._enter)
         runtime.gradient_guard.serve(self.zero_grad)
-        self._trained = tuple(p for p in runtime.program.model.parameters() if p.requires_grad)
 
     # ------------------------------------------------------------------ the calls
 
@@ -251,10 +249,8 @@ class UserLoop:
         self._expire()
 
     def _expire(self) -> None:
-        """Let no backward go through a forward from before: what it has kept of the weights is about to change."""
         if self._calls is not None:
             self._calls.expire()
-        increment_version(self._trained)
 
     def _date(self, output: Any) -> None:
         """Refuse a backward that reaches ``output`` after weights have changed. torch refuses it too, if it sees one of

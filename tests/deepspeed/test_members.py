@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import engine
 import engine.deepspeed as deepspeed
 from engine.deepspeed.runtime import lr_schedules
+from engine.deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from tests.deepspeed.pipeline_runs import batch, chain, train_and_load
 from tests.deepspeed.test_names import CONFIG, net
 
@@ -175,3 +176,40 @@ def test_backward_returns_the_part_of_the_step() -> None:
     assert torch.equal(eng.backward(loss).detach(), loss.detach() / 2)
     other = eng(torch.ones(2, 4)).square().mean()
     assert eng.backward(other, scale_wrt_gas=False) is other
+
+
+def test_a_module_is_given_again_after_destroy_and_not_before() -> None:
+    model = net()
+    eng = started(model)
+    with pytest.raises(engine.PlanError, match="the model belongs to an engine that lives, which has moved its param"):
+        started(model)
+    eng.destroy()
+    part = started(model[0])  # type: ignore[index]
+    with pytest.raises(engine.PlanError, match="module '0' of the model belongs to an engine"):
+        started(model)
+    part.destroy()
+    eng = started(model)
+    eng.backward(eng(torch.ones(2, 4)).square().mean())
+
+
+def test_parts_of_the_parameters_and_engines_without_an_optimizer() -> None:
+    model = net()
+    eng, *_ = deepspeed.initialize(model=model, config=CONFIG, model_parameters=model.get_submodule("0").parameters())
+    before = model.get_parameter("2.weight").clone()
+    for _ in range(2):
+        eng.backward(eng(torch.ones(2, 4)).square().mean())
+        for parameter in model.parameters():
+            grad = safe_get_full_grad(parameter) if eng.is_gradient_accumulation_boundary() else None
+            assert (grad is None) == (not parameter.requires_grad or not eng.is_gradient_accumulation_boundary())
+        eng.step()
+    assert torch.equal(before, model.get_parameter("2.weight"))
+    assert "model_parameters leaves out '2.weight' and 1 more" in "".join(eng.engine.config.notes)
+    with pytest.raises(engine.EngineError, match=r"safe_set_full_grad was given the frozen parameter '2.weight'"):
+        safe_set_full_grad(model.get_parameter("2.weight"), before)
+    eng.destroy()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    reference, none, _, schedule = deepspeed.initialize(model=model, config={"train_batch_size": 4})
+    assert none is schedule is None and reference.get_lr() == []
+    assert not reference(torch.ones(2, 4)).requires_grad
+    with pytest.raises(engine.EngineError, match="the loss does not depend on any trainable parameter"):
+        reference.backward(reference(torch.ones(2, 4)).mean())

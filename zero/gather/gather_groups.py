@@ -93,7 +93,7 @@ class GatheredModules:
         for name in sorted(_around(self._group), reverse=True):
             outer.install(name, model.get_submodule(name), "gathers for a call outside the engine too")
 
-    def _call_outer(self, _: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_outer(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._gathering.around(None):
             return forward(*args, **kwargs)
 

@@ -134,7 +134,7 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
             ("offload_optimizer.ratio: 1.5 is above 1",),
         ),
         ({"amp": {"enabled": True}, "torch_autocast": {"enabled": True}}, ("amp: given beside torch_autocast",)),
-        ({"amp": {"enabled": True}, "bf16": {"enabled": True}}, ("torch_autocast.enabled: true while bf16.enabled",)),
+        ({"amp": {"enabled": True}, "fp16": {"enabled": True}}, ("torch_autocast.enabled: true while fp16.enabled",)),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "fp16.enabled instead")),
         ({"elasticity": 4}, ("elasticity: 4 is no object",)),
         ({"elasticity": {"enabled": True, "micro_batch_sizes": []}}, ("micro_batch_sizes: an empty list;",)),

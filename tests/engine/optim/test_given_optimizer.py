@@ -84,9 +84,6 @@ def test_what_cannot_be_taken_is_said() -> None:
     assert "is not the model's; build it over model.parameters()" in refusal(
         lambda model: torch.optim.AdamW(Net().parameters())
     )
-    assert "without the trainable parameter '2.weight'; add it" in refusal(
-        lambda model: torch.optim.SGD(model.get_submodule("0").parameters(), lr=1)
-    )
     assert "has made steps, whose state an engine cannot take" in refusal(stepped)
     assert "whose constructor needs secret" in refusal(lambda model: Needy(model.parameters(), 0.1))
     assert "keep one of them" in refusal(
@@ -197,3 +194,49 @@ def test_sections_that_code_replaces_are_noted_and_the_banner_names_what_runs() 
     groups = {"optimizer": {"groups": [{"params": ["0.*"], "lr": 0.2}]}}
     assert notes_and_line(groups, optimizer=sgd) == ([], "given in code, 2 groups, constant lr or given in code")
     assert notes_and_line(sections) == ([], "Lion, 1 group, WarmupLR")
+
+
+def part_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.get_submodule("0").parameters(), lr=0.1, eps=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_optimizer_over_some_of_the_parameters_trains_those_alone(stage: int) -> None:
+    config = CONFIG | {"gradient_clipping": 0.01, "zero_optimization": {"stage": stage}}
+    batches = [torch.randn(8, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+    def train(world: World) -> tuple[list[float], dict[str, Tensor]]:
+        model = Net()
+        with engine.initialize(
+            model, config | {"train_batch_size": 8}, loss_of, optimizer=part_of(model), world=world
+        ) as eng:
+            assert "the AdamW that was passed leaves out '2.weight' and 1 more" in "".join(eng.config.notes)
+            norms = [eng.train_batch(batch.chunk(2)[world.rank]).grad_norm for batch in batches]
+            state = eng.full_state_dict()
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        return norms, state
+
+    norms, state = run_thread_ranks(2, train)[0]
+    plain = Net()
+    optimizer, expected = part_of(plain), []
+    for batch in batches:
+        plain.zero_grad()
+        loss_of(plain(batch), batch).backward()  # type: ignore[no-untyped-call]
+        expected.append(float(nn.utils.clip_grad_norm_(plain.get_submodule("0").parameters(), 0.01)))
+        optimizer.step()
+    assert norms == pytest.approx(expected, rel=1e-5)
+    assert all(torch.allclose(state[name], value, atol=1e-5) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_without_an_optimizer_an_engine_evaluates(stage: int) -> None:
+    def evaluate(world: World) -> float:
+        config = CONFIG | {"optimizer": None, "zero_optimization": {"stage": stage}}
+        with engine.initialize(Net(), config, loss_of, world=world) as eng:
+            with pytest.raises(engine.EngineError, match="train_batch of an engine without an optimizer, which only"):
+                eng.train_batch(torch.ones(2, 3))
+            assert not eng(torch.ones(2, 3)).requires_grad
+            return eng.eval_batch(torch.ones(2, 3)).loss
+
+    expected = float(loss_of(Net()(torch.ones(2, 3)), torch.ones(2, 3)).detach())
+    assert run_thread_ranks(2, evaluate) == pytest.approx([expected] * 2)

@@ -1,5 +1,6 @@
 """Autocast around the engine, the user's or that of the configuration, is what it is around plain torch."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from math import prod
@@ -144,3 +145,27 @@ def test_rows_that_the_plan_has_not_seen_have_the_dtypes_of_autocast_on_every_st
     for found in run_ranks(predicted_rows, 2):
         assert found.dtype == expected.dtype == torch.bfloat16
         assert torch.equal(found, expected)
+
+
+class MeanError(torch.nn.Module):
+    """A layer and a loss that autocast computes in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.mse_loss(self.layer(x), torch.ones(4, 8))
+
+
+def test_a_bf16_model_runs_inside_autocast() -> None:
+    torch.manual_seed(0)
+    model = MeanError()
+    x = torch.randn(4, 6).bfloat16()
+    alone = copy.deepcopy(model).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = alone(x)
+    config = {"train_batch_size": 4, "bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}
+    with engine.initialize(model, config) as eng:
+        found = eng(x)
+    assert found.dtype == expected.dtype == torch.float32 and torch.equal(found, expected)
