@@ -47,8 +47,7 @@ class UpdateScheduler(LRScheduler):
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the rates that follow the next update, or update number ``last_batch_iteration``."""
-        self.last_epoch = 1 + (self.last_epoch if last_batch_iteration is None else last_batch_iteration)
-        self._show()
+        self._place(1 + (self.last_epoch if last_batch_iteration is None else last_batch_iteration))
 
     def state_dict(self) -> dict[str, Any]:
         """The position alone; rates are those of this object's options."""
@@ -56,8 +55,12 @@ class UpdateScheduler(LRScheduler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position, which torch's schedulers call ``last_epoch``."""
-        last = state_dict.get("last_epoch", state_dict.get("last_batch_iteration", -1) + 1) - 1
-        self.step(last)
+        # an engine that makes the steps itself has put another step in place
+        self._place(state_dict.get("last_epoch", state_dict.get("last_batch_iteration", -1) + 1))
+
+    def _place(self, update: int) -> None:
+        self.last_epoch = update
+        self._show()
 
     def _show(self) -> None:
         for group, rate in zip(self.optimizer.param_groups, self.rates(self.last_epoch), strict=True):
