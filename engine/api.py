@@ -36,6 +36,7 @@ from engine.parallel.comm.world import (
     meeting_point,
     open_store,
     open_world,
+    patience_seconds,
     prefixed,
     read_world,
     timeout_seconds,
@@ -219,15 +220,15 @@ class _Joined:
 
         with say_if_slow(what, self.comm.grid.rank):
             try:
-                return from_first(made, self.comm, self.device, _PATIENCE if self.comm.reports is not None else None)
+                # ranks that are threads wait without a limit
+                patience = patience_seconds() if self.comm.reports is not None else None
+                return from_first(made, self.comm, self.device, patience)
             except EngineError:
                 if problem is None:
                     raise
                 raise problem from None
 
 
-_PATIENCE = 20.0
-"""Seconds between two signs of life of a rank for which others wait; ranks that are threads wait without a limit."""
 _TIMING = "timing the calls of the model"
 _SEARCHING = "searching the tensor plan"
 _PLANNING = "planning (trace, tensor plan, pipeline stages)"

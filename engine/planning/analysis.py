@@ -7,6 +7,7 @@ pipeline stages begin and, with ``parallel.schedule: "auto"``, which schedule ru
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
@@ -40,10 +41,11 @@ from engine.parallel.tensor.layers.planned_traffic import (
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
+from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.budgets import shards_parameters, tensor_format
 from engine.planning.example_trace import trace_example
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
-from engine.planning.tensor_plan_proof import check_plan
+from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
 from engine.planning.tensor_plan_search import find_styles
 from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.planning.tensor_search.search_digest import search_digest
@@ -135,10 +137,10 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     except _WrongPlanError:
         raise
     except PlanError as problem:
-        if config.pp > 1 or (tensor is not None and tensor.follows_activations):
-            raise
+        _refuse_unfollowed(config, tensor, problem)
         _check_reads(watch)
-        unknown = f"bytes over tp are not known before they are sent: {problem}"
+        what = problem.what if isinstance(problem, UncutPathError) else str(problem)
+        unknown = f"bytes over tp are not known before they are sent: {what}"
         return Analysis(notes=(unknown, *_not_followed(config, tensor)), tensor=tensor)
     _check_reads(watch)
     notes = _ran_on_zeros(trace)
@@ -155,6 +157,19 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     use = find_logit_use(tensor, trace, config.tp)
     traffic = _by_stage(trace, cut, traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp))
     return replace(found, traffic=traffic, notes=(*notes, *_notes_on_logits(use)), tensor=tensor)
+
+
+def _refuse_unfollowed(config: Config, tensor: TensorPlan | None, problem: PlanError) -> None:
+    """Raise a problem of the trace where the run relies on it; tensor ranks with plain tensors do not."""
+    if config.pp == 1 and (tensor is None or not tensor.follows_activations):
+        return
+    if config.pp == 1 and isinstance(problem, UncutPathError):
+        raise PlanError(
+            f"{problem.what}, and the gradients of layers that tensor ranks share through views, or under "
+            "sequence_parallel, are planned by such a forward; move that code into a block, leave sequence_parallel "
+            "out, or write a parallel.tensor_plan without view."
+        ) from problem
+    raise problem
 
 
 def _trace(
@@ -180,10 +195,26 @@ def _find_wrong_part(config: Config, request: PlanRequest, tensor: TensorPlan, e
     except PlanError as wrong:
         return _WrongPlanError(str(wrong))
     trace_example(request.program, request.example, 1)  # raises what the model raises without the plan
+    names = wrong_outside_blocks(tensor, request.program.model, partial(_failure, config, request), config.tp)
     return _WrongPlanError(
         f"with the layers of parallel.tensor_plan on {config.tp} tensor ranks the forward raises: {first_line(error)}; "
-        'no block is wrong by itself, so correct the styles of layers outside blocks, or let them be found with "auto".'
+        f"no block is wrong by itself, so correct the styles outside blocks, here of {', '.join(names)}, or let all "
+        'be found with "auto".'
     )
+
+
+def _failure(config: Config, request: PlanRequest, tensor: TensorPlan) -> Exception | None:
+    """What the forward with this plan raises, on shapes; that it cannot be followed is no fault of the plan."""
+    failure = None
+    try:
+        trace_example(request.program, request.example, 1, _watch(config, request, tensor))
+    except PlanError:
+        pass
+    except Exception as error:
+        if is_own_mistake(error):
+            raise
+        failure = error
+    return failure
 
 
 def _prove(config: Config, request: PlanRequest, tensor: TensorPlan) -> tuple[str, ...]:
@@ -197,9 +228,10 @@ def _prove(config: Config, request: PlanRequest, tensor: TensorPlan) -> tuple[st
 
 def _not_followed(config: Config, tensor: TensorPlan | None) -> tuple[str, ...]:
     """Notes on the proof of a tensor plan, for a model that cannot be followed."""
+    notes = tensor.notes if tensor is not None else ()
     if tensor is None or config.parallel.tensor_plan == "auto":
-        return tensor.notes if tensor is not None else ()
-    return ("parallel.tensor_plan is not proven, because the model cannot be followed",)
+        return notes
+    return (*notes, "parallel.tensor_plan is not proven, because the model cannot be followed")
 
 
 def _ran_on_zeros(trace: ModelTrace) -> tuple[str, ...]:
@@ -323,7 +355,12 @@ def _tensor_plan(config: Config, request: PlanRequest) -> TensorPlan | None:
         plan = found.plan(model, config.tp, parallel.sequence_parallel)
     else:
         plan = find_tensor_plan(model, parallel.tensor_plan, config.tp, parallel.sequence_parallel)
-    return replace(plan, regather=parallel.sequence_parallel_regather)
+    nothing = (
+        f"parallel.tensor {config.tp} shares nothing of this model: every tensor rank holds and computes all of it, so "
+        "give these ranks to parallel.data, or name layers in parallel.tensor_plan",
+    )
+    notes = plan.notes if plan.parameters else (*plan.notes, *nothing)
+    return replace(plan, regather=parallel.sequence_parallel_regather, notes=notes)
 
 
 VIRTUAL_STAGES = (1, 2, 4)

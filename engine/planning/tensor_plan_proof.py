@@ -7,9 +7,12 @@
 Nothing is communicated. Every rank finds the same.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from torch import nn
 
 from engine.errors import PlanError, first_line
+from engine.parallel.model.blocks import find_units
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
 from engine.parallel.tensor.plan.resolve import match_styles
@@ -47,6 +50,8 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_
             found = distinct_units(program, example, tp)
         except PlanError as error:
             return (f"{_SETTING} is not proven, because the model cannot be followed: {first_line(error)}",)
+        if found.choice:
+            return (f"{_SETTING} is not proven, because the model cannot be followed: {found.choice}",)
         styles = match_styles(program.model, plan.patterns)
         proofs = [note for unit in found.units for note in _prove_unit(program, unit, styles, plan, tp, low_rank)]
     return (*found.notes, *proofs, *_left_out(found, styles))
@@ -116,6 +121,29 @@ def _left_out(found: DistinctUnits, styles: _Styles) -> Iterator[str]:
     tables = [name for name, style in cut.items() if style.kind == "vocabulary" and name not in outside]
     if tables:
         yield f"{_SETTING} is not proven for vocabularies in blocks: {_listed(tables)}"
+
+
+def wrong_outside_blocks(
+    plan: TensorPlan, model: nn.Module, failure: Callable[[TensorPlan], Exception | None], tp: int
+) -> tuple[str, ...]:
+    """The layers outside blocks without whose styles there is no ``failure`` of the forward, else all of them.
+
+    Layers of one region have their styles together.
+    """
+    styles, blocks = match_styles(model, plan.patterns), find_units(model).blocks
+    outside = [name for name in styles if not any(is_inside(name, block) for block in blocks)]
+    layers = {name: plan.layers[name] for name in outside if name in plan.layers}
+    region = {name: cut.region for name, cut in layers.items() if cut.kind in ("column", "row")}
+    for name in outside:
+        together = [other for other in region if name in region and region[other] == region[name]]
+        group = tuple(other for other in outside if other == name or other in together)
+        left = {other: style for other, style in styles.items() if other not in group}
+        try:
+            if failure(cut_model(model, left, tp, plan.source, plan.sequence)) is None:
+                return group
+        except PlanError:  # what is left is no plan
+            continue
+    return tuple(outside)
 
 
 def _listed(names: Sequence[str]) -> str:

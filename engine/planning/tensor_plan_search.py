@@ -12,7 +12,7 @@ of a job searches, and the others receive what it has found.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from engine.parallel.tensor.deferred_linear import is_linear
 from engine.parallel.tensor.global_tensor.redistribute import SequenceError
 from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
+from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone, in_float64
 from engine.planning.example_trace import trace_example
 from engine.planning.isolated_block import signatures
@@ -85,12 +86,14 @@ def find_styles(
     with search_conditions(program.model):
         with calls_of_modules() as called:
             found = distinct_units(program, example, tp)
-        words = _vocabularies(program.model, found.trace, called, tp)
+        words = {} if found.choice else _vocabularies(program.model, found.trace, called, tp)
         search = _Search(program, tp, sequence, low_rank, dict(words))
         for unit in found.units:
             search.take(unit)
     patterns = as_patterns(program.model, search.styles)
-    return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=found.notes)
+    notes = [f"tensor ranks share blocks, as one path calls them, and nothing beside: {found.choice}"]
+    notes = [*found.notes, *(notes if found.choice else ())]
+    return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
 
 
 @dataclass
@@ -128,6 +131,8 @@ class DistinctUnits:
     """Trace of the example."""
     notes: tuple[str, ...]
     """One sentence if the units are known for one length of text only."""
+    choice: str = ""
+    """How the forward chooses other paths than that of the trace: a part of a sentence; empty if it has no other."""
 
 
 def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
@@ -137,7 +142,7 @@ def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
         PlanError: the model cannot be followed.
     """
     few = program.rows.take_rows(example, 0, ROWS)
-    first, trace, material, full_length = _trace_short(program, few, LENGTH - LENGTH % tp)
+    (first, trace, material, choice), full_length = _trace_short(program, few, LENGTH - LENGTH % tp)
     shorter, why = _material_of_shorter(program, first, trace, tp)
     names = [call.unit for call in trace.calls]
     kinds: dict[object, list[int]] = {}
@@ -152,36 +157,55 @@ def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
         seen.update(alike)
         if alike and next(module.children(), None) is not None:
             arguments = (material.arguments[index], *(shorter.arguments[index : index + 1] if shorter else ()))
-            units.append(Unit(names[index], arguments, alike, _used(trace, indices)))
+            units.append(Unit(names[index], arguments, alike, _used(trace, indices, everything=bool(choice))))
     one_length = f"the tensor plan is proven for one length of text only, because {why}" if why else ""
-    return DistinctUnits(tuple(units), trace, tuple(note for note in (full_length, one_length) if note))
+    notes = tuple(note for note in (full_length, one_length) if note)
+    return DistinctUnits(tuple(units), trace, notes, choice)
 
 
-def _trace_short(program: Program, example: Batch, length: int) -> tuple[Batch, ModelTrace, Material, str]:
-    """Trace the first of the shortened examples that the model takes: (example, its trace, arguments of calls, note).
+class _Followed(NamedTuple):
+    """An example, what was traced of it, and why the forward has other paths; empty if it has none."""
+
+    example: Batch
+    trace: ModelTrace
+    material: Material
+    choice: str
+
+
+def _follow(program: Program, example: Batch) -> _Followed:
+    """Trace an example, on one path where code between units chooses others, which is nothing to tensor ranks."""
+    material = Material()
+    try:
+        return _Followed(example, trace_example(program, example, 1, material=material), material, "")
+    except UncutPathError as error:
+        if error.trace is None:
+            raise
+        return _Followed(example, error.trace, material, error.what)
+
+
+def _trace_short(program: Program, example: Batch, length: int) -> tuple[_Followed, str]:
+    """Trace the first of the shortened examples that the model takes; and a note if it takes none.
 
     A model may count on its own length (image tokens, windows), so the last one tried is the example as it is.
     """
     found, refused = _try_length(program, example, length)
     if found is not None:
-        return *found, ""
-    material = Material()
-    trace = trace_example(program, example, 1, material=material)
+        return found, ""
     note = f"the tensor plan is searched with the full length of the example, because {length} tokens raise: {refused}"
-    return example, trace, material, note if refused else ""
+    return _follow(program, example), note if refused else ""
 
 
-def _try_length(program: Program, example: Batch, length: int) -> tuple[tuple[Batch, ModelTrace, Material] | None, str]:
+def _try_length(program: Program, example: Batch, length: int) -> tuple[_Followed | None, str]:
     """Trace the example with ``length`` tokens, its floats as they are and then shortened too; else (None, the first
     error, which is empty if nothing could be shortened)."""
     refused, seen = "", [_shapes(example)]
     for floats in (False, True):
-        tried, material = _short(example, length, floats), Material()
+        tried = _short(example, length, floats)
         if _shapes(tried) in seen:
             continue
         seen.append(_shapes(tried))
         try:
-            return (tried, trace_example(program, tried, 1, material=material), material), ""
+            return _follow(program, tried), ""
         except Exception as error:  # not every model takes every length
             if is_own_mistake(error):
                 raise
@@ -193,11 +217,13 @@ def _shapes(example: Batch) -> list[torch.Size]:
     return [tensor.shape for _, tensor in named_tensors(example)]
 
 
-def _used(trace: ModelTrace, calls: Sequence[int]) -> frozenset[int]:
+def _used(trace: ModelTrace, calls: Sequence[int], everything: bool) -> frozenset[int]:
+    """Outputs of these calls that are read, or ``everything``, since other paths may read others."""
     read = {number for value in trace.values for number in value.inputs} | set(trace.result.values())
     read |= {number for call in trace.calls for number in call.inputs}
     outputs = [leaf for index in calls for leaf in enumerate(trace.calls[index].output.leaves)]
-    return frozenset(place for place, leaf in outputs if isinstance(leaf, FromValue) and leaf.value in read)
+    values = [(place, leaf.value) for place, leaf in outputs if isinstance(leaf, FromValue)]
+    return frozenset(place for place, value in values if everything or value in read)
 
 
 def _vocabularies(model: nn.Module, trace: ModelTrace, called: CalledModules, tp: int) -> dict[str, str]:
@@ -259,10 +285,9 @@ def _material_of_shorter(program: Program, example: Batch, trace: ModelTrace, tp
     found, refused = _try_length(program, example, length)
     if found is None:
         return None, f"the model does not run with {length} tokens: {refused}"
-    _, seen, material = found
-    if [call.unit for call in seen.calls] != [call.unit for call in trace.calls]:
+    if [call.unit for call in found.trace.calls] != [call.unit for call in trace.calls]:
         return None, f"the model calls other modules with {length} tokens"
-    return material, ""
+    return found.material, ""
 
 
 @dataclass

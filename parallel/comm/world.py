@@ -372,6 +372,14 @@ def group_timeout() -> timedelta:
     return timeout
 
 
+def patience_seconds() -> float:
+    """Seconds between two signs of life of a rank for which others wait: a few of them within ``group_timeout``."""
+    return min(_PATIENCE_SECONDS, group_timeout().total_seconds() / 4)
+
+
+_PATIENCE_SECONDS = 20.0
+
+
 def shares_memory() -> bool:
     """True if ranks of one host may communicate through shared memory; ``TRINE_SHARED_MEMORY=0`` forbids it."""
     return read_count(os.environ, "TRINE_SHARED_MEMORY", 1) != 0

@@ -24,6 +24,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         return [map_leaves(function, item) for item in tree]
     if kind is dict:
         return {key: map_leaves(function, item) for key, item in tree.items()}
+    if isinstance(tree, tuple) and hasattr(kind, "_fields"):  # whose class may check what it holds (PackedSequence)
+        return tuple.__new__(kind, [map_leaves(function, item) for item in tree])
     return tree_map(function, tree)
 
 

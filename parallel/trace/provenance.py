@@ -7,13 +7,23 @@ parameters  id of a parameter -> its first name
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from engine.errors import PlanError
 from engine.parallel.trace.meta_tensors import MetaTwins
-from engine.parallel.trace.model_trace import Constant, FreeTensor, FromArgument, FromParameter, FromValue, Leaf, Value
+from engine.parallel.trace.model_trace import (
+    Constant,
+    FreeTensor,
+    FromArgument,
+    FromParameter,
+    FromValue,
+    Leaf,
+    ModelTrace,
+    Value,
+)
 
 _PLAIN = int | float | complex | bool | str | bytes | None | torch.dtype | torch.device | torch.Size
 
@@ -40,6 +50,23 @@ class ValueSource:
     parameters: frozenset[str] = frozenset()
 
 
+class UncutPath(NamedTuple):
+    """Something that code between units does, and that only a model on one stage can do."""
+
+    sentence: str
+    """Why stages cannot do it, and what to do."""
+    what: str
+    """What it does, and why a forward on shapes shows one path of several: a part of a sentence."""
+
+
+class UncutPathError(PlanError):
+    """The trace of a model that one stage can run, and several cannot; with what was traced, if that came to an end."""
+
+    def __init__(self, path: UncutPath, trace: ModelTrace | None = None) -> None:
+        super().__init__(path.sentence)
+        self.what, self.trace = path.what, trace
+
+
 class TensorProvenance:
     """Origin of all tensors in one forward, and the problems that keep it from being cut."""
 
@@ -48,7 +75,7 @@ class TensorProvenance:
         self.number: dict[int, int] = {}
         self.inside: dict[int, OpenCall] = {}
         self.parameters: dict[int, str] = {}
-        self.problems: list[str] = []
+        self.problems: list[str | UncutPath] = []
         self.leaks: dict[str, str] = {}
         """For each unit that leaks: a sentence about who reads a tensor that it made and did not return."""
         self._twins = twins

@@ -26,7 +26,7 @@ from engine.parallel.trace.leaves import map_leaves, plain_leaves
 from engine.parallel.trace.meta_tensors import MetaTwins, NeedsContentError
 from engine.parallel.trace.model_trace import Call, FreeTensor, Glue, Material, OnZeros, Recipe, Sample
 from engine.parallel.trace.operation_meter import META, OperationMeter
-from engine.parallel.trace.provenance import OpenCall, TensorProvenance, ValueSource, position_of
+from engine.parallel.trace.provenance import OpenCall, TensorProvenance, UncutPath, ValueSource, position_of
 from engine.parallel.trace.torch_function import Function, Operation, user_place, wrapper_among
 
 _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia", "maia", "vulkan")
@@ -248,15 +248,15 @@ class Recorder(TorchFunctionMode):
     def _note_problems(self, operation: Operation, place: str, on_host: bool, source: ValueSource) -> None:
         name, problems = operation.name, self.provenance.problems
         if on_host:
-            problems.append(
-                f"{place} reads the content of a tensor on the host ({name}) between units, where only one stage of a "
-                "pipeline has it; keep it a tensor, or move it into a block."
-            )
+            what = f"{place} reads the content of a tensor on the host ({name}) between units"
+            stages = "where only one stage of a pipeline has it; keep it a tensor, or move it into a block."
+            problems.append(UncutPath(f"{what}, {stages}", f"{what}, which a forward on shapes does not have"))
         if operation.differentiates:
-            problems.append(
-                f"{place} differentiates ({name}) between units, where the graph lies on several stages; leave the "
-                "backward to the engine, or move it into a block."
+            what = f"{place} differentiates ({name}) between units"
+            stages = (
+                "where the graph lies on several stages; leave the backward to the engine, or move it into a block."
             )
+            problems.append(UncutPath(f"{what}, {stages}", f"{what}, which a forward on shapes does not follow"))
         updated = self._updated(operation)
         if name == "set data" or (updated and self.provenance.depends_on_calls(source.inputs)):
             what = f"parameter {min(updated)!r}" if updated else "a tensor through .data"

@@ -25,6 +25,7 @@ from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.torch_checkpoint import open_checkpoints
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.trace.model_trace import Call, Material, ModelTrace, OnZeros, Recipe, trace_difference
+from engine.parallel.trace.provenance import UncutPath, UncutPathError
 from engine.parallel.trace.recorder import Recorder
 from engine.parallel.trace.torch_function import functions_shown_to
 
@@ -85,8 +86,6 @@ def _trace_opened(
             break
         units = open_units(units, hiding)
     problems = [*recorder.provenance.problems, *recorder.provenance.leaks.values()]
-    if problems:
-        raise PlanError(problems[0])
     trace = ModelTrace(
         values=tuple(recorder.provenance.values),
         calls=tuple(_mark_starts(recorder.calls, units)),
@@ -102,18 +101,26 @@ def _trace_opened(
         host_random=host,
         on_zeros=recorder.on_zeros,
     )
+    if problems:
+        one_path = all(isinstance(problem, UncutPath) for problem in problems)
+        raise _error_of(problems[0], trace if one_path else None)
     if drawn is None:
         reads = [(recorder.random_read, extreme) for extreme in _EXTREMES if recorder.random_read is not None]
         reads += [("the model", extreme) for extreme in (host_extreme(False), host_extreme(True)) if host]
         for place, extreme in reads:
             what = trace_difference(trace, _trace_opened(model, program, original, device, drawn=extreme))
             if what is not None:
-                raise PlanError(
-                    f"{place} chooses the path of the forward by a random number: with another one it {what}, and a "
-                    "pipeline is cut for one path; switch that off (layerdrop 0), or move it into a block that returns "
-                    "a new tensor on every path."
+                chooses = f"{place} chooses the path of the forward by a random number"
+                sentence = (
+                    f"{chooses}: with another one it {what}, and a pipeline is cut for one path; switch that off "
+                    "(layerdrop 0), or move it into a block that returns a new tensor on every path."
                 )
+                raise UncutPathError(UncutPath(sentence, f"{chooses}, of which a forward on shapes shows one"), trace)
     return trace
+
+
+def _error_of(problem: str | UncutPath, trace: ModelTrace | None = None) -> PlanError:
+    return PlanError(problem) if isinstance(problem, str) else UncutPathError(problem, trace)
 
 
 def _run(
@@ -149,7 +156,7 @@ def _run(
             result = program()
         except Exception as error:
             if recorder.provenance.problems:  # the error may follow from zeros that the program read on the host
-                raise PlanError(recorder.provenance.problems[0]) from error
+                raise _error_of(recorder.provenance.problems[0]) from error
             if recorder.on_zeros and not is_own_mistake(error):
                 raise PlanError(_fails_on_zeros(recorder.on_zeros[-1], error)) from error
             raise

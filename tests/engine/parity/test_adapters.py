@@ -41,7 +41,7 @@ def shares(model: nn.Module) -> dict[str, int]:
     for name, parameter in model.named_parameters():
         for part in found:
             if (parameter.ndim == 3 if part == STACKS else part in name) and ".mlp.gate." not in name:
-                found[part] += parameter.numel()
+                found[part] += parameter.data.numel()
     return found
 
 

@@ -14,7 +14,7 @@ from engine.parallel.comm.agreement import from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.torch_backend import TorchBackend
-from engine.parallel.comm.world import World
+from engine.parallel.comm.world import World, patience_seconds
 from engine.parallel.grid import Grid
 
 RunRanks = Callable[..., list[Any]]
@@ -56,6 +56,16 @@ def slow(patience: float | None, fails: bool) -> str:
 def test_what_takes_longer_than_a_group_waits_is_waited_for(run_ranks: RunRanks) -> None:
     assert run_ranks(slow, 2, 0.5, False) == ["found", "found"]
     assert run_ranks(slow, 2, 0.5, True) == ["PlanError: not so."] * 2
+
+
+def slow_beside_a_short_timeout() -> str:
+    """Body of a rank whose environment says how long groups wait."""
+    return slow(patience_seconds(), False)
+
+
+def test_a_short_timeout_of_the_environment_does_not_end_it(run_ranks: RunRanks) -> None:
+    found = run_ranks(slow_beside_a_short_timeout, 2, env={"TRINE_TIMEOUT_SECONDS": "2"})
+    assert found == ["found", "found"]
 
 
 def test_without_patience_it_is_given_up(run_ranks: RunRanks) -> None:
