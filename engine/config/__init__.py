@@ -36,8 +36,7 @@ from engine.config.optim_sections import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from engine.config.optimizers.checks import check_optimizer
-from engine.config.optimizers.schedule_checks import check_schedule
+from engine.config.optimizers.checks import check_optimizer, check_rates
 from engine.config.overrides import overridden
 from engine.config.reader import Section, Typed, dump_section, paths, read_section, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
@@ -318,7 +317,7 @@ def _check_between(config: Config, problems: Problems) -> None:
     check_optimizer(config.optimizer, config.zero_optimization, config.bf16, config.ema, problems)
     if not problems.touch("scheduler", "optimizer"):
         # without a section the optimizer may be one from code
-        check_schedule(config.scheduler, config.optimizer if "optimizer" in config.written else None, problems)
+        check_rates(config.scheduler, config.optimizer if "optimizer" in config.written else None, problems)
     check_recomputation(config.activation_checkpointing, problems)
     check_copies(config.checkpoint, problems)
     check_zero(config.zero_optimization, problems)

@@ -1,9 +1,9 @@
-"""Rules between the settings of optimizers, and between them and other sections."""
+"""Rules between the settings of optimizers and schedules, and between them and other sections."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from engine.config.optim_sections import MATRIX_OPTIMIZERS, OptimizerConfig
+from engine.config.optim_sections import MATRIX_OPTIMIZERS, OptimizerConfig, SchedulerConfig
 from engine.config.rules import Problems
 from engine.config.sections import Bf16Config, EmaConfig, ZeroConfig
 from engine.config.wording import shown_value
@@ -14,6 +14,12 @@ _NOT_ROUNDED = (*sorted(MATRIX_OPTIMIZERS), *_LAYERWISE, "AdamW8bit", "Adafactor
 _NOT_ON_DISK = ("AdamW8bit", "ScheduleFreeAdamW")
 """Those whose state is not moments alone, of which each bucket has a file."""
 _OFFLOAD = "zero_optimization.offload_optimizer.device"
+_ORDERED = (
+    ("warmup_num_steps", "total_num_steps"), ("warmup_min_lr", "warmup_max_lr"), ("cycle_min_lr", "cycle_max_lr"),
+    ("cycle_min_mom", "cycle_max_mom"), ("base_momentum", "max_momentum"), ("eta_min", "lr"),
+)  # fmt: skip
+"""Pairs of params of which the first may not be above the second; a second that is absent or null is the optimizer's
+rate."""
 
 
 def check_optimizer(
@@ -89,3 +95,47 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
             "the first is 0, and gradients would be taken where the average is not; give a number above 0, such as "
             "0.9.",
         )
+
+
+def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | None, problems: Problems) -> None:
+    """Note params that contradict each other."""
+    if scheduler is None:
+        return
+    params, at = scheduler.params, "scheduler.params"
+    for low, high in _ORDERED:
+        if low in params:
+            _check_order(low, high, params, optimizer, problems)
+    if params.get("three_phase") and params["pct_start"] > 0.5:
+        problems.add(
+            f"{at}.pct_start",
+            f"{params['pct_start']} with three_phase, whose first two phases are as long; give at most 0.5.",
+        )
+    if scheduler.type == "OneCycleLR" and params["cycle_momentum"] and optimizer is not None:
+        for key in ("betas", "momentum"):
+            if all(key in entry.params for entry in optimizer.entries):
+                return
+        problems.add(
+            f"{at}.cycle_momentum",
+            f"true moves the momentum, and {optimizer.kind} has neither betas nor momentum everywhere; give false.",
+        )
+
+
+def _check_order(
+    low: str, high: str, params: Mapping[str, Any], optimizer: OptimizerConfig | None, problems: Problems
+) -> None:
+    """Note the first group for which ``low`` is above ``high``."""
+    if low.endswith("_mom") and not params["cycle_momentum"]:
+        return
+    top, name = params.get(high), high
+    if top is None:
+        if high == "total_num_steps" or optimizer is None:
+            return
+        top, name = optimizer.params["lr"], "the optimizer's lr"
+    lows, tops = (value if isinstance(value, tuple) else (value,) for value in (params[low], top))
+    for index in range(max(len(lows), len(tops))):
+        one, other = (values[min(index, len(values) - 1)] for values in (lows, tops))
+        if one > other:
+            problems.add(
+                f"scheduler.params.{low}", f"{one:g} is above {name}, {other:g}; give at most {other:g}, or raise that."
+            )
+            return
