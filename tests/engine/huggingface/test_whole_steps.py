@@ -183,3 +183,13 @@ def test_a_model_that_is_made_under_inference_mode_trains() -> None:
         assert not output.is_inference() and not output.requires_grad
         eng.backward(hosted(ids[:, :-1]).square().mean())
         assert eng.step() is not None
+
+
+def test_a_host_that_calls_train_and_eval_reaches_the_model() -> None:
+    """``from_pretrained`` gives a model in eval mode, and hosts call ``train`` of what they were given in its place."""
+    with engine.initialize(models.decoder().eval(), {"train_micro_batch_size_per_gpu": 2}) as eng:
+        hosted = HostedModel(eng)
+        assert not eng.module.training
+        assert hosted.train() is hosted and all(module.training for module in eng.module.modules())
+        hosted.eval()
+        assert not any(module.training for module in eng.module.modules())
