@@ -30,6 +30,7 @@ from engine.parallel.pipeline.report.measured import measured_timeline
 from engine.parallel.pipeline.schedule.simulate import StepTimeline
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, join_outputs
+from engine.program.batch_rows import BatchRows
 from engine.reporting.banner import compare_traffic
 from engine.reporting.console import say_if_slow
 from engine.reporting.sinks import StepReporter
@@ -96,6 +97,11 @@ class Engine(TrainingLoop, NamedState, Inference):
     def plan(self) -> Plan:
         """The plan: what every rank holds, does and sends."""
         return self._runtime.plan
+
+    @property
+    def batch_rows(self) -> BatchRows:
+        """Which tensors of a batch are cut into microbatches, and which are not."""
+        return self._build.rows
 
     @property
     def config(self) -> Config:

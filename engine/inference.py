@@ -29,12 +29,15 @@ class Inference:
     """None until the engine is built."""
 
     @torch.no_grad()
-    def predict(self, batch: Batch) -> Any:
+    def predict(self, batch: Batch, rows: int | None = None) -> Any:
         """The model's output for this data rank's rows, in eval mode, without a loss; the random state is restored.
 
         Args:
             batch: tensor, tuple, list or mapping of any number of rows, which may differ between data ranks; labels
-                are not needed. It runs in microbatches of at most ``train_micro_batch_size_per_gpu`` rows.
+                are not needed.
+            rows: of the microbatches in which it runs, all but the last; None: ``train_micro_batch_size_per_gpu``.
+                Give the rows of the batch where a tensor in it belongs to rows without being cut as they are
+                (patches of pictures).
 
         Every rank of a replica gets the full output: logits are gathered over tp, and the last stage sends them to the
         others over pp, label "outputs". Collective; ZeRO 3 agrees over dp on the number of forwards (8 bytes).
@@ -44,7 +47,7 @@ class Inference:
         """
         self._open("predict")
         with self._evaluated():
-            return self._runner.predict(batch)
+            return self._runner.predict(batch, rows)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor, **options: Any) -> Any:

@@ -43,8 +43,11 @@ class HostedModel(nn.Module):
             return gather_logits(self.trained(*args, **kwargs))
         batch = args[0] if len(args) == 1 and not kwargs else kwargs or args
         self.trained.complete(batch)
-        micro = self.trained.config.micro or 1
-        return with_one_loss(self.trained.predict(with_share(batch, micro)), batch, micro)
+        rows, micro = self.trained.batch_rows, self.trained.config.micro or 1
+        count = rows.count(batch)
+        if rows.whole_names(batch):
+            micro = max(count, 1)  # patches of pictures belong to rows, by which only their collator could cut them
+        return with_one_loss(self.trained.predict(with_share(batch, count, micro), micro), batch, count, micro)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last update."""
@@ -55,15 +58,15 @@ _COUNT = "num_items_in_batch"
 _NO_LABEL = -100
 
 
-def with_share(batch: Any, micro: int) -> Any:
+def with_share(batch: Any, rows: int, micro: int) -> Any:
     """``batch``, whose number of items is given as each row's share, so that a microbatch has that of its rows."""
     if not isinstance(batch, Mapping) or batch.get(_COUNT) is None:
         return batch
-    shares = _row_shares(batch, micro)
+    shares = _row_shares(batch, rows, micro)
     return {**batch, _COUNT: torch.as_tensor(batch[_COUNT], device=shares.device) * shares}
 
 
-def with_one_loss(output: Any, batch: Any, micro: int) -> Any:
+def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
     """``output``, whose losses of microbatches are made the loss of the batch: their mean, weighted by labels or rows.
 
     It is exact for means over either, and for sums that are divided by the share of the items that a microbatch has.
@@ -71,17 +74,18 @@ def with_one_loss(output: Any, batch: Any, micro: int) -> Any:
     losses = output.get("loss") if isinstance(output, Mapping) else None
     if losses is None or not losses.ndim:
         return output
-    weights = torch.stack([part.sum() for part in torch.split(_row_shares(batch, micro), micro)]).to(losses.device)
+    weights = torch.stack([part.sum() for part in torch.split(_row_shares(batch, rows, micro), micro)]).to(
+        losses.device
+    )
     output["loss"] = (losses * weights).sum()
     return output
 
 
-def _row_shares(batch: Mapping[str, Any], micro: int) -> Tensor:
+def _row_shares(batch: Mapping[str, Any], rows: int, micro: int) -> Tensor:
     """Share of each row in the loss of the batch: of its labels, where each microbatch has some, else of its rows."""
     labels = batch.get("labels")
-    first = next(part for part in batch.values() if isinstance(part, Tensor) and part.ndim)
-    rows = len(first)
-    if isinstance(labels, Tensor) and labels.ndim and not labels.is_floating_point():
+    first = next(part for part in batch.values() if isinstance(part, Tensor))
+    if isinstance(labels, Tensor) and labels.shape[:1] == (rows,) and not labels.is_floating_point():
         counts = labels.ne(_NO_LABEL).reshape(rows, -1).sum(1).float()
         if all(part.sum() for part in torch.split(counts, micro)):
             return counts / counts.sum()

@@ -6,6 +6,7 @@ clip_grad_norm_       the norm over all ranks; the step that follows clips to it
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -25,23 +26,25 @@ from engine.huggingface.hosted_model import HostedModel
 from engine.huggingface.loop_settings import of_accelerator, part_rows
 from engine.huggingface.saved_state import SavedState
 from engine.parallel.comm.world import read_world
+from engine.program.batch_rows import Name
 
 
 class Accelerator(SavedState):
     """``accelerate.Accelerator`` with ``engine_config``, a dict or the path of a file; all else is the host's.
 
     The loop owns batch size, accumulation, clipping, optimizer and schedule; the configuration says the grid, ZeRO and
-    what the loop has no word for. ``num_processes`` counts data ranks, ``process_index`` is this one's.
+    what the loop has no word for; ``whole`` names tensors of a batch that have no rows. ``num_processes`` counts data
+    ranks, ``process_index`` is this one's.
 
     Raises:
         ConfigError: the configuration contradicts the loop; a plugin that places the model in another way.
     """
 
-    def __init__(self, *, engine_config: ConfigSource, **kwargs: Any) -> None:
+    def __init__(self, *, engine_config: ConfigSource, whole: Name | Sequence[Name] = (), **kwargs: Any) -> None:
         self._raw, self._settings = load_raw(engine_config), of_accelerator(kwargs, os.environ)
         world = read_world()
         grid = self._settings.configuration(self._raw, world.size).grid(world.rank)
-        self._clipped = False
+        self._clipped, self._whole = False, whole
         super().__init__(**kwargs)
         self.begin(grid, "Accelerator", "cpu")
 
@@ -93,7 +96,8 @@ class Accelerator(SavedState):
             )
         micro = next((_rows(each, self) for each in args if isinstance(each, DataLoader)), None)
         config = replace(self._settings, micro=micro).configuration(self._raw, self.grid.world_size)
-        self.hosted = HostedModel(initialize(models[0], config, optimizer=optimizers[0]), part_rows(self._raw))
+        placed = initialize(models[0], config, optimizer=optimizers[0], whole=self._whole)
+        self.hosted = HostedModel(placed, part_rows(self._raw))
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -9,7 +9,7 @@ lets its subclasses enter: the accelerator, the wrapped model, the step, and che
 
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from engine.huggingface.hosted_model import HostedModel
 from engine.huggingface.trl_loop import TrlLoop, plan_inputs
 from engine.huggingface.trl_settings import GENERATING, refuse_trl
 from engine.huggingface.whole_steps import OwnLoss, WholeSteps
+from engine.program.batch_rows import Name
 
 _STATE = "engine"
 """Folder of the engine's checkpoint inside one of the host's."""
@@ -43,6 +44,8 @@ _SCHEDULE = "schedule"
 
 class Trainer(TrlLoop):
     """``transformers.Trainer`` with ``engine_config``, a dict or the path of a file; all else is the host's.
+
+    ``whole`` names tensors of a batch that have no rows (patches of pictures), as :func:`engine.initialize` takes them.
 
     ``TrainingArguments`` own sizes, precision, optimizer, schedule and clipping; the configuration says the grid, ZeRO
     and what the arguments have no word for. ``per_device_train_batch_size`` counts rows of a data rank.
@@ -57,7 +60,9 @@ class Trainer(TrlLoop):
         ConfigError: the configuration contradicts the arguments; an argument that places the model in another way.
     """
 
-    def __init__(self, *args: Any, engine_config: ConfigSource, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, engine_config: ConfigSource, whole: Name | Sequence[Name] = (), **kwargs: Any
+    ) -> None:
         given = (each for each in (*args, *kwargs.values()) if isinstance(each, transformers.TrainingArguments))
         refuse_trl(self.trl_kind(), kwargs, next(given, None))
         model = args[0] if args else kwargs.get("model")
@@ -66,7 +71,7 @@ class Trainer(TrlLoop):
                 f"Trainer was given model {model!r}, a name, and trains a module; give "
                 "AutoModelForCausalLM.from_pretrained of it."
             )
-        self._raw = load_raw(engine_config)
+        self._raw, self._whole = load_raw(engine_config), whole
         self._steps: WholeSteps | None = None
         self._parameters = 0
         """Of the whole model, without embeddings; counted before the engine places it."""
@@ -120,9 +125,10 @@ class Trainer(TrlLoop):
         self._prepare_trl_model(model)
         example = self._example()
         if self._steps is None or not self._steps.scales:
-            placed = initialize(model, config, None, example, optimizer)
+            placed = initialize(model, config, None, example, optimizer, whole=self._whole)
         else:
-            placed = initialize(model, config, self._steps.loss, example, optimizer, inputs=self._steps.inputs)
+            loss, inputs = self._steps.loss, self._steps.inputs
+            placed = initialize(model, config, loss, example, optimizer, inputs=inputs, whole=self._whole)
         rows = {name: _rows(getattr(self, name)) for name in ("train_dataset", "eval_dataset")}
         refuse_unlike(self.args, rows, placed.comm, placed.device)
         return HostedModel(placed, whole_steps=self.accelerator.whole_steps)

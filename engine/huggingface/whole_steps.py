@@ -111,9 +111,15 @@ class WholeSteps:
 
     def _filled(self, microbatch: dict[str, Any]) -> dict[str, Any]:
         """``microbatch`` with as many rows as every other, of which the further ones have no labels."""
-        rows = next((len(part) for part in microbatch.values() if isinstance(part, Tensor) and part.ndim), 0)
+        known = self._accelerator.trained.batch_rows
+        rows = known.count(microbatch)
         if rows in (0, self._micro):
             return microbatch
+        if others := known.whole_names(microbatch):
+            raise EngineError(
+                f"the last step of the epoch has a microbatch of {rows} of {self._micro} rows, and none can be added, "
+                f"since {others[0]} has no rows of the batch; give dataloader_drop_last=True."
+            )
         if _COUNT not in microbatch:
             raise _incomplete(f"a microbatch of {rows} of {self._micro} rows")
         cut = {key: part for key, part in microbatch.items() if isinstance(part, Tensor) and part.ndim}

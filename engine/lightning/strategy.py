@@ -8,7 +8,7 @@ lets its strategies enter: ranks, backward, step, and checkpoints.
     FILE.ckpt                       with save_weights_only, one file for load_from_checkpoint
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from engine.huggingface.hosted_model import HostedModel
 from engine.huggingface.loop_settings import part_rows
 from engine.lightning.hosted_module import move_others, of_lightning, replace_child, trained_child
 from engine.parallel.grid import Grid
+from engine.program.batch_rows import Name
 
 _STATE, _HOST = "engine", "lightning.ckpt"
 """Parts of a checkpoint."""
@@ -44,6 +45,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     Args:
         engine_config: the engine's configuration.
         module: name of the module of the LightningModule that is placed; None: its only child with parameters.
+        whole: names of tensors of a batch that have no rows (patches of pictures), as ``initialize`` takes them.
         more: ``cluster_environment`` and ``checkpoint_io``, as Lightning's strategies take them.
 
     Raises:
@@ -52,11 +54,13 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     precision_plugin: Any
 
-    def __init__(self, engine_config: ConfigSource, module: str | None = None, **more: Any) -> None:
+    def __init__(
+        self, engine_config: ConfigSource, module: str | None = None, whole: Name | Sequence[Name] = (), **more: Any
+    ) -> None:
         if unknown := sorted(more.keys() - {"cluster_environment", "checkpoint_io"}):
             raise ConfigError(f"Strategy was given {unknown[0]}, which it does not have; say it in engine_config.")
         super().__init__(**more)
-        self._raw, self._name = load_raw(engine_config), module
+        self._raw, self._name, self._whole = load_raw(engine_config), module, whole
         self._config: Config | None = None
         self._hosted: HostedModel | None = None
         self._placed: nn.Module | None = None
@@ -148,7 +152,8 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             optimizer = self.optimizers[0]
         move_others(module, self._name, self.root_device)
         inner = module.get_submodule(self._name)
-        self._hosted = HostedModel(initialize(inner, self._config, optimizer=optimizer), part_rows(self._raw))
+        placed = initialize(inner, self._config, optimizer=optimizer, whole=self._whole)
+        self._hosted = HostedModel(placed, part_rows(self._raw))
         replace_child(module, self._name, self._hosted)
         self._placed = module
 

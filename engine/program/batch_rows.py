@@ -73,12 +73,20 @@ class BatchRows:
         """
         if not isinstance(batch, Tensor | Mapping | tuple | list):
             raise EngineError(f"the batch is a {type(batch).__name__}; give a tensor, tuple or dict.")
-        cut = (tensor for path, tensor in tensors_by_path(batch) if tensor.ndim and not self.is_whole(path))
-        rows = next((tensor.shape[0] for tensor in cut), 0)
+        rows = self.count(batch)
         if not rows:
             raise EngineError("the batch has no row; give tensors whose leading dim is the number of rows.")
         self._check(batch, rows, str(rows))
         return [self.take_rows(batch, start, micro) for start in range(0, rows, micro)]
+
+    def count(self, batch: Batch) -> int:
+        """Number of rows of a batch: the leading dim of its first tensor that is cut; 0 without one."""
+        cut = (tensor for path, tensor in tensors_by_path(batch) if tensor.ndim and not self.is_whole(path))
+        return next((tensor.shape[0] for tensor in cut), 0)
+
+    def whole_names(self, batch: Batch) -> list[str]:
+        """The tensors of a batch that are not cut, as the expressions that reach them; 0-dim ones left out."""
+        return [expression(path) for path, tensor in tensors_by_path(batch) if tensor.ndim and self.is_whole(path)]
 
     def take_rows(self, batch: Batch, start: int, count: int) -> Batch:
         """Rows ``start`` to ``start + count``; scalars, whole tensors and values of other types stay unchanged."""
@@ -101,12 +109,14 @@ class BatchRows:
         )
 
     def _check_names(self, batch: Batch) -> None:
+        """Refuse a name that is nearly one of the batch's; one that is missing may be in another batch (pictures)."""
         found = {key for path, _ in tensors_by_path(batch) for key in path}
-        for name in self.whole:
-            if name not in found:
-                near = get_close_matches(str(name), map(str, found), 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(map(repr, found)))}."
-                raise EngineError(f"whole names {name!r}, and the batch has no tensor of that name; {hint}")
+        for name in self.whole - found:
+            near = get_close_matches(str(name), map(str, found - self.whole), 1)
+            if near:
+                raise EngineError(
+                    f"whole names {name!r}, and the batch has no tensor of that name; did you mean {near[0]!r}?"
+                )
 
     def _check(self, batch: Batch, rows: int, rule: str) -> None:
         self._check_names(batch)
@@ -118,6 +128,7 @@ class BatchRows:
                 name = path[-1] if path else "..."
                 raise EngineError(
                     f"{expression(path)} has leading dim {tensor.shape[0]}, but a data rank's share has {rule} rows; "
-                    "change the loader or the sizes in the configuration, or, if every microbatch is to get the whole "
-                    f"tensor, pass whole=[{name!r}] to engine.initialize."
+                    "change the loader or the sizes in the configuration, or, if the tensor has no rows of the batch, "
+                    f"pass whole=[{name!r}] to engine.initialize, or to what takes engine_config, and every microbatch "
+                    "gets the whole of it."
                 )

@@ -142,10 +142,10 @@ class StepRunner:
         return FinishedStep(step, UpdateOutcome(totals=totals, norm=math.nan, lr=lr, scale=1.0, nonfinite=None))
 
     @torch.no_grad()
-    def predict(self, batch: Batch, together: bool = False) -> Any:
+    def predict(self, batch: Batch, micro: int | None = None, together: bool = False) -> Any:
         """See :meth:`engine.Engine.predict`; ``together``: data ranks without rows ``accompany`` this call."""
-        step, rows = self.begin(), self._runtime.program.rows
-        taken, step.problem = take_batch(partial(rows.split, batch, self._config.micro), self._comm, self._device)
+        step, split = self.begin(), self._runtime.program.rows.split
+        taken, step.problem = take_batch(partial(split, batch, micro or self._config.micro), self._comm, self._device)
         together = together or self._runtime.gatherer is not None
         count = self._most_forwards(len(taken), step) if together else len(taken)
         return join_outputs(self._outputs(step, taken, count))

@@ -34,8 +34,9 @@ def test_wrong_leading_dim_names_the_key() -> None:
     batch["labels"] = batch["labels"][:6]
     assert message(train(batch)) == (
         "batch['labels'] has leading dim 6, but a data rank's share has micro x accumulation = 2 x 4 = 8 rows; "
-        "change the loader or the sizes in the configuration, or, if every microbatch is to get the whole tensor, pass "
-        "whole=['labels'] to engine.initialize."
+        "change the loader or the sizes in the configuration, or, if the tensor has no rows of the batch, pass "
+        "whole=['labels'] to engine.initialize, or to what takes engine_config, and every microbatch gets the whole of "
+        "it."
     )
 
 

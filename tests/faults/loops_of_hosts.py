@@ -38,4 +38,15 @@ LOOPS_OF_HOSTS = (
         new="            self._guarded = [p for p in trained if type(p) is nn.Parameter]\n",
         tests=(f"{_GUARD}::test_a_look_is_refused_on_every_rank_whoever_holds_the_parameter",),
     ),
+    Fault(
+        name="patches-counted-as-rows",
+        about="The number of rows of a microbatch is that of its first tensor, also where that holds patches.",
+        file="engine/program/batch_rows.py",
+        old="for path, tensor in tensors_by_path(batch) if tensor.ndim and not self.is_whole(path))\n        return",
+        new="for path, tensor in tensors_by_path(batch) if tensor.ndim)\n        return",
+        tests=(
+            "tests/engine/program/test_batch_rows.py::test_a_named_tensor_may_be_missing_from_a_batch",
+            f"{_STEPS}::test_patches_count_no_rows_and_cannot_be_filled_up",
+        ),
+    ),
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 import engine
 from engine.huggingface.hosted_model import HostedModel, with_one_loss, with_share
 from engine.huggingface.whole_steps import OwnLoss, WholeSteps
+from engine.program.batch_rows import BatchRows
 from tests import models
 
 
@@ -25,6 +26,7 @@ class FakeAccelerator:
     steps: list[list[dict[str, Any]]] = field(default_factory=list)
     reports: list[Any] = field(default_factory=list)
     model_loss: Callable[[dict[str, Any]], Tensor] = lambda batch: per_item(batch)
+    batch_rows: BatchRows = field(default_factory=BatchRows)
 
     @property
     def trained(self) -> "FakeAccelerator":
@@ -115,6 +117,16 @@ def test_lacking_rows_have_no_labels_and_lacking_microbatches_count_nothing() ->
     assert losses == [4.0, 0.0] and steps.inputs(lacking).keys() == steps.inputs(short).keys()
 
 
+def test_patches_count_no_rows_and_cannot_be_filled_up() -> None:
+    """They come first in the batch, and in another number."""
+    accelerator = FakeAccelerator(sync_gradients=True, batch_rows=BatchRows(whole=frozenset({"patches"})))
+    steps = steps_of(accelerator)
+    steps.add({"patches": torch.ones(7, 2)} | rows(3), torch.tensor(12))
+    assert accelerator.steps[0][0]["patches"].shape == (7, 2)
+    with pytest.raises(engine.EngineError, match=r"a microbatch of 2 of 3 rows, and none .*\['patches'\] has no rows"):
+        steps.add({"patches": torch.ones(7, 2)} | rows(2), torch.tensor(8))
+
+
 @pytest.mark.parametrize("model_loss", [mean, per_item_in_part])
 def test_rows_that_lack_are_refused_by_the_loss_itself_and_not_by_a_signature(
     model_loss: Callable[[dict[str, Any]], Tensor],
@@ -151,12 +163,12 @@ def test_losses_of_microbatches_become_that_of_the_batch(divides: bool, labels: 
     items = torch.ones(5, 1) if labels is None else torch.tensor(labels).ne(-100)
     batch = {"input_ids": torch.zeros(5, 4), "num_items_in_batch": torch.tensor(9)}
     batch |= {} if labels is None else {"labels": torch.tensor(labels)}
-    shared, losses = with_share(batch, 2), []
+    shared, losses = with_share(batch, 5, 2), []
     for first in (0, 2, 4):
         part = slice(first, first + 2)
         total = (values[part, None] * items[part]).sum()
         losses.append(total / (shared["num_items_in_batch"][part].sum() if divides else items[part].sum()))
-    output = with_one_loss({"loss": torch.stack(losses)}, batch, 2)
+    output = with_one_loss({"loss": torch.stack(losses)}, batch, 5, 2)
     whole = float((values[:, None] * items).sum())
     assert float(output["loss"]) == pytest.approx(whole / (9 if divides else float(items.sum())))
 
@@ -171,3 +183,13 @@ def test_a_model_that_is_made_under_inference_mode_trains() -> None:
         assert not output.is_inference() and not output.requires_grad
         eng.backward(hosted(ids[:, :-1]).square().mean())
         assert eng.step() is not None
+
+
+def test_a_host_that_calls_train_and_eval_reaches_the_model() -> None:
+    """``from_pretrained`` gives a model in eval mode, and hosts call ``train`` of what they were given in its place."""
+    with engine.initialize(models.decoder().eval(), {"train_micro_batch_size_per_gpu": 2}) as eng:
+        hosted = HostedModel(eng)
+        assert not eng.module.training
+        assert hosted.train() is hosted and all(module.training for module in eng.module.modules())
+        hosted.eval()
+        assert not any(module.training for module in eng.module.modules())

@@ -1,0 +1,43 @@
+"""Tensors that are not rows of the batch go to every microbatch whole, by their names, inside the hosts' loops too."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.huggingface.picture_models import Pictured, run_pictured
+
+GRIDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "tp2": (2, {"parallel": {"tensor": 2}}),
+    "pp2": (2, {"parallel": {"pipeline": 2}}),
+    "tp2 x pp2": (4, {"parallel": {"tensor": 2, "pipeline": 2}}),
+}
+pytestmark = pytest.mark.long  # every run imports transformers' Trainer in each rank
+
+
+@pytest.mark.parametrize("loop", [False, True], ids=["trainer", "accelerator"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_models_of_pictures_train_as_in_the_host_alone(grid: str, loop: bool, tmp_path: Path) -> None:
+    """Two microbatches a step; evaluation over more rows than a microbatch has, and positions of three rows."""
+    ranks, config = GRIDS[grid]
+    host = run_pictured(Pictured(folder=str(tmp_path), loop=loop), 1)
+    found = run_pictured(Pictured(folder=str(tmp_path), loop=loop, config=config), ranks)
+    for name, values in host.items():
+        assert len(values) == (7 if not loop else 9), values
+        assert found[name] == pytest.approx(values, rel=1e-4), name
+
+
+def test_two_data_ranks(tmp_path: Path) -> None:
+    half = {"per_device_eval_batch_size": 4}
+    run = Pictured(folder=str(tmp_path), arguments={"per_device_train_batch_size": 1} | half)
+    host = run_pictured(run, 2)
+    found = run_pictured(Pictured(folder=str(tmp_path), arguments=run.arguments, config={}), 2)
+    for name, values in host.items():
+        assert found[name] == pytest.approx(values, rel=1e-4), name
+
+
+def test_without_names_a_size_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
+    run = Pictured(folder=str(tmp_path), config=GRIDS["pp2"][1], whole=(), models=("qwen2 vl",))
+    said = run_pictured(run, 2)["qwen2 vl"]
+    assert said.startswith("EngineError: batch['") and "or to what takes engine_config" in said
