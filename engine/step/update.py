@@ -117,6 +117,7 @@ class Update:
         self._seconds = 0.0
         self._in_a_row = 0
         self._told = False
+        self._made_told = False
         self._alike = 0
         self.made = 0
         """Number of updates."""
@@ -157,13 +158,7 @@ class Update:
         runtime.bring_update()
         if totals.unused:
             runtime.optimizer.unused = self._find_unused(idle, runtime)
-        self._alike += totals.same_batch(self._comm.grid.dp)
-        if self._alike == 2 and totals.digest and self._comm.grid.rank == 0:
-            logger.warning(
-                "all %d data ranks were given the same batch in each of the first two steps, so they compute what one "
-                "would; give each its own rows: let the sampler use eng.grid.coord().dp and eng.grid.dp.",
-                self._comm.grid.dp,
-            )
+        self._tell_same_batch(totals)
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
         divisor = totals.weight * step.scale
@@ -175,6 +170,7 @@ class Update:
             self.used_factor = lambda flat: 1.0 / divisor
         else:
             self._make(clip_factor(norm, self._max_norm(step)) / divisor, made, runtime)
+            self._tell_made(totals, norm, step.unseen)
         self.tokens += int(totals.tokens)
         self.samples += self._config.train_batch_size or 0
         self.scale = self.scale.after(overflow=nonfinite is not None)
@@ -205,6 +201,35 @@ class Update:
             )
         self._told = True
         return nonfinite
+
+    def _tell_same_batch(self, totals: StepTotals[float]) -> None:
+        self._alike += totals.same_batch(self._comm.grid.dp)
+        if self._alike == 2 and totals.digest and self._comm.grid.rank == 0:
+            logger.warning(
+                "all %d data ranks were given the same batch in each of the first two steps, so they compute what one "
+                "would; give each its own rows: let the sampler use eng.grid.coord().dp and eng.grid.dp.",
+                self._comm.grid.dp,
+            )
+
+    def _tell_made(self, totals: StepTotals[float], norm: float, unseen: bool) -> None:
+        """Say once that an update was made although something was not finite.
+
+        ``unseen``: there were losses that the engine was not given, so that the total is nan.
+        """
+        finite = math.isfinite(norm)
+        if self._made_told or self._comm.grid.rank or (finite and (unseen or math.isfinite(totals.loss))):
+            return
+        self._made_told = True
+        what, remedy = (
+            ("the loss", "a mean over labels that are all ignored (-100) is nan; a loss_fn that returns (sum, weight) "
+             "counts such rows as nothing")
+            if finite
+            else ("the gradient norm", "set bf16.check_grad_overflow to true, which skips such steps")
+        )  # fmt: skip
+        logger.warning(
+            "update %d was made although %s was not finite, as one process makes it: %s. Further ones are in the "
+            "reports and are not logged.", self.made, what, remedy,
+        )  # fmt: skip
 
     @staticmethod
     def _rescale_residuals(runtime: RankRuntime, factor: float) -> None:
