@@ -185,7 +185,7 @@ def _folder_words(folder: Path, config: Any, kind: str) -> dict[str, Any]:
         "imported": ", ".join(imported),
         "context": min(256, getattr(config, "max_position_embeddings", None) or 256),
         "tokens": read if tokenizer else as_bytes,
-        "made": f"{kind}.from_pretrained(FOLDER)" if weights else f"{kind}(AutoConfig.from_pretrained(FOLDER))",
+        "made": f"{kind}.from_pretrained(FOLDER).train()" if weights else f"{kind}(AutoConfig.from_pretrained(FOLDER))",
         "saved": f'eng.save_pretrained("trained"){saved}',
     }
 

@@ -69,7 +69,7 @@ class IsolatedBlock:
         device: torch.device,
         selective: Selective | None = None,
     ) -> None:
-        self._device = device
+        self._device, self._precision = device, precision
         self._module = copy_block(model, name, precision, device)
         patches = self._patches = ForwardPatches()
         self._waiting = SplitBackward(self._module, patches)
@@ -111,7 +111,7 @@ class IsolatedBlock:
             # The same split as in a schedule with split backwards: inputs first, deferred weight gradients after.
             # A schedule without the split pays the sum of both.
             begun = self._now()
-            with around_forward:
+            with around_forward, self._precision.forward(self._device, whole=False):
                 output = call_user_code(self._module.forward, given.args, given.kwargs)
             forward = self._now() - begun
             kept = sum(outputs.bytes for outputs in self._started)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import PlanError
+from engine.parallel.model.operand_casts import OperandCasts
 from engine.parallel.model.placeholders import placeholder
 from engine.precision.fp32_modules import KeptFp32, find_fp32_modules, marked_tensors, running_statistics
 
@@ -66,9 +67,13 @@ class Precision:
     """Floating inputs of forward are cast to ``compute``."""
     buffers: torch.dtype | None = None
     """Dtype of floating buffers in a 16-bit run; None leaves each as it is."""
+    operands: OperandCasts | None = field(default=None, compare=False)
+    """Casts of operands in the model's own code; None: it makes its own."""
 
-    def forward(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Context of a forward on ``device``."""
+    def forward(self, device: torch.device, whole: bool = True) -> AbstractContextManager[Any]:
+        """Context of a forward on ``device``, of the ``whole`` model or of a stage."""
+        if self.operands is not None:
+            return self.operands.forward(whole)
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     def parameter(self, name: str, given: torch.dtype) -> torch.dtype:
@@ -160,6 +165,7 @@ def make_precision(config: Config, model: nn.Module) -> Precision:
         autocast=cast,
         cast_inputs=config.cast_forward_inputs,
         buffers=_NAMED[config.buffer_dtype],
+        operands=None if config.compile else OperandCasts(compute),
     )
 
 

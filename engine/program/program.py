@@ -99,7 +99,9 @@ class Program:
         return replace(self, device=device)
 
 
-_MIXED_DTYPES = re.compile(r"same dtype|expected scalar type|expected m1 and m2|should be the same|same type")
+_MIXED_DTYPES = re.compile(
+    r"same dtype|dtypes match|expected scalar type|expected m1 and m2|should be the same|same type"
+)
 """What torch says of an operation that is given tensors of two dtypes."""
 
 

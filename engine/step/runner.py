@@ -29,6 +29,7 @@ from engine.program.program import evaluating
 from engine.step.batch_check import differing_buffer, small_digest, take_batch
 from engine.step.failed_ranks import OtherRankError, note_failure, problem_of_any
 from engine.step.microbatches import StepKind, StepMicrobatches
+from engine.step.remarks import Remarks
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
 from engine.step.update import Update, UpdateOutcome
@@ -77,6 +78,7 @@ class StepRunner:
         """Steps in which the batches of the data ranks were compared."""
         self._told = False
         """Whether it was said what forward is not given of a batch."""
+        self.remarks = Remarks(model, speaks=self._comm.grid.rank == 0)
 
     @property
     def made(self) -> int:
@@ -199,6 +201,8 @@ class StepRunner:
         taken, step.problem = take_batch(take, self._comm, self._device)
         if kind == "train" and self._compared < _COMPARED_STEPS and self._comm.grid.dp > 1 and step.problem is None:
             step.digest, self._compared = small_digest(taken), self._compared + 1
+        if kind == "train" and step.problem is None:
+            self.remarks.look(taken)
         if not self._told and step.problem is None:
             step.problem = self._tell(taken[0])
         step.text = step.problem is None and is_text(taken[0])  # on every rank, also on those without the loss

@@ -120,7 +120,7 @@ class RankRuntime:
             # autocast would cache casts of full weights, whose gradients come after the weights are freed
             torch.set_autocast_cache_enabled(cached and self.gatherer is None)
             try:
-                with self.program.precision.forward(self.program.device):
+                with self.program.precision.forward(self.program.device, whole=self.stage is None):
                     yield
             finally:
                 torch.set_autocast_cache_enabled(cached)

@@ -36,6 +36,8 @@ class StepState:
     text: bool = False
     """``tokens`` counts tokens, not rows."""
     microbatches: int = 0
+    unseen: bool = False
+    """A backward of the user's own has run whose loss the engine was not given."""
     reduced: bool = False
     """Gradients are reduced already, because the user has read them."""
     problem: BaseException | None = None

@@ -118,6 +118,7 @@ class Update:
         self._seconds = 0.0
         self._in_a_row = 0
         self._told = False
+        self._made_told = False
         self._alike = 0
         self.made = 0
         """Number of updates."""
@@ -171,6 +172,7 @@ class Update:
             self.used_factor = lambda flat: 1.0 / divisor
         else:
             self._make(clip_factor(norm, self._max_norm(step)) / divisor, made, runtime)
+            self._tell_made(totals, norm, step.unseen)
         self.tokens += int(totals.tokens)
         self.samples += self._config.train_batch_size or 0
         self.scale = self.scale.after(overflow=nonfinite is not None)
@@ -214,6 +216,26 @@ class Update:
             )
         self._told = True
         return nonfinite
+
+    def _tell_made(self, totals: StepTotals[float], norm: float, unseen: bool) -> None:
+        """Say once that an update was made although something was not finite.
+
+        ``unseen``: there were losses that the engine was not given, so that the total is nan.
+        """
+        finite = math.isfinite(norm)
+        if self._made_told or self._comm.grid.rank or (finite and (unseen or math.isfinite(totals.loss))):
+            return
+        self._made_told = True
+        what, remedy = (
+            ("the loss", "a mean over labels that are all ignored (-100) is nan; a loss_fn that returns (sum, weight) "
+             "counts such rows as nothing")
+            if finite
+            else ("the gradient norm", "set bf16.check_grad_overflow to true, which skips such steps")
+        )  # fmt: skip
+        logger.warning(
+            "update %d was made although %s was not finite, as one process makes it: %s. Further ones are in the "
+            "reports and are not logged.", self.made, what, remedy,
+        )  # fmt: skip
 
     def _make(self, factor: float, launched: bool, runtime: RankRuntime) -> None:
         """Update with gradients times ``factor``, unless the device has already made the update (``launched``)."""

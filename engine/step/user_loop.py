@@ -117,6 +117,7 @@ class UserLoop:
         if self._step is None and self._started is None and training:
             self._started = time.perf_counter()
             runtime.buffers.remember()
+            self._runner.remarks.look([given])
         key, before = self._random_key(), (self._forwards, self._fresh, self._forwarded)
         if training:  # an evaluation must not change what training draws
             self._forwards += 1
@@ -296,7 +297,7 @@ class UserLoop:
         step, loss = self._open_step(), self._announced
         self._unscaled = self._unscaled or (step.scale != 1.0 and loss is None)
         self._refuse_surplus(step)
-        unknown = step.loss.new_full((), math.nan)
+        unknown, step.unseen = step.loss.new_full((), math.nan), step.unseen or loss is None
         self._count(step, WeightedLoss(unknown if loss is None else loss, 1.0), pair=False)
         return self._differentiating_own()
 

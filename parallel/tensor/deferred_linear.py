@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
 
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.main_gradient import MainGradient
@@ -32,6 +31,7 @@ from engine.kernels.ops.bias_activation import activate
 from engine.kernels.ops.linear import LinearForm, added_to_main, linear, product
 from engine.kernels.ops.linear import linear as kernel_linear
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.operand_casts import is_watched
 from engine.parallel.model.placeholders import is_plain
 
 
@@ -98,7 +98,7 @@ def can_multiply(x: Tensor, weight: Tensor) -> bool:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_plain(x):
         return False
     # a tracer that matches operations by name must see torch's own product, in the trace and in the run alike
-    if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
+    if is_watched():
         return False
     # autocast leaves float64 as it is
     casts = torch.is_autocast_enabled(x.device.type)
@@ -192,7 +192,7 @@ class FusedForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [.., I] -> [.., O]."""
-        if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
+        if is_watched():
             # a tracer matches products by torch's own names
             return followed(self.module, type(self.module).forward(self.module, x), self.kernels)
         return fused_forward(self.module, x, self.activation, self.kernels)

@@ -37,4 +37,40 @@ PLAIN_TORCH = (
         new="if name not in left and live.get(name, _NOTHING) is not value and not isinstance(value, int):",
         tests=("tests/parallel/activation_checkpointing/test_second_run.py",),
     ),
+    Fault(
+        name="eval-mode-looked-for-at-the-top",
+        about="A model that came in eval mode trains without dropout inside a wrapper, and nothing says it.",
+        file="engine/step/remarks.py",
+        old="if module.training or outer.training or not any",
+        new="if module.training or model.training or not any",
+        tests=("tests/engine/step/test_remarks.py::test_training_in_eval_mode_is_said_where_it_changes_something",),
+    ),
+    Fault(
+        name="a-loss-of-nan-unsaid",
+        about="An update with a loss of nan is made, and only the report of the step shows it.",
+        file="engine/step/update.py",
+        old="math.isfinite(totals.loss) and math.isfinite(norm)",
+        new="math.isfinite(norm)",
+        tests=(
+            "tests/engine/step/test_remarks.py::test_labels_that_are_all_ignored_train_as_in_one_process_and_are_said",
+        ),
+    ),
+    Fault(
+        name="one-batch-for-ever-unsaid",
+        about="A loop that begins its loader anew in each step trains on one batch, and nothing says it.",
+        file="engine/step/remarks.py",
+        old="if self._alike == _ALIKE:",
+        new="if self._alike is None:",
+        tests=("tests/engine/step/test_remarks.py::test_one_batch_for_ever_is_said_once",),
+    ),
+    Fault(
+        name="operand-casts-off-after-the-first-forward",
+        about="A model with rotary tables in fp32 trains one step in bf16, and then its products meet two dtypes.",
+        file="parallel/model/operand_casts.py",
+        old="self._needed.get(kind, False) or self._casts > before",
+        new="False",
+        tests=(
+            "tests/engine/precision/test_wide_values.py::test_rotary_tables_and_masks_in_fp32_train_as_in_plain_torch_to_the_bit",
+        ),
+    ),
 )

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
 
 from engine.errors import PlanError
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.linear_cross_entropy import as_autocast
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.operand_casts import is_watched
 from engine.parallel.model.placeholders import is_plain
 from engine.parallel.tensor.deferred_linear import FusedForward, is_conv1d
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
@@ -114,7 +114,7 @@ def _can_wait(x: Tensor, weight: Tensor, axis: TensorAxis) -> bool:
     if axis.dry or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     # a tracer that matches operations by name must see the same in the trace and in the run
-    if _get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
+    if is_watched():
         return False
     seen = x.local if type(x) is GlobalTensor else x
     plain = is_plain(seen) and seen.device.type != "meta" and weight.device == seen.device

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import _get_current_function_mode
 from torch.utils import _pytree as pytree
 
 from engine.errors import PlanError
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.activation_functions import Activation
 from engine.kernels.ops.linear import LinearForm, linear
+from engine.parallel.model.operand_casts import is_watched
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.collectives import COLUMN_OUTPUTS, gather_last
 from engine.parallel.tensor.deferred_linear import followed, fused_forward, is_conv1d
@@ -64,7 +64,7 @@ def is_replaced(x: Tensor, kernels: Kernels) -> bool:
     if not kernels.replaces(x.device) or (kernels.mode == "reference" and not kernels.main):
         return False
     # a tracer that matches operations by name must see torch's own product
-    return _get_current_function_mode() is None  # type: ignore[no-untyped-call]
+    return not is_watched()
 
 
 class ColumnLayer(nn.Module):

@@ -163,16 +163,113 @@ class Own(nn.Module):
         return loss
 
 
+class Kept(nn.Module):
+    """Own code that writes 16-bit values among fp32 ones, which torch refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[x.sum(-1) > 0] = self.token
+        return x.square().mean()
+
+
+def test_own_products_take_the_dtype_of_the_parameter() -> None:
+    with engine.initialize(Own(), {"train_batch_size": 2} | BF16) as eng:
+        assert eng.train_batch(torch.ones(2, 3)).loss == 9.0
+
+
 def test_own_code_that_torch_refuses_is_told_the_remedies_and_each_works() -> None:
     config = {"train_batch_size": 2} | BF16
-    with (
-        engine.initialize(Own(), config) as eng,
-        pytest.raises(EngineError, match="the forward meets two dtypes") as told,
-    ):
+    with engine.initialize(Kept(), config) as eng, pytest.raises(EngineError, match="meets two dtypes") as told:
         eng.train_batch(torch.ones(2, 3))
-    assert "set cast_forward_inputs to true, buffer_dtype to 'bf16', or keep_fp32" in str(told.value)
-    with engine.initialize(Own(), config | {"cast_forward_inputs": True}) as eng:
-        assert eng.train_batch(torch.ones(2, 3)).loss == 9.0
+    assert "set cast_forward_inputs to true, buffer_dtype to 'bf16', or keep_fp32 to" in str(told.value)
+    with engine.initialize(Kept(), config | {"cast_forward_inputs": True}) as eng:
+        assert eng.train_batch(torch.ones(2, 3)).loss == 1.0
+
+
+class Attention(nn.Module):
+    """Attention as people write it: rotary tables and an additive mask in fp32, and ``@``."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.full((FEATURES, FEATURES), -1e9).triu(1))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k = (y * cos + y.roll(1, -1) * sin for y in (q, k))
+        mixed = (q @ k.transpose(-1, -2) / WIDTH**0.5 + self.mask).softmax(-1)
+        out: Tensor = x + self.out(self.product(mixed, v))
+        return out
+
+    def product(self, mixed: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = mixed @ v
+        return out
+
+
+class PlainAttention(Attention):
+    """The same with casts of its own, for plain torch."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x.to(v_dtype(self)))).chunk(3, -1)
+        q, k = (y * cos + y.roll(1, -1) * sin for y in (q, k))
+        mixed = (q @ k.transpose(-1, -2) / WIDTH**0.5 + self.mask).softmax(-1)
+        out: Tensor = x + self.out(mixed.to(v.dtype) @ v)
+        return out
+
+
+def v_dtype(attention: Attention) -> torch.dtype:
+    return attention.qkv.weight.dtype
+
+
+class Rotary(nn.Module):
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, attention: type[Attention] = Attention) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.tokens, self.head = nn.Embedding(11, WIDTH), CastLinear(WIDTH, 11)
+        angles = torch.arange(FEATURES).float().unsqueeze(-1) * torch.logspace(0, -2, WIDTH)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+        self.blocks = nn.ModuleList(attention() for _ in range(4))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        out = self.head(x)
+        return out, F.cross_entropy(out.float().flatten(0, 1), ids.flatten())
+
+
+def tokens() -> list[tuple[Tensor]]:
+    return [(torch.randint(11, (ROWS, FEATURES), generator=torch.Generator().manual_seed(i)),) for i in range(STEPS)]
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_rotary_tables_and_masks_in_fp32_train_as_in_plain_torch_to_the_bit(recomputed: str) -> None:
+    config = config_for(1, 0, **BF16, gradient_clipping=CLIP, activation_checkpointing={"mode": recomputed})
+    del config["scheduler"]
+    with engine.initialize(Rotary(), config, lambda out, _: out[1]) as eng:
+        losses = [eng.train_batch(batch).loss for batch in tokens()]
+        weights = eng.full_state_dict()
+    expected, masters = plain(Rotary(PlainAttention), tokens(), config)
+    assert losses == expected
+    assert max(float((weights[name] - master).abs().max()) for name, master in masters.items()) <= 1e-9
+
+
+def test_casts_of_operands_are_off_after_a_forward_that_needs_none() -> None:
+    for build, data, needed in ((Denoiser, batches(), False), (Rotary, tokens(), True)):
+        with engine.initialize(build(), config_for(1, 0, **BF16), lambda out, _: out[1]) as eng:
+            eng.train_batch(data[0])
+            operands = eng.plan.precision.operands
+            assert operands is not None and operands._needed == {True: needed}
 
 
 GRIDS: dict[str, tuple[dict[str, int], int, int]] = {
@@ -184,11 +281,19 @@ GRIDS: dict[str, tuple[dict[str, int], int, int]] = {
 }
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_every_grid_gives_what_one_process_gives(grid: str) -> None:
+@pytest.mark.parametrize(
+    ("grid", "name"),
+    [
+        pytest.param(grid, name, marks=[pytest.mark.long] * (name == "rotary" and grid != "tp2 x pp2"))
+        for grid in GRIDS
+        for name in ("denoiser", "rotary")
+    ],
+)
+def test_every_grid_gives_what_one_process_gives(grid: str, name: str) -> None:
     parallel, stage, ranks = GRIDS[grid]
     config = config_for(1, stage, **BF16, parallel=parallel)
-    result = verify(Denoiser, config, batches(), lambda out, _: out[1], threads=ranks)
+    build, data = (Denoiser, batches()) if name == "denoiser" else (Rotary, tokens())
+    result = verify(build, config, data, lambda out, _: out[1], threads=ranks)
     assert result is not None
     bound = 2e-4 if "tp" in grid else 3e-5
     assert result.loss <= bound and abs(result.engine.losses[0] / result.reference.losses[0] - 1) <= bound, str(result)
