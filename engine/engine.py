@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
 from torch import nn
@@ -64,6 +64,13 @@ class Engine(TrainingLoop, NamedState, Inference):
         self._reports = StepReporter(self._config, self._comm, self._device)
         self._checkpoints, self._resources = coordinator, resources
         resources.add(self._reports.close)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled."""
+        raise EngineError(
+            "an engine holds process groups, hooks and shards, so it is neither copied nor pickled; save its state by "
+            "eng.save_checkpoint(), its model by eng.full_state_dict(), and build another by engine.initialize."
+        )
 
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
         """Build the missing parts, for microbatches like ``example``. Collective; ``initialize`` calls it.

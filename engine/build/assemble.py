@@ -14,6 +14,7 @@ from engine.build.forward_changes import (
     leave_out_of_compilation,
     make_heads_lazy,
 )
+from engine.build.held_module import refuse_pickles
 from engine.build.overlap import set_overlap
 from engine.build.place_model import place_model, place_on_disk
 from engine.build.request import Request
@@ -268,6 +269,7 @@ def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatch
         reducer.remove()
 
     patches.own(model, PatchLayer.PARAMETERS, take_off, _REDUCER_NOTE)
+    refuse_pickles(model, patches)
     return guard
 
 

@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 
+from engine.build.held_module import refuse_state_dicts
 from engine.build.request import ModelSource
-from engine.errors import EngineError, PlanError
+from engine.errors import PlanError
 from engine.kernels.quantized.weight_format import QuantizedShape
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Coord
-from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize, replace_meta
 from engine.parallel.model.placeholders import replace_absent
 from engine.parallel.model.quantized_layers import quantize_part, read_quantized
@@ -122,7 +123,7 @@ def place_model(
     for flat in buckets:
         fill(flat, placed=meta)
     if config.tp > 1 or config.pp > 1 or codes:
-        _refuse_state_dicts(model, patches)
+        refuse_state_dicts(model, patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
 
@@ -204,18 +205,3 @@ def _forget_backward(parameters: Iterable[nn.Parameter]) -> bool:
             parameter.data = torch.empty(0, dtype=other, device=data.device)
             parameter.data = data
     return found
-
-
-def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
-    """Refuse ``load_state_dict`` on modules of which this rank holds a part."""
-
-    def refuse(*_: object) -> None:
-        raise EngineError(
-            "load_state_dict on a model of which each rank holds a part (parallel.tensor, parallel.pipeline) or codes "
-            "(quantize_frozen), so that full tensors do not fit; call eng.load_checkpoint(folder), give "
-            "checkpoint.init_from, or load the model before engine.initialize."
-        )
-
-    for module in model.modules():
-        handle = module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
-        patches.hook(module, PatchLayer.PARAMETERS, handle, "refuses load_state_dict, since parameters are in parts")

@@ -84,6 +84,11 @@ class Program:
         try:
             return call_model(self.model, self.cast(self.inputs.take(moved)))
         except RuntimeError as error:
+            if "meta" in str(error) and (names := _meta_attributes(self.model)):
+                raise EngineError(
+                    f"{names[0]} of the model is a tensor on the meta device that is neither a parameter nor a buffer, "
+                    "so nothing gives it values; make it a buffer (register_buffer), or build it in forward."
+                ) from error
             if self.precision.compute is None or not _MIXED_DTYPES.search(str(error)):
                 raise
             raise _mixed_dtypes(error, self.precision.compute) from error
@@ -97,6 +102,17 @@ class Program:
     def on(self, device: torch.device) -> "Program":
         """The same program on another device."""
         return replace(self, device=device)
+
+
+def _meta_attributes(model: nn.Module) -> list[str]:
+    """Paths of the tensors without memory that modules keep as plain attributes, also in lists and dicts."""
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(value))
+    ]
 
 
 _MIXED_DTYPES = re.compile(

@@ -1,0 +1,59 @@
+"""Calls of torch and Python that a module refuses in a sentence while an engine holds it.
+
+load_state_dict        where this rank holds a part of the module, which full tensors do not fit
+pickle, torch.save     hooks and forwards belong to the engine: pickle would end at one of them
+"""
+
+import copy
+from typing import Any, NoReturn
+
+from torch import nn
+
+from engine.errors import EngineError
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+
+_NOTE = "is not pickled while an engine trains it"
+_NAMES = ("__reduce_ex__", "__deepcopy__")
+
+
+def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
+    """Put the refusal on ``model``, unless its class has its own ways to be copied."""
+    kind = type(model)
+    if kind.__setstate__ is not nn.Module.__setstate__ or hasattr(kind, "__deepcopy__"):
+        return
+
+    def reduce(protocol: object) -> NoReturn:
+        raise EngineError(
+            f"the {kind.__name__} is trained by an engine, whose hooks and shards cannot be pickled; save "
+            "eng.full_state_dict() or eng.save_pretrained(folder), or the module itself after eng.close()."
+        )
+
+    def duplicate(memo: dict[int, Any]) -> nn.Module:
+        copied = kind.__new__(kind)
+        memo[id(model)] = copied
+        own = {name: value for name, value in vars(model).items() if name not in _NAMES}
+        vars(copied).update(copy.deepcopy(own, memo))
+        return copied
+
+    vars(model).update(zip(_NAMES, (reduce, duplicate), strict=True))
+
+    def take_off() -> None:
+        for name in _NAMES:
+            vars(model).pop(name, None)
+
+    patches.own(model, PatchLayer.PARAMETERS, take_off, _NOTE)
+
+
+def refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
+    """Refuse ``load_state_dict`` on modules of which this rank holds a part."""
+
+    def refuse(*_: object) -> None:
+        raise EngineError(
+            "load_state_dict on a model of which each rank holds a part (parallel.tensor, parallel.pipeline) or codes "
+            "(quantize_frozen), so that full tensors do not fit; call eng.load_checkpoint(folder), give "
+            "checkpoint.init_from, or load the model before engine.initialize."
+        )
+
+    for module in model.modules():
+        handle = module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+        patches.hook(module, PatchLayer.PARAMETERS, handle, "refuses load_state_dict, since parameters are in parts")
