@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,8 @@ def place_model(
         fill(flat, placed=meta)
     if config.tp > 1 or config.pp > 1 or codes:
         _refuse_state_dicts(model, patches)
+    if config.tp > 1 or config.pp > 1 or codes or shards_parameters(config):
+        _refuse_saves(model, patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
 
@@ -194,6 +197,28 @@ def _forget_backward(parameters: Iterable[nn.Parameter]) -> bool:
             parameter.data = torch.empty(0, dtype=other, device=data.device)
             parameter.data = data
     return found
+
+
+def _refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:
+    """Refuse ``save_pretrained`` of modules of which this rank holds a part: it would write that part alone."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise EngineError(
+            "save_pretrained was called on a model of which each rank holds a part (parallel.tensor, "
+            "parallel.pipeline, ZeRO 3) or codes (quantize_frozen), so that it would write that part alone; call "
+            "eng.save_pretrained(folder) on all ranks."
+        )
+
+    for module in model.modules():
+        if callable(getattr(module, "save_pretrained", None)):
+            object.__setattr__(module, "save_pretrained", refuse)
+            undo = partial(_restore_save, module, refuse)
+            patches.own(module, PatchLayer.PARAMETERS, undo, "refuses save_pretrained, since parameters are in parts")
+
+
+def _restore_save(module: nn.Module, refuse: object) -> None:
+    if vars(module).get("save_pretrained") is refuse:
+        object.__delattr__(module, "save_pretrained")
 
 
 def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
