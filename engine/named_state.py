@@ -3,7 +3,7 @@
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -16,7 +16,7 @@ from engine.resources import EngineResources
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
 from engine.step.user_loop import UserLoop
-from engine.zero.flat_buckets import FlatBucket
+from engine.zero.flat_buckets import FlatBucket, squared_norms
 from engine.zero.gather.full_parameters import ShardedModel, full_parameters
 from engine.zero.gather.full_tensors import HeldPart, NamedShards, full_tensors, local_tensors
 from engine.zero.optim.composite import CompositeOptimizer
@@ -65,6 +65,59 @@ class NamedState(ABC):
         taken = averaged is not None and not averaged.inside and (ema or averaged.by_itself)
         with self._runtime.changing():
             return self._checkpoints.gather_state(averaged.average if averaged is not None and taken else None)
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Take the weights and persistent buffers of the whole model from ``state`` on rank 0. Collective.
+
+        The inverse of ``full_state_dict``: the keys of ``model.state_dict()``, of which a tied weight needs one, in any
+        floating-point dtype, on any device. What other ranks give is not read: an empty dict does. Masters are written
+        where there are some, a moving average begins anew, and the state of the optimizer stays. Chunks of at most 256
+        MiB reach every rank, each one all-reduced over the world, label "weights".
+
+        Args:
+            strict: refuse a state that lacks tensors of the model, or has more; otherwise what it lacks keeps its
+                values, and what it has more is left alone.
+
+        Raises:
+            CheckpointError: a key is missing or unknown, or a tensor does not fit; the same on all ranks, before a
+                weight is changed.
+        """
+        self._refuse_unfinished("load_full_state_dict")
+        runtime = self._runtime
+        if runtime.gatherer is not None:
+            runtime.gatherer.refuse_opened("load_full_state_dict")
+        runtime.comm.announce("load_full_state_dict")
+        with runtime.changing():
+            self._checkpoints.load_state(state, strict)
+
+    def gradient_norms(self) -> dict[str, float]:
+        """The L2 norm of the gradient of each trained parameter, by name, equal on all ranks. Collective.
+
+        Of the averaged gradient before clipping, without the loss scale, as ``grad_norm`` has it, whose square is the
+        sum of theirs; a parameter without a gradient has 0. Between the last backward and ``step()``, or after a step.
+        One all-reduce of eight bytes a parameter over the world, label "gradient norms".
+
+        Raises:
+            EngineError: no backward yet, or inside an accumulation.
+        """
+        self._resources.refuse_closed("gradient_norms")
+        runtime, clipping = self._runtime, self._update.used_clipping
+        factor, readable = self._gradient_factor("gradient_norms")
+        names = [row.name for row in runtime.plan.table if row.trainable]
+        with runtime.away.held():
+            squares = squared_norms(runtime.buckets, names, factor)
+        runtime.comm.all_reduce(squares, "world", "gradient norms").wait()
+        norms = squares.sqrt() / (clipping if readable else 1.0)
+        return dict(zip(names, norms.tolist(), strict=True))
+
+    def _gradient_factor(self, call: str) -> tuple[Callable[[FlatBucket], float], bool]:
+        """What makes of what lies in a bucket the averaged gradient, and whether a step has used and clipped it."""
+        if self._loop is not None and self._loop.unfinished:
+            before = 1.0 / self._loop.reduce_gradients()
+            return lambda flat: before, False
+        if self._update.used_factor is not None:
+            return self._update.used_factor, True
+        raise EngineError(f"{call} before the first step: there is none yet; call backward or train_batch first.")
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -154,15 +207,9 @@ class NamedState(ABC):
                 values; values written after the step.
         """
         self._resources.refuse_closed("gradients")
-        runtime, update = self._runtime, self._update
-        if self._loop is not None and self._loop.unfinished:
-            before = 1.0 / self._loop.reduce_gradients()
-            pieces = _gradient_pieces(runtime.buckets, self._sharded, lambda flat: before)
-        elif update.used_factor is not None:
-            pieces = _gradient_pieces(runtime.buckets, self._sharded, update.used_factor)
-        else:
-            raise EngineError("gradients before the first step: there is none yet; call backward or train_batch first.")
-        readable = update.used_factor is not None
+        runtime = self._runtime
+        factor, readable = self._gradient_factor("gradients")
+        pieces = _gradient_pieces(runtime.buckets, self._sharded, factor)
         with runtime.away.held(), self._opened("gradients", pieces, pattern, local) as found:
             before_step = {name: tensor._version for name, tensor in found.items()}
             yield found

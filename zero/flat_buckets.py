@@ -264,6 +264,20 @@ def _on_host(owned: slice, dtype: torch.dtype, who: Ownership, device: torch.dev
         ) from error
 
 
+def squared_norms(buckets: Sequence[FlatBucket], names: Sequence[str], factor: Callable[[FlatBucket], float]) -> Tensor:
+    """Sum of squares [names] of the gradients that this rank counts in its shards, fp64; others count the rest."""
+    found: dict[str, Tensor] = {}
+    for flat in buckets:
+        for part in flat.bucket.counted(flat.shard) if flat.counts else ():
+            for slot in flat.bucket.slots:
+                own = slice(max(part.start, slot.start), min(part.stop, slot.stop))
+                if own.start < own.stop:
+                    square = (flat.gradient(own).double() * factor(flat)).square().sum()
+                    found[slot.name] = found[slot.name] + square if slot.name in found else square
+    zero = buckets[0].params.new_zeros((), dtype=torch.float64) if buckets else torch.zeros((), dtype=torch.float64)
+    return torch.stack([found.get(name, zero).to(zero.device) for name in names])
+
+
 def gradient_squared_norm(buckets: Sequence[FlatBucket], kernels: Kernels) -> Tensor:
     """Return the sum of squares of the gradients that this rank counts in its shards, an fp64 scalar; padding is zero.
 

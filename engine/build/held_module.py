@@ -1,10 +1,12 @@
 """Calls of torch and Python that a module refuses in a sentence while an engine holds it.
 
 load_state_dict        where this rank holds a part of the module, which full tensors do not fit
+save_pretrained        where this rank holds a part of the module, which it would write alone
 pickle, torch.save     hooks and forwards belong to the engine: pickle would end at one of them
 """
 
 import copy
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
@@ -57,3 +59,25 @@ def refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
     for module in model.modules():
         handle = module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
         patches.hook(module, PatchLayer.PARAMETERS, handle, "refuses load_state_dict, since parameters are in parts")
+
+
+def refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:
+    """Refuse ``save_pretrained`` of modules of which this rank holds a part: it would write that part alone."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise EngineError(
+            "save_pretrained was called on a model of which each rank holds a part (parallel.tensor, "
+            "parallel.pipeline, ZeRO 3) or codes (quantize_frozen), so that it would write that part alone; call "
+            "eng.save_pretrained(folder) on all ranks."
+        )
+
+    for module in model.modules():
+        if callable(getattr(module, "save_pretrained", None)):
+            object.__setattr__(module, "save_pretrained", refuse)
+            undo = partial(_restore_save, module, refuse)
+            patches.own(module, PatchLayer.PARAMETERS, undo, "refuses save_pretrained, since parameters are in parts")
+
+
+def _restore_save(module: nn.Module, refuse: object) -> None:
+    if vars(module).get("save_pretrained") is refuse:
+        object.__delattr__(module, "save_pretrained")

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.contents.adapter_folder import is_peft_model, write_adapters
+from engine.checkpoint.contents.adapter_folder import AdapterSource, is_peft_model, prompt_encoders, write_adapters
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
 from engine.checkpoint.foreign import open_checkpoint
 from engine.checkpoint.format.filesystem import Files, resolved
 from engine.checkpoint.format.step_folders import make_run_folder, step_of
 from engine.checkpoint.full_state import Entry, FullState
+from engine.checkpoint.given_state import load_given
 from engine.checkpoint.huggingface import refuse_adapters
 from engine.checkpoint.load import read_unplaced
 from engine.checkpoint.locks.folder_locks import FolderLocks
@@ -57,6 +58,8 @@ class CheckpointCoordinator:
         self._model, self._config, self._comm, self.device = model, config, comm, device
         self._model_files = model_files
         self._tracked: dict[str, Stateful] = {}
+        self._encoders = prompt_encoders(model)
+        """Copies of the encoders of prompts of a ``PeftModel``, from before modules were changed."""
         self._files, self._locks = Files(), FolderLocks()
         self._host: TorchHostGroup | None = None
         self._run: RunState | None = None
@@ -187,14 +190,26 @@ class CheckpointCoordinator:
         copy_weights(source._run, self._run)
         self._run.runtime.weights_written()
 
+    def load_state(self, state: Mapping[str, Any], strict: bool) -> None:
+        """See :meth:`engine.Engine.load_full_state_dict`; the engine is built."""
+        assert self._run is not None, "the caller has checked that the model is built"
+        load_given(self._run, state, strict)
+        self._run.runtime.weights_written()
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """See :meth:`engine.Engine.save_pretrained`."""
         self.refuse_spoiled()
         if is_peft_model(self._model):
             run = self._placed("save_pretrained")
-            given = run.full_state.entries, (lambda keys: self.gather_state(keys=keys)), self._comm, self.device
+            source = AdapterSource(
+                model=self._model,
+                entries=run.full_state.entries,
+                gather=lambda keys: self.gather_state(keys=keys),
+                shapes=run.runtime.without_content,
+                encoders=self._encoders,
+            )
             with run.runtime.saving():
-                write_adapters(resolved(folder), self._model, *given)
+                write_adapters(resolved(folder), source, self._comm, self.device)
             return
         refuse_adapters(self._model)
         checkpoints, run = self._writer("save_pretrained")

@@ -49,8 +49,8 @@ class TensorSource(Protocol):
         """Dtype and shape of all tensors: "param/...", "buffer/..." and more."""
 
     @property
-    def name(self) -> Path:
-        """The folder that holds them."""
+    def name(self) -> Path | str:
+        """The folder that holds them, or words for another source."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Fill the targets of all requests."""

@@ -6,7 +6,7 @@ chunk of parameters ->  each rank writes the elements that it owns into an image
 Memory of a rank: one chunk; no rank holds a full model.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +36,9 @@ def copy_weights(source: RunState, target: RunState) -> None:
     for flat in source.runtime.buckets:
         sync_masters(flat)
     kinds = _kinds(source)
-    for names in in_batches(kinds, lambda name: _bytes(kinds[name]), AT_ONCE):
+    for names in in_batches(kinds, lambda name: kind_bytes(kinds[name]), AT_ONCE):
         chunk = {name: kinds[name] for name in names}
-        image = _gathered(source, chunk)
+        image = shared_image(source, chunk, lambda made: _write(source, made))
         live = {name: tensor for name, tensor in target.buffers.items() if name in chunk}
         Loader(image, target.local_tensors, live, strict=False).read_weights()
     share_weights(target.runtime.buckets, target.comm)
@@ -80,18 +80,19 @@ def _kinds(run: RunState) -> dict[str, TensorKind]:
     return kinds
 
 
-def _bytes(kind: TensorKind) -> int:
+def kind_bytes(kind: TensorKind) -> int:
+    """Bytes of a full tensor."""
     return torch.Size(kind.shape).numel() * kind.width
 
 
 @dataclass(frozen=True, slots=True)
-class _Image:
+class Image:
     """Full tensors by name, as bytes; a :class:`engine.checkpoint.load.TensorSource`."""
 
     kinds: Mapping[str, TensorKind]
     places: Mapping[str, Tensor]
     """uint8 views of one buffer on the CPU."""
-    name: Path = Path("the other engine")
+    name: Path | str = "the other engine"
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
         """Copy pieces out of the image."""
@@ -114,11 +115,24 @@ def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) 
         (here if out else there).copy_(there if out else here)
 
 
-def _gathered(source: RunState, kinds: Mapping[str, TensorKind]) -> _Image:
-    """The full tensors of a chunk on every rank. Several ranks may write an element, which is the same on all."""
-    sizes = [_bytes(kind) for kind in kinds.values()]
+def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[[Image], None]) -> Image:
+    """The full tensors of a chunk on every rank, of which ``fill`` writes what this rank gives.
+
+    Several ranks may write an element, which is the same on all. One all-reduce over the world, label "weights".
+    """
+    sizes = [kind_bytes(kind) for kind in kinds.values()]
     whole = torch.zeros(sum(sizes), dtype=torch.uint8)
-    image = _Image(kinds, dict(zip(kinds, torch.split(whole, sizes), strict=True)))
+    image = Image(kinds, dict(zip(kinds, torch.split(whole, sizes), strict=True)))
+    fill(image)
+    there = whole.to(run.device)
+    run.comm.all_reduce(there, "world", "weights", "max").wait()
+    whole.copy_(there)
+    return image
+
+
+def _write(source: RunState, image: Image) -> None:
+    """Write what this rank holds of the chunk."""
+    kinds = image.kinds
     for held in _widest(source):
         name = f"param/{held.row.name}"
         if name in kinds:
@@ -127,10 +141,6 @@ def _gathered(source: RunState, kinds: Mapping[str, TensorKind]) -> _Image:
         if tensor.row is None and tensor.name in kinds and tensor.owner == source.comm.grid.rank:
             buffer = source.buffers[tensor.name].detach().cpu().contiguous()
             image.places[tensor.name].copy_(buffer.view(-1).view(torch.uint8))
-    there = whole.to(source.device)
-    source.comm.all_reduce(there, "world", "weights", "max").wait()
-    whole.copy_(there)
-    return image
 
 
 def _widest(run: RunState) -> Iterable[Held]:

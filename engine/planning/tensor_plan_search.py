@@ -227,7 +227,7 @@ def _used(trace: ModelTrace, calls: Sequence[int], everything: bool) -> frozense
 
 
 def _vocabularies(model: nn.Module, trace: ModelTrace, called: CalledModules, tp: int) -> dict[str, str]:
-    """Vocabulary styles by name, except for layers whose weight other code reads (uncalled heads, glue products)."""
+    """Vocabulary styles by name, except for layers whose weight other code reads (uncalled layers, glue products)."""
     units = {call.unit: model.get_submodule(call.unit) for call in trace.calls}
     inside = {f"{u}.{n}".rstrip("."): m for u, unit in units.items() for n, m in unit.named_modules()}
     inside = {name: module for name, module in inside.items() if id(module) not in called.counting}
@@ -235,6 +235,9 @@ def _vocabularies(model: nn.Module, trace: ModelTrace, called: CalledModules, tp
     layers = {name: model.get_submodule(name) for name in styles}
     passed_by = {id(model.get_parameter(name)) for name in trace.read_by_glue}
     passed_by |= {id(m.weight) for m in layers.values() if is_linear(m) and id(m) not in called.all}
+    # of embeddings that share a weight, one call is enough
+    used = {id(m.weight) for m in layers.values() if id(m) in called.all}
+    passed_by |= {id(m.weight) for m in layers.values() if id(m.weight) not in used}
     return {name: style for name, style in styles.items() if id(layers[name].weight) not in passed_by}
 
 

@@ -130,6 +130,8 @@ class Update:
         """Rows of all steps."""
         self.used_factor: Callable[[FlatBucket], float] | None = None
         """Makes of the gradients in a bucket those that the last update used; None while a step runs."""
+        self.used_clipping = 1.0
+        """The factor of clipping in ``used_factor``."""
         self.scale = make_loss_scale(config.fp16)
         """Loss scale of the next step."""
 
@@ -169,9 +171,10 @@ class Update:
         nonfinite = None
         if self._checks and not math.isfinite(norm):
             nonfinite = self._skip(totals, step, runtime)
-            self.used_factor = lambda flat: 1.0 / divisor
+            self.used_factor, self.used_clipping = lambda flat: 1.0 / divisor, 1.0
         else:
-            self._make(clip_factor(norm, self._max_norm(step)) / divisor, made, runtime)
+            self.used_clipping = clip_factor(norm, self._max_norm(step))
+            self._make(self.used_clipping / divisor, made, runtime)
             self._tell_made(totals, norm, step.unseen)
         self.tokens += int(totals.tokens)
         self.samples += self._config.train_batch_size or 0

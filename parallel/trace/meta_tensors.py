@@ -44,7 +44,8 @@ class MetaTwins:
 
     def stand_in(self, twin: Tensor) -> Tensor:
         """A new tensor for user code, backed by ``twin``."""
-        tensor = self._placeholders.give(twin.shape, twin.dtype)
+        sparse = twin.layout != torch.strided
+        tensor = without_elements(twin, self.device) if sparse else self._placeholders.give(twin.shape, twin.dtype)
         self._stand_ins.add(id(tensor))
         self._bind(tensor, twin)
         return tensor
@@ -60,7 +61,7 @@ class MetaTwins:
                 self.notice(tensor)
                 twin.requires_grad_(grad)
                 # tensors over one memory get separate twins, so sharing is looked up by the original memory
-                self._memory[twin.untyped_storage()._cdata] = tensor.untyped_storage()._cdata
+                self._memory[_memory(twin)] = _memory(tensor)
             self._bind(tensor, twin)
         return self._twin[id(tensor)]
 
@@ -71,7 +72,7 @@ class MetaTwins:
 
     def sharing(self, tensor: Tensor) -> list[Tensor]:
         """All tensors seen so far that share memory with ``tensor``, including itself."""
-        storage = self.of(tensor).untyped_storage()._cdata
+        storage = _memory(self.of(tensor))
         return list(self._sharing[self._memory.get(storage, storage)].values())
 
     def swap(self, tree: Any) -> Any:
@@ -127,6 +128,8 @@ class MetaTwins:
             # parameters too: the result must be the same on ranks that hold them and on ranks that do not
             if not (isinstance(leaf, nn.Parameter) or (isinstance(leaf, Tensor) and self._is_empty(leaf))):
                 return leaf
+            if leaf.layout != torch.strided:
+                return without_elements(leaf, self.device)
             shape = () if expanded else leaf.shape
             return torch.zeros(shape, dtype=leaf.dtype, device=self.device).expand(leaf.shape)
 
@@ -142,6 +145,14 @@ class MetaTwins:
 
         return map_leaves(twin, out)
 
+    def write(self, operation: Operation) -> Tensor:
+        """The twin that the operation writes, as a function of all that it reads, although it does not run on twins."""
+        twin = self.of(operation.written[0])
+        inputs = [self.of(tensor) for tensor in operation.tensors]
+        if any(each.requires_grad for each in inputs) and twin.is_floating_point() and not is_trained_leaf(twin):
+            twin.copy_(depending(torch.empty_like(twin), inputs))
+        return twin
+
     def _is_empty(self, tensor: Tensor) -> bool:
         return tensor.is_meta or id(tensor) in self._stand_ins
 
@@ -152,12 +163,17 @@ class MetaTwins:
 
     def _bind(self, tensor: Tensor, twin: Tensor) -> None:
         self._twin[id(tensor)] = twin
-        storage = twin.untyped_storage()._cdata
+        storage = _memory(twin)
         self._keep(tensor, self._memory.get(storage, storage))
 
     def _keep(self, tensor: Tensor, memory: int) -> None:
         self._kept[id(tensor)] = tensor
         self._sharing.setdefault(memory, {})[id(tensor)] = tensor
+
+
+def _memory(tensor: Tensor) -> int:
+    """Number of the memory that the tensor lies in; that of a sparse one belongs to it alone."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else -id(tensor)
 
 
 def _grouped_mm(rows: Tensor, weights: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor | None:
@@ -207,6 +223,18 @@ def _cast(leaf: Any, like: Any, inputs: Sequence[Tensor]) -> Any:
     return depending(made, inputs) if like.requires_grad else made
 
 
+def without_elements(like: Tensor, device: torch.device | str) -> Tensor:
+    """A sparse tensor of the same shape in which every element is zero."""
+    indices = torch.empty(like.ndim, 0, dtype=torch.int64, device=device)
+    values = torch.empty(0, dtype=like.dtype, device=device)
+    return torch.sparse_coo_tensor(indices, values, like.shape)
+
+
+def is_trained_leaf(tensor: Tensor) -> bool:
+    """Whether autograd lets nothing write into the tensor."""
+    return tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
+
+
 def depending(made: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """``made``, as a function of those ``inputs`` that require a gradient, for who follows the graph."""
     graded = [tensor for tensor in inputs if tensor.requires_grad]
@@ -220,6 +248,8 @@ class _Depending(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, made: Tensor, *inputs: Tensor) -> Tensor:
         # a tensor of its own: a view that a Function returns could not be written in place
+        if made.layout != torch.strided:
+            return without_elements(made, META)
         return torch.empty_strided(made.size(), made.stride(), dtype=made.dtype, device=META)
 
     @staticmethod

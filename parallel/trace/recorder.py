@@ -282,7 +282,7 @@ class Recorder(TorchFunctionMode):
             self._on_zeros.setdefault((operation.name, where), str(error))
         tensors = [leaf for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]
         if operation.written and not isinstance(out, tuple | list):
-            return (self._twins.of(operation.written[0]) if tensors else out), False
+            return (self._twins.write(operation) if tensors else out), False
         return (self._twins.lift(out, operation), False) if tensors else (out, True)
 
     def _give(self, out: Any, operation: Operation, register: Callable[[Tensor], Any]) -> Any:

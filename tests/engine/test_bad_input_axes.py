@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 import engine
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.world import World
 from tests import models
 from tests.parallel.tensor.plans import written_plan
 
@@ -464,6 +466,25 @@ def unfit() -> tuple[str, bool]:
     with eng, pytest.raises(engine.EngineError) as caught:
         model.load_state_dict(full)
     return str(caught.value), any(module._load_state_dict_pre_hooks for module in model.modules())
+
+
+def saves(grid: dict[str, int], stage: int, world: World) -> str:
+    """Body of a rank: a Hugging Face model that holds a part is asked to save itself."""
+    config = BASE | {"parallel": grid, "zero_optimization": {"stage": stage}}
+    model: Any = models.llama()
+    example = models.batches_for("llama", 2, 1)[0]
+    with engine.initialize(model, config, example_batch=example, world=world) as eng:
+        told = f"{type(eng.module).__name__}"
+        with pytest.raises(engine.EngineError) as caught:
+            model.save_pretrained("nowhere")
+    assert "save_pretrained" not in vars(model)
+    return f"{told}: {caught.value}"
+
+
+@pytest.mark.parametrize(("grid", "stage"), [({"tensor": 2}, 0), ({"data": 2}, 3), ({"pipeline": 2}, 0)], ids=str)
+def test_a_model_of_which_a_rank_holds_a_part_does_not_save_itself(grid: dict[str, int], stage: int) -> None:
+    one, other = run_thread_ranks(2, partial(saves, grid, stage))
+    assert one == other and "save_pretrained was called on a model of which each rank holds a part" in one
 
 
 def test_full_tensors_do_not_load_into_a_cut_model(run_ranks: RunRanks) -> None:

@@ -4,27 +4,33 @@
     all        gather those weights, not those of the base              label "full state"
     rank 0     lets PEFT write the folder beside its place, and moves its files there
 
+PEFT chooses, cuts and renames tensors by kinds of adapters. It is asked with tensors that know the key that they stand
+for, whatever is made of them. Prompts come from an encoder that computes them, which PEFT runs: there a copy of the
+encoder from before the engine changed its modules stands in, with the whole weights.
+
 PEFT is imported by the user of such a model, so it is imported here only when there is one.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from engine.errors import CheckpointError
 from engine.parallel.comm.agreement import from_first
 from engine.parallel.comm.comm import Comm
 
 _CARD = "README.md"
-_PROMPTS = "prompt_encoder.{}.embedding.weight"
-_EMBEDDED = ("PROMPT_TUNING", "PREFIX_TUNING")
+_ENCODERS = "prompt_encoder"
 GatherState = Callable[[frozenset[str]], Mapping[str, Tensor]]
 
 
@@ -33,65 +39,117 @@ def is_peft_model(model: nn.Module) -> bool:
     return any((base.__module__, base.__name__) == ("peft.peft_model", "PeftModel") for base in type(model).__mro__)
 
 
-def write_adapters(
-    folder: Path, model: nn.Module, keys: Iterable[str], gather: GatherState, comm: Comm, device: torch.device
-) -> None:
+def prompt_encoders(model: nn.Module) -> Mapping[str, nn.Module]:
+    """Copies without content of the encoders of prompts of a ``PeftModel``. Call before modules are changed."""
+    found = getattr(model, _ENCODERS, None) if is_peft_model(model) else None
+    return {name: _without_content(encoder) for name, encoder in found.items()} if found is not None else {}
+
+
+def _without_content(module: nn.Module) -> nn.Module:
+    tensors: dict[int, Any] = {}
+    for parameter in module.parameters():
+        shapes = torch.empty_like(parameter, device="meta")
+        tensors[id(parameter)] = nn.Parameter(shapes, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        tensors[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return deepcopy(module, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """A ``PeftModel`` on its grid."""
+
+    model: nn.Module
+    entries: Mapping[str, Any]
+    """By key of its state dict."""
+    gather: GatherState
+    """Returns the full tensors of some keys on rank 0; collective."""
+    shapes: Callable[[], AbstractContextManager[None]]
+    """Context in which parameters that this rank does not hold have their shapes."""
+    encoders: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Copies of its encoders of prompts."""
+
+
+def write_adapters(folder: Path, source: AdapterSource, comm: Comm, device: torch.device) -> None:
     """Write the adapters of a ``PeftModel`` on any grid, replacing files of the same names. Collective.
 
-    ``keys``: of its state dict; ``gather``: returns the full tensors of some of them on rank 0, and is collective too.
-
     Raises:
-        CheckpointError: PEFT computes the prompts of an adapter, or the folder cannot be written; raised on all ranks.
+        CheckpointError: the folder cannot be written; raised on all ranks.
     """
-    asked = from_first(lambda: json.dumps(_adapter_keys(model, keys)).encode(), comm, device)
-    weights = gather(frozenset(json.loads(asked)))
-    from_first(lambda: _write(model, weights, folder), comm, device)
+    asked = from_first(lambda: json.dumps(_adapter_keys(source)).encode(), comm, device)
+    weights = source.gather(frozenset(json.loads(asked)))
+    from_first(lambda: _write(source, weights, folder), comm, device)
 
 
-def _adapter_keys(model: Any, keys: Iterable[str]) -> list[str]:
-    """Those of ``keys`` that PEFT saves; it chooses by names alone, so each key stands for its tensor."""
+class _Asked(Tensor):
+    """Stands for a tensor of the state dict while PEFT chooses; what is made of it stands for the same key."""
+
+    keys: tuple[str, ...] = ()
+
+    @classmethod
+    def named(cls, *keys: str) -> "_Asked":
+        """One without content."""
+        made = torch.empty((), device="meta").as_subclass(cls)
+        made.keys = keys
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Give what may be unpacked and used as a tensor."""
+        keys = [key for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls) for key in vars(leaf)["keys"]]
+        if getattr(function, "__name__", "") == "topk":
+            return cls.named(*keys), cls.named(*keys)
+        return cls.named(*keys)
+
+
+def _adapter_keys(source: AdapterSource) -> list[str]:
+    """The keys that PEFT saves."""
     from peft import get_peft_model_state_dict
 
-    given = {key: key for key in keys}
+    model: Any = source.model
+    given = {key: _Asked.named(key) for key in source.entries}
     found: dict[str, None] = {}
     for name, settings in model.peft_config.items():
         if settings.is_prompt_learning:
-            found[_prompt_key(name, settings)] = None
+            within = f"{_ENCODERS}.{name}."
+            found.update(dict.fromkeys(key for key in source.entries if key.startswith(within)))
             continue
-        chosen = get_peft_model_state_dict(model, state_dict=given, adapter_name=name)
-        found.update(dict.fromkeys(chosen.values()))
+        with source.shapes():
+            chosen = get_peft_model_state_dict(model, state_dict=given, adapter_name=name)
+        found.update(dict.fromkeys(key for each in chosen.values() if isinstance(each, _Asked) for key in each.keys))
     return list(found)
 
 
-def _prompt_key(name: str, settings: Any) -> str:
-    """The key of the prompts of an adapter, which are its embedding; other encoders of prompts compute with more."""
-    kind = settings.peft_type.value
-    if kind not in _EMBEDDED or getattr(settings, "prefix_projection", False):
-        raise CheckpointError(
-            f"save_pretrained: PEFT computes the prompts of the adapter {name!r} ({kind}) from a model of its own; "
-            "load eng.full_state_dict() into a model of one process, and save that."
-        )
-    return _PROMPTS.format(name)
-
-
 @contextmanager
-def _prompts_from(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, PEFT reads prompts from ``weights``, because the model may hold a shard of them."""
-    model.get_prompt_embedding_to_save = lambda name: weights[_PROMPTS.format(name)]
+def _prompts_from(source: AdapterSource, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, PEFT computes prompts by the copies of the encoders, from ``weights``."""
+    model: Any = source.model
+    if not source.encoders:
+        yield
+        return
+    for name, encoder in source.encoders.items():
+        within = f"{_ENCODERS}.{name}."
+        own = {key.removeprefix(within): weight for key, weight in weights.items() if key.startswith(within)}
+        encoder.load_state_dict(own, strict=False, assign=True)
+    live = model._modules[_ENCODERS]
+    model._modules[_ENCODERS] = nn.ModuleDict(dict(source.encoders)).eval()
     try:
         yield
     finally:
-        del model.get_prompt_embedding_to_save
+        model._modules[_ENCODERS] = live
 
 
-def _write(model: Any, weights: Mapping[str, Tensor], folder: Path) -> bytes:
+def _write(source: AdapterSource, weights: Mapping[str, Tensor], folder: Path) -> bytes:
     """Let PEFT write ``weights`` on this rank; returns the files that are there now."""
+    model: Any = source.model
     moved = []
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as written:
-            with _prompts_from(model, weights):
-                model.save_pretrained(written, state_dict=weights)
+            with source.shapes(), _prompts_from(source, weights), torch.no_grad():
+                type(model).save_pretrained(model, written, state_dict=weights)  # of the object it is refused
             for file in sorted(path for path in Path(written).rglob("*") if path.is_file()):
                 target = folder / file.relative_to(written)
                 if file.name != _CARD or not target.exists():  # a card may have been written by hand

@@ -1,8 +1,9 @@
-"""Which parameters a forward uses, and beside which tensors: two checks that a tensor plan relies on.
+"""Which parameters a forward uses, and beside which tensors: checks that a tensor plan relies on.
 
     OutsideReads  in the trace     a sharded parameter that code outside its layer reads: ``functional.linear(x,
                                    self.embed.weight)`` would compute with a shard as if it were the full parameter
     FirstUse      in training      the first forward of each kind of inputs, under sequence parallelism
+                  in any forward   an adapter that was off when the plan was made, so that its layers were not planned
 
 A parameter that meets activations sharded along the sequence has a partial gradient on each tensor rank, and the
 partial gradients are summed once a step. If other inputs than the example's (an image beside the text) apply it to full
@@ -37,13 +38,33 @@ class FirstUse:
         names = plan.beside if plan is not None else frozenset[str]()
         self._parameters = {name: p for name, p in model.named_parameters() if name in names and trainable(p)}
         self._seen: set[object] = set()
+        self._adapted = [m for m in model.modules() if _is_adapted(type(m))] if plan is not None else []
+        """Layers with adapters, which the user may switch (PEFT)."""
+        self._planned = self._adapters_in_use()
+
+    def _adapters_in_use(self) -> frozenset[str]:
+        used: set[str] = set()
+        for layer in self._adapted:
+            if not layer.disable_adapters:
+                used.update(layer.active_adapters)  # type: ignore[arg-type]
+        return frozenset(used)
+
+    def _check_adapters(self) -> None:
+        if new := self._adapters_in_use() - self._planned:
+            raise PlanError(
+                f"adapter {min(new)!r} was switched on after the tensor plan was made, so its layers are not shared "
+                "over tensor ranks as the plan needs; switch it on before engine.initialize, or make another engine."
+            )
 
     def watch(self, microbatch: Any, run: Callable[[], Any]) -> Any:
         """The result of ``run``; an error is raised on all tensor ranks.
 
         Raises:
-            PlanError: the inputs apply a parameter to full activations that the example applied to sharded ones only.
+            PlanError: an adapter is on that was off; or the inputs apply a parameter to full activations that the
+                example applied to sharded ones only.
         """
+        if self._adapted:
+            self._check_adapters()
         if not self._parameters or not torch.is_grad_enabled():
             return run()
         kind = _kind(microbatch)
@@ -62,6 +83,10 @@ class FirstUse:
             self._seen.clear()
         self._seen.add(kind)
         return result
+
+
+def _is_adapted(kind: type) -> bool:
+    return hasattr(kind, "active_adapters") and hasattr(kind, "disable_adapters")
 
 
 def _kind(microbatch: Any) -> object:
