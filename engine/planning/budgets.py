@@ -375,7 +375,7 @@ def stage_traffic(
 
 
 def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
-    """Traffic of the control sum over the world and of the batch check over each replica, with ZeRO 3 over dp too.
+    """Traffic of the control sum over the world and of the batch check over each replica.
 
     ``experts``: experts of all layers whose rows are counted.
     """
@@ -387,8 +387,6 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
             tally.add(Traffic("world", "disk", 1, sent_bytes("all_reduce", 8, world)))
     if replica > 1:
         tally.add(Traffic("replica", "batch check", 1, sent_bytes("all_gather", 8 * replica, replica)))
-    if shards_parameters(config) and config.dp > 1:
-        tally.add(Traffic("dp", "batch check", 1, sent_bytes("all_reduce", 8, config.dp)))
     return tally
 
 

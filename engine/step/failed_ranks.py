@@ -18,15 +18,14 @@ class OtherRankError(EngineError):
     """A problem that this rank has because another rank has failed, whose own error tells more."""
 
 
-def problem_of_any(problem: BaseException | None, comm: Comm, device: torch.device) -> BaseException | None:
+def problem_of_any(problem: BaseException | None, comm: Comm) -> BaseException | None:
     """This rank's problem with a step that no data rank has begun, or that of another one; None: nobody has one.
 
-    Forwards that gather parameters (ZeRO 3) must not begin where another data rank has no batch. One all-reduce of 8
-    bytes over dp, label "batch check".
+    Forwards that gather parameters (ZeRO 3) must not begin where another data rank has no batch. The hosts of ranks
+    that gather together exchange one byte, so that nobody waits for a device.
     """
-    told = torch.tensor([problem is not None], dtype=torch.int64, device=device)
-    comm.all_reduce(told, "dp", "batch check", "max").wait()
-    if problem is not None or not bool(told):
+    told = comm.agree_on_gathers(bytes([problem is not None]), "batch check")
+    if problem is not None or not any(map(any, told)):
         return problem
     return OtherRankError(
         "another data rank has no batch, so no rank makes this step; see the error of the rank that failed."

@@ -245,7 +245,7 @@ class StepRunner:
         except Exception as problem:
             step.problem = problem
         if runtime.gatherer is not None:
-            step.problem = problem_of_any(step.problem, self._comm, self._device)
+            step.problem = problem_of_any(step.problem, self._comm)
         if step.problem is not None:
             return  # no action runs on any rank of the replica, so none waits; the control sum tells the other replicas
         try:

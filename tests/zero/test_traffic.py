@@ -67,7 +67,7 @@ def expected(eng: Engine, wire: str | None) -> dict[tuple[str, str], tuple[int, 
         parameters += bucket.elements * width * (N - 1) // N
     rows = {("dp", "gradients"): (rounds * calls, gradients), ("world", "control"): (1, 2 * 8 * 9 * (N - 1) // N)}
     if stage == 3:
-        return rows | {("dp", "parameters"): gathered(eng), ("dp", "batch check"): (1, 2 * 8 * (N - 1) // N)}
+        return rows | {("dp", "parameters"): gathered(eng)}
     return rows | ({("dp", "parameters"): (calls, parameters)} if stage else {})
 
 

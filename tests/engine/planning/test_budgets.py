@@ -123,8 +123,6 @@ def expected(found: Found, config: dict[str, Any], tied: bool) -> dict[tuple[str
     add(("pp", "ties"), 1, 2 * (k - 1) / k * found.tied / n)
     add(("world", "control"), 1, 2 * 2 * 9 * (n * t * p - 1) / (n * t * p))
     add(("replica", "batch check"), 1, 2 * (t * p - 1))
-    if zero["stage"] == 3:
-        add(("dp", "batch check"), 1, 2 * 2 * (n - 1) / n)
     return rows
 
 
