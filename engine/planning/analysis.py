@@ -139,8 +139,7 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     except PlanError as problem:
         _refuse_unfollowed(config, tensor, problem)
         _check_reads(watch)
-        what = problem.what if isinstance(problem, UncutPathError) else str(problem)
-        unknown = f"bytes over tp are not known before they are sent: {what}"
+        unknown = f"bytes over tp are not known before they are sent: {_on_one_stage(problem)}"
         return Analysis(notes=(unknown, *_not_followed(config, tensor)), tensor=tensor)
     _check_reads(watch)
     notes = _ran_on_zeros(trace)
@@ -157,6 +156,11 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     use = find_logit_use(tensor, trace, config.tp)
     traffic = _by_stage(trace, cut, traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp))
     return replace(found, traffic=traffic, notes=(*notes, *_notes_on_logits(use)), tensor=tensor)
+
+
+def _on_one_stage(error: Exception) -> str:
+    """Why a forward cannot be followed, where nothing is cut into stages."""
+    return error.what if isinstance(error, UncutPathError) else first_line(error)
 
 
 def _refuse_unfollowed(config: Config, tensor: TensorPlan | None, problem: PlanError) -> None:
@@ -309,7 +313,7 @@ def _order_of_calls(config: Config, request: PlanRequest) -> Analysis:
         if is_own_mistake(error):
             raise
         note = "parameters are gathered in the order of their registration, because the trace of the example has failed"
-        return Analysis(notes=(f"{note}: {first_line(error)}",))
+        return Analysis(notes=(f"{note}: {_on_one_stage(error)}",))
     return Analysis(timeline=trace, notes=_ran_on_zeros(trace))
 
 

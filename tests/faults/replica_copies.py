@@ -47,4 +47,12 @@ REPLICA_COPIES = (
         new="return self._steps == 2 and (",
         tests=(f"{COPIES}::test_a_copy_that_differs_is_named_once",),
     ),
+    Fault(
+        name="signs-of-life-after-the-timeout",
+        about="A search ends the start of a run whose timeout is shorter than the time between two signs of life.",
+        file="parallel/comm/world.py",
+        old="return min(_PATIENCE_SECONDS, group_timeout().total_seconds() / 4)",
+        new="return _PATIENCE_SECONDS",
+        tests=("tests/parallel/comm/test_from_first.py::test_a_short_timeout_of_the_environment_does_not_end_it",),
+    ),
 )
