@@ -127,7 +127,8 @@ class _Found:
         """States of the host's generators; None: the run draws nothing from them."""
         for module in modules:
             self._add_space(vars(module), _LEFT, of_module=True)
-            self._add_space(module._buffers, frozenset(), of_module=True)
+            if isinstance(module._buffers, dict):  # not those of a scripted module
+                self._add_space(module._buffers, frozenset(), of_module=True)
         self._add_values(arguments, 0, objects=True)
 
     def _add_space(self, live: dict[str, Any], left: frozenset[str], of_module: bool) -> None:
