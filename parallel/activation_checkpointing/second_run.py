@@ -47,6 +47,8 @@ class BlockState:
         """Whether forwards draw random numbers of the host, by the modules' training flags."""
         self._written: set[_Key] = set()
         """Tensors that a first run has written in place."""
+        self._known: dict[int, _Space] = {}
+        """What the forward before has found, by id of the attributes: most of it is found again."""
 
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward`` for one call of the block: later calls run in the state that the first one has found."""
@@ -69,7 +71,8 @@ class BlockState:
     ) -> "tuple[_Found, Any]":
         mode = tuple(module.training for module in self._modules)
         new = mode not in self._drawing
-        state = _Found(self._modules, (*args, *kwargs.values()))
+        state = _Found(self._modules, (*args, *kwargs.values()), self._known)
+        self._known = {id(space.live): space for space in state.spaces if not space.has_graph}
         drawn = _random_state() if self._drawing.get(mode, True) else None
         state.copy(self._written, everything=new)
         out = forward(*args, **kwargs)
@@ -93,6 +96,14 @@ class _Space(NamedTuple):
     left: frozenset[str]
     """Names that are left alone."""
     of_module: bool
+    tensors: list[tuple[str, Tensor]]
+    others: list[Any]
+    """Values that may have a state of their own."""
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a value holds activations."""
+        return any(tensor.requires_grad for _, tensor in self.tensors)
 
 
 @dataclass(slots=True)
@@ -118,8 +129,9 @@ class _Copied:
 class _Found:
     """The state that a first run has found."""
 
-    def __init__(self, modules: tuple[nn.Module, ...], arguments: tuple[Any, ...]) -> None:
-        self._spaces: list[_Space] = []
+    def __init__(self, modules: tuple[nn.Module, ...], arguments: tuple[Any, ...], known: dict[int, _Space]) -> None:
+        self.spaces: list[_Space] = []
+        self._known = known
         self._holders: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._tensors: list[_Copied] = []
@@ -127,23 +139,22 @@ class _Found:
         """States of the host's generators; None: the run draws nothing from them."""
         for module in modules:
             self._add_space(vars(module), _LEFT, of_module=True)
-            self._add_space(module._buffers, frozenset(), of_module=True)
+            if isinstance(module._buffers, dict):  # not those of a scripted module
+                self._add_space(module._buffers, frozenset(), of_module=True)
         self._add_values(arguments, 0, objects=True)
 
     def _add_space(self, live: dict[str, Any], left: frozenset[str], of_module: bool) -> None:
         if id(live) in self._seen:
             return
         self._seen.add(id(live))
-        self._spaces.append(_Space(live, live.copy(), left, of_module))
-        values: list[Any] = []
-        for name, value in live.items():
-            if type(value) in _CLOSED or name in left:
-                continue
-            if not isinstance(value, Tensor):
-                values.append(value)
-            elif not (value.requires_grad or value.is_meta):
-                self._tensors.append(_Copied((id(live), name), value, value._version))
-        self._add_values(values, 0, objects=of_module)
+        space = self._known.get(id(live))
+        if space is None or not _same(live, space.values):
+            space = _read(live, left, of_module)
+        self.spaces.append(space)
+        for name, tensor in space.tensors:
+            if not (tensor.requires_grad or tensor.is_meta):
+                self._tensors.append(_Copied((id(live), name), tensor, tensor._version))
+        self._add_values(space.others, 0, objects=of_module)
 
     def _add_values(self, values: Iterable[Any], depth: int, objects: bool) -> None:
         """Note the holders among ``values``, those in them, and with ``objects`` the attributes of plain objects."""
@@ -176,19 +187,20 @@ class _Found:
             t for t in self._tensors if t.content is not None and (t.tensor.numel() <= _SMALL or t.key in needed)
         ]
         # other threads may write objects that are no modules, so they are left alone unless this run has changed them
-        self._spaces = [space for space in self._spaces if space.of_module or not _same(space.live, space.values)]
+        self.spaces = [space for space in self.spaces if space.of_module or not _same(space.live, space.values)]
+        self._known = {}
         return found
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Context of a second run: the state is what was found, and afterwards what it was before."""
-        now = [space.live.copy() for space in self._spaces]
+        now = [space.values if _same(space.live, space.values) else space.live.copy() for space in self.spaces]
         held = [(holder, holder.copy()) for holder, _ in self._holders]
         drawn = _random_state() if self.random is not None else None
         with _aside() if self._tensors else nullcontext():
             # the second run writes into tensors of its own, because backward may have saved those of the first run
             own = {id(t.tensor): t.content.clone() for t in self._tensors if t.content is not None}
-        for space in self._spaces:
+        for space in self.spaces:
             _write(
                 space,
                 {name: own.get(id(value), value) for name, value in space.values.items()} if own else space.values,
@@ -198,7 +210,7 @@ class _Found:
         try:
             yield
         finally:
-            for space, values in zip(self._spaces, now, strict=True):
+            for space, values in zip(self.spaces, now, strict=True):
                 _write(space, values)
             _refill(held)
             _set_random_state(drawn)
@@ -208,6 +220,13 @@ def _copy(tensors: list[_Copied]) -> None:
     with _aside() if tensors else nullcontext():
         for copied in tensors:
             copied.content = copied.tensor.detach().clone()
+
+
+def _read(live: dict[str, Any], left: frozenset[str], of_module: bool) -> _Space:
+    values = [(name, value) for name, value in live.items() if type(value) not in _CLOSED and name not in left]
+    tensors = [(name, value) for name, value in values if isinstance(value, Tensor)]
+    others = [value for _, value in values if not isinstance(value, Tensor)]
+    return _Space(live, live.copy(), left, of_module, tensors, others)
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

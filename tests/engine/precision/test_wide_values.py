@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import engine
+from engine.config import load_config
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.verify import verify
 from tests.engine.parity.test_parity import config_for
 from tests.engine.precision.test_bf16 import CLIP, ROWS, plain
@@ -101,6 +102,13 @@ def test_own_code_is_given_inputs_and_buffers_as_they_are(
     assert (round(value, 3), dtype, buffer) == (*time, kept)
     assert ("inputs of forward are rounded to bf16" in notes) == ("cast_forward_inputs" in changes)
     assert ("buffers are rounded to bf16: kept" in notes) == (kept == torch.bfloat16)
+
+
+def test_deepspeed_has_the_same_words() -> None:
+    asked = {"train_batch_size": ROWS, "fp16": {"enabled": True, "auto_cast": True}}
+    assert load_config(asked | {"data_types": {"keep_in_fp32_modules": "auto"}}).cast_forward_inputs
+    with pytest.raises(ConfigError, match=r"data_types.keep_in_fp32_modules.*name more in keep_fp32"):
+        load_config(asked | {"data_types": {"keep_in_fp32_modules": ["router"]}})
 
 
 def test_keys_that_cast_nothing_in_fp32_are_named() -> None:
@@ -268,8 +276,9 @@ def test_casts_of_operands_are_off_after_a_forward_that_needs_none() -> None:
     for build, data, needed in ((Denoiser, batches(), False), (Rotary, tokens(), True)):
         with engine.initialize(build(), config_for(1, 0, **BF16), lambda out, _: out[1]) as eng:
             eng.train_batch(data[0])
+            eng.eval_batch(data[0])
             operands = eng.plan.precision.operands
-            assert operands is not None and operands._needed == {True: needed}
+            assert operands is not None and operands._needed == {True: needed, False: needed}
 
 
 GRIDS: dict[str, tuple[dict[str, int], int, int]] = {
