@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from engine.errors import EngineError
 from engine.parallel.model.side_effects import AttributeState, State
 from engine.parallel.pipeline.partition.partition import Partition, repartition, units_for_split
+from engine.parallel.pipeline.runtime.boundary_hooks import UserHooks, check_boundary_hooks
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.model_trace import ModelTrace, trace_difference
 from engine.parallel.trace.tracer import trace_model
@@ -48,6 +49,7 @@ class TraceCache:
         self._seen: dict[object, list[tuple[State, TracedForward]]] = {}
         self._switches = AttributeState(program.model)
         self._state: State = {}
+        self._hooks = UserHooks()
         views = (
             plan.tensor is not None and plan.tensor.follows_activations
         )  # the trace of the plan has other views than the run
@@ -59,6 +61,7 @@ class TraceCache:
     def refresh(self) -> None:
         """Read the attributes that may change the path of the forward; called before each step."""
         self._state = self._switches.read()
+        self._hooks = UserHooks.of(self._program.model)
 
     def take(self, other: "TraceCache") -> None:
         """Take what ``other`` has traced of an equal model, in its present state, under the same plan."""
@@ -70,7 +73,14 @@ class TraceCache:
 
         Raises:
             PlanError: the forward of this input does not fit the partition of the plan.
+            EngineError: a module has a backward hook that a stage could not call.
         """
+        traced = self._of(microbatch, kind, run)
+        if self._hooks.backward and torch.is_grad_enabled():
+            check_boundary_hooks(self._hooks.backward, *traced)
+        return traced
+
+    def _of(self, microbatch: Batch, kind: str, run: ForwardCall) -> TracedForward:
         key = self._key(microbatch, kind)
         known = self._seen.get(key, [])
         for state, traced in known:
@@ -117,4 +127,4 @@ class TraceCache:
     def _key(self, microbatch: Batch, kind: str) -> object:
         leaves, spec = pytree.tree_flatten(microbatch)
         shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-        return kind, torch.is_grad_enabled(), str(spec), shapes
+        return kind, torch.is_grad_enabled(), str(spec), shapes, self._hooks.forward

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from engine.errors import PlanError
 from engine.kernels.device import is_host
 from engine.parallel.model.blocks import Units
 from engine.parallel.model.user_code import call_user_code
@@ -78,6 +79,9 @@ class Recorder(TorchFunctionMode):
         self._quiet = True
         try:
             return self._see(Operation(function, args, kwargs))
+        except (NotImplementedError, RuntimeError) as error:
+            _refuse_transform("an operation on activations", error)
+            raise
         finally:
             self._quiet = False
 
@@ -93,6 +97,7 @@ class Recorder(TorchFunctionMode):
             return call_user_code(forward, args, kwargs)
         self._quiet = True
         try:
+            _refuse_transform(f"unit {unit!r}")
             return self._record_call(unit, forward, args, kwargs)
         finally:
             self._quiet = False
@@ -366,3 +371,17 @@ class Recorder(TorchFunctionMode):
             if own and id(leaf) not in provenance.parameters:
                 provenance.new_value(leaf, source)
         return Recipe(spec, tuple(provenance.output_leaf(leaf, arguments) for leaf in flat))
+
+
+def _refuse_transform(what: str, error: Exception | None = None) -> None:
+    """Refuse ``what`` inside a transform of torch.func, whose tensors have no memory that a trace could follow.
+
+    Raises:
+        PlanError: a transform runs.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise PlanError(
+            f"{user_place()} runs {what} inside a transform of torch.func (vmap, grad, vjp, jvp, jacrev), which the "
+            "trace of the forward cannot follow, and parallel.tensor and parallel.pipeline need one; write it with "
+            "torch.autograd.grad inside of a block, or use data ranks alone, with any ZeRO stage."
+        ) from error

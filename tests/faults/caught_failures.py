@@ -3,6 +3,7 @@
 from tests.faults.fault import Fault
 
 _CAUGHT = "tests/engine/failures/test_caught_failures.py"
+_HOOKS = "tests/engine/failures/test_boundary_hooks.py"
 _RANKS = "tests/engine/failures/test_failed_ranks.py"
 
 CAUGHT_FAILURES = (
@@ -29,6 +30,22 @@ CAUGHT_FAILURES = (
         old="            self._past += 1\n",
         new="            pass\n",
         tests=(f"{_CAUGHT}::test_a_second_failure_is_judged_by_itself",),
+    ),
+    Fault(
+        name="a-hook-on-a-sent-tensor-is-called-twice",
+        about="A hook on the output of the last block of a stage is called on the stage that receives it as well.",
+        file="parallel/pipeline/runtime/stage_forward.py",
+        old="leaves[place], apart = tensor.view_as(tensor), True",
+        new="leaves[place], apart = tensor, True",
+        tests=(f"{_HOOKS}::test_hooks_change_training_as_in_one_process",),
+    ),
+    Fault(
+        name="a-backward-hook-at-a-boundary-is-let-pass",
+        about="A full backward hook on the last block of a stage is never called, and nobody learns of it.",
+        file="parallel/pipeline/runtime/boundary_hooks.py",
+        old="if name in sent or len(within) > 1:",
+        new="if len(within) > 1:",
+        tests=(f"{_HOOKS}::test_backward_hooks_that_a_pipeline_cannot_call_are_refused_on_all_ranks",),
     ),
     Fault(
         name="messages-of-a-failed-call-keep-their-connection",

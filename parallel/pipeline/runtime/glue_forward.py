@@ -62,14 +62,15 @@ class GlueForward(StageForward, TorchFunctionMode):
             self._note(arguments[position], number in self._received)
         return out
 
-    def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> None:
+    def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
         with self._aside():
-            super().keep(output, writes, arguments, out)
+            out = super().keep(output, writes, arguments, out)
         for leaf, tensor in zip(output.leaves, leaves_of(out), strict=True):
             if not isinstance(leaf, FromArgument) or tensor is not arguments[leaf.argument]:
                 self._note(tensor, True)
         for position, _ in writes:
             self._note(arguments[position], True)
+        return out
 
     @contextmanager
     def _in_unit(self) -> Iterator[None]:
@@ -119,9 +120,9 @@ class GlueForward(StageForward, TorchFunctionMode):
         self._operations += 1
         if index in self.plan.glue or (not glue.makes and all(map(self._has_content, operation.tensors))):
             out = operation.run()
-            self.keep(glue.output, glue.writes, operation.leaves, out)
+            kept = self.keep(glue.output, glue.writes, operation.leaves, out)
             self._note_written(operation, True)
-            return out
+            return kept
         if glue.random:
             self._draw(operation)
         out = self.skip(glue.output, glue.writes, operation.leaves)

@@ -31,8 +31,7 @@ class StageResult:
     sent: dict[int, Tensor]
     """Tensor of each value in the plan's ``sends``, attached to autograd.
 
-    A tensor made by a unit is what its forward returned, before forward hooks: a hook on that tensor
-    (``output.register_hook``) sees the backward, one that replaces the output does not.
+    A tensor made by a unit is what its forward returned, before forward hooks, which run on the stage that receives it.
     """
 
 

@@ -102,8 +102,7 @@ class StageForward:
             return self.skip(call.output, call.writes, leaves)
         with self._in_unit():
             out = forward(*args, **kwargs)
-        self.keep(call.output, call.writes, leaves, out)
-        return out
+        return self.keep(call.output, call.writes, leaves, out)
 
     def finish(self) -> None:
         """Check that the program made every planned value.
@@ -133,8 +132,12 @@ class StageForward:
         leaves = [self._rebuild(leaf, arguments) for leaf in output.leaves]
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
-    def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> None:
-        """Keep the values of an event that other stages receive."""
+    def keep(self, output: Recipe, writes: tuple[tuple[int, int], ...], arguments: list[Any], out: Any) -> Any:
+        """Keep the values of an event that other stages receive; returns ``out`` for the code that follows.
+
+        A hook that this code registers on a sent tensor is registered on the received one too, and is called there:
+        so the code gets another tensor over the same memory than the one in which the backward of this stage begins.
+        """
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):
             raise EngineError(
@@ -142,9 +145,16 @@ class StageForward:
             )
         for position, number in writes:
             self._keep(number, arguments[position])
-        for leaf, tensor in zip(output.leaves, leaves, strict=True):
+        apart = False
+        for place, leaf in enumerate(output.leaves):
             if isinstance(leaf, FromValue):
+                tensor = leaves[place]
                 self._keep(leaf.value, tensor)
+                if self.sent.get(leaf.value) is tensor and type(tensor) is Tensor and tensor.requires_grad:
+                    leaves[place], apart = tensor.view_as(tensor), True
+        if not apart:
+            return out
+        return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
 
     @contextmanager
     def _in_unit(self) -> Iterator[None]:
