@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.config import Config, load_config
 from engine.errors import ConfigError, EngineError, PlanError, first_line
-from engine.launch.planner.plan_report import Planned, as_json, as_text, search_text
+from engine.launch.planner.plan_report import Planned, as_json, as_text, offload_text, search_text
 from engine.launch.planner.plan_request import STEP_TOKENS, PlanAsked, read_request
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.layout import TrainingLayout
@@ -23,6 +23,7 @@ from engine.planning.cost_model.search import (
     search_layouts,
 )
 from engine.planning.cost_model.workload import Workload
+from engine.reporting.console import open_console, say_if_slow
 
 if TYPE_CHECKING:
     from engine.launch.planner.planned_model import PlannedModel
@@ -33,6 +34,8 @@ MOST_ACTIONS = 12_000
 """Forwards of all stages and microbatches in the whole plans of a search together, a millisecond each."""
 
 
+SLOW_SECONDS = 5.0
+"""After which a part of the work is said."""
 BUCKET = 64_000_000
 """Elements of a reduction: few calls, whose latency grows with the data ranks."""
 
@@ -50,6 +53,14 @@ def run_plan(options: Namespace) -> None:
         return
     asked = read_request(options)
     config = None if asked.config is None else load_config(asked.config, asked.world)
+    quiet = open_console(0)  # says what takes long
+    try:
+        _run(asked, config, options)
+    finally:
+        quiet()
+
+
+def _run(asked: PlanAsked, config: Config | None, options: Namespace) -> None:
     if options.search:
         _search(asked, config, options)
         return
@@ -116,7 +127,7 @@ def _costed(
     """``counts``: activations are counted on shapes where that takes seconds; else they are estimated."""
     from engine.planning.step_time.plan_costs import plan_costs, planned_layout
 
-    plan = model.built.plan(config)
+    plan = model.plan(config)
     estimated = not counts or model.why_not_counted(plan)
     sample = model.samples.of(planned_layout(plan)) if estimated else None
     costs = plan_costs(plan, model.workload(config), asked.gpu, asked.node, sample)
@@ -149,7 +160,8 @@ def _counted(model: "_Model", made: Planned, searches: bool = False) -> Planned:
 def _searched(asked: PlanAsked, work: Workload, config: Config | None) -> SearchResult:
     rows = asked.rows or (config.train_batch_size if config is not None else None) or _usual_rows(asked.world, work)
     wish = Wish(world=asked.world, rows=rows, node=asked.node, memory_bytes=asked.gpu.memory_bytes)
-    return search_layouts(work, StepModel(work, asked.gpu, asked.node), wish)
+    with say_if_slow("ranking all layouts by closed forms", 0, SLOW_SECONDS):
+        return search_layouts(work, StepModel(work, asked.gpu, asked.node), wish)
 
 
 def _usual_rows(world: int, work: Workload) -> int:
@@ -165,6 +177,9 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
         raise ConfigError(_nothing_fits(found, asked))
     base = None if asked.config is None else dict(asked.config)
     planned = _fitting(_Finals(asked, model, base), found, options.top)
+    first = next(_choice(model, found), None)
+    if config is not None or not any(first and one.fits and one.costs.layout == first.layout for one in planned):
+        planned = [*_plain(asked, model, config, planned), *planned]
     if not planned:
         raise PlanError(f"the engine can run none of the fastest layouts; the first: {model.refused[0]}")
     if options.out is not None:
@@ -177,6 +192,19 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
     print(
         json.dumps(planned[0].settings, indent=2) if options.out is None else f"{options.out} holds its configuration"
     )
+
+
+def _plain(asked: PlanAsked, model: "_Model", config: Config | None, finalists: list[Planned]) -> list[Planned]:
+    """What the command plans without ``--search``, if that is better than all finalists.
+
+    A finalist may stand in its place: those of a search are fewer, and long pipelines keep estimates of their memory.
+    """
+    try:
+        made = _chosen(asked, model) if config is None else _costed(asked, model, config, dict(asked.config or {}))
+    except EngineError as error:
+        model.refused.append(first_line(error))
+        return []
+    return [made] if all(_fit_and_fast(made) < _fit_and_fast(one) for one in finalists) else []
 
 
 class _Finals(NamedTuple):
@@ -243,7 +271,8 @@ def _nothing_fits(found: SearchResult, asked: PlanAsked) -> str:
     need, have = found.smallest.memory.total / 2**30, asked.gpu.memory_bytes / 2**30
     return (
         f"no layout fits: of {found.tried:,} on {asked.world} GPUs the smallest ({found.smallest.layout}) needs "
-        f"{need:.1f} GiB of a GPU, which has {have:.1f}; give more GPUs, or ones with more memory."
+        f"{need:.1f} GiB of a GPU{offload_text(found.smallest)}, which has {have:.1f}; give more GPUs, ones with more "
+        "memory, or a configuration that offloads."
     )
 
 
@@ -297,7 +326,8 @@ class _Model:
         if self._built is None:
             from engine.launch.planner.planned_model import build_model
 
-            self._built = build_model(self.asked.model)
+            with say_if_slow("building the model on the meta device", 0, SLOW_SECONDS):
+                self._built = build_model(self.asked.model)
         return self._built
 
     @property
@@ -325,5 +355,12 @@ class _Model:
         config = config or load_config(settings_of(TrainingLayout()), 1)
         dtypes = config.bf16.enabled, config.fp16.enabled, config.torch_autocast.enabled, tuple(config.keep_fp32)
         if dtypes not in self._workloads:
-            self._workloads[dtypes] = self.built.workload(config)
+            with say_if_slow("a forward of the model on shapes", 0, SLOW_SECONDS):
+                self._workloads[dtypes] = self.built.workload(config)
         return self._workloads[dtypes]
+
+    def plan(self, config: Config) -> "Plan":
+        """The plan that the engine would run."""
+        grid = f"dp{config.dp} x tp{config.tp} x pp{config.pp}"
+        with say_if_slow(f"the plan of {grid}, ZeRO {config.zero_optimization.stage}", 0, SLOW_SECONDS):
+            return self.built.plan(config)

@@ -51,6 +51,14 @@ def as_text(planned: Planned) -> str:
 def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
     asked, costs, gpu = planned.asked, planned.costs, planned.asked.gpu
     yield "gpu", f"{asked.world} x {gpu.name}, {asked.node} a node"
+    if gpu.reached_of:
+        yield (
+            "rates",
+            (
+                f"the shares of the data sheet that training reaches are those of {gpu.reached_of}, not measured on "
+                "this kind of GPU; trine plan --calibrate FILE measures them"
+            ),
+        )
     if asked.world <= PICTURED * asked.node and asked.world > asked.node:
         picture = placement_picture(planned.plan.grid(0), asked.node)
         yield "placement", picture.replace("\n", "\n" + 13 * " ")
@@ -111,11 +119,38 @@ def _verdict(planned: Planned) -> str:
         if planned.passed:
             return text
         least = planned.smallest.memory.total / GIB if planned.smallest else 0.0
-        return f"{text}; no layout of these GPUs does, the smallest needs {least:.1f} GiB"
+        return (
+            f"{text}; no layout of these GPUs does, the smallest needs {least:.1f} GiB{offload_text(planned.smallest)}"
+        )
     before, after = planned.costs.layout, planned.change.layout
-    steps = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes(before, after).items())
+    steps = ", ".join(
+        f"{name} {setting_text(name, old)} -> {setting_text(name, new)}"
+        for name, (old, new) in changes(before, after).items()
+    )
     cost = f"{planned.change.memory.total / GIB:.1f} GiB, {planned.change.seconds.total:.3g} s"
     return f"{text}; the nearest that does{' by estimate' * bool(planned.passed)}: {steps} ({cost})"
+
+
+def setting_text(name: str, value: Any) -> str:
+    """A value of a layout's setting in words: ``dp4 x tp2 x pp1`` in place of (4, 2, 1)."""
+    match name, value:
+        case "grid", (dp, tp, pp):
+            return f"dp{dp} x tp{tp} x pp{pp}"
+        case "microbatches", (micro, count):
+            return f"{count} of {micro} row{'s' * (micro != 1)}"
+        case "schedule", (kind, virtual):
+            return f"{kind} of {virtual} stages a rank" if virtual > 1 else str(kind)
+        case "zero", (stage, reduction):
+            return f"{stage}{' of every microbatch' * (stage >= 2 and reduction == 'microbatch')}"
+    return str(value)
+
+
+def offload_text(smallest: LayoutEstimate | None) -> str:
+    """What the smallest layout needs of a GPU once its optimizer lies on the host."""
+    if smallest is None:
+        return ""
+    left = (smallest.memory.total - smallest.memory.optimizer) / GIB
+    return f', and {left:.1f} with zero_optimization.offload_optimizer {{"device": "cpu"}}'
 
 
 def as_json(planned: Planned) -> dict[str, Any]:

@@ -61,6 +61,8 @@ class GpuSpec:
     network_latency: float
     """Seconds of one message between nodes."""
     reached: ReachedShares
+    reached_of: str = ""
+    """The kind of GPU from which ``reached`` is taken over; empty: it is that of this kind."""
 
 
 def known_gpus() -> tuple[str, ...]:
@@ -97,7 +99,10 @@ def spec_of(raw: Any, name: str) -> GpuSpec:
         raise ConfigError(f"--gpu {name} holds no JSON object; give a file like {FOLDER.name}/h100.json.")
     shares = raw.get("reached")
     reached = ReachedShares(**_numbers(shares if isinstance(shares, Mapping) else {}, ReachedShares, name, "reached."))
-    return GpuSpec(name=str(raw.get("name", name)), reached=reached, **_numbers(raw, GpuSpec, name, ""))
+    taken = str(raw.get("reached_of", ""))
+    return GpuSpec(
+        name=str(raw.get("name", name)), reached=reached, reached_of=taken, **_numbers(raw, GpuSpec, name, "")
+    )
 
 
 def _numbers(raw: Mapping[str, Any], of: type, name: str, prefix: str) -> dict[str, float]:

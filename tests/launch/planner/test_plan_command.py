@@ -13,6 +13,8 @@ import pytest
 
 from engine.config import load_config
 from engine.launch.cli import main
+from engine.launch.planner import plan_command
+from engine.launch.planner.plan_report import setting_text
 from engine.launch.planner.plan_request import ModelSource
 
 ROOT = Path(__file__).parents[3]
@@ -114,6 +116,37 @@ def test_what_does_not_fit_says_what_would(llama: Path, tmp_path: Path, capsys: 
     assert not found["fits"] and found["nearest_that_fits"]
     assert main(["plan", str(llama), str(config), "--world", "8", "--memory", "2"]) == 0
     assert "no: " in (text := capsys.readouterr().out) and "the nearest that does: " in text
+    assert "(" not in text[text.index("the nearest that does: ") :].partition(" (")[0], "settings stand in words"
+
+
+def test_settings_stand_in_words() -> None:
+    assert setting_text("grid", (8, 1, 2)) == "dp8 x tp1 x pp2"
+    assert setting_text("microbatches", (1, 16)) == "16 of 1 row"
+    assert setting_text("schedule", ("zb-v", 2)) == "zb-v of 2 stages a rank"
+    assert setting_text("zero", (3, "microbatch")) == "3 of every microbatch"
+    assert setting_text("recomputation", "full") == "full"
+
+
+def test_rates_of_another_gpu_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for gpu, said in (("h200", True), ("h100", False)):
+        assert main(["plan", "--world", "1", "--gpu", gpu, "--estimate"]) == 0
+        assert ("are those of h100, not measured on this kind of GPU" in capsys.readouterr().out) is said
+
+
+def test_a_search_proposes_nothing_slower_than_the_plain_command(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = llama, "--world", 8, "--batch", 32
+    plain = planned(capsys, *given)
+    real = plan_command._finalists
+    monkeypatch.setattr(  # the fastest layouts are no finalists
+        plan_command,
+        "_finalists",
+        lambda finals, found, top: real(finals, replace(found, ranked=found.ranked[-3:]), top),
+    )
+    searched = planned(capsys, *given, "--search", "--top", 1)["finalists"]
+    assert searched[0]["layout"] == plain["layout"] and len(searched) == 2
+    assert searched[0]["step_seconds"] <= plain["step_seconds"]
 
 
 def count_more(monkeypatch: pytest.MonkeyPatch, modes: Sequence[str], gib: float) -> list[str]:
@@ -243,6 +276,11 @@ MISTAKES: dict[tuple[str, ...], str] = {
 def test_mistakes(arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, *arguments)
     assert text.startswith(sentence) and "\n" not in text and text.endswith(".")
+
+
+def test_what_offload_would_leave_is_said_where_no_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, "--world", "8", "--memory", "1")
+    assert 'with zero_optimization.offload_optimizer {"device": "cpu"}, which has 1.0; give more GPUs' in text
 
 
 def test_folders_without_a_model(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
