@@ -33,6 +33,12 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
             "optimizer is a list in the configuration, whose entries assign parameters, and optimizer=... was passed; "
             "keep one of them."
         )
+    device = config.zero_optimization.offload_optimizer.device
+    if request.whole is not None and device != "none":
+        raise ConfigError(
+            f'zero_optimization.offload_optimizer.device: "{device}" with an optimizer that updates whole parameters, '
+            "which meet on the device; leave the offload out, or name AdamW in the config."
+        )
     if trained and config.optimizer is None and request.optimizer is None:
         raise ConfigError(
             "optimizer: null, and no optimizer was passed to initialize; name one in the config, or pass optimizer=...."
