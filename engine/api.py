@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ from engine.resources import EngineResources
 from engine.step.runtime import RankRuntime
 from engine.watchdog.watchdog import Watchdog, open_watchdog
 from engine.zero.optim.inner_optimizer import OptimizerFactory
+from engine.zero.optim.matrix.own_whole import FlatWhole, OwnWholeRule, declares_whole
 
 logger = logging.getLogger("trine")
 
@@ -125,11 +127,15 @@ def _with(
     check_scheduler(request.lr_scheduler, optimizer)
     included, metrics = included_frozen(model, config.optimizer), config.monitor.metrics
     request = replace(request, included=included, metrics=metrics)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    whole = optimizer is not None and declares_whole(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        with as_trainable(model, request.included):
+            given = read_optimizer(optimizer, model, config.optimizer)
+        request, optimizer = replace(request, given=given), given.factory
+    if not whole or optimizer is None:
         return replace(request, optimizer=optimizer)
-    with as_trainable(model, request.included):
-        given = read_optimizer(optimizer, model, config.optimizer)
-    return replace(request, optimizer=given.factory, given=given)
+    rule = OwnWholeRule(optimizer)
+    return replace(request, optimizer=partial(FlatWhole, make=optimizer, known=rule.known), whole=rule)
 
 
 def _initialize(

@@ -80,10 +80,10 @@ class _Clock:
     """Seconds of an element's product."""
     seconds: list[float] = field(default_factory=list)
 
-    def update(self, matrix: Tensor, name: str, step: Any) -> Tensor:
+    def update(self, kinds: Sequence[Tensor], name: str, step: Any) -> Tensor:
         """A matrix of zeros, late."""
-        time.sleep(self.asleep * matrix.numel())
-        return torch.zeros_like(matrix).reshape(-1)
+        time.sleep(self.asleep * kinds[0].numel())
+        return torch.zeros_like(kinds[0]).reshape(-1)
 
     def run(self, unused: frozenset[str], missed: Mapping[str, int]) -> Iterator[frozenset[str]]:
         """All updates of a step, timed."""

@@ -119,6 +119,7 @@ def _plan_request(model: nn.Module, config: Config, request: Request, example: B
         program=request.program(model, make_precision(config, model), torch.device("cpu")),
         example=example,
         own_optimizer=request.optimizer is not None,
+        own_rule=request.whole,
         replacements=request.changes.replacements,
         given=request.given,
     )
@@ -321,11 +322,11 @@ def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> 
 def _optimizer(
     plan: Plan, buckets: Sequence[FlatBucket], comm: Comm, request: Request, device: torch.device
 ) -> ShardedOptimizer:
-    config, own = plan.config, request.optimizer is not None
+    config, own = plan.config, request.optimizer is not None and request.whole is None
     round_initial(buckets, comm)
     factory = request.optimizer or built_in_optimizer(config.optimizer or OptimizerConfig())
     sharded = config.zero_optimization.stage > 0
-    if sharded and request.given is not None:  # before its constructor is given flat parts
+    if sharded and own and request.given is not None:  # before its constructor is given flat parts
         check_elementwise(request.given.optimizer, "zero_optimization.stage 1 or more")
     optimizer = ShardedOptimizer(buckets, plan.groups, factory, comm, sharded, own)
     if not plan.precision.master:

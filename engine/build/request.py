@@ -22,6 +22,7 @@ from engine.program.loss import LossFunction
 from engine.program.program import Program
 from engine.step.runtime import RankRuntime
 from engine.zero.optim.inner_optimizer import OptimizerFactory
+from engine.zero.optim.matrix.own_whole import OwnWholeRule
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 
@@ -36,6 +37,8 @@ class Request:
     example_batch: Batch = None
     given: GivenOptimizer | None = None
     """The user's optimizer that ``optimizer`` builds anew; None if the user gave a callable or nothing."""
+    whole: OwnWholeRule | None = None
+    """The user's optimizer, if it updates parameters as a whole, which ``optimizer`` then wraps."""
     included: tuple[str, ...] = ()
     """Names of the frozen parameters that are planned as trained ones, since the user may thaw them."""
     rows: BatchRows = field(default_factory=BatchRows)

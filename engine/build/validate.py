@@ -32,6 +32,12 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
             "optimizer is a list in the configuration, whose entries assign parameters, and optimizer=... was passed; "
             "keep one of them."
         )
+    device = config.zero_optimization.offload_optimizer.device
+    if request.whole is not None and device != "none":
+        raise ConfigError(
+            f'zero_optimization.offload_optimizer.device: "{device}" with an optimizer that updates whole parameters, '
+            "which meet on the device; leave the offload out, or name AdamW in the config."
+        )
     _refuse_shared_memory(model)
     refuse_quantized(model)
     refuse_foreign_codes(model, config)

@@ -32,6 +32,8 @@ class MatrixOwners:
     rules: Mapping[int, MatrixRule]
     """Of the optimizer groups whose matrices are updated as a whole."""
     layouts: Mapping[tuple[int, int], FlatLayout]
+    ways: int = 2
+    """Exchanges of a round on each axis: there and back; 3 where weights travel to owners beside gradients."""
 
     @property
     def _shares(self) -> int:
@@ -76,8 +78,9 @@ class MatrixOwners:
         if routes is None:
             return ()
         size, grid = routes.dtype.itemsize, self.config.grid(0)
-        data = [row for each in routes.rounds for row in each.data.traffic(grid.sharding, size)]
-        tensor = [row for each in routes.rounds if each.tensor is not None for row in each.tensor.traffic("tp", size)]
+        data = [row for each in routes.rounds for row in each.data.traffic(grid.sharding, size, self.ways)]
+        crossing = [each.tensor for each in routes.rounds if each.tensor is not None]
+        tensor = [row for each in crossing for row in each.traffic("tp", size, self.ways)]
         return (*data, *tensor)
 
     def state_bytes(self, coord: Coord) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 
 from engine.config import Config
 from engine.errors import PlanError, first_line
+from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.optim.given_optimizer import GivenOptimizer
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
 from engine.parallel.comm.traffic import Tally
@@ -62,6 +63,8 @@ class PlanRequest:
     example: Batch = None
     own_optimizer: bool = False
     """The user passes an optimizer, so the size of its state is unknown."""
+    own_rule: MatrixRule | None = None
+    """That optimizer, if it updates parameters as a whole."""
     costs: Costs | None = None
     """Measured costs of the calls; None: FLOPs are counted instead."""
     replacements: tuple[Replacement, ...] = ()

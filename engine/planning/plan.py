@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from engine.config import Config
+from engine.kernels.optim.matrix_rule import MatrixRule
 from engine.kernels.quantized.weight_format import WeightFormat
 from engine.optim.built_in import GroupState, kept_state
 from engine.optim.matrix_routes import MatrixOwners, factor_routes, layer_routes
@@ -98,6 +99,8 @@ class Plan:
     """Modules whose forwards run the engine's operators."""
     experts: tuple[ExpertStack, ...] = ()
     """Where experts are whose rows are counted; empty without ``monitor.expert_load``."""
+    own_rule: MatrixRule | None = None
+    """The user's optimizer, if it updates parameters as a whole."""
 
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
@@ -206,7 +209,10 @@ class Plan:
 
     @cached_property
     def matrix_owners(self) -> MatrixOwners | None:
-        """Who updates which matrix as a whole; None if none is, or if the optimizer is the user's."""
+        """Who updates which parameter as a whole; None if none is."""
+        if self.own_rule is not None:
+            own: dict[int, MatrixRule] = dict.fromkeys(range(len(self.groups)), self.own_rule)
+            return MatrixOwners(self.config, self.table.rows, own, self.layouts, ways=3)
         rules = {index: kept.matrices for index, kept in enumerate(self._moments) if kept.matrices is not None}
         return MatrixOwners(self.config, self.table.rows, rules, self.layouts) if rules else None
 
@@ -316,6 +322,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         gather_groups=gathers,
         decision=analysis.decision,
         replacements=request.replacements,
+        own_rule=request.own_rule,
         experts=find_experts(model) if config.monitor.expert_load else (),
     )
     return _settled(plan)

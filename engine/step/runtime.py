@@ -218,7 +218,7 @@ class RankRuntime:
         if self.gatherer is not None:
             self.gatherer.forget()
 
-    def copies_digest(self, compares_batches: int) -> Tensor | None:
+    def copies_digest(self, compares_batches: int) -> Tensor | float | None:
         """This rank's summand of a comparison of copies of weights; None in most steps.
 
         A delayed update may write its weights meanwhile.

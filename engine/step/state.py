@@ -43,7 +43,7 @@ class StepState:
     problem: BaseException | None = None
     digest: int = 0
     """Small digest of the batch, from 1; 0: not compared in this step."""
-    copies: Tensor | None = None
+    copies: Tensor | float | None = None
     """Digest of weights that other ranks hold as well; None: they are not compared in this step."""
     metrics: list[Tensor | float] = field(default_factory=list)
     """Sum and weight of each metric so far, one after the other."""

@@ -159,8 +159,8 @@ def test_sharding_needs_an_optimizer_that_works_element_by_element(stage: int) -
     start = lambda: engine.initialize(models.decoder(), settings, optimizer=lambda p: WholeMatrix(p, lr=0.1))  # noqa: E731
     assert message(start, engine.ConfigError) == (
         "optimizer WholeMatrix is given parts of parameters by zero_optimization.stage 1 or more, which needs an "
-        "optimizer that works element by element: choose another optimizer, or set `elementwise = True` on its class "
-        "if it does."
+        "optimizer that works element by element: choose another optimizer, set `elementwise = True` on its class "
+        "if it does, or `whole_parameters = True` if it updates each parameter as a whole."
     )
 
 

@@ -3,6 +3,7 @@
 from tests.faults.fault import Fault
 
 _UNUSED = "tests/engine/optim/test_own_optimizer_unused.py"
+_WHOLE = "tests/engine/parity/test_own_whole_optimizer.py"
 _LAYERS = "tests/engine/parity/test_parity_layerwise.py"
 
 OPTIMIZERS_AND_SCHEDULES = (
@@ -40,5 +41,13 @@ OPTIMIZERS_AND_SCHEDULES = (
         old='group["step"] - missed.get(part.row.name, 0)',
         new='group["step"]',
         tests=(f"{_LAYERS}::test_each_parameter_counts_its_own_updates",),
+    ),
+    Fault(
+        name="own-whole-state-begun-anew",
+        about="The owner of a parameter gives the user's optimizer no state of earlier updates.",
+        file="zero/optim/matrix/own_whole.py",
+        old="        if step > 1:\n",
+        new="        if step > 1000:\n",
+        tests=(f"{_WHOLE}::test_each_parameter_counts_its_own_updates",),
     ),
 )

@@ -86,5 +86,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer, by: str) -> None:
     if not known and not getattr(kind, "elementwise", False):
         raise ConfigError(
             f"optimizer {kind.__name__} is given parts of parameters by {by}, which needs an optimizer that works "
-            "element by element: choose another optimizer, or set `elementwise = True` on its class if it does."
+            "element by element: choose another optimizer, set `elementwise = True` on its class if it does, or "
+            "`whole_parameters = True` if it updates each parameter as a whole."
         )

@@ -50,6 +50,7 @@ class WeightCopies:
         self._comm, self._steps, self._told = comm, 0, False
         self._rows = {row.name: row for row in table}
         self._parts = [part for flat in buckets for part in self._of_bucket(flat)]
+        self._factors: Tensor | None = None
 
     def _of_bucket(self, flat: FlatBucket) -> Iterator[_Part]:
         held = flat.owned if flat.sharded else slice(0, flat.bucket.elements)
@@ -75,13 +76,14 @@ class WeightCopies:
         return self._steps > 2 and (not self._steps % _OFTEN or not self._steps & (self._steps - 1))
 
     @torch.no_grad()
-    def digest(self) -> Tensor:
+    def digest(self) -> Tensor | float:
         """This rank's summand of a comparison, fp64."""
         if not self._parts:
-            return torch.zeros((), dtype=torch.float64)
+            return 0.0
         sums = torch.stack([_bits(part) for part in self._parts])
-        factors = torch.tensor([part.factor for part in self._parts], device=sums.device)
-        return (sums.remainder(_PRIME) * factors).remainder(_PRIME).sum().remainder(_PRIME).double()
+        if self._factors is None:  # made once: a copy to the device is a wait of the host
+            self._factors = torch.tensor([part.factor for part in self._parts], device=sums.device)
+        return (sums.remainder(_PRIME) * self._factors).remainder(_PRIME).sum().remainder(_PRIME).double()
 
     @torch.no_grad()
     def compare(self, total: float, sent: Tally) -> None:

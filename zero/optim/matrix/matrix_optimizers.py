@@ -23,6 +23,8 @@ class FlatMatrixOptimizer(FlatOptimizer):
 
     apart = False
     """Tensors are parts of matrices, or runs of several."""
+    reads_weights = False
+    """An update of a whole matrix needs its weights too."""
     families = frozenset[str]()
     """Names of what it may keep of whole matrices."""
 

@@ -102,6 +102,7 @@ class MatrixUpdates:
         self._makers = [part for part in parts if isinstance(part, FlatMatrixOptimizer)]
         for maker in self._makers:
             maker.apart = True
+        self._reads_weights = any(maker.reads_weights for maker in self._makers)
         self._exchanges = [
             (OwnerExchange(each.data, comm), OwnerExchange(each.tensor, comm) if each.tensor is not None else None)
             for each in routes.rounds
@@ -160,22 +161,27 @@ class MatrixUpdates:
     def _round(self, number: int, step: "_Step") -> Iterator[frozenset[str]]:
         data, tensor = self._exchanges[number]
         route, rows = self._routes.rounds[number].data, self._routes.rows
-        gathered = data.gather({name: step.pieces[name] for name in route.owners if name in step.pieces}, self._blank)
+        gathered = [
+            data.gather({name: kind[name] for name in route.owners if name in kind}, self._blank)
+            for kind in step.kinds(self._reads_weights, self._routes.dtype)
+        ]
         yield _UNDER_WAY
-        parts = {name: torch.cat(found) for name, found in gathered.wait().items()}
-        meeting = tensor.gather(parts, self._blank) if tensor is not None else None
+        parts = [{name: torch.cat(found) for name, found in each.wait().items()} for each in gathered]
+        meeting = [tensor.gather(each, self._blank) for each in parts] if tensor is not None else []
         if self._routes.crossed:
             yield _UNDER_WAY
-        cut = meeting.wait() if meeting is not None else {}
-        whole = [name for name in parts if tensor is None or rows[name].dim is None]
-        made = {name: self._update(parts[name], name, step) for name in whole}
+        cut = [each.wait() for each in meeting]
+        whole = [name for name in parts[0] if tensor is None or rows[name].dim is None]
+        made = {name: self._update([each[name] for each in parts], name, step) for name in whole}
         if tensor is not None:
-            returning = tensor.scatter({name: self._join_and_cut(cut[name], name, step) for name in cut}, self._blank)
+            joined = {name: self._join_and_cut([each[name] for each in cut], name, step) for name in cut[0]}
+            returning = tensor.scatter(joined, self._blank)
+            del joined
             yield _UNDER_WAY
             made |= returning.wait()
         elif self._routes.crossed:
             yield _UNDER_WAY
-        split = {name: torch.split(made[name].reshape(-1), list(route.sizes[name])) for name in parts}
+        split = {name: torch.split(made[name].reshape(-1), list(route.sizes[name])) for name in parts[0]}
         arriving = data.scatter(split, self._blank)
         del gathered, parts, meeting, cut, made, split  # while a round waits, it holds no more than its messages
         yield _UNDER_WAY
@@ -188,21 +194,19 @@ class MatrixUpdates:
                 rule = self._rule(name)
                 rule.apply_(step.weights[name], update, self._routes.rows[name].shape, self._number(name, step))
 
-    def _join_and_cut(self, parts: Sequence[Tensor], name: str, step: "_Step") -> list[Tensor]:
+    def _join_and_cut(self, kinds: Sequence[Sequence[Tensor]], name: str, step: "_Step") -> list[Tensor]:
         """Put the parts of all tensor ranks together, update, and cut the update as the matrix is cut."""
         row = self._routes.rows[name]
-        whole = parts[0].new_empty(row.shape)
-        for tp, part in enumerate(parts):
-            for view, own in zip(_ranges(whole, row, tp), _ranges_of(part, row, tp), strict=True):
-                view.copy_(own)
-        update = self._update(whole, name, step).view(row.shape)
-        return [_joined(_ranges(update, row, tp), update, row) for tp in range(len(parts))]
+        update = self._update([_whole(parts, row) for parts in kinds], name, step).view(row.shape)
+        return [_joined(_ranges(update, row, tp), update, row) for tp in range(len(kinds[0]))]
 
-    def _update(self, matrix: Tensor, name: str, step: "_Step") -> Tensor:
+    def _update(self, kinds: Sequence[Tensor], name: str, step: "_Step") -> Tensor:
         """The update of a whole matrix, flat; zeros without a gradient, whose state stays."""
         if name in step.unused:
-            return torch.zeros_like(matrix).reshape(-1)
-        state, whole, number = self.state.get(name, {}), matrix.view(self._shape(name)), self._number(name, step)
+            return torch.zeros_like(kinds[0]).reshape(-1)
+        views = [each.view(self._shape(name)) for each in kinds]
+        whole = torch.stack(views) if self._reads_weights else views[0]
+        state, number = self.state.get(name, {}), self._number(name, step)
         if state:
             whole = whole.to(state_dtype(self._routes.rows[name]))
             if name not in self._begun:  # a checkpoint that was loaded without strict may have had no state of it
@@ -246,6 +250,11 @@ class _Step:
                 self.pieces[slot.name] = directions[place.parameter].view(-1)[part].to(dtype)
                 self.weights[slot.name] = place.parameter.detach().view(-1)[part]
 
+    def kinds(self, weights: bool, dtype: torch.dtype) -> list[Mapping[str, Tensor]]:
+        """What travels to owners: directions, and ``weights``."""
+        own = {name: value.to(dtype) for name, value in self.weights.items()} if weights else {}
+        return [self.pieces, own] if weights else [self.pieces]
+
 
 def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
     """Begin a round in every turn, then go on with those before it, the newest first; yields what they yield."""
@@ -266,6 +275,15 @@ def staggered(rounds: Iterable[Iterator[Made]]) -> Iterator[Made]:
 def state_dtype(row: ShardRow) -> torch.dtype:
     """The dtype of what is kept of a matrix, and of the decompositions of it: fp32, or fp64 where it was given so."""
     return torch.float64 if row.dtype == torch.float64 else torch.float32
+
+
+def _whole(parts: Sequence[Tensor], row: ShardRow) -> Tensor:
+    """The full matrix, from the parts of all tensor ranks."""
+    whole = parts[0].new_empty(row.shape)
+    for tp, part in enumerate(parts):
+        for view, own in zip(_ranges(whole, row, tp), _ranges_of(part, row, tp), strict=True):
+            view.copy_(own)
+    return whole
 
 
 def _dim(row: ShardRow) -> int:

@@ -60,12 +60,12 @@ class OwnerRoute:
         ]
         return max(sums, default=0)
 
-    def traffic(self, counted: Axis, itemsize: int) -> tuple[Traffic, ...]:
-        """Both ways of a step, over the axis as it is counted."""
+    def traffic(self, counted: Axis, itemsize: int, ways: int = 2) -> tuple[Traffic, ...]:
+        """Both ways of a step, over the axis as it is counted; or three, where weights travel to owners too."""
         if not self.message:
             return ()
         ranks = len(self.members)
-        return (Traffic(counted, LABEL, 2, 2 * sent_bytes("all_to_all", ranks * self.message * itemsize, ranks)),)
+        return (Traffic(counted, LABEL, ways, ways * sent_bytes("all_to_all", ranks * self.message * itemsize, ranks)),)
 
 
 def balanced_owners(costs: Mapping[str, int], held: Mapping[str, Sequence[int]]) -> dict[str, int]:

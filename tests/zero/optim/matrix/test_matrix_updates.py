@@ -1,6 +1,6 @@
 """Rounds of matrices: the next one travels while one is computed, and the calls have one order on all ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -44,10 +44,10 @@ def watched(eng: Engine) -> list[str]:
         events.append(f"{label} gathered")
         return gather(full, shard, axis, label)
 
-    def compute(matrix: Tensor, name: str, step: Any) -> Tensor:
+    def compute(kinds: Sequence[Tensor], name: str, step: Any) -> Tensor:
         if events[-1] != "compute":
             events.append("compute")
-        return update(matrix, name, step)
+        return update(kinds, name, step)
 
     eng.train_batch(batch(eng, 0))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,152 @@
+"""An optimizer of the user's that needs whole parameters, at every stage: its owner updates each with an optimizer of
+that class, from the whole gradient and the whole weights.
+
+The class says so by ``whole_parameters = True``. An update of a parameter may then read all of it, its gradient and its
+state, and nothing of another parameter; what lasts is in ``self.state`` and in the groups.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import ConfigError
+from engine.kernels.optim.matrix_rule import MatrixState
+from engine.zero.optim.inner_optimizer import OptimizerFactory, own_options
+from engine.zero.optim.matrix.matrix_optimizers import FlatMatrixOptimizer
+
+Shape = tuple[int, ...]
+
+
+def declares_whole(given: object) -> bool:
+    """True for a class, or what makes or is an instance of one, with ``whole_parameters = True``."""
+    if getattr(given, "whole_parameters", False):
+        return True
+    if isinstance(given, torch.optim.Optimizer) or not callable(given):
+        return False
+    try:
+        made = given([{"params": [nn.Parameter(torch.zeros(1, 1))]}])
+    except Exception:  # what the factory needs is said when the optimizer is made
+        return False
+    return bool(getattr(type(made), "whole_parameters", False))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWholeRule:
+    """The rule of a group: a step of the user's optimizer over one whole parameter."""
+
+    make: OptimizerFactory
+    options: Mapping[str, Any] = field(default_factory=dict)
+    known: dict[Shape, dict[str, Any]] = field(default_factory=dict)
+    """State of a parameter of a shape after an update, by name: tensors without data, and numbers."""
+
+    def cost(self, shape: Shape) -> int:
+        """Elements of the parameter: what the update computes is not known."""
+        return prod(shape)
+
+    def state_shapes(self, shape: Shape) -> Mapping[str, Shape]:
+        """What the optimizer keeps of a parameter; numbers have no dims."""
+        return {name: tuple(getattr(value, "shape", ())) for name, value in self._state(shape).items()}
+
+    def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
+        """Return the weights after a step. ``direction_AB`` [2, ...]: the gradient, and the weights."""
+        gradient, weights = direction_AB
+        parameter = nn.Parameter(weights.clone())
+        parameter.grad = gradient.clone()
+        optimizer, like = self._over(parameter), self._state(tuple(weights.shape))
+        if step > 1:
+            optimizer.state[parameter] = {name: _as(like[name], kept, parameter) for name, kept in state.items()}
+        optimizer.step()
+        for name, kept in state.items():
+            kept.copy_(torch.as_tensor(optimizer.state[parameter][name]))
+        return parameter.detach()
+
+    def apply_(self, weights: Tensor, update: Tensor, shape: Shape, step: int) -> None:
+        """Take the new weights."""
+        weights.copy_(update.view(weights.shape))
+
+    def _over(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        return self.make([{**self.options, "params": [parameter]}])
+
+    def _state(self, shape: Shape) -> dict[str, Any]:
+        if shape not in self.known:
+            self.known[shape] = self._tried(shape)
+        return self.known[shape]
+
+    def _tried(self, shape: Shape) -> dict[str, Any]:
+        """The state after an update, on a device without data where the optimizer works there."""
+        for device in ("meta", "cpu"):
+            parameter = nn.Parameter(torch.zeros(shape, device=device))
+            parameter.grad = torch.zeros(shape, device=device)
+            optimizer = self._over(parameter)
+            before = _attributes(optimizer)
+            try:
+                optimizer.step()
+            except Exception:
+                if device == "cpu":
+                    raise
+                continue
+            kind, kept = type(optimizer).__name__, optimizer.state.get(parameter, {})
+            state = {str(name): value for name, value in kept.items() if value is not None}
+            if changed := [name for name, value in _attributes(optimizer).items() if before.get(name) != value]:
+                raise ConfigError(
+                    f"optimizer {kind} updates whole parameters and keeps self.{changed[0]} beside self.state, which "
+                    "would not last from one update to the next; keep it in self.state[parameter]."
+                )
+            if others := [name for name, value in state.items() if not isinstance(value, Tensor | bool | int | float)]:
+                raise ConfigError(
+                    f"optimizer {kind} updates whole parameters and keeps {others[0]!r} of them, which is no tensor "
+                    "and no number; keep tensors and numbers."
+                )
+            return state
+        raise AssertionError
+
+
+def _as(like: Any, kept: Tensor, parameter: nn.Parameter) -> Any:
+    """A value of state in the type that the optimizer gave it."""
+    if not isinstance(like, Tensor):
+        return type(like)(kept.item())
+    if not like.dim():  # torch keeps step counts on the host
+        return kept.to("cpu" if like.device.type == "cpu" else parameter.device, like.dtype, copy=True)
+    tried = torch.float32  # the dtype of the parameter with which it was tried
+    return kept.to(parameter.device, parameter.dtype if like.dtype == tried else like.dtype, copy=True)
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an instance has beside groups and state, as far as it can be compared: numbers, and sizes of containers."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")}
+    sizes = {name: len(value) for name, value in own.items() if isinstance(value, dict | list | set | tuple)}
+    plain = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str)}
+    return {name: value for name, value in (sizes | plain).items() if not name.startswith(("_opt", "_zero", "_step"))}
+
+
+class FlatWhole(FlatMatrixOptimizer):
+    """The user's optimizer over parts of parameters: its groups and options, and the updates of whole parameters."""
+
+    reads_weights = True
+
+    def __init__(self, groups: Sequence[dict[str, Any]], make: OptimizerFactory, known: dict[Shape, Any]) -> None:
+        like = make([{**group, "params": [nn.Parameter(torch.zeros(1, 1))]} for group in groups])
+        self._make, self._known, self._kind = make, known, type(like).__name__
+        self._options = frozenset(name for group in like.param_groups for name in own_options(group))
+        given = zip(like.param_groups, groups, strict=True)
+        super().__init__([{**own_options(full), **group} for full, group in given])
+        self.defaults = dict(like.defaults)
+
+    @property
+    def kind(self) -> str:
+        """The name of the user's class."""
+        return self._kind
+
+    @property
+    def families(self) -> frozenset[str]:  # type: ignore[override]
+        """Names of what it keeps of the parameters of this run."""
+        return frozenset(name for state in self._known.values() for name in state)
+
+    def rule(self, group: Mapping[str, Any]) -> OwnWholeRule:
+        """The rule of a group."""
+        options = {name: value for name, value in group.items() if name in self._options}
+        return OwnWholeRule(self._make, options, self._known)
