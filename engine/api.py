@@ -46,6 +46,7 @@ from engine.program.batch import Batch
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.program.loss import LossFunction
+from engine.program.row_gather import RowGather
 from engine.reporting.banner import banner_text
 from engine.reporting.console import open_console, say_if_slow
 from engine.reporting.last_words import LastWords
@@ -116,7 +117,7 @@ def _with(
     """The request with the optimizer as a factory, and the frozen parameters that it includes."""
     check_scheduler(request.lr_scheduler, optimizer)
     included, metrics = included_frozen(model, config.optimizer), config.monitor.metrics
-    request = replace(request, included=included, metrics=metrics)
+    request = replace(request, included=included, metrics=metrics, gather=RowGather(config.dp))
     if not isinstance(optimizer, torch.optim.Optimizer):
         return replace(request, optimizer=optimizer)
     with as_trainable(model, request.included):

@@ -121,10 +121,7 @@ def place_model(
     replace_absent(model, rows.keys(), device)
     for flat in buckets:
         fill(flat, placed=meta)
-    if config.tp > 1 or config.pp > 1 or codes:
-        _refuse_state_dicts(model, patches)
-    if config.tp > 1 or config.pp > 1 or codes or shards_parameters(config):
-        _refuse_saves(model, patches)
+    _refuse_calls(model, plan, bool(codes), patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
 
@@ -197,6 +194,14 @@ def _forget_backward(parameters: Iterable[nn.Parameter]) -> bool:
             parameter.data = torch.empty(0, dtype=other, device=data.device)
             parameter.data = data
     return found
+
+
+def _refuse_calls(model: nn.Module, plan: Plan, codes: bool, patches: ForwardPatches) -> None:
+    """Refuse what modules of which this rank holds a part would do with that part alone."""
+    if plan.config.tp > 1 or plan.config.pp > 1 or codes:
+        _refuse_state_dicts(model, patches)
+    if plan.config.tp > 1 or plan.config.pp > 1 or codes or shards_parameters(plan.config):
+        _refuse_saves(model, patches)
 
 
 def _refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:

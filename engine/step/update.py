@@ -176,14 +176,17 @@ class Update:
             nonfinite = self._skip(totals, step, runtime)
             self.used_factor, self.used_clipping = lambda flat: 1.0 / divisor, 1.0
         else:
-            self.used_clipping = clip_factor(norm, self._max_norm(step))
-            self._make(self.used_clipping / divisor, made, runtime)
+            self._make(self._clipping(norm, step) / divisor, made, runtime)
         self.tokens += int(totals.tokens)
         self.samples += self._config.train_batch_size or 0
         self.scale = self.scale.after(overflow=nonfinite is not None)
         self._rescale_residuals(runtime, 0.0 if nonfinite is not None else self.scale.value / step.scale)
         self._seconds = time.perf_counter() - agreed
         return UpdateOutcome(totals=totals, norm=norm, lr=lr, scale=step.scale, nonfinite=nonfinite)
+
+    def _clipping(self, norm: float, step: StepState) -> float:
+        self.used_clipping = clip_factor(norm, self._max_norm(step))
+        return self.used_clipping
 
     def _skip(self, totals: StepTotals[float], step: StepState, runtime: RankRuntime) -> NonFiniteSource:
         """Skip the step: restore the buffers, and return what was not finite. The first time the log says it.
