@@ -1,7 +1,7 @@
 """Places the user's module on this rank: shards it, and moves its parameters into flat buckets; and moments on disk."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -205,9 +205,14 @@ def _refuse_calls(model: nn.Module, plan: Plan, codes: bool, patches: ForwardPat
 
 
 def _refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:
-    """Refuse ``save_pretrained`` of modules of which this rank holds a part: it would write that part alone."""
+    """Refuse ``save_pretrained`` of modules of which this rank holds a part: it would write that part alone.
 
-    def refuse(*_: object, **__: object) -> None:
+    A call that is given the weights (``state_dict=accelerator.get_state_dict(model)``), or writes none, is made.
+    """
+
+    def refuse(own: Callable[..., object], *args: object, **kwargs: object) -> object:
+        if kwargs.get("state_dict") is not None or kwargs.get("is_main_process") is False:
+            return own(*args, **kwargs)
         raise EngineError(
             "save_pretrained was called on a model of which each rank holds a part (parallel.tensor, "
             "parallel.pipeline, ZeRO 3) or codes (quantize_frozen), so that it would write that part alone; call "
@@ -215,9 +220,10 @@ def _refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:
         )
 
     for module in model.modules():
-        if callable(getattr(module, "save_pretrained", None)):
-            object.__setattr__(module, "save_pretrained", refuse)
-            undo = partial(_restore_save, module, refuse)
+        if callable(own := getattr(module, "save_pretrained", None)):
+            made = partial(refuse, own)
+            object.__setattr__(module, "save_pretrained", made)
+            undo = partial(_restore_save, module, made)
             patches.own(module, PatchLayer.PARAMETERS, undo, "refuses save_pretrained, since parameters are in parts")
 
 
