@@ -51,6 +51,7 @@ from engine.program.batch import Batch
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.program.loss import LossFunction
+from engine.program.row_gather import RowGather
 from engine.program.torch_loss import with_targets
 from engine.reporting.banner import banner_text
 from engine.reporting.console import open_console, say_if_slow
@@ -126,7 +127,7 @@ def _with(
     """The request with the optimizer as a factory, and the frozen parameters that it includes."""
     check_scheduler(request.lr_scheduler, optimizer)
     included, metrics = included_frozen(model, config.optimizer), config.monitor.metrics
-    request = replace(request, included=included, metrics=metrics)
+    request = replace(request, included=included, metrics=metrics, gather=RowGather(config.dp))
     whole = optimizer is not None and declares_whole(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         with as_trainable(model, request.included):

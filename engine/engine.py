@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from engine.build.request import BuildRuntime
@@ -261,6 +261,21 @@ class Engine(TrainingLoop, NamedState, Inference):
         if not return_output:
             return report
         return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """The rows [b, ...] of all data ranks, [data ranks * b, ...] in their order, with exact gradients. Collective.
+
+        For a loss that compares rows (CLIP, SigLIP), in a loop of the user's own. A ``loss_fn`` that names an argument
+        ``gather_rows`` is given it, on pipelines too. All data ranks give equal shapes. Each rank may compute the loss
+        of all rows, or of its own against all: the step averages over data ranks, or divides sum by weight. Each
+        microbatch gathers for itself. An all-gather over dp in forward and a reduce-scatter in backward, label
+        "gathered rows", which ``plan`` does not count.
+
+        Raises:
+            EngineError: no tensor with rows.
+        """
+        self._resources.refuse_closed("gather_rows")
+        return self._runtime.program.gather(rows)
 
     # ------------------------------------------------------------------ state
 

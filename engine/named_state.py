@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.coordinator import CheckpointCoordinator
+from engine.checkpoint.format.repack import shard_bytes
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import from_first
 from engine.resources import EngineResources
@@ -141,12 +142,19 @@ class NamedState(ABC):
         taken = averaged is not None and averaged.by_itself and not averaged.inside
         return self._runtime.averaging() if taken else nullcontext()
 
-    def save_pretrained(self, folder: str | os.PathLike[str], ema: bool = False) -> None:
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], ema: bool = False, max_shard_size: int | str | None = None
+    ) -> None:
         """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective.
 
         With ``ema``, or by a schedule-free optimizer, the average of the weights, as ``averaged_weights`` has it. Of a
         ``PeftModel`` the adapters alone are written, for ``PeftModel.from_pretrained``.
+
+        Args:
+            max_shard_size: bytes of a file at most, such as "5GB"; one file if the model fits. Rank 0 copies what all
+                ranks have written, a few MiB at a time. None: a file of each rank that owns weights.
         """
+        shards = shard_bytes(max_shard_size) if max_shard_size is not None else None
         self._resources.refuse_closed("save_pretrained")
         if ema:
             self._check_average("save_pretrained(ema=True)")
@@ -154,7 +162,7 @@ class NamedState(ABC):
         inside = averaged is not None and averaged.inside
         self._runtime.comm.announce("save_pretrained")
         with self._runtime.averaging() if ema and not inside else self._evaluated():
-            self._checkpoints.save_pretrained(folder)
+            self._checkpoints.save_pretrained(folder, shards)
 
     def _check_average(self, call: str) -> None:
         if self._runtime.averaged is None or ("ema" in call and self._runtime.average is None):

@@ -33,6 +33,7 @@ from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs
 from engine.program.loss import LossFunction, find_loss
+from engine.program.row_gather import RowGather
 from engine.program.torch_loss import with_targets
 from engine.zero.optim.inner_optimizer import OptimizerFactory
 from engine.zero.optim.rules.schedule_free import take_averages
@@ -238,7 +239,7 @@ class _Reference:
             with self.streams.forward(self.config.seed, self.updates, index), self.precision.forward(self.device):
                 moved = map_tensors(part, lambda t: t.to(self.device))
                 output = call_model(self.model, map_tensors(self.inputs.take(moved), self.precision.input))
-                loss = find_loss(output, moved, self.loss_fn)
+                loss = find_loss(output, moved, RowGather().given_to(self.loss_fn))
             torch.autograd.backward(loss.sum.float() * self.scale.value if self.config.fp16.enabled else loss.sum)
             self._collect()
             total, weight = total + float(loss.sum.detach()), weight + float(loss.weight)

@@ -21,7 +21,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.checkpoint": (
         "locks", "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign",
-        "run_state", "weights_transfer", "resume", "rank_report", "save", "writer", "coordinator",
+        "run_state", "weights_transfer", "given_state", "resume", "rank_report", "save", "writer", "coordinator",
     ),
     "engine.zero": (
         "layout", "wire_formats", "flat_buckets", "attachment", "own_backward", "offload", "gather", "reduce",

@@ -147,7 +147,7 @@ def assemble_rank(
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
     with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
-    own_backward, program = OwnBackward(), request.program(model, plan.precision, device)
+    own_backward, program = OwnBackward(), request.program(model, plan.precision, device, comm)
     encoder, (buckets, frozen) = _encoder(config, kernels), _parts(placed, plan, comm.grid)
     optimizer = _optimizer(plan, buckets, comm, request, device)
     reducer = _reducer(model, plan, comm, optimizer.copies, own_backward, kernels)

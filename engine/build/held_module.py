@@ -6,13 +6,16 @@ pickle, torch.save     hooks and forwards belong to the engine: pickle would end
 """
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
 
+from engine.config import Config
 from engine.errors import EngineError
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.planning.budgets import shards_parameters
 
 _NOTE = "is not pickled while an engine trains it"
 _NAMES = ("__reduce_ex__", "__deepcopy__")
@@ -46,7 +49,15 @@ def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
     patches.own(model, PatchLayer.PARAMETERS, take_off, _NOTE)
 
 
-def refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
+def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: ForwardPatches) -> None:
+    """Refuse what modules of which this rank holds a part, or ``codes``, would do with that part alone."""
+    if config.tp > 1 or config.pp > 1 or codes:
+        _refuse_state_dicts(model, patches)
+    if config.tp > 1 or config.pp > 1 or codes or shards_parameters(config):
+        _refuse_saves(model, patches)
+
+
+def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
     """Refuse ``load_state_dict`` on modules of which this rank holds a part."""
 
     def refuse(*_: object) -> None:
@@ -61,10 +72,15 @@ def refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:
         patches.hook(module, PatchLayer.PARAMETERS, handle, "refuses load_state_dict, since parameters are in parts")
 
 
-def refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:
-    """Refuse ``save_pretrained`` of modules of which this rank holds a part: it would write that part alone."""
+def _refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:
+    """Refuse ``save_pretrained`` of modules of which this rank holds a part: it would write that part alone.
 
-    def refuse(*_: object, **__: object) -> None:
+    A call that is given the weights (``state_dict=accelerator.get_state_dict(model)``), or writes none, is made.
+    """
+
+    def refuse(own: Callable[..., object], *args: object, **kwargs: object) -> object:
+        if kwargs.get("state_dict") is not None or kwargs.get("is_main_process") is False:
+            return own(*args, **kwargs)
         raise EngineError(
             "save_pretrained was called on a model of which each rank holds a part (parallel.tensor, "
             "parallel.pipeline, ZeRO 3) or codes (quantize_frozen), so that it would write that part alone; call "
@@ -72,9 +88,10 @@ def refuse_saves(model: nn.Module, patches: ForwardPatches) -> None:
         )
 
     for module in model.modules():
-        if callable(getattr(module, "save_pretrained", None)):
-            object.__setattr__(module, "save_pretrained", refuse)
-            undo = partial(_restore_save, module, refuse)
+        if callable(own := getattr(module, "save_pretrained", None)):
+            made = partial(refuse, own)
+            object.__setattr__(module, "save_pretrained", made)
+            undo = partial(_restore_save, module, made)
             patches.own(module, PatchLayer.PARAMETERS, undo, "refuses save_pretrained, since parameters are in parts")
 
 

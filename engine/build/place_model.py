@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from engine.build.held_module import refuse_saves, refuse_state_dicts
+from engine.build.held_module import refuse_calls
 from engine.build.request import ModelSource
 from engine.errors import PlanError
 from engine.kernels.quantized.weight_format import QuantizedShape
@@ -122,10 +122,7 @@ def place_model(
     sizes.install(model, patches, passed=codes)
     for flat in buckets:
         fill(flat, placed=meta)
-    if config.tp > 1 or config.pp > 1 or codes:
-        refuse_state_dicts(model, patches)
-    if config.tp > 1 or config.pp > 1 or codes or shards_parameters(config):
-        refuse_saves(model, patches)
+    refuse_calls(model, plan.config, bool(codes), patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
 

@@ -20,6 +20,7 @@ from engine.program.batch_rows import BatchRows
 from engine.program.forward_inputs import ForwardInputs
 from engine.program.loss import LossFunction
 from engine.program.program import Program
+from engine.program.row_gather import RowGather
 from engine.step.runtime import RankRuntime
 from engine.zero.optim.inner_optimizer import OptimizerFactory
 from engine.zero.optim.matrix.own_whole import OwnWholeRule
@@ -45,6 +46,8 @@ class Request:
     inputs: ForwardInputs = field(default_factory=ForwardInputs)
     metrics: tuple[str, ...] = ()
     """Names of the further values that ``loss_fn`` returns."""
+    gather: RowGather = field(default_factory=RowGather)
+    """Gathers rows of all data ranks, in ``loss_fn`` and in a loop of the user's own."""
     changes: ForwardChanges = field(default_factory=ForwardChanges)
     """Changes of the model's forwards that were made before planning."""
     patches: ForwardPatches = field(default_factory=ForwardPatches)
@@ -52,9 +55,14 @@ class Request:
     placing: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context in which parameters are placed; that of a rehearsal gives them shapes alone."""
 
-    def program(self, model: nn.Module, precision: Precision, device: torch.device) -> Program:
-        """Model and loss as one function of a microbatch."""
-        return Program(model, self.loss_fn, precision, device, self.rows, self.inputs, self.metrics)
+    def program(
+        self, model: nn.Module, precision: Precision, device: torch.device, comm: Comm | None = None
+    ) -> Program:
+        """Model and loss as one function of a microbatch, which communicates over ``comm`` if it is given one."""
+        if comm is not None:
+            self.gather.open(comm)
+        loss_fn = self.gather.given_to(self.loss_fn)
+        return Program(model, loss_fn, precision, device, self.rows, self.inputs, self.metrics, self.gather)
 
 
 class BuildRuntime(Protocol):

@@ -196,7 +196,7 @@ class CheckpointCoordinator:
         load_given(self._run, state, strict)
         self._run.runtime.weights_written()
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def save_pretrained(self, folder: str | os.PathLike[str], shard_bytes: int | None = None) -> None:
         """See :meth:`engine.Engine.save_pretrained`."""
         self.refuse_spoiled()
         if is_peft_model(self._model):
@@ -214,7 +214,7 @@ class CheckpointCoordinator:
         refuse_adapters(self._model)
         checkpoints, run = self._writer("save_pretrained")
         with run.runtime.saving():
-            checkpoints.export(resolved(folder))
+            checkpoints.export(resolved(folder), shard_bytes)
 
     def problem(self) -> CheckpointError | None:
         """The failed save that has to stop the run (``checkpoint.on_failure``), or None. Returned once."""

@@ -27,6 +27,7 @@ from engine.checkpoint.format.filesystem import PAGE, Files, remove_tree
 from engine.checkpoint.format.host_image import HostImage, write_file
 from engine.checkpoint.format.manifest import CHECKSUMS, Checksum, Manifest, StoredPiece, hashes_file
 from engine.checkpoint.format.pieces import Part
+from engine.checkpoint.format.repack import repack
 from engine.checkpoint.format.safetensors_file import INDEX, SINGLE
 from engine.checkpoint.format.step_folders import (
     commit,
@@ -102,30 +103,46 @@ class Saver:
         verdict = self._on_first(report, lambda reports: self._commit(contents, written, reports, keep))
         return Path(verdict.text("folder"))
 
-    def export(self, snapshot: Snapshot | Exception, folder: Path) -> None:
+    def export(self, snapshot: Snapshot | Exception, folder: Path, shard_bytes: int | None = None) -> None:
         """Write the model folder alone, replacing files of the same names. Every rank calls it.
+
+        ``shard_bytes``: rank 0 copies the files of all ranks into files of this size at most; None: they stay.
 
         Raises:
             CheckpointError, EngineError: as ``run``; the folder is then unchanged.
         """
         snapshot, written = self._begin(snapshot, folder, swept=False)
-        self._on_first(self._report(snapshot, written), lambda reports: self._move(written, folder, reports))
+        self._on_first(
+            self._report(snapshot, written), lambda reports: self._move(written, folder, reports, shard_bytes)
+        )
 
-    def _move(self, written: Path, folder: Path, reports: RankReports) -> Mapping[str, Any]:
+    def _move(self, written: Path, folder: Path, reports: RankReports, shard_bytes: int | None) -> Mapping[str, Any]:
         try:
             merge(reports())
+            if shard_bytes is not None:
+                self._repack(written, shard_bytes)
             make_run_folder(self._files, folder)
             self._files.sync_folder(written / "model")
             new = self._files.names(written / "model")
             for name in sorted(new, key=lambda name: name == INDEX):  # the index last, because it names the others
                 self._files.rename(written / "model" / name, folder / name)
             for name in self._files.names(folder):
-                if name not in new and (name == SINGLE or _SHARD.fullmatch(name)):
+                if name not in new and (name in (SINGLE, INDEX) or _SHARD.fullmatch(name)):
                     self._files.unlink(folder / name)  # a shard of an older model, absent from the new index
             self._files.sync_folder(folder)
         finally:
             self._discard(written)
         return {}
+
+    def _repack(self, written: Path, shard_bytes: int) -> None:
+        """Put files of a set size in the place of those of all ranks."""
+        model, packed = written / "model", written / "optim"  # of which an export has no files
+        repack(self._files, model, packed, [tensor.key for tensor in self._tensors], shard_bytes)
+        for name in self._files.names(model):
+            if name == INDEX or name.endswith(".safetensors"):
+                self._files.unlink(model / name)
+        for name in self._files.names(packed):
+            self._files.rename(packed / name, model / name)
 
     def _begin(self, snapshot: Snapshot | Exception, folder: Path, swept: bool) -> tuple[Snapshot, Path]:
         """Create the folder of this attempt once every rank has a snapshot.

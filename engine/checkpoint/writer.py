@@ -145,8 +145,8 @@ class CheckpointWriter:
         """Send over ``host`` from now on; no save is pending."""
         self._saver.host = host
 
-    def export(self, folder: Path) -> None:
-        """Write the model folder alone and wait until it is written.
+    def export(self, folder: Path, shard_bytes: int | None = None) -> None:
+        """Write the model folder alone and wait until it is written; ``shard_bytes`` as in ``Saver.export``.
 
         Raises:
             CheckpointError: weights are held as codes, of which no folder of a model has the values.
@@ -156,7 +156,7 @@ class CheckpointWriter:
         saver, run = self._saver, self._run
         if run.stored != run.tensors:  # a folder of a model has all of it
             saver = Saver(run.ownership, run.tensors, saver.host, run.files, run.locks.hold)
-        saver.export(self._snapshot(None, weights_only=True, saver=saver), folder)
+        saver.export(self._snapshot(None, weights_only=True, saver=saver), folder, shard_bytes)
 
     def _warn_of_unsaved_state(self) -> None:
         """Warn once of state that the optimizer keeps where a checkpoint does not look for it."""

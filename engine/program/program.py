@@ -20,6 +20,7 @@ from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows
 from engine.program.forward_inputs import ForwardInputs
 from engine.program.loss import LossFunction, WeightedLoss, find_loss, has_loss
+from engine.program.row_gather import RowGather
 
 
 class ForwardResult(NamedTuple):
@@ -44,6 +45,8 @@ class Program:
     inputs: ForwardInputs = field(default_factory=ForwardInputs)
     metrics: tuple[str, ...] = ()
     """Names of the further values that the loss function returns."""
+    gather: RowGather = field(default_factory=RowGather)
+    """Gathers rows of all data ranks."""
 
     def move(self, batch: Batch) -> Batch:
         """Copy of the batch on the device."""

@@ -173,8 +173,7 @@ class Update:
             nonfinite = self._skip(totals, step, runtime)
             self.used_factor, self.used_clipping = lambda flat: 1.0 / divisor, 1.0
         else:
-            self.used_clipping = clip_factor(norm, self._max_norm(step))
-            self._make(self.used_clipping / divisor, made, runtime)
+            self._make(self._clipping(norm, step) / divisor, made, runtime)
             self._tell_made(totals, norm, step.unseen)
         self.tokens += int(totals.tokens)
         self.samples += self._config.train_batch_size or 0
@@ -195,6 +194,10 @@ class Update:
                 "would; give each its own rows: let the sampler use eng.grid.coord().dp and eng.grid.dp.",
                 self._comm.grid.dp,
             )
+
+    def _clipping(self, norm: float, step: StepState) -> float:
+        self.used_clipping = clip_factor(norm, self._max_norm(step))
+        return self.used_clipping
 
     def _skip(self, totals: StepTotals[float], step: StepState, runtime: RankRuntime) -> NonFiniteSource:
         """Skip the step: restore the buffers, and return what was not finite. The first time the log says it.

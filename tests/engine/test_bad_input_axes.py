@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -468,8 +469,8 @@ def unfit() -> tuple[str, bool]:
     return str(caught.value), any(module._load_state_dict_pre_hooks for module in model.modules())
 
 
-def saves(grid: dict[str, int], stage: int, world: World) -> str:
-    """Body of a rank: a Hugging Face model that holds a part is asked to save itself."""
+def saves(grid: dict[str, int], stage: int, folder: str, world: World) -> str:
+    """Body of a rank: a Hugging Face model that holds a part is asked to save itself, and weights that it is given."""
     config = BASE | {"parallel": grid, "zero_optimization": {"stage": stage}}
     model: Any = models.llama()
     example = models.batches_for("llama", 2, 1)[0]
@@ -477,13 +478,18 @@ def saves(grid: dict[str, int], stage: int, world: World) -> str:
         told = f"{type(eng.module).__name__}"
         with pytest.raises(engine.EngineError) as caught:
             model.save_pretrained("nowhere")
+        full = eng.full_state_dict()
+        model.save_pretrained(folder, state_dict=full, is_main_process=world.rank == 0)
     assert "save_pretrained" not in vars(model)
     return f"{told}: {caught.value}"
 
 
 @pytest.mark.parametrize(("grid", "stage"), [({"tensor": 2}, 0), ({"data": 2}, 3), ({"pipeline": 2}, 0)], ids=str)
-def test_a_model_of_which_a_rank_holds_a_part_does_not_save_itself(grid: dict[str, int], stage: int) -> None:
-    one, other = run_thread_ranks(2, partial(saves, grid, stage))
+def test_a_model_of_which_a_rank_holds_a_part_does_not_save_itself(
+    grid: dict[str, int], stage: int, tmp_path: Path
+) -> None:
+    one, other = run_thread_ranks(2, partial(saves, grid, stage, str(tmp_path)))
+    assert load_file(tmp_path / "model.safetensors").keys() == models.llama().state_dict().keys()
     assert one == other and "save_pretrained was called on a model of which each rank holds a part" in one
 
 
