@@ -142,6 +142,16 @@ def _make_universal(name: str) -> None:
     subprocess.run([*tool, *folders], check=True, env=os.environ | {"DS_ACCELERATOR": "cpu"}, capture_output=True)
 
 
+def _restated() -> dict[str, Any]:
+    """What the small programs give."""
+    own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", "tests.deepspeed.restated"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | own)
+    line = next(line for line in done.stdout.splitlines() if "RESTATED " in line)
+    found: dict[str, Any] = json.loads(line.partition("RESTATED ")[2])
+    return found
+
+
 def main() -> None:
     """Record all scripts, and the checkpoints that two of them save."""
     found = {name: _tried(source(name), config, {}) for name, config in CONFIGS.items()}
@@ -151,7 +161,8 @@ def main() -> None:
             continued[name] = _saved(name, folder)
     for name in UNIVERSAL:
         _make_universal(name)
-    record = {"deepspeed": version("deepspeed"), "torch": version("torch"), "printed": found, "continued": continued}
+    versions = {"deepspeed": version("deepspeed"), "torch": version("torch")}
+    record = versions | {"printed": found, "continued": continued, "restated": _restated()}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
