@@ -45,6 +45,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "gradient_clipping": 0.1,
         "zero_optimization": {"stage": 2},
     },
+    "gan_direct": {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "gradient_clipping": 0.0,
+    },
+    "preferences": {
+        "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "gradient_clipping": 0.1,
+        "scheduler": WARMUP, "zero_optimization": {"stage": 0},
+    },
+    "pooler": {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "gradient_clipping": 0.1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    },
 }  # fmt: skip
 
 ADAMW = {"type": "AdamW", "params": ADAM["params"] | {"weight_decay": 0.1}}
