@@ -80,17 +80,15 @@ def initialize(
 ) -> Engine:
     """Put ``model`` on the grid that ``config`` describes.
 
-    Starts the process group (NCCL on GPUs, gloo otherwise) unless one exists; a run without torchrun has one process.
+    Starts the process group (NCCL on GPUs, gloo otherwise) if there is none. What no optimizer updates is frozen.
 
     Args:
-        model: a module, or a callable that builds one; every rank passes the same weights. The wrappers of DDP,
-            DataParallel and torch.compile are left out.
+        model: a module, or a callable that builds one, the same on all ranks. Wrappers (DDP, compiled) are left out.
         config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
         loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics, or torch's; None: the output has it.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
-        optimizer: in place of the configured one: ``params -> torch.optim.Optimizer``, or one over the parameters, or
-            over some of them: others are frozen until ``close``. Without any (null), the engine only evaluates.
+        optimizer: in place of the configured one: ``params -> torch.optim.Optimizer``, or one over parameters.
         lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or one over the ``optimizer`` that is passed.
         inputs: what forward is given of a batch: keys or positions, or ``microbatch -> arguments``. None: everything;
             with ``loss_fn`` what the signature of forward takes.
@@ -98,8 +96,8 @@ def initialize(
         world: which rank this is, for ranks that are threads (``run_thread_ranks``); None: the launcher tells.
 
     Raises:
-        ConfigError, GridError, PlanError: one sentence per problem, before any communication; except that ranks were
-            given different models or configurations, and what rank 0 finds in its search of a tensor plan for all.
+        ConfigError, GridError, PlanError: a sentence per problem, before communication; except that ranks were given
+            different input, and what rank 0 finds in its search of a tensor plan for all.
     """
     resources = EngineResources()
     resources.add((words := LastWords()).close)
@@ -113,8 +111,7 @@ def initialize(
         forward = ForwardInputs.of(made, loss_fn is not None, inputs)
         request = Request(with_targets(loss_fn, forward), None, lr_scheduler, example_batch, rows=rows, inputs=forward)
         resources.add(request.patches.remove)
-        take_model(made, request.patches)
-        resolved = freeze_untrained(made, resolved, optimizer, request.patches)
+        resolved = freeze_untrained(take_model(made, request.patches), resolved, optimizer, request.patches)
         return _initialize(made, resolved, _with(optimizer, request, made, resolved), world, resources, words)
     except BaseException:
         resources.close()

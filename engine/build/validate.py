@@ -50,8 +50,8 @@ def prepare(model: nn.Module, config: Config, request: Request) -> None:
     _switch_cache_off(model, request.patches)
 
 
-def take_model(model: nn.Module, patches: ForwardPatches) -> None:
-    """Mark the model as that of an engine, until its patches are removed.
+def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
+    """Mark the model as that of an engine, until its patches are removed; returns it.
 
     Raises:
         PlanError: another engine has it, or has a module of it.
@@ -66,6 +66,7 @@ def take_model(model: nn.Module, patches: ForwardPatches) -> None:
     object.__setattr__(model, _TAKEN, id(model))
     undo = partial(object.__delattr__, model, _TAKEN)
     patches.own(model, PatchLayer.PARAMETERS, undo, "belongs to one engine")
+    return model
 
 
 _TAKEN = "_trine_engine"

@@ -3,27 +3,41 @@
 initialize                     setup: arguments of DeepSpeed's initialize -> engine.initialize, and its 4-tuple
 DeepSpeedEngine                deepspeed_engine: members of its engine object
 zero, utils, pipe, comm        Init, GatheredParameters, safe_get_*, PipelineModule, ...
-runtime                        lr_schedules, pipe.topology
+accelerator, ops, runtime      get_accelerator, names of optimizers, lr_schedules, DeepSpeedConfig, ...
+missing                        imports of what is not here name the nearest thing
 
 Names only: everything is done by the public parts of ``engine``.
 """
 
-from engine.deepspeed import checkpointing, comm, pipe, runtime, utils, zero
+from engine.deepspeed import accelerator, checkpointing, comm, ops, pipe, runtime, utils, zero
+from engine.deepspeed.accelerator import get_accelerator
 from engine.deepspeed.comm import init_distributed
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
+from engine.deepspeed.integrations import HfDeepSpeedConfig
+from engine.deepspeed.missing import install
 from engine.deepspeed.pipe import PipelineModule
-from engine.deepspeed.setup import add_config_arguments, initialize
+from engine.deepspeed.runtime.config import DeepSpeedConfig
+from engine.deepspeed.setup import add_config_arguments, initialize, tp_model_init
+from engine.deepspeed.utils.logging import log_dist
 
 __all__ = [
+    "DeepSpeedConfig",
     "DeepSpeedEngine",
+    "HfDeepSpeedConfig",
     "PipelineModule",
+    "accelerator",
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "ops",
     "pipe",
     "runtime",
+    "tp_model_init",
     "utils",
     "zero",
 ]
+install()

@@ -22,6 +22,16 @@ def init_distributed(*_: Any, **__: Any) -> None:
     open_world(read_world())
 
 
+def default_backend(kind: str) -> str:
+    """Backend of a type of device."""
+    return str(dist.get_default_backend_for_device(kind))
+
+
+def world_group() -> Any:
+    """The group of all ranks; None in one process without a group."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def wait_for_all() -> None:
     """A barrier, where there is more than one process."""
     if dist.is_initialized():

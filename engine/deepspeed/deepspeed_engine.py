@@ -13,9 +13,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from engine.deepspeed import comm
+from engine.deepspeed.asked import AskedSettings, DeepSpeedMonitor, Throughput, Timers
 from engine.deepspeed.engine_state import EngineState
+from engine.deepspeed.missing import missing_attribute
 from engine.deepspeed.returned import LastStep, returned_optimizer, returned_schedule
-from engine.deepspeed.utils import RepeatingLoader
+from engine.deepspeed.utils.logging import log_dist
+from engine.deepspeed.utils.tensor_fragment import RepeatingLoader
+from engine.deepspeed.utils.zero_to_fp32 import write_script
 from engine.engine import Engine
 from engine.errors import EngineError
 
@@ -25,7 +29,7 @@ _COUNTED = {"micro_steps", "client_state"}
 """What a checkpoint of this class has as client state."""
 
 
-class DeepSpeedEngine(EngineState):
+class DeepSpeedEngine(EngineState, AskedSettings):
     """What ``deepspeed.initialize`` returns first; attributes that it lacks are the model's."""
 
     def __init__(self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None) -> None:
@@ -37,13 +41,17 @@ class DeepSpeedEngine(EngineState):
         self._items: Iterator[Any] | None = iter(RepeatingLoader(loader)) if loader is not None else None
         self._batch_fn: Callable[[Any], Any] | None = None
         self.micro_steps = 0
+        self.tput_timer, self.timers, self.monitor = Throughput(), Timers(), DeepSpeedMonitor()
         self.at_end: list[Callable[[], None]] = []
         """Calls of ``destroy``."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "engine" not in vars(self):
             raise AttributeError(name)
-        return getattr(self.engine.module, name)
+        try:
+            return getattr(self.engine.module, name)
+        except AttributeError:
+            raise missing_attribute(self, self.engine.module, name) from None
 
     # ------------------------------------------------------------------ loop
 
@@ -168,11 +176,18 @@ class DeepSpeedEngine(EngineState):
         """Save into ``save_dir/tag``, and name the tag in ``save_dir/latest``; it is written at the end. Collective."""
         if save_dir is None or not os.fspath(save_dir):
             raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; give the folder of the run.")
+        if exclude_frozen_parameters and self.engine.config.checkpoint.frozen:
+            log_dist(
+                'save_checkpoint(exclude_frozen_parameters=True): frozen parameters are saved too; "checkpoint": '
+                '{"frozen": false} leaves them out.'
+            )
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}}
         self.engine.save_checkpoint(Path(save_dir, tag), counted).wait()
         if save_latest and self.global_rank == 0:
             Path(save_dir, "latest").write_text(tag, encoding="utf-8")
+        if self.global_rank == 0:
+            write_script(Path(save_dir))
         comm.wait_for_all()
         return True
 
@@ -205,18 +220,26 @@ class DeepSpeedEngine(EngineState):
         self.micro_steps = found["micro_steps"]
         return str(folder), found["client_state"]
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors") -> bool:
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
         """Write the whole model's weights into one safetensors file, whatever ending the name has. Collective."""
-        weights = self.engine.full_state_dict()
+        weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self.global_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             apart = {name: value.clone() for name, value in weights.items()}  # tied weights share memory
             save_file(apart, Path(save_dir, save_filename).with_suffix(".safetensors"))
         return True
 
-    def module_state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, *_: Any, exclude_frozen_parameters: bool = False, **__: Any) -> dict[str, Tensor]:
         """The whole model on rank 0, an empty dict on others. Collective."""
-        return self.engine.full_state_dict()
+        whole = self.engine.full_state_dict()
+        named = self.engine.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in named if exclude_frozen_parameters and not parameter.requires_grad}
+        return {name: value for name, value in whole.items() if name not in frozen}
 
     def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, **_: Any) -> None:
         """Write the model's weights and buffers. Collective; every rank passes whole values.

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.deepspeed import comm
 from engine.deepspeed.returned import LastStep
 from engine.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from engine.engine import Engine
+from engine.errors import EngineError
 from engine.parallel.comm.launcher import local_rank
 
 
@@ -131,6 +133,20 @@ class EngineState:
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last update's gradients before clipping; None before the first one."""
         return self._last.norm
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """Group of torch.distributed over this rank's data ranks, where they are all ranks; None in one process.
+
+        Raises:
+            EngineError: there are tensor or pipeline ranks; the engine's groups are its own.
+        """
+        grid = self.engine.grid
+        if grid.dp != grid.world_size:
+            raise EngineError(
+                f"data_parallel_group on {grid}: groups of one axis are the engine's own; reduce by eng.engine.comm."
+            )
+        return comm.world_group()
 
     @property
     def grid(self) -> PipelineParallelGrid:

@@ -19,7 +19,7 @@ from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule
 from engine.deepspeed.returned import configured_schedule
-from engine.deepspeed.utils import tell_engine
+from engine.deepspeed.utils.tensor_fragment import tell_engine
 from engine.errors import ConfigError
 from engine.parallel.comm.world import read_world
 
@@ -54,13 +54,10 @@ def initialize(
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")
-    source = config if config is not None else config_params or getattr(args, "deepspeed_config", None)
-    if source is None:
-        raise ConfigError("deepspeed.initialize was given no configuration; pass config=... or --deepspeed_config.")
-    given = load_raw(source)
+    given = _given(config if config is not None else config_params or getattr(args, "deepspeed_config", None))
     raw = {"initial_weights": "rank0"} | fill_auto(given, args)
-    pipeline = model if isinstance(model, PipelineModule) else None
-    if pipeline is not None:
+    _take_tensor_ranks(model, raw)
+    if (pipeline := model if isinstance(model, PipelineModule) else None) is not None:
         _take_pipeline(pipeline, raw)
     notes = [*remarks(given), *_unused_sections(raw, optimizer, lr_scheduler)]
     if optimizer is not None:
@@ -99,6 +96,27 @@ def _unused_sections(raw: Mapping[str, Any], optimizer: object, lr_scheduler: ob
         yield "optimizer: the one that is passed in code is used, so the section has no effect; leave it out"
     if lr_scheduler is not None and raw.get("scheduler") is not None:
         yield "scheduler: the section is used, so lr_scheduler=... has no effect; leave one of them out"
+
+
+def _given(source: Any) -> Mapping[str, Any]:
+    if source is None:
+        raise ConfigError("deepspeed.initialize was given no configuration; pass config=... or --deepspeed_config.")
+    return load_raw(source)
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **_: Any) -> nn.Module:
+    """Remember the number of tensor ranks for ``initialize``, which cuts the model; returns it in ``dtype``."""
+    object.__setattr__(model, _TENSOR_RANKS, tp_size)
+    return model.to(dtype)
+
+
+_TENSOR_RANKS = "_deepspeed_tensor_ranks"
+
+
+def _take_tensor_ranks(model: nn.Module, raw: dict[str, Any]) -> None:
+    ranks, section = vars(model).get(_TENSOR_RANKS), raw.get("tensor_parallel") or {}
+    if ranks is not None and not section.get("autotp_size") and "tensor" not in (raw.get("parallel") or {}):
+        raw["parallel"] = {"tensor": ranks} | dict(raw.get("parallel") or {})
 
 
 def _take_pipeline(model: PipelineModule, raw: dict[str, Any]) -> None:

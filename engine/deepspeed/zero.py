@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from engine.deepspeed.comm import share_from
-from engine.deepspeed.utils import engine_of
+from engine.deepspeed.utils.tensor_fragment import engine_of
 
 
 class Init:

@@ -45,6 +45,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "gradient_clipping": 0.1,
         "zero_optimization": {"stage": 2},
     },
+    "gan_direct": {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "gradient_clipping": 0.0,
+    },
+    "preferences": {
+        "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "gradient_clipping": 0.1,
+        "scheduler": WARMUP, "zero_optimization": {"stage": 0},
+    },
+    "pooler": {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "gradient_clipping": 0.1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    },
 }  # fmt: skip
 
 ADAMW = {"type": "AdamW", "params": ADAM["params"] | {"weight_decay": 0.1}}
@@ -142,6 +153,16 @@ def _make_universal(name: str) -> None:
     subprocess.run([*tool, *folders], check=True, env=os.environ | {"DS_ACCELERATOR": "cpu"}, capture_output=True)
 
 
+def _restated() -> dict[str, Any]:
+    """What the small programs give."""
+    own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", "tests.deepspeed.restated"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | own)
+    line = next(line for line in done.stdout.splitlines() if "RESTATED " in line)
+    found: dict[str, Any] = json.loads(line.partition("RESTATED ")[2])
+    return found
+
+
 def main() -> None:
     """Record all scripts, and the checkpoints that two of them save."""
     found = {name: _tried(source(name), config, {}) for name, config in CONFIGS.items()}
@@ -151,7 +172,8 @@ def main() -> None:
             continued[name] = _saved(name, folder)
     for name in UNIVERSAL:
         _make_universal(name)
-    record = {"deepspeed": version("deepspeed"), "torch": version("torch"), "printed": found, "continued": continued}
+    versions = {"deepspeed": version("deepspeed"), "torch": version("torch")}
+    record = versions | {"printed": found, "continued": continued, "restated": _restated()}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -89,7 +89,8 @@ def test_members_of_the_engine_object() -> None:
         assert eng.is_gradient_accumulation_boundary() == (micro % 2 == 1)
         eng.backward(eng(torch.ones(2, 4)).square().mean())
         if micro == 1:
-            assert float(safe_get_full_grad(weight).norm()) > 0
+            grad = safe_get_full_grad(weight)
+            assert grad is not None and float(grad.norm()) > 0
         eng.step()
         assert eng.was_step_applied() == (micro % 2 == 1)
     assert (eng.global_steps, eng.micro_steps, eng.global_samples, eng.skipped_steps) == (2, 4, 8, 0)

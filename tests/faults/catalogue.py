@@ -5,6 +5,7 @@ from tests.faults.caught_failures import CAUGHT_FAILURES
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
 from tests.faults.data import DATA
+from tests.faults.deepspeed_door import DEEPSPEED_DOOR
 from tests.faults.expert_load import EXPERT_LOAD
 from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
@@ -67,5 +68,6 @@ AREAS = {
     "data": DATA,
     "expert load": EXPERT_LOAD,
     "caught failures": CAUGHT_FAILURES,
+    "deepspeed door": DEEPSPEED_DOOR,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

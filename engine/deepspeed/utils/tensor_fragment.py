@@ -1,6 +1,5 @@
-"""``deepspeed.utils``: gradients, weights and optimizer state of one parameter, and a loader that never ends."""
+"""Gradients, weights and optimizer state of one parameter, and a loader that never ends, for ``deepspeed.utils``."""
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 
 from engine.engine import Engine
 from engine.errors import EngineError
-
-logger = logging.getLogger("trine")
 
 _ENGINE = "_deepspeed_engine"
 _Read = Callable[[Engine, str, bool], AbstractContextManager[dict[str, Tensor]]]
@@ -118,6 +115,17 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     _state(param, "safe_set_full_optimizer_state", optim_state_key, False, value)
 
 
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Set the full gradient of each parameter to ``update_func(gradient, parameter)``; frozen ones are left out.
+    Collective.
+    """
+    for parameter in param_list:
+        if (grad := safe_get_full_grad(parameter)) is not None:
+            safe_set_full_grad(parameter, update_func(grad, parameter))
+
+
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the fp32 weights, 1-D."""
     return _tensor(param, "safe_get_local_fp32_param", Engine.masters, True)
@@ -168,10 +176,3 @@ class RepeatingLoader:
         except StopIteration:
             self._items = iter(self.loader)
             return next(self._items)
-
-
-def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on some ranks (default: rank 0; [-1]: on all)."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    if rank in (ranks or [0]) or -1 in (ranks or ()):
-        logger.log(level, message)

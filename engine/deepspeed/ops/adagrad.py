@@ -1,0 +1,18 @@
+"""``deepspeed.ops.adagrad``: Adagrad under the name of DeepSpeed's kernel."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad; ``offload_optimizer`` of the configuration says where its state is."""
+
+    elementwise = True
+
+    def __init__(
+        self, model_params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
+        amsgrad: bool = False, fp32_optimizer_states: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(model_params, lr, eps=eps, weight_decay=weight_decay)

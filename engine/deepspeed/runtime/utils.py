@@ -1,0 +1,31 @@
+"""``deepspeed.runtime.utils``: seeds, and a line about memory."""
+
+import logging
+import os
+import random
+
+import numpy as np
+import torch
+
+from engine.deepspeed.utils.logging import log_dist
+from engine.parallel.comm.world import read_world
+from engine.reporting.step_report import peak_memory
+
+_GIB = 2**30
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed ``random``, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log device and host memory after ``message`` on rank 0, where ``force`` asks for it."""
+    if not force:
+        return
+    peak = peak_memory(read_world().device) / _GIB
+    pages = os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES")
+    host = pages * os.sysconf("SC_PAGE_SIZE") / _GIB
+    log_dist(f"{message}: at most {peak:.2f} GiB on the device; {host:.2f} GiB on the host", level=logging.INFO)

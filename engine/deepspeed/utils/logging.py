@@ -1,0 +1,20 @@
+"""``deepspeed.utils.logging``: the engine's logger under DeepSpeed's names."""
+
+import logging
+
+import torch
+
+logger = logging.getLogger("trine")
+
+
+def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks (default: rank 0; [-1]: on all)."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if rank in (ranks or [0]) or -1 in (ranks or ()):
+        logger.log(level, message)
+
+
+def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
+    """Log on rank 0, where ``force`` asks for it."""
+    if force:
+        log_dist(message)
