@@ -284,8 +284,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
             share, or a model that cannot be partitioned into stages.
         ScheduleError: the schedule does not exist or does not fit.
     """
-    model = request.program.model
-    given = request.given
+    model, given = request.program.model, request.given
     assigned, groups = (given.assigned, given.groups) if given else assign_groups(model, config.optimizer)
     precision = make_precision(config, model)
     groups = groups or (GroupOptions(),)  # of a model that is frozen altogether

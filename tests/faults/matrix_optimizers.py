@@ -67,8 +67,8 @@ MATRIX_OPTIMIZERS = (
         name="parts-of-matrices-orthogonal",
         about="Where tensor ranks cut a matrix, the parts are put together in one order and taken apart in another.",
         file="zero/optim/matrix/matrix_updates.py",
-        old="[_joined(_ranges(update, row, tp), update, row) for tp in range(len(parts))]",
-        new="[_joined(_ranges(update, row, tp), update, row) for tp in reversed(range(len(parts)))]",
+        old="[_joined(_ranges(update, row, tp), update, row) for tp in range(len(kinds[0]))]",
+        new="[_joined(_ranges(update, row, tp), update, row) for tp in reversed(range(len(kinds[0])))]",
         tests=(f"{_PARITY}::test_matrices_in_parts_train_as_one_process",),
     ),
     Fault(

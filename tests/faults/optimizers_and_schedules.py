@@ -4,6 +4,8 @@ from tests.faults.fault import Fault
 
 _UNUSED = "tests/engine/optim/test_own_optimizer_unused.py"
 _WHOLE = "tests/engine/parity/test_own_whole_optimizer.py"
+_CHANGED = "tests/engine/checkpoint/contents/test_changed_settings.py"
+_GIVEN = "tests/engine/optim/test_given_optimizer.py"
 _LAYERS = "tests/engine/parity/test_parity_layerwise.py"
 
 OPTIMIZERS_AND_SCHEDULES = (
@@ -49,5 +51,21 @@ OPTIMIZERS_AND_SCHEDULES = (
         old="        if step > 1:\n",
         new="        if step > 1000:\n",
         tests=(f"{_WHOLE}::test_each_parameter_counts_its_own_updates",),
+    ),
+    Fault(
+        name="changed-schedule-as-saved",
+        about="A run that goes on with another schedule keeps the saved one, though a line names the new one.",
+        file="engine/checkpoint/resume.py",
+        old="(not self._goes_on_with_schedule(reader) or self._changes(reader, RATES))",
+        new="not self._goes_on_with_schedule(reader)",
+        tests=(f"{_CHANGED}::test_a_changed_schedule_is_where_it_would_be",),
+    ),
+    Fault(
+        name="steps-of-the-user-made-too",
+        about="A scheduler that is passed in code moves twice where the user steps it after each update.",
+        file="engine/optim/lr_schedules.py",
+        old='{"step": lambda *_, **__: self._leave_out()}',
+        new="{}",
+        tests=(f"{_GIVEN}::test_a_scheduler_that_the_user_steps_too_moves_once",),
     ),
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ConfigError
+from engine.kernels.device import is_host
 from engine.kernels.optim.matrix_rule import MatrixState
 from engine.zero.optim.inner_optimizer import OptimizerFactory, own_options
 from engine.zero.optim.matrix.matrix_optimizers import FlatMatrixOptimizer
@@ -28,10 +29,10 @@ def declares_whole(given: object) -> bool:
     if isinstance(given, torch.optim.Optimizer) or not callable(given):
         return False
     try:
-        made = given([{"params": [nn.Parameter(torch.zeros(1, 1))]}])
-    except Exception:  # what the factory needs is said when the optimizer is made
-        return False
-    return bool(getattr(type(made), "whole_parameters", False))
+        made, failure = given([{"params": [nn.Parameter(torch.zeros(1, 1))]}]), None
+    except Exception as error:  # it is raised when the optimizer is made of all groups
+        made, failure = None, error
+    return failure is None and bool(getattr(type(made), "whole_parameters", False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,32 +78,32 @@ class OwnWholeRule:
         return self.known[shape]
 
     def _tried(self, shape: Shape) -> dict[str, Any]:
-        """The state after an update, on a device without data where the optimizer works there."""
-        for device in ("meta", "cpu"):
-            parameter = nn.Parameter(torch.zeros(shape, device=device))
-            parameter.grad = torch.zeros(shape, device=device)
-            optimizer = self._over(parameter)
-            before = _attributes(optimizer)
-            try:
-                optimizer.step()
-            except Exception:
-                if device == "cpu":
-                    raise
-                continue
-            kind, kept = type(optimizer).__name__, optimizer.state.get(parameter, {})
-            state = {str(name): value for name, value in kept.items() if value is not None}
-            if changed := [name for name, value in _attributes(optimizer).items() if before.get(name) != value]:
-                raise ConfigError(
-                    f"optimizer {kind} updates whole parameters and keeps self.{changed[0]} beside self.state, which "
-                    "would not last from one update to the next; keep it in self.state[parameter]."
-                )
-            if others := [name for name, value in state.items() if not isinstance(value, Tensor | bool | int | float)]:
-                raise ConfigError(
-                    f"optimizer {kind} updates whole parameters and keeps {others[0]!r} of them, which is no tensor "
-                    "and no number; keep tensors and numbers."
-                )
-            return state
-        raise AssertionError
+        """The state after an update: of a parameter without data, or of zeros where the optimizer reads values."""
+        try:
+            found, failure = self._after_one(torch.zeros(shape, device="meta")), None
+        except Exception as error:
+            found, failure = None, error
+        return found if failure is None and found is not None else self._after_one(torch.zeros(shape))
+
+    def _after_one(self, weights: Tensor) -> dict[str, Any]:
+        parameter = nn.Parameter(weights)
+        parameter.grad = torch.zeros_like(weights)
+        optimizer = self._over(parameter)
+        kind, before = type(optimizer).__name__, _attributes(optimizer)
+        optimizer.step()
+        kept = optimizer.state.get(parameter, {})
+        state = {str(name): value for name, value in kept.items() if value is not None}
+        if changed := [name for name, value in _attributes(optimizer).items() if before.get(name) != value]:
+            raise ConfigError(
+                f"optimizer {kind} updates whole parameters and keeps self.{changed[0]} beside self.state, which "
+                "would not last from one update to the next; keep it in self.state[parameter]."
+            )
+        if others := [name for name, value in state.items() if not isinstance(value, Tensor | bool | int | float)]:
+            raise ConfigError(
+                f"optimizer {kind} updates whole parameters and keeps {others[0]!r} of them, which is no tensor and no "
+                "number; keep tensors and numbers."
+            )
+        return state
 
 
 def _as(like: Any, kept: Tensor, parameter: nn.Parameter) -> Any:
@@ -110,7 +111,7 @@ def _as(like: Any, kept: Tensor, parameter: nn.Parameter) -> Any:
     if not isinstance(like, Tensor):
         return type(like)(kept.item())
     if not like.dim():  # torch keeps step counts on the host
-        return kept.to("cpu" if like.device.type == "cpu" else parameter.device, like.dtype, copy=True)
+        return kept.to(like.device if is_host(like.device) else parameter.device, like.dtype, copy=True)
     tried = torch.float32  # the dtype of the parameter with which it was tried
     return kept.to(parameter.device, parameter.dtype if like.dtype == tried else like.dtype, copy=True)
 
