@@ -267,7 +267,7 @@ def directly_called_networks(ds: Any) -> list[Any]:
     """A generator and a discriminator that are called as modules, after each other's steps."""
     torch.manual_seed(3)
     maker, judge = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
-    more = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+    more: dict[str, Any] = {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
     made, judged = started(ds, maker, **more), started(ds, judge, **more)
     criterion, found = nn.BCEWithLogitsLoss(), list[Any]()
     ones, zeros = torch.ones(2, 1), torch.zeros(2, 1)
@@ -331,7 +331,7 @@ def sizes(given: Mapping[str, Any], ds: Any) -> list[Any]:
 
 
 def leaves(ds: Any) -> list[Any]:
-    utils, model = part(ds, "utils"), net()
+    utils, model = part(ds, "utils"), nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     marked = utils.set_z3_leaf_modules(model, [nn.Linear])
     return [len(marked), len(utils.get_z3_leaf_modules(model)), utils.z3_leaf_module(model[1])]
 
