@@ -49,8 +49,8 @@ PLAIN_TORCH = (
         name="a-loss-of-nan-unsaid",
         about="An update with a loss of nan is made, and only the report of the step shows it.",
         file="engine/step/update.py",
-        old="math.isfinite(totals.loss) and math.isfinite(norm)",
-        new="math.isfinite(norm)",
+        old="(finite and (unseen or math.isfinite(totals.loss)))",
+        new="finite",
         tests=(
             "tests/engine/step/test_remarks.py::test_labels_that_are_all_ignored_train_as_in_one_process_and_are_said",
         ),
