@@ -19,7 +19,7 @@ from torch.overrides import _get_current_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.activation_checkpointing.operators import DEFAULT, OPERATOR_KINDS
 from engine.parallel.activation_checkpointing.selective import Operator, SavedActivations, Selective
@@ -143,7 +143,7 @@ def recomputed_in_part(block: nn.Module, selective: Selective, started: list[Sav
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        kept = SavedActivations()
+        kept, given = SavedActivations(), _GivenTensors(args, kwargs)
         out = checkpoint(
             _in_mode_of_forward(inner),
             *args,
@@ -151,6 +151,7 @@ def recomputed_in_part(block: nn.Module, selective: Selective, started: list[Sav
             context_fn=lambda: selective.contexts(kept),
             **kwargs,
         )
+        given.refuse_written(block)
         kept.finish(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if started is not None:
             started.append(kept)
@@ -190,9 +191,37 @@ def _recomputed(block: nn.Module) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        return checkpoint(_in_mode_of_forward(inner), *args, use_reentrant=False, **kwargs)
+        given = _GivenTensors(args, kwargs)
+        out = checkpoint(_in_mode_of_forward(inner), *args, use_reentrant=False, **kwargs)
+        given.refuse_written(block)
+        return out
 
     return forward
+
+
+class _GivenTensors:
+    """The tensors that a block is given, from which it runs again in backward, and how often each had been written."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self._given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._before = self._versions()
+
+    def _versions(self) -> list[int]:
+        with torch._C.DisableTorchFunction():
+            return [tensor._version for tensor in self._given if not tensor.is_inference()]
+
+    def refuse_written(self, block: nn.Module) -> None:
+        """Refuse a block that has written into one of them.
+
+        Raises:
+            EngineError: its second run would begin with what the first one has left there.
+        """
+        if self._versions() != self._before:
+            raise EngineError(
+                f"a recomputed {type(block).__name__} writes into its input in place, so its second run in backward "
+                "would begin with what the first one has left there; write x = x * 2 in place of x *= 2 (and "
+                "inplace=False) for what the block is given, or leave it out of activation_checkpointing."
+            )
 
 
 def _in_mode_of_forward(inner: Callable[..., Any]) -> Callable[..., Any]:

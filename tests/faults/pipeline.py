@@ -137,9 +137,9 @@ PIPELINE = (
         name="recomputed-with-other-masks",
         about="A recomputed block draws other dropout masks in backward than in forward.",
         file="parallel/activation_checkpointing/blocks.py",
-        old="return checkpoint(_in_mode_of_forward(inner), *args, use_reentrant=False, **kwargs)",
+        old="out = checkpoint(_in_mode_of_forward(inner), *args, use_reentrant=False, **kwargs)",
         new=(
-            "return checkpoint(\n            _in_mode_of_forward(inner), *args, use_reentrant=False, "
+            "out = checkpoint(\n            _in_mode_of_forward(inner), *args, use_reentrant=False, "
             "preserve_rng_state=False, **kwargs\n        )"
         ),
         tests=(
