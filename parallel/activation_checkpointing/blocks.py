@@ -20,7 +20,7 @@ from torch.overrides import _get_current_function_mode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.activation_checkpointing.operators import DEFAULT, OPERATOR_KINDS
 from engine.parallel.activation_checkpointing.second_run import BlockState
@@ -151,7 +151,7 @@ def recomputed_in_part(
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        kept = SavedActivations()
+        kept, given = SavedActivations(), _GivenTensors(args, kwargs)
         out = checkpoint(
             state.keeping(_as_in_forward(inner, draw_again)),
             *args,
@@ -159,6 +159,7 @@ def recomputed_in_part(
             context_fn=lambda: selective.contexts(kept),
             **kwargs,
         )
+        given.refuse_written(block)
         kept.finish(leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if started is not None:
             started.append(kept)
@@ -198,8 +199,10 @@ def _recomputed(block: nn.Module, draw_again: Callable[[], None] | None) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        run = state.keeping(_as_in_forward(inner, draw_again))
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        run, given = state.keeping(_as_in_forward(inner, draw_again)), _GivenTensors(args, kwargs)
+        out = checkpoint(run, *args, use_reentrant=False, **kwargs)
+        given.refuse_written(block)
+        return out
 
     return forward
 
@@ -216,6 +219,31 @@ def _as_in_forward(inner: Callable[..., Any], draw_again: Callable[[], None] | N
         return run(*args, **kwargs)
 
     return forward
+
+
+class _GivenTensors:
+    """The tensors that a block is given, from which it runs again in backward, and how often each had been written."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self._given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._before = self._versions()
+
+    def _versions(self) -> list[int]:
+        with torch._C.DisableTorchFunction():
+            return [tensor._version for tensor in self._given if not tensor.is_inference()]
+
+    def refuse_written(self, block: nn.Module) -> None:
+        """Refuse a block that has written into one of them.
+
+        Raises:
+            EngineError: its second run would begin with what the first one has left there.
+        """
+        if self._versions() != self._before:
+            raise EngineError(
+                f"a recomputed {type(block).__name__} writes into its input in place, so its second run in backward "
+                "would begin with what the first one has left there; write x = x * 2 in place of x *= 2 (and "
+                "inplace=False) for what the block is given, or leave it out of activation_checkpointing."
+            )
 
 
 def _in_mode_of_forward(inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,7 +49,7 @@ CAUGHT_FAILURES = (
     ),
     Fault(
         name="messages-of-a-failed-call-keep-their-connection",
-        about="A rank that fails alone keeps its connections, so the ranks that wait for it hang to their time-out.",
+        about="A rank that fails alone keeps its connections, so a rank that waits for it hangs to its time-out.",
         file="parallel/comm/comm.py",
         old="            pending.drop()\n",
         new="            pass\n",
@@ -57,7 +57,7 @@ CAUGHT_FAILURES = (
     ),
     Fault(
         name="data-ranks-gather-without-a-batch-there",
-        about="A loader that fails on one rank is told to nobody before parameters are gathered: the others hang.",
+        about="A data rank whose loader fails tells nobody before parameters are gathered, so another one hangs.",
         file="engine/step/runner.py",
         old="            step.problem = problem_of_any(step.problem, self._comm, self._device)\n",
         new="            pass\n",

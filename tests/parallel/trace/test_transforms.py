@@ -16,8 +16,8 @@ Way = Callable[[nn.Module, Tensor], Tensor]
 
 
 def vjp(block: nn.Module, x: Tensor) -> Tensor:
-    out, pull = torch.func.vjp(block, x)
-    found: Tensor = out + pull(torch.ones_like(out))[0]
+    pulled: Any = torch.func.vjp(block, x)
+    found: Tensor = pulled[0] + pulled[1](torch.ones_like(pulled[0]))[0]
     return found
 
 
