@@ -11,8 +11,8 @@ DEEPSPEED_DOOR = (
         name="scheduler-states-loaded-anyway",
         about="load_lr_scheduler_states=False is ignored, and the schedule goes on.",
         file="engine/checkpoint/resume.py",
-        old="        if given is not None and self._options.scheduler_states:\n",
-        new="        if given is not None:\n",
+        old="        if self._options.scheduler_states:\n",
+        new="        if True:\n",
         tests=(_RESTATED,),
     ),
     Fault(

@@ -56,8 +56,8 @@ OPTIMIZERS_AND_SCHEDULES = (
         name="changed-schedule-as-saved",
         about="A run that goes on with another schedule keeps the saved one, though a line names the new one.",
         file="engine/checkpoint/resume.py",
-        old="(not self._goes_on_with_schedule(reader) or self._changes(reader, RATES))",
-        new="not self._goes_on_with_schedule(reader)",
+        old="(stored is None or self._changes(reader, RATES))",
+        new="stored is None",
         tests=(f"{_CHANGED}::test_a_changed_schedule_is_where_it_would_be",),
     ),
     Fault(

@@ -7,8 +7,8 @@ STEP_AND_PRECISION = (
         name="mean-over-microbatches",
         about="Gradients are divided by the number of microbatches in place of the weight that a loss_fn returns.",
         file="engine/step/update.py",
-        old="divisor = totals.weight * step.scale",
-        new="divisor = self._config.accumulation * self._comm.grid.dp * step.scale",
+        old="divisor = totals.weight * step.divides",
+        new="divisor = self._config.accumulation * self._comm.grid.dp * step.divides",
         tests=("tests/engine/step/test_update.py::test_gradients_are_divided_by_the_weight_of_all_microbatches",),
     ),
     Fault(
