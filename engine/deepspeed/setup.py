@@ -65,18 +65,16 @@ def initialize(
     parts = _parts(model, list(model_parameters) if model_parameters is not None and optimizer is None else [])
     if optimizer is None and raw.setdefault("optimizer", None) is not None:
         _take_groups(parts, raw)
-    lr_scheduler = None if raw.get("scheduler") is not None else lr_scheduler
     world = read_world()
     resolved = load_config(raw, world.size, pass_strangers=True)
     resolved = replace(resolved, notes=(*notes, *parts.notes, *resolved.notes))
     assert resolved.micro is not None
     collate = collate_fn or default_collate
-    loss_fn = example = None
-    if pipeline is not None:
-        loss_fn, example = _loss_of(pipeline), _example(training_data, resolved.micro, collate)
-    lr_scheduler = configured_schedule(resolved, lr_scheduler)
-    if lr_scheduler is not None:  # made from the section, which therefore has its effect
-        resolved = replace(resolved, scheduler=None)
+    loss_fn = None if pipeline is None else _loss_of(pipeline)
+    example = None if pipeline is None else _example(training_data, resolved.micro, collate)
+    lr_scheduler = configured_schedule(resolved, None if resolved.scheduler is not None else lr_scheduler)
+    # a scheduler that is made from the section gives it its effect
+    resolved = resolved if lr_scheduler is None else replace(resolved, scheduler=None)
     thaw = freeze(parts.left_out)
     try:
         made = engine.initialize(model, resolved, loss_fn, example, optimizer, lr_scheduler, world=world)
