@@ -98,10 +98,16 @@ def parameters() -> int:
     return sum(parameter.numel() for parameter in Decoder(TINY.decoder).parameters())
 
 
+ROUND_BYTES = 10
+"""Sent to one other host at the end of a forward of ZeRO 3: flags, a digest of calls, a mask of at most 8 buckets. The
+engine does not count rounds between hosts, nor the byte that says whether a batch is there."""
+
+
 @pytest.mark.parametrize("mode", TRINE, ids=lambda mode: mode.name)
 def test_the_counter_finds_what_the_engine_tells(run_ranks: Callable[..., list[Any]], mode: Mode) -> None:
-    for counted, told in run_ranks(counted_and_told, mode.ranks, mode):
-        assert counted == told
+    rounds = mode.accumulation if mode.stage == 3 else 0
+    for counted, (sent, calls) in run_ranks(counted_and_told, mode.ranks, mode):
+        assert counted == (sent + rounds * ROUND_BYTES + bool(rounds), calls + rounds + bool(rounds))
 
 
 def counted_and_told(mode: Mode) -> tuple[tuple[int, int], tuple[int, int]]:
