@@ -63,4 +63,5 @@ def all_groups(world: ScaledWorld, plan: Plan, linked: bool) -> int:
     lines = world.size // world.pp
     pairs = sum(link.channel.flow != "state" for link in plan.links) if linked else 0
     gathers = world.size // world.dp if plan.gather_groups is not None else 0
-    return found + lines * (len(plan.tie_owners) + pairs) + gathers
+    own_world = not linked  # on gloo an engine has a group of the world to itself, which it can close
+    return found + lines * (len(plan.tie_owners) + pairs) + gathers + own_world

@@ -218,14 +218,13 @@ class RankRuntime:
         if self.gatherer is not None:
             self.gatherer.forget()
 
-    def copies_digest(self, compares_batches: int) -> Tensor | float | None:
-        """This rank's summand of a comparison of copies of weights; None in most steps.
+    def copies_digest(self) -> Tensor | float | None:
+        """This rank's summand of a comparison of copies of weights; None in most steps, the same on all ranks.
 
         A delayed update may write its weights meanwhile.
         """
         due = self.replica_check.weights.is_due()
-        wanted = due and not compares_batches and self.optimizer.delayed is None
-        return self.replica_check.weights.digest() if wanted else None
+        return self.replica_check.weights.digest() if due and self.optimizer.delayed is None else None
 
     def late_problem(self) -> EngineError | None:
         """Why the update that runs beside this step cannot be brought; waits for it."""

@@ -151,7 +151,7 @@ class Update:
         squared_norm = gradient_squared_norm(runtime.buckets, runtime.kernels)
         idle = runtime.reducer.frozen if self._updates_unused else runtime.reducer.unused
         surprises = runtime.optimizer.unexpected(idle, runtime.reducer.names)
-        step.copies = runtime.copies_digest(step.digest)
+        step.copies = runtime.copies_digest()
         packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
         launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
         sums, made = launched.read() if launched is not None else (packed.tolist(), False)

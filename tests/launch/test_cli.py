@@ -43,7 +43,7 @@ ONE_RULE: tuple[dict[str, Any], ...] = (
     {"zero_optimization": {"stage": 1, "reduce": "microbatch"}},
     {"zero_optimization": {"stage": 2, "gather": "step"}},
     {"zero_optimization": {"keep_gathered_bytes": 9}},
-    {"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}},
+    {"torch_autocast": {"enabled": True}, "fp16": {"enabled": True}},
     {"parallel": {"sequence_parallel_regather": True}},
     {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
     {"parallel": {"schedule": "no_such_file.csv"}},

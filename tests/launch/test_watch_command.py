@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def test_the_latest_dead_jobs_are_listed_and_the_others_counted(
         recorder = FlightRecorder(folder / "rank0.flight", 0, 1, {"host": "here"})
         recorder.say("ValueError: odd")
         recorder.close()
+        time.sleep(0.02)  # jobs are listed by the time of their end
     monkeypatch.undo()
     monkeypatch.setattr(watch_command, "flight_folder", lambda: tmp_path)
     (tmp_path / "alive").mkdir()
