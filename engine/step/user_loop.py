@@ -124,11 +124,12 @@ class UserLoop:
             self._fresh, self._forwarded = True, given
             if self._counted is None:
                 self._counted = runtime.uncounted()
-        check_batch([(args, kwargs)], None, runtime.comm, runtime.program.device)
-        self._issued = runtime.comm.issued
+        moved = self._calls is not None and runtime.traces.refresh()
+        moved = check_batch([(args, kwargs)], None, runtime.comm, runtime.program.device, moved)
+        self._issued = runtime.comm.issued + moved  # the ranks compare their paths, and fail alike there
         try:
             with runtime.counting(self._counted if training else None):
-                output = self._run(args, kwargs, key)
+                output = self._run(args, kwargs, key, moved)
         except BaseException as error:  # as in torch, gradients of the microbatches before stay
             self._forwards, self._fresh, self._forwarded = before
             if runtime.communicates and (told := self._note_failure("eng(batch)", error)) is not None:
@@ -138,9 +139,10 @@ class UserLoop:
             self._date(output)
         return output
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], moved: bool) -> Any:
         runtime = self._runtime
         if self._calls is not None:
+            self._calls.compares_paths = moved
             return self._calls.forward(args, kwargs, key, self._control.rows)
         with runtime.forward(*key):
             watch, call = runtime.first_use.watch, runtime.program.call
@@ -422,7 +424,7 @@ class UserLoop:
     def _note_failure(self, call: str, error: BaseException) -> EngineError | None:
         """See :func:`note_failure`; stages that have begun to send never fail alike."""
         comm = self._runtime.comm
-        return note_failure(call, error, comm, alike=self._calls is None or comm.issued == self._issued)
+        return note_failure(call, error, comm, alike=self._calls is None or comm.issued <= self._issued)
 
     def _drop(self) -> None:
         """Forget the gradients of the unfinished step."""

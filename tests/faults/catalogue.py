@@ -4,6 +4,7 @@ from tests.faults.adapters import ADAPTERS
 from tests.faults.caught_failures import CAUGHT_FAILURES
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
+from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.data import DATA
 from tests.faults.deepspeed_door import DEEPSPEED_DOOR
 from tests.faults.expert_load import EXPERT_LOAD
@@ -39,7 +40,7 @@ AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "tensor": TENSOR,
     "adapters": ADAPTERS,
-    "pipeline": PIPELINE,
+    "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS),
     "matrix optimizers": MATRIX_OPTIMIZERS,
     "optimizers and schedules": OPTIMIZERS_AND_SCHEDULES,
