@@ -292,6 +292,8 @@ class UserLoop:
         """
         if self._running:
             return None
+        if self._runtime.gatherer is not None and not any(map(_accumulates, self._runtime.parameters)):
+            return self._runtime.gathering()  # torch.autograd.grad for something else than weights
         self._runtime.gradient_guard.lift()
         begun = self._fresh or self._losses or self._step or self._continues
         if not begun and self._runtime.gatherer is None:
@@ -455,3 +457,10 @@ class UserLoop:
         further = self._forwards + index // self._accumulation * _MANAGED_KEYS
         # negative, because positive numbers count finished modules
         return (*key, -further) if further else key
+
+
+def _accumulates(parameter: Tensor) -> bool:
+    """True if the backward that runs adds to the gradient of ``parameter``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return bool(torch._C._will_engine_execute_node(node))

@@ -32,6 +32,7 @@ from tests.faults.state_between_places import STATE_BETWEEN_PLACES
 from tests.faults.state_forms import STATE_FORMS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
+from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
 from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
@@ -41,7 +42,7 @@ AREAS = {
     "tensor": TENSOR,
     "adapters": ADAPTERS,
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
-    "zero": (*ZERO, *UNEVEN_CALLS),
+    "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED),
     "matrix optimizers": MATRIX_OPTIMIZERS,
     "optimizers and schedules": OPTIMIZERS_AND_SCHEDULES,
     "state forms": STATE_FORMS,
