@@ -4,6 +4,7 @@ from tests.faults.adapters import ADAPTERS
 from tests.faults.caught_failures import CAUGHT_FAILURES
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
+from tests.faults.compiled_blocks import COMPILED_BLOCKS
 from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.data import DATA
 from tests.faults.deepspeed_door import DEEPSPEED_DOOR
@@ -39,7 +40,7 @@ from tests.faults.zero import ZERO
 
 AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
-    "tensor": TENSOR,
+    "tensor": (*TENSOR, *COMPILED_BLOCKS),
     "adapters": ADAPTERS,
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED),

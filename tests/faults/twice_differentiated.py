@@ -13,7 +13,7 @@ TWICE_DIFFERENTIATED = (
     ),
     Fault(
         name="gradients-of-inputs-count-as-microbatches",
-        about="torch.autograd.grad for an input at ZeRO 3 counts as a backward of unknown loss, which the report lacks.",
+        about="torch.autograd.grad for an input at ZeRO 3 counts as a backward, and the reported loss is NaN.",
         file="engine/step/user_loop.py",
         old="        if self._runtime.gatherer is not None and not any(",
         new="        if self._runtime.gatherer is None and not any(",
