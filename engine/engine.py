@@ -404,7 +404,7 @@ class Engine(TrainingLoop, NamedState, Inference):
             return batch
         config, rows = self._config, self._build.rows
         take = partial(rows.take_microbatches, batch, config.micro, config.accumulation)
-        seen, problem = take_batch(take, self._comm, self._device)
+        seen, problem, _ = take_batch(take, self._comm, self._device)
         self.complete(seen[0] if seen else None, problem)
         return iter(seen)
 

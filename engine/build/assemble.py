@@ -11,6 +11,7 @@ from engine.build.equal_input import check_equal
 from engine.build.forward_changes import (
     agree_on_kernels,
     fuse_activations,
+    has_compiled_code,
     leave_out_of_compilation,
     make_heads_lazy,
 )
@@ -222,7 +223,7 @@ def _fuse(model: nn.Module, plan: Plan, comm: Comm, device: torch.device, reques
 
 def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
     """Leave layers that communicate or read codes out of compilation, and modules in fp32 out of narrow dtypes."""
-    if plan.config.compile:
+    if plan.config.compile or any(map(has_compiled_code, model.modules())):
         cut = plan.tensor.layers if plan.tensor is not None else ()
         leave_out_of_compilation(model, {*cut, *quantized_layers(model)}, patches)
     put_casts(model, plan.precision.kept, plan.precision.compute, patches)

@@ -112,7 +112,7 @@ def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: Forward
 
 def _add_weight_gradients(model: nn.Module, kernels: Kernels, patches: ForwardPatches) -> None:
     """Let the products of full linear layers add their weight gradients to main gradients, as sharded layers do."""
-    compiled = {id(layer) for block in model.modules() if _is_compiled(block) for layer in block.modules()}
+    compiled = {id(layer) for block in model.modules() if has_compiled_code(block) for layer in block.modules()}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
         plain = is_linear(layer) and has_plain_forward(layer) and not is_cut(layer) and "forward" not in vars(layer)
@@ -120,7 +120,7 @@ def _add_weight_gradients(model: nn.Module, kernels: Kernels, patches: ForwardPa
             fuse(layer, "none", kernels, patches)
 
 
-def _is_compiled(block: nn.Module) -> bool:
+def has_compiled_code(block: nn.Module) -> bool:
     """Whether the user has compiled it, in place or by a wrapper."""
     return block._compiled_call_impl is not None or isinstance(getattr(block, "_orig_mod", None), nn.Module)
 

@@ -107,6 +107,7 @@ class RehearsedRank:
         """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self._plan.schedule.per_rank[self._pp]
+        self._runtime.traces.refresh()
         self._runner(1).trace_all()  # here, since there are no operators to count: all microbatches are alike
         with _cycles_end_with_actions(), self._attention(), self.live, MissingShapes(), torch.enable_grad():
             self._play(short_row(row, 1, splits=True))

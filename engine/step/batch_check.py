@@ -3,6 +3,9 @@
 All tensor and pipeline ranks of one data coordinate work on the same rows. A rank with other rows would train
 silently wrong if the shapes fit, or leave another rank waiting in a receive.
 
+The same exchange tells that attributes of the model have changed on a rank. The ranks of a pipeline then compare the
+paths that they have traced: a forward counts its calls only where it runs, and each rank would take a path of its own.
+
 The buffer check, once: data ranks see different rows, so what a forward writes into buffers may differ between them.
 """
 
@@ -12,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.errors import EngineError
+from engine.errors import EngineError, PlanError
 from engine.kernels.device import is_host
 from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
@@ -20,57 +23,65 @@ from engine.program.batch import Batch, named_tensors
 from engine.step.failed_ranks import OtherRankError
 
 _REFUSED = -1
-_TRAINS = 62
-"""Bit above the digest of a batch."""
+_MOVED, _TRAINS = 61, 62
+"""Bits above the digest of a batch."""
 
 
 def take_batch(
-    take: Callable[[], list[Batch]], comm: Comm, device: torch.device
-) -> tuple[list[Batch], BaseException | None]:
-    """The microbatches of a step, and the problem with them, on this rank or on another rank of its replica.
+    take: Callable[[], list[Batch]], comm: Comm, device: torch.device, moved: bool = False
+) -> tuple[list[Batch], BaseException | None, bool]:
+    """The microbatches of a step, the problem with them, on this rank or on another rank of its replica, and whether
+    attributes of the model have ``moved`` on one of these.
 
     Raises:
         EngineError: a rank of the replica did not come, or has ended.
     """
     microbatches: list[Batch] = []
     problem: BaseException | None = None
+    anywhere = False
     try:
         microbatches = take()
     except (Exception, KeyboardInterrupt) as error:  # an iterator may fail in any way
         problem = error
     try:
-        check_batch(microbatches, problem, comm, device)
+        anywhere = check_batch(microbatches, problem, comm, device, moved)
     except EngineError as error:
         if isinstance(error.__cause__, RuntimeError):
             raise  # the check itself could not be made: a rank is lost, and no step can agree on anything
         problem = error
-    return microbatches, problem
+    return microbatches, problem, anywhere
 
 
-def check_batch(microbatches: Sequence[Batch], problem: BaseException | None, comm: Comm, device: torch.device) -> None:
+def check_batch(
+    microbatches: Sequence[Batch], problem: BaseException | None, comm: Comm, device: torch.device, moved: bool = False
+) -> bool:
     """Compare this rank's batch with its replica's: one all-gather of 8 bytes a rank, label "batch check".
 
     Also whether gradients are recorded: a rank that evaluates while others train would meet their collectives.
 
-    ``problem``: the reason why this rank has no batch; the other ranks learn that there is one.
+    ``problem``: the reason why this rank has no batch; the other ranks learn that there is one. ``moved``: attributes
+    of the model have changed here; returns whether they have on any rank of the replica.
 
     Raises:
         EngineError: on every rank of the replica, if batches or calls differ or a rank has no batch.
     """
     ranks = comm.grid.size("replica")
     if ranks == 1:
-        return
-    digest = _REFUSED if problem is not None else _digest(microbatches) | torch.is_grad_enabled() << _TRAINS
+        return False
+    flags = torch.is_grad_enabled() << _TRAINS | moved << _MOVED
+    digest = _REFUSED if problem is not None else _digest(microbatches) | flags
     mine = torch.tensor([digest], dtype=torch.int64)
     table = gather_from_all(mine, comm, device, "batch check", "replica").flatten()
     if problem is not None:
-        return
+        return False
     digests, peers = table.tolist(), comm.grid.peers("replica")
     for other, rank in zip(digests, peers, strict=True):
         if other == _REFUSED:
             raise OtherRankError(
                 f"rank {rank} refused its batch, so no rank makes this step; see the error of rank {rank}."
             )
+    anywhere = any(other >> _MOVED & 1 for other in digests)
+    digests = [other & ~(1 << _MOVED) for other in digests]
     for other, rank in zip(digests, peers, strict=True):
         if other >> _TRAINS != digests[0] >> _TRAINS:
             raise EngineError(
@@ -83,6 +94,30 @@ def check_batch(microbatches: Sequence[Batch], problem: BaseException | None, co
                 f"data coordinate (here {comm.grid.coord().dp}) must pass the same batch: let the sampler use "
                 "grid.coord().dp and grid.dp."
             )
+    return anywhere
+
+
+def check_paths(paths: Sequence[int], problem: BaseException | None, comm: Comm, device: torch.device) -> None:
+    """Compare the digests of the paths that the ranks of a replica have traced: 8 bytes a rank, label "path check".
+
+    ``problem``: the reason why this rank has not traced all; the other ranks learn that there is one.
+
+    Raises:
+        EngineError: on every rank of the replica, if their paths differ or do not fit the stages on some of them.
+    """
+    digest = _REFUSED if problem is not None else zlib.crc32(repr(list(paths)).encode())
+    mine = torch.tensor([digest], dtype=torch.int64)
+    digests = gather_from_all(mine, comm, device, "path check", "replica").flatten().tolist()
+    odd = next((place for place, other in enumerate(digests) if other != digests[0]), None)
+    if odd is None or not isinstance(problem, PlanError | None):
+        return
+    peers = comm.grid.peers("replica")
+    raise EngineError(
+        f"the forward takes different paths through the modules on rank {peers[0]} and on rank {peers[odd]}: it "
+        "follows an attribute that a forward changes (a counter of its calls), which a pipeline stage changes only as "
+        "far as it runs; choose the path by shapes of the input and by attributes that are set alike on all ranks "
+        "between steps, or set parallel.pipeline to 1."
+    ) from problem
 
 
 def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str | None:
@@ -106,13 +141,13 @@ def small_digest(microbatches: Sequence[Batch]) -> int:
 
 
 def _digest(microbatches: Sequence[Batch]) -> int:
-    """62-bit digest of names, shapes, dtypes and content of all tensors."""
+    """61-bit digest of names, shapes, dtypes and content of all tensors."""
     shapes, content = 0, 0
     for index, microbatch in enumerate(microbatches):
         for name, tensor in named_tensors(microbatch):
             shapes = zlib.crc32(f"{index} {name} {tuple(tensor.shape)} {tensor.dtype}".encode(), shapes)
             content = _content(tensor.detach(), content)
-    return (shapes & 0x3FFFFFFF) << 32 | content
+    return (shapes & 0x1FFFFFFF) << 32 | content
 
 
 def _content(tensor: Tensor, before: int) -> int:

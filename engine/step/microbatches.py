@@ -64,9 +64,13 @@ class StepMicrobatches:
             PlanError, or the model's own error.
         """
         if self._runtime.stage is not None:
-            self._runtime.traces.refresh()
             for index in range(len(self._microbatches)):
                 self._trace(index)
+
+    @property
+    def traced(self) -> list[TracedForward]:
+        """The traced forwards of all microbatches that have been traced."""
+        return list(self._traced.values())
 
     def trace_again(self) -> None:
         """Trace one microbatch of each traced forward again, after a step whose loss is NaN.

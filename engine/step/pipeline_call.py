@@ -29,6 +29,7 @@ from engine.parallel.tensor.logits.sharded_logits import gather_logits
 from engine.parallel.trace.model_trace import FromParameter, FromValue, Leaf, ModelTrace
 from engine.program.batch import named_tensors
 from engine.program.call_parts import Arguments, check_joins, cut_arguments, joined_parts
+from engine.step.batch_check import check_paths
 from engine.step.microbatches import microbatch_copy
 from engine.step.runtime import RankRuntime
 from engine.step.trace_cache import TracedForward
@@ -54,6 +55,8 @@ class PipelineCalls:
 
     def __init__(self, runtime: RankRuntime) -> None:
         self._runtime, self._arrivals, self._count = runtime, _Arrivals(), 0
+        self.compares_paths = False
+        """An attribute of the model has changed on a rank, so the ranks compare what they trace of the next call."""
         self._newest: Arguments | None = None
         """Arguments of the newest call that may be differentiated."""
         self._rows: dict[int, RankSchedule] = {}
@@ -78,7 +81,7 @@ class PipelineCalls:
         self._count += 1
         parts = cut_arguments(args, kwargs, runtime.program.rows, rows)
         call = PipelineCall(runtime, parts, self._row(len(parts)), key, self._arrivals, self._count)
-        call.trace()
+        call.trace(self.compares_paths)
         if torch.is_grad_enabled():
             self._newest = parts[0]
         return call.run()
@@ -144,15 +147,28 @@ class PipelineCall:
         self._spent, self._updates = False, arrivals.updates
         """Whether the stages have run back, and the number of updates before the call."""
 
-    def trace(self) -> None:
-        """Trace the parts. Nothing is communicated.
+    def trace(self, compares: bool) -> None:
+        """Trace the parts. Nothing is communicated, unless the ranks of the replica compare their paths.
 
         Raises:
-            EngineError: outputs of several parts do not join.
+            EngineError: outputs of several parts do not join, or ranks take different paths.
             PlanError, or the model's own error.
         """
+        problem: Exception | None = None
+        try:
+            self._trace_parts()
+        except Exception as error:
+            problem = error
+        if compares:
+            paths, comm = [traced.digest for traced in self._traced], self._runtime.comm
+            check_paths(paths, problem, comm, self._runtime.program.device)
+        if problem is not None:
+            raise problem
+        if compares:
+            self._runtime.traces.agree()
+
+    def _trace_parts(self) -> None:
         runtime = self._runtime
-        runtime.traces.refresh()
         with runtime.without_content():
             for part in self._arguments:
                 self._traced.append(runtime.traces.of(part, _KIND, partial(_run, runtime, part)))

@@ -11,7 +11,7 @@ An error waits until all ranks can learn of it, see :meth:`StepRunner._run_sched
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +26,7 @@ from engine.parallel.pipeline.runtime.executor import RankSchedule, rank_schedul
 from engine.parallel.pipeline.runtime.outputs import Carrier
 from engine.program.batch import Batch, is_text, join_outputs
 from engine.program.program import evaluating
-from engine.step.batch_check import differing_buffer, small_digest, take_batch
+from engine.step.batch_check import check_paths, differing_buffer, small_digest, take_batch
 from engine.step.failed_ranks import OtherRankError, note_failure, problem_of_any
 from engine.step.microbatches import StepKind, StepMicrobatches
 from engine.step.remarks import Remarks
@@ -134,8 +134,8 @@ class StepRunner:
     @torch.no_grad()
     def evaluate(self, batch: Batch | Iterator[Batch], kind: StepKind) -> FinishedStep:
         """See :meth:`engine.Engine.eval_batch`."""
-        step, microbatches = self._open(batch, kind)
         with evaluating(self._model):
+            step, microbatches = self._open(batch, kind)
             self._run_schedule(step, microbatches, self._runtime.evaluation)
         with self._agreeing("eval_batch", step):
             totals = self._update.agree(step, self._runtime.plan.last_rank)
@@ -147,7 +147,8 @@ class StepRunner:
     def predict(self, batch: Batch, micro: int | None = None, together: bool = False) -> Any:
         """See :meth:`engine.Engine.predict`; ``together``: data ranks without rows ``accompany`` this call."""
         step, split = self.begin(), self._runtime.program.rows.split
-        taken, step.problem = take_batch(partial(split, batch, micro or self._config.micro), self._comm, self._device)
+        with evaluating(self._model):
+            taken = self._take(partial(split, batch, micro or self._config.micro), step)
         together = together or self._runtime.gatherer is not None
         count = self._most_forwards(len(taken), step) if together else len(taken)
         return join_outputs(self._outputs(step, taken, count))
@@ -158,6 +159,9 @@ class StepRunner:
         step = self.begin()
         count = self._most_forwards(0, step)
         if count:
+            if self._runtime.stage is not None:
+                with evaluating(self._model):
+                    self._runtime.traces.refresh()
             self._outputs(step, self._runtime.program.rows.split(batch, self._config.micro)[:1], count)
         return count > 0
 
@@ -198,7 +202,7 @@ class StepRunner:
             self._runtime.buffers.remember()
         rows, config = self._runtime.program.rows, self._config
         take = partial(rows.take_microbatches, batch, config.micro, config.accumulation)
-        taken, step.problem = take_batch(take, self._comm, self._device)
+        taken = self._take(take, step)
         if kind == "train" and self._compared < _COMPARED_STEPS and self._comm.grid.dp > 1 and step.problem is None:
             step.digest, self._compared = small_digest(taken), self._compared + 1
         if kind == "train" and step.problem is None:
@@ -207,6 +211,12 @@ class StepRunner:
             step.problem = self._tell(taken[0])
         step.text = step.problem is None and is_text(taken[0])  # on every rank, also on those without the loss
         return step, StepMicrobatches(self._runtime, step, taken, self.random_key, kind)
+
+    def _take(self, take: Callable[[], list[Batch]], step: StepState) -> list[Batch]:
+        """The microbatches of a step, checked on all ranks of the replica; a problem with them becomes the step's."""
+        moved = self._runtime.stage is not None and self._runtime.traces.refresh()
+        taken, step.problem, step.compares_paths = take_batch(take, self._comm, self._device, moved)
+        return taken
 
     def _most_forwards(self, own: int, step: StepState) -> int:
         """The largest number of forwards of any data rank, which all of them make; 8 bytes over dp."""
@@ -244,6 +254,8 @@ class StepRunner:
                 microbatches.trace_all()
         except Exception as problem:
             step.problem = problem
+        if step.compares_paths:
+            self._compare_paths(step, microbatches)
         if runtime.gatherer is not None:
             step.problem = problem_of_any(step.problem, self._comm)
         if step.problem is not None:
@@ -264,6 +276,15 @@ class StepRunner:
             if (told := note_failure(call, problem, self._comm, alike)) is not None:
                 raise told from problem
             raise
+
+    def _compare_paths(self, step: StepState, microbatches: StepMicrobatches) -> None:
+        try:
+            paths = [traced.digest for traced in microbatches.traced]
+            check_paths(paths, step.problem, self._comm, self._device)
+        except EngineError as problem:
+            step.problem = problem
+        if step.problem is None:
+            self._runtime.traces.agree()
 
     @contextmanager
     def _agreeing(self, call: str, step: StepState) -> Iterator[None]:

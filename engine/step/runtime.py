@@ -144,6 +144,21 @@ class RankRuntime:
             finally:
                 self.streams.end_backward()
 
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Context of a backward that reaches no weight's gradient; parameters are gathered."""
+        assert self.gatherer is not None, "others need no context"
+        with self.gatherer.backward(last=False):
+            try:
+                yield
+            finally:
+                self.streams.end_backward()
+
+    @property
+    def parameters(self) -> Iterator[Tensor]:
+        """The trained parameters of this rank."""
+        return (parameter for flat in self.buckets for parameter in flat.parameters if parameter.requires_grad)
+
     def _compared(self, which: Backward) -> Backward:
         unequal = self.gatherer is not None and self.gatherer.unequal(which.stage, which.microbatch)
         return which._replace(unequal=True) if unequal else which

@@ -41,6 +41,8 @@ class StepState:
     reduced: bool = False
     """Gradients are reduced already, because the user has read them."""
     problem: BaseException | None = None
+    compares_paths: bool = False
+    """An attribute of the model has changed on a rank of the replica, so its ranks compare what they have traced."""
     digest: int = 0
     """Small digest of the batch, from 1; 0: not compared in this step."""
     copies: Tensor | float | None = None
@@ -89,6 +91,7 @@ class StepState:
         experts = None if self.experts is None else torch.zeros_like(self.experts)
         again = StepState(self.started, self.sent.copy(), zero, zero.clone(), scale=self.scale, experts=experts)
         again.added_ranks = self.added_ranks
+        again.compares_paths = self.compares_paths
         return again
 
     def root(self, loss: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Traces of the model's forward and their partitions, by input signature; a new signature is traced on arrival."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,12 @@ class TracedForward(NamedTuple):
     trace: ModelTrace
     partition: Partition
 
+    @property
+    def digest(self) -> int:
+        """31-bit digest of the path: which units are called in which order, and which values stages send."""
+        sent = [tuple(plan.sends.items()) for plan in self.partition.stages]
+        return zlib.crc32(repr(([call.unit for call in self.trace.calls], sent)).encode()) >> 1
+
 
 class TraceCache:
     """Traced forwards by input signature and by the state of the model's attributes; the first comes from the plan."""
@@ -49,6 +56,8 @@ class TraceCache:
         self._seen: dict[object, list[tuple[State, TracedForward]]] = {}
         self._switches = AttributeState(program.model)
         self._state: State = {}
+        self._agreed: State | None = None
+        """The state in which all ranks of the replica have last taken one path."""
         self._hooks = UserHooks()
         views = (
             plan.tensor is not None and plan.tensor.follows_activations
@@ -57,11 +66,23 @@ class TraceCache:
             self.refresh()
             with torch.enable_grad():
                 self._seen[self._key(example, "train")] = [(self._state, TracedForward(plan.timeline, plan.cut))]
+        self._agreed = None  # placement has yet to write attributes
 
-    def refresh(self) -> None:
-        """Read the attributes that may change the path of the forward; called before each step."""
+    def refresh(self) -> bool:
+        """Read the attributes that may change the path of the forward; called before each step.
+
+        Returns whether one has changed, modes apart, since the ranks have agreed: a forward that writes its attributes
+        writes them only as far as the stages of this rank go, so that other ranks may have other values.
+        """
         self._state = self._switches.read()
         self._hooks = UserHooks.of(self._program.model)
+        if self._agreed is None:
+            self._agreed = self._state
+        return self._state is not self._agreed and _without_modes(self._state) != _without_modes(self._agreed)
+
+    def agree(self) -> None:
+        """Note that all ranks of the replica take one path in the present state."""
+        self._agreed = self._state
 
     def take(self, other: "TraceCache") -> None:
         """Take what ``other`` has traced of an equal model, in its present state, under the same plan."""
@@ -128,3 +149,7 @@ class TraceCache:
         leaves, spec = pytree.tree_flatten(microbatch)
         shapes = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         return kind, torch.is_grad_enabled(), str(spec), shapes, self._hooks.forward
+
+
+def _without_modes(state: State) -> State:
+    return {place: value for place, value in state.items() if place[1] != "training"}

@@ -124,11 +124,12 @@ class UserLoop:
             self._fresh, self._forwarded = True, given
             if self._counted is None:
                 self._counted = runtime.uncounted()
-        check_batch([(args, kwargs)], None, runtime.comm, runtime.program.device)
-        self._issued = runtime.comm.issued
+        moved = self._calls is not None and runtime.traces.refresh()
+        moved = check_batch([(args, kwargs)], None, runtime.comm, runtime.program.device, moved)
+        self._issued = runtime.comm.issued + moved  # the ranks compare their paths, and fail alike there
         try:
             with runtime.counting(self._counted if training else None):
-                output = self._run(args, kwargs, key)
+                output = self._run(args, kwargs, key, moved)
         except BaseException as error:  # as in torch, gradients of the microbatches before stay
             self._forwards, self._fresh, self._forwarded = before
             if runtime.communicates and (told := self._note_failure("eng(batch)", error)) is not None:
@@ -138,9 +139,10 @@ class UserLoop:
             self._date(output)
         return output
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[int, ...], moved: bool) -> Any:
         runtime = self._runtime
         if self._calls is not None:
+            self._calls.compares_paths = moved
             return self._calls.forward(args, kwargs, key, self._control.rows)
         with runtime.forward(*key):
             watch, call = runtime.first_use.watch, runtime.program.call
@@ -290,6 +292,8 @@ class UserLoop:
         """
         if self._running:
             return None
+        if self._runtime.gatherer is not None and not any(map(_accumulates, self._runtime.parameters)):
+            return self._runtime.gathering()  # torch.autograd.grad for something else than weights
         self._runtime.gradient_guard.lift()
         begun = self._fresh or self._losses or self._step or self._continues
         if not begun and self._runtime.gatherer is None:
@@ -422,7 +426,7 @@ class UserLoop:
     def _note_failure(self, call: str, error: BaseException) -> EngineError | None:
         """See :func:`note_failure`; stages that have begun to send never fail alike."""
         comm = self._runtime.comm
-        return note_failure(call, error, comm, alike=self._calls is None or comm.issued == self._issued)
+        return note_failure(call, error, comm, alike=self._calls is None or comm.issued <= self._issued)
 
     def _drop(self) -> None:
         """Forget the gradients of the unfinished step."""
@@ -453,3 +457,10 @@ class UserLoop:
         further = self._forwards + index // self._accumulation * _MANAGED_KEYS
         # negative, because positive numbers count finished modules
         return (*key, -further) if further else key
+
+
+def _accumulates(parameter: Tensor) -> bool:
+    """True if the backward that runs adds to the gradient of ``parameter``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return bool(torch._C._will_engine_execute_node(node))

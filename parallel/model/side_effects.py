@@ -160,11 +160,16 @@ class AttributeState:
                     continue
                 if isinstance(value, _PLAIN):
                     yield (path, name), value
-                elif not isinstance(value, _CLOSED) and id(value) not in seen:
+                elif not isinstance(value, _CLOSED) and not _is_ours(value) and id(value) not in seen:
                     seen.add(id(value))
                     for inner, held in getattr(value, "__dict__", {}).items():
                         if isinstance(held, _PLAIN):
                             yield (path, f"{name}.{inner}"), held
+
+
+def _is_ours(value: object) -> bool:
+    """True for what the engine puts on modules, whose changes turn no forward another way."""
+    return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _changed(one: State, other: State) -> Iterator[Place]:

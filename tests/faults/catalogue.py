@@ -4,6 +4,8 @@ from tests.faults.adapters import ADAPTERS
 from tests.faults.caught_failures import CAUGHT_FAILURES
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
+from tests.faults.compiled_blocks import COMPILED_BLOCKS
+from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.data import DATA
 from tests.faults.deepspeed_door import DEEPSPEED_DOOR
 from tests.faults.expert_load import EXPERT_LOAD
@@ -31,16 +33,17 @@ from tests.faults.state_between_places import STATE_BETWEEN_PLACES
 from tests.faults.state_forms import STATE_FORMS
 from tests.faults.step_and_precision import STEP_AND_PRECISION
 from tests.faults.tensor import TENSOR
+from tests.faults.twice_differentiated import TWICE_DIFFERENTIATED
 from tests.faults.uneven_calls import UNEVEN_CALLS
 from tests.faults.wire import WIRE
 from tests.faults.zero import ZERO
 
 AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
-    "tensor": TENSOR,
+    "tensor": (*TENSOR, *COMPILED_BLOCKS),
     "adapters": ADAPTERS,
-    "pipeline": PIPELINE,
-    "zero": (*ZERO, *UNEVEN_CALLS),
+    "pipeline": (*PIPELINE, *COUNTED_PATHS),
+    "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED),
     "matrix optimizers": MATRIX_OPTIMIZERS,
     "optimizers and schedules": OPTIMIZERS_AND_SCHEDULES,
     "state forms": STATE_FORMS,

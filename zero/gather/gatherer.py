@@ -97,6 +97,8 @@ class ParameterGatherer:
         self._closed = False
         self._openings = 0
         """Number of open `with` blocks of full_parameters, also of those that open nothing on this rank."""
+        self._differentiated = False
+        """A backward of this step has recorded its own operations, which a later one goes through."""
         self._silent: set[int] = set()
         """Positions of which a call has returned no tensor that a gradient could reach."""
 
@@ -127,7 +129,7 @@ class ParameterGatherer:
     def end(self) -> None:
         """Free everything, because the step is over or has failed; what nodes have kept ends with it."""
         self._to_come.clear()
-        self._pass = None
+        self._pass, self._differentiated = None, False
         self._whole.free(self._whole.live - self._opened)
         self._whole.secondary.drop()
         self._whole.settle()
@@ -140,12 +142,15 @@ class ParameterGatherer:
             following = self._to_come[0] if self._to_come else None
         kept = self._order.at_start(following) | self._pinned if following else frozenset()
         now = self._pass = self._begin(walk, kept)
+        twice = self._differentiated and not now.is_forward
         try:
             with torch.no_grad():
                 self._ask_up_to(1)
                 if now.positions:
                     first = self._order.everywhere if walk.op is Op.FORWARD else self._order.at_start(walk)
                     self._whole.show(first)
+                if twice:
+                    self._hold_all(now)
             yield
             with torch.no_grad():
                 self._ask_up_to(len(now.positions))
@@ -255,6 +260,7 @@ class ParameterGatherer:
             if not self._order.members[position] <= self._order.everywhere:
                 self._need_everywhere(self._order.members[position])
             return
+        self._differentiated = self._differentiated or torch.is_grad_enabled()  # create_graph
         if now.oldest is None or call < now.oldest:  # a later call is a tensor that the module only passed on
             now.oldest = call
             with torch.no_grad():
@@ -305,6 +311,17 @@ class ParameterGatherer:
             at_once |= self._order.members[now.positions[index]]
             index += 1
         return at_once
+
+    def _hold_all(self, now: _Walk) -> None:
+        """Gather everything and keep it to the end of a backward through operations of an earlier backward.
+
+        These read the weights in the order of the forward and then in that of the backward, and no module's output
+        tells when.
+        """
+        now.held = frozenset(range(len(self._order.buckets)))
+        self._ask_up_to(len(now.positions))
+        self._whole.ask_alike(now.held)
+        self._whole.show(now.held)
 
     def _enter_again(self, position: int, now: _Walk) -> None:
         """Gather for a recomputed module; buckets that the running backward may need are not freed."""

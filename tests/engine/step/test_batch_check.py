@@ -53,7 +53,7 @@ def test_a_lost_rank_ends_the_step_at_once() -> None:
 
 
 def test_a_batch_that_differs_is_a_problem_of_the_step() -> None:
-    _, problem = take(other(1))
+    _, problem, _ = take(other(1))
     assert isinstance(problem, EngineError) and "were given different batches" in str(problem)
 
 
@@ -61,5 +61,5 @@ def test_a_batch_that_differs_is_a_problem_of_the_step() -> None:
 def test_a_rank_that_evaluates_while_others_train_is_refused(training: bool) -> None:
     """Over tensor ranks its collectives fit those of a training step, and nobody would notice."""
     with torch.set_grad_enabled(training):
-        _, problem = take(other(1 << 62))
+        _, problem, _ = take(other(1 << 62))
     assert isinstance(problem, EngineError) and "rank 0 and rank 1 make different calls" in str(problem)
