@@ -250,6 +250,8 @@ class StepRunner:
         runtime = self._runtime
         carrier = Carrier(self._comm, self._device, runtime.plan.last_rank, everywhere=microbatches.kind == "predict")
         try:
+            if runtime.gatherer is not None:
+                runtime.gatherer.refuse_opened("a step")
             if step.problem is None:
                 microbatches.trace_all()
         except Exception as problem:

@@ -28,7 +28,8 @@ from tests.launches import Ended, Launch, Line
 STEPS = 8
 WIDE = ("dp2 x tp2 zero 1", "dp2 x pp2", "dp4 zero 3")
 LOST = re.compile(
-    r"(EngineError|CheckpointError): .*(has lost rank \d|failed: .*A peer has probably stopped|a rank has ended in the middle)"
+    r"(EngineError|CheckpointError): .*"
+    r"(has lost rank \d|failed: .*A peer has probably stopped|a rank has ended in the middle)"
 )
 """What a rank says that another one has left alone."""
 TIMEOUT = 60
