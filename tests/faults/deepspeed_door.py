@@ -108,4 +108,14 @@ DEEPSPEED_DOOR = (
         new="        source.read([ReadRequest(stored, Part(tuple(target.shape)).whole(), as_bytes(values))])\n",
         tests=(f"{_MEMBERS}::test_a_pipeline_shows_loaded_weights_before_its_first_batch",),
     ),
+    Fault(
+        name="keywords-of-forward-late",
+        about="The curriculum and the layer drop follow half of the steps.",
+        file="engine/deepspeed/deepspeed_engine.py",
+        old="self._scheduled.call(args, kwargs, self.global_steps)",
+        new="self._scheduled.call(args, kwargs, self.micro_steps // 4)",
+        tests=(
+            "tests/deepspeed/test_scheduled.py::test_forward_is_given_what_belongs_to_the_step_also_after_a_checkpoint",
+        ),
+    ),
 )
