@@ -17,7 +17,6 @@ from engine.deepspeed.asked import AskedSettings, DeepSpeedMonitor, Throughput, 
 from engine.deepspeed.missing import missing_attribute
 from engine.deepspeed.returned import LastStep, returned_optimizer, returned_schedule
 from engine.deepspeed.scheduled import Scheduled, ScheduledMembers
-from engine.deepspeed.utils.logging import log_dist
 from engine.deepspeed.utils.tensor_fragment import RepeatingLoader
 from engine.deepspeed.utils.zero_to_fp32 import write_script
 from engine.engine import Engine
@@ -182,14 +181,9 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         """Save into ``save_dir/tag``, and name the tag in ``save_dir/latest``; it is written at the end. Collective."""
         if save_dir is None or not os.fspath(save_dir):
             raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; give the folder of the run.")
-        if exclude_frozen_parameters and self.engine.config.checkpoint.frozen:
-            log_dist(
-                'save_checkpoint(exclude_frozen_parameters=True): frozen parameters are saved too; "checkpoint": '
-                '{"frozen": false} leaves them out.'
-            )
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}}
-        self.engine.save_checkpoint(Path(save_dir, tag), counted).wait()
+        self.engine.save_checkpoint(Path(save_dir, tag), counted, exclude_frozen_parameters).wait()
         if save_latest and self.global_rank == 0:
             Path(save_dir, "latest").write_text(tag, encoding="utf-8")
         if self.global_rank == 0:
