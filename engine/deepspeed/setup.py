@@ -19,6 +19,7 @@ from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule
 from engine.deepspeed.returned import configured_schedule
+from engine.deepspeed.runtime.zero.partition_parameters import mark_sharded
 from engine.deepspeed.scheduled import Scheduled
 from engine.deepspeed.utils.tensor_fragment import tell_engine
 from engine.errors import ConfigError
@@ -82,13 +83,13 @@ def initialize(
     tell_engine(made)
     loader = _loader(training_data, made, resolved.micro, collate, shuffle=pipeline is None)
     wrapped = DeepSpeedEngine(made, optimizer, lr_scheduler, loader, scheduled)
-    wrapped.at_end.append(thaw)
+    wrapped.at_end += [thaw, *([mark_sharded(model)] if resolved.zero_optimization.stage == 3 else [])]
     return wrapped, wrapped.optimizer, loader, wrapped.lr_scheduler
 
 
 def _adapted(model: nn.Module, given: Mapping[str, Any], args: Any) -> dict[str, Any]:
     """The configuration with what arguments and the model itself decide."""
-    raw = {"initial_weights": "rank0"} | fill_auto(given, args)
+    raw = {"initial_weights": "rank0", "gradient_clipping": 0.0} | fill_auto(given, args)  # DeepSpeed's defaults
     _take_tensor_ranks(model, raw)
     if isinstance(model, PipelineModule):
         _take_pipeline(model, raw)

@@ -118,4 +118,20 @@ DEEPSPEED_DOOR = (
             "tests/deepspeed/test_scheduled.py::test_forward_is_given_what_belongs_to_the_step_also_after_a_checkpoint",
         ),
     ),
+    Fault(
+        name="frozen-weights-of-an-excluding-save-sought",
+        about="A checkpoint that left frozen parameters out by exclude_frozen_parameters cannot be loaded.",
+        file="engine/checkpoint/run_state.py",
+        old="""        config["checkpoint"]["frozen"] &= whole  # a load then looks for no frozen parameter\n""",
+        new="",
+        tests=(f"{_MEMBERS}::test_a_checkpoint_leaves_out_frozen_parameters_when_asked",),
+    ),
+    Fault(
+        name="door-clips-at-the-engine's-default",
+        about="A configuration without gradient_clipping is clipped at 1, where DeepSpeed does not clip.",
+        file="engine/deepspeed/setup.py",
+        old='"initial_weights": "rank0", "gradient_clipping": 0.0}',
+        new='"initial_weights": "rank0"}',
+        tests=("tests/deepspeed/test_names.py::test_nothing_is_clipped_unless_the_configuration_says_so",),
+    ),
 )
