@@ -284,7 +284,9 @@ class Engine(TrainingLoop, NamedState, Inference):
         self._resources.refuse_closed("register_for_checkpointing")
         self._checkpoints.register(things)
 
-    def save_checkpoint(self, folder: Path_ | None = None, client_state: Any = None) -> PendingSave:
+    def save_checkpoint(
+        self, folder: Path_ | None = None, client_state: Any = None, without_frozen: bool = False
+    ) -> PendingSave:
         """Begin a checkpoint ``folder/step-N``; returns once this rank's share is copied. Collective.
 
         It appears once all ranks have written and every tensor is complete, or not at all; ``wait()`` on the result
@@ -293,6 +295,7 @@ class Engine(TrainingLoop, NamedState, Inference):
         Args:
             folder: folder of the run; None: ``checkpoint.folder``, which keeps the newest ``checkpoint.keep``.
             client_state: any JSON value but a string; that of rank 0 is saved, and ``load_checkpoint`` returns it.
+            without_frozen: leave frozen parameters out, as ``checkpoint.frozen`` false does; the same on all ranks.
 
         Raises:
             EngineError: ``client_state`` is a string, such as a tag of DeepSpeed's. Problems of the save itself, such
@@ -300,8 +303,8 @@ class Engine(TrainingLoop, NamedState, Inference):
         """
         self._resources.refuse_closed("save_checkpoint")
         self._note_unfinished("save_checkpoint")
-        self._comm.announce("save_checkpoint")
-        return self._checkpoints.save(folder, client_state if client_state is not None else {})
+        self._comm.announce(f"save_checkpoint{'(without_frozen=True)' * without_frozen}")
+        return self._checkpoints.save(folder, client_state if client_state is not None else {}, without_frozen)
 
     def load_checkpoint(
         self,

@@ -23,7 +23,7 @@ from tests.structure import ROOT
 
 PAGE = ROOT / "docs" / "deepspeed_configs.md"
 FOLDER = ROOT / "tests" / "engine" / "config" / "deepspeed"
-Outcome = Literal["acted on", "noted", "off", "refused"]
+Outcome = Literal["acted on", "passed on", "noted", "off", "refused"]
 OURS = frozenset(paths(Config))
 HEAD = """# DeepSpeed configurations here
 
@@ -35,6 +35,7 @@ has them (`args=` of `engine.deepspeed.initialize`). Generated from `tests/engin
 | word | meaning |
 |---|---|
 | acted on | the run does what the key says |
+| passed on | `engine.deepspeed` passes it to the model's forward, and a note says so |
 | off | the value asks for nothing, or for what the engine always does |
 | noted | accepted without effect; a note of the run says so, with the reason |
 | refused | the run does not start; the sentence says what to give instead |
@@ -98,6 +99,8 @@ def outcome(path: str, value: object, said: Told) -> Outcome | None:
     if any(about(line, path) for line in said.refusals):
         return "refused"
     if notes := [line for line in said.notes if about(line, path)]:
+        if any("engine.deepspeed passes" in line for line in notes):
+            return "passed on"
         return "acted on" if any(" acts as " in line for line in notes) else "noted"
     match TABLE.get(path):
         case Only() | Feature() | WithMode():
@@ -133,7 +136,7 @@ def rendered() -> str:
         lines += [f"## {name}", "", "Refused:" if said.refusals else "Accepted.", ""]
         if said.refusals:
             lines += [*(f"- {escaped(line)}" for line in said.refusals), ""]
-        for word in ("acted on", "off"):
+        for word in ("acted on", "passed on", "off"):
             if chosen := [f"`{path}`" for path, became in keys.items() if became == word]:
                 lines += [f"{word}: {', '.join(chosen)}", ""]
         if said.notes:

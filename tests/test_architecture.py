@@ -99,6 +99,7 @@ CRUMBS = {
     "engine.deepspeed.ops.adagrad": "deepspeed.ops.adagrad, a door",
     "engine.deepspeed.ops.adam": "deepspeed.ops.adam, a door",
     "engine.deepspeed.runtime.config": "deepspeed.runtime.config, a door",
+    "engine.deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters, a door",
     "engine.deepspeed.zero": "deepspeed.zero, a door",
     "engine.kernels.gpu.quantized.dequantize": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",

@@ -140,7 +140,9 @@ class CheckpointCoordinator:
                 )
             self._tracked[name] = thing
 
-    def save(self, folder: str | os.PathLike[str] | None, client_state: Any) -> PendingSave:
+    def save(
+        self, folder: str | os.PathLike[str] | None, client_state: Any, without_frozen: bool = False
+    ) -> PendingSave:
         """See :meth:`engine.Engine.save_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
@@ -154,9 +156,9 @@ class CheckpointCoordinator:
         checkpoints, run = self._writer("save_checkpoint")
         with run.runtime.saving():
             if path != self._folder:
-                return checkpoints.save(path, client_state, keep=None)
+                return checkpoints.save(path, client_state, None, without_frozen)
             self._saved_at = run.trainer_state.update.made
-            self._last = checkpoints.save(path, client_state, self._config.checkpoint.keep)
+            self._last = checkpoints.save(path, client_state, self._config.checkpoint.keep, without_frozen)
         return self._last
 
     def load(

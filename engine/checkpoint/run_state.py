@@ -87,8 +87,12 @@ class RunState:
     @cached_property
     def stored(self) -> tuple[ModelTensor, ...]:
         """Those of them that a checkpoint has (``checkpoint.frozen``)."""
-        whole = self.config.checkpoint.frozen
-        return tuple(tensor for tensor in self.tensors if whole or tensor.row is None or tensor.row.trainable)
+        return self.tensors if self.config.checkpoint.frozen else self.trained
+
+    @cached_property
+    def trained(self) -> tuple[ModelTensor, ...]:
+        """All of them but frozen parameters."""
+        return tuple(tensor for tensor in self.tensors if tensor.row is None or tensor.row.trainable)
 
     @property
     def local_tensors(self) -> LocalTensors:
@@ -122,8 +126,8 @@ class RunState:
         numbers = parameter_scalars(self.runtime.optimizer, self.runtime.plan.table)
         return Ours(weights, self.buffers, pieces, self.own_state(), numbers)
 
-    def contents(self, user: Any, whole: bool = False) -> Contents:
-        """Manifest fields other than tensors; ``user``: the caller's ``client_state``; ``whole``: with all weights."""
+    def contents(self, user: Any, tensors: tuple[ModelTensor, ...]) -> Contents:
+        """Manifest fields other than these tensors; ``user``: the caller's ``client_state``."""
         scheduler = self.runtime.learning_rate.scheduler
         progress = {
             "update": self.trainer_state.update.state_dict(),
@@ -137,17 +141,18 @@ class RunState:
         return Contents(
             step=self.trainer_state.update.made,
             aliases={other: given[0] for given in names.values() for other in given[1:]},
-            info=self._info(),
+            info=self._info(tensors == self.tensors),
             progress=progress,
             optimizer=describe_optimizer(
                 self.runtime.optimizer, self.runtime.plan.table, self.runtime.learning_rate.governs
             ),
             user=_json("client_state", user),
-            model_files=with_dtype(self.model_files if whole or self.stored == self.tensors else {}, self._dtype()),
+            model_files=with_dtype(self.model_files if tensors == self.tensors else {}, self._dtype()),
         )
 
-    def _info(self) -> dict[str, Any]:
-        grid = self.comm.grid
+    def _info(self, whole: bool) -> dict[str, Any]:
+        grid, config = self.comm.grid, self.config.to_json()
+        config["checkpoint"]["frozen"] &= whole  # a load then looks for no frozen parameter
         return {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
@@ -159,7 +164,7 @@ class RunState:
                 "zero": self.config.zero_optimization.stage,
             },
             "places": self.runtime.plan.places,
-            "config": self.config.to_json(),
+            "config": config,
         }
 
     def _dtype(self) -> str:

@@ -68,7 +68,7 @@ class Saver:
         files: Files,
         lock: Callable[[Path], None],
     ) -> None:
-        self._tensors, self._files, self._lock = tensors, files, lock
+        self.tensors, self._files, self._lock = tensors, files, lock
         self.host = host
         """The group of the next save."""
         self._snapshots = Snapshots(ownership, tensors, host.rank)
@@ -137,7 +137,7 @@ class Saver:
     def _repack(self, written: Path, shard_bytes: int) -> None:
         """Put files of a set size in the place of those of all ranks."""
         model, packed = written / "model", written / "optim"  # of which an export has no files
-        repack(self._files, model, packed, [tensor.key for tensor in self._tensors], shard_bytes)
+        repack(self._files, model, packed, [tensor.key for tensor in self.tensors], shard_bytes)
         for name in self._files.names(model):
             if name == INDEX or name.endswith(".safetensors"):
                 self._files.unlink(model / name)
@@ -247,8 +247,8 @@ class Saver:
             self._write(written, f"state/rank-{rank:05d}.safetensors", snapshot.state, report)
         if rank == 0:
             index = {
-                "metadata": {"total_size": sum(tensor.kind.bytes for tensor in self._tensors)},
-                "weight_map": {t.key: self._model_file(t.owner).removeprefix("model/") for t in self._tensors},
+                "metadata": {"total_size": sum(tensor.kind.bytes for tensor in self.tensors)},
+                "weight_map": {t.key: self._model_file(t.owner).removeprefix("model/") for t in self.tensors},
             }
             for name, data in {**snapshot.contents.model_files, INDEX: dump(index)}.items():
                 self._write_bytes(written, f"model/{name}", data, report)

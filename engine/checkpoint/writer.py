@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.contents.optimizer_state import unsaved_state
+from engine.checkpoint.contents.ownership import ModelTensor
 from engine.checkpoint.contents.snapshot import Snapshot
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
@@ -108,18 +109,20 @@ class CheckpointWriter:
         self.problem: CheckpointError | None = None
         """The failure that has to stop the run (``checkpoint.on_failure``), or None."""
 
-    def save(self, folder: Path, user: Any, keep: int | None) -> PendingSave:
+    def save(self, folder: Path, user: Any, keep: int | None, without_frozen: bool = False) -> PendingSave:
         """Start a save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`.
 
         Args:
             keep: checkpoints that remain in the folder; None keeps all.
+            without_frozen: leave out frozen parameters.
         """
         self.drain()
         self._warn_of_unsaved_state()
         started = time.perf_counter()
-        snapshot = self._snapshot(user)
+        saver = self._saver_of(self._run.trained if without_frozen else self._run.stored)
+        snapshot = self._snapshot(user, saver)
         stall = time.perf_counter() - started
-        write = partial(self._saver.run, snapshot, folder, keep)
+        write = partial(saver.run, snapshot, folder, keep)
         told = partial(self._told, step=self._run.trainer_state.update.made, stall=stall, started=time.perf_counter())
         self._pending = PendingSave(write, told, self._config.asynchronous)
         return self._pending
@@ -132,7 +135,7 @@ class CheckpointWriter:
     def save_in_memory(self, copies: MemoryCheckpoints) -> None:
         """Start a save into the memory of the hosts. One that fails is logged, and the run goes on."""
         self.drain()
-        saver, snapshot = self._saver, self._snapshot({})
+        saver, snapshot = self._saver, self._snapshot({}, self._saver)
 
         def write(files: Files, folder: Path) -> Path:
             return saver.elsewhere(files).run(snapshot, folder, keep=None)
@@ -153,10 +156,14 @@ class CheckpointWriter:
         """
         _refuse_codes(self._run)
         self.drain()
-        saver, run = self._saver, self._run
-        if run.stored != run.tensors:  # a folder of a model has all of it
-            saver = Saver(run.ownership, run.tensors, saver.host, run.files, run.locks.hold)
-        saver.export(self._snapshot(None, weights_only=True, saver=saver), folder, shard_bytes)
+        saver = self._saver_of(self._run.tensors)  # a folder of a model has all of it
+        saver.export(self._snapshot(None, saver, weights_only=True), folder, shard_bytes)
+
+    def _saver_of(self, tensors: tuple[ModelTensor, ...]) -> Saver:
+        """A saver of these tensors: the usual one, or another, whose memory is freed after its save."""
+        if tensors == self._saver.tensors:
+            return self._saver
+        return Saver(self._run.ownership, tensors, self._saver.host, self._run.files, self._run.locks.hold)
 
     def _warn_of_unsaved_state(self) -> None:
         """Warn once of state that the optimizer keeps where a checkpoint does not look for it."""
@@ -171,10 +178,10 @@ class CheckpointWriter:
                 place,
             )
 
-    def _snapshot(self, user: Any, weights_only: bool = False, saver: Saver | None = None) -> Snapshot | Exception:
+    def _snapshot(self, user: Any, saver: Saver, weights_only: bool = False) -> Snapshot | Exception:
         """This rank's snapshot, or the reason why it could take none, which all ranks have to learn."""
         try:
-            return (saver or self._saver).snapshot(self._run.ours(weights_only), self._run.contents(user, weights_only))
+            return saver.snapshot(self._run.ours(weights_only), self._run.contents(user, saver.tensors))
         except Exception as error:
             return error
 

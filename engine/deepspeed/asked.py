@@ -148,7 +148,7 @@ class AskedSettings:
         return False
 
     def curriculum_learning_enabled(self) -> bool:
-        """False: the data is the script's."""
+        """False: ``data_efficiency`` is refused."""
         return False
 
     def eigenvalue_enabled(self) -> bool:

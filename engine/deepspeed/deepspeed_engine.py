@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader
 
 from engine.deepspeed import comm
 from engine.deepspeed.asked import AskedSettings, DeepSpeedMonitor, Throughput, Timers
-from engine.deepspeed.engine_state import EngineState
 from engine.deepspeed.missing import missing_attribute
 from engine.deepspeed.returned import LastStep, returned_optimizer, returned_schedule
-from engine.deepspeed.utils.logging import log_dist
+from engine.deepspeed.scheduled import Scheduled, ScheduledMembers
 from engine.deepspeed.utils.tensor_fragment import RepeatingLoader
 from engine.deepspeed.utils.zero_to_fp32 import write_script
 from engine.engine import Engine
@@ -29,11 +28,14 @@ _COUNTED = {"micro_steps", "client_state"}
 """What a checkpoint of this class has as client state."""
 
 
-class DeepSpeedEngine(EngineState, AskedSettings):
+class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     """What ``deepspeed.initialize`` returns first; attributes that it lacks are the model's."""
 
-    def __init__(self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None) -> None:
+    def __init__(
+        self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None, scheduled: Scheduled
+    ) -> None:
         self.engine = engine
+        self._scheduled = scheduled
         self.training_dataloader: Any = loader
         self._last = LastStep()
         self.optimizer: Any = returned_optimizer(engine, optimizer, self._last)
@@ -56,7 +58,9 @@ class DeepSpeedEngine(EngineState, AskedSettings):
     # ------------------------------------------------------------------ loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of a microbatch."""
+        """Forward of a microbatch; in training with the keyword arguments that follow the step."""
+        if self.module.training:
+            args, kwargs = self._scheduled.call(args, kwargs, self.global_steps)
         return self.engine(*args, **kwargs)
 
     forward = __call__
@@ -81,6 +85,7 @@ class DeepSpeedEngine(EngineState, AskedSettings):
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """A step over the microbatches of ``data_iter`` (default: of the training data); the mean loss."""
+        self._scheduled.refuse_whole_steps()
         report = self.engine.train_batch(self._given(data_iter))
         self._last.take(report)
         self.micro_steps += self.gradient_accumulation_steps()
@@ -176,14 +181,9 @@ class DeepSpeedEngine(EngineState, AskedSettings):
         """Save into ``save_dir/tag``, and name the tag in ``save_dir/latest``; it is written at the end. Collective."""
         if save_dir is None or not os.fspath(save_dir):
             raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; give the folder of the run.")
-        if exclude_frozen_parameters and self.engine.config.checkpoint.frozen:
-            log_dist(
-                'save_checkpoint(exclude_frozen_parameters=True): frozen parameters are saved too; "checkpoint": '
-                '{"frozen": false} leaves them out.'
-            )
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}}
-        self.engine.save_checkpoint(Path(save_dir, tag), counted).wait()
+        self.engine.save_checkpoint(Path(save_dir, tag), counted, exclude_frozen_parameters).wait()
         if save_latest and self.global_rank == 0:
             Path(save_dir, "latest").write_text(tag, encoding="utf-8")
         if self.global_rank == 0:

@@ -19,6 +19,8 @@ from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule
 from engine.deepspeed.returned import configured_schedule
+from engine.deepspeed.runtime.zero.partition_parameters import mark_sharded
+from engine.deepspeed.scheduled import Scheduled
 from engine.deepspeed.utils.tensor_fragment import tell_engine
 from engine.errors import ConfigError
 from engine.parallel.comm.world import read_world
@@ -55,10 +57,7 @@ def initialize(
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")
     given = _given(config if config is not None else config_params or getattr(args, "deepspeed_config", None))
-    raw = {"initial_weights": "rank0"} | fill_auto(given, args)
-    _take_tensor_ranks(model, raw)
-    if (pipeline := model if isinstance(model, PipelineModule) else None) is not None:
-        _take_pipeline(pipeline, raw)
+    raw, pipeline = _adapted(model, given, args), model if isinstance(model, PipelineModule) else None
     notes = [*remarks(given), *_unused_sections(raw, optimizer, lr_scheduler)]
     if optimizer is not None:
         raw.pop("optimizer", None)
@@ -70,11 +69,11 @@ def initialize(
     resolved = replace(resolved, notes=(*notes, *parts.notes, *resolved.notes))
     assert resolved.micro is not None
     collate = collate_fn or default_collate
-    loss_fn = None if pipeline is None else _loss_of(pipeline)
     example = None if pipeline is None else _example(training_data, resolved.micro, collate)
     lr_scheduler = configured_schedule(resolved, None if resolved.scheduler is not None else lr_scheduler)
     # a scheduler that is made from the section gives it its effect
     resolved = resolved if lr_scheduler is None else replace(resolved, scheduler=None)
+    scheduled, loss_fn = Scheduled(model, raw, pipeline is not None), _loss_of(pipeline)
     thaw = freeze(parts.left_out)
     try:
         made = engine.initialize(model, resolved, loss_fn, example, optimizer, lr_scheduler, world=world)
@@ -83,9 +82,18 @@ def initialize(
         raise
     tell_engine(made)
     loader = _loader(training_data, made, resolved.micro, collate, shuffle=pipeline is None)
-    wrapped = DeepSpeedEngine(made, optimizer, lr_scheduler, loader)
-    wrapped.at_end.append(thaw)
+    wrapped = DeepSpeedEngine(made, optimizer, lr_scheduler, loader, scheduled)
+    wrapped.at_end += [thaw, *([mark_sharded(model)] if resolved.zero_optimization.stage == 3 else [])]
     return wrapped, wrapped.optimizer, loader, wrapped.lr_scheduler
+
+
+def _adapted(model: nn.Module, given: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """The configuration with what arguments and the model itself decide."""
+    raw = {"initial_weights": "rank0", "gradient_clipping": 0.0} | fill_auto(given, args)  # DeepSpeed's defaults
+    _take_tensor_ranks(model, raw)
+    if isinstance(model, PipelineModule):
+        _take_pipeline(model, raw)
+    return raw
 
 
 def _unused_sections(raw: Mapping[str, Any], optimizer: object, lr_scheduler: object) -> Iterator[str]:
@@ -172,8 +180,8 @@ def _take_groups(parts: _Parts, raw: dict[str, Any]) -> None:
         raw["optimizer"] = dict(raw["optimizer"]) | {"groups": options}
 
 
-def _loss_of(model: PipelineModule) -> Callable[[Any, Any], torch.Tensor] | None:
-    loss_fn = model.loss_fn
+def _loss_of(model: PipelineModule | None) -> Callable[[Any, Any], torch.Tensor] | None:
+    loss_fn = None if model is None else model.loss_fn
     return None if loss_fn is None else lambda output, batch: loss_fn(output, batch[1])
 
 

@@ -213,3 +213,30 @@ def test_parts_of_the_parameters_and_engines_without_an_optimizer() -> None:
     assert not reference(torch.ones(2, 4)).requires_grad
     with pytest.raises(engine.EngineError, match="the loss does not depend on any trainable parameter"):
         reference.backward(reference(torch.ones(2, 4)).mean())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_leaves_out_frozen_parameters_when_asked(stage: int, tmp_path: Path) -> None:
+    """One save without them, and one with them, of the same engine."""
+
+    def half_frozen(value: float) -> Any:
+        model = net()
+        model.get_submodule("0").requires_grad_(False)
+        with torch.no_grad():
+            model.get_parameter("0.weight").fill_(value)
+        eng = started(model, zero_optimization={"stage": stage})
+        for _ in range(2):
+            eng.backward(eng(torch.ones(2, 4)).square().mean())
+            eng.step()
+        return eng
+
+    eng = half_frozen(0.25)
+    for tag, left_out in (("small", True), ("whole", False), ("again", True)):
+        eng.save_checkpoint(tmp_path, tag, exclude_frozen_parameters=left_out)
+    trained, frozen = eng.module_state_dict()["2.weight"], {}
+    for tag in ("small", "whole", "again"):
+        other = half_frozen(0.5)
+        other.load_checkpoint(tmp_path, tag)
+        assert torch.equal(other.module_state_dict()["2.weight"], trained)
+        frozen[tag] = float(other.module_state_dict()["0.weight"].mean())
+    assert frozen == {"small": 0.5, "whole": 0.25, "again": 0.5}

@@ -191,3 +191,20 @@ def test_a_key_that_resembles_none_is_noted_and_a_misspelt_one_refused() -> None
             deepspeed.initialize(model=net(), config=CONFIG | config)
     with pytest.raises(engine.ConfigError, match="wobble: unknown key"):
         engine.initialize(net(), CONFIG | strange)
+
+
+def test_nothing_is_clipped_unless_the_configuration_says_so() -> None:
+    """DeepSpeed's default is 0, and the engine's own is 1."""
+    assert deepspeed.initialize(model=net(), config=CONFIG)[0].gradient_clipping() == 0
+    assert deepspeed.initialize(model=net(), config=CONFIG | {"gradient_clipping": 0.5})[0].gradient_clipping() == 0.5
+
+
+def test_parameters_have_deepspeeds_marks_at_zero_3_until_destroy() -> None:
+    for stage in (2, 3):
+        model = net()
+        eng, *_ = deepspeed.initialize(model=model, config=CONFIG | {"zero_optimization": {"stage": stage}})
+        assert [hasattr(parameter, "ds_id") for parameter in model.parameters()] == [stage == 3] * 4
+        if stage == 3:
+            assert [parameter.ds_numel for parameter in model.parameters()] == [32, 8, 16, 2]  # type: ignore[attr-defined]
+        eng.destroy()
+        assert not any(hasattr(parameter, "ds_id") for parameter in model.parameters())

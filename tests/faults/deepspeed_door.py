@@ -108,4 +108,30 @@ DEEPSPEED_DOOR = (
         new="        source.read([ReadRequest(stored, Part(tuple(target.shape)).whole(), as_bytes(values))])\n",
         tests=(f"{_MEMBERS}::test_a_pipeline_shows_loaded_weights_before_its_first_batch",),
     ),
+    Fault(
+        name="keywords-of-forward-late",
+        about="The curriculum and the layer drop follow half of the steps.",
+        file="engine/deepspeed/deepspeed_engine.py",
+        old="self._scheduled.call(args, kwargs, self.global_steps)",
+        new="self._scheduled.call(args, kwargs, self.micro_steps // 4)",
+        tests=(
+            "tests/deepspeed/test_scheduled.py::test_forward_is_given_what_belongs_to_the_step_also_after_a_checkpoint",
+        ),
+    ),
+    Fault(
+        name="frozen-weights-of-an-excluding-save-sought",
+        about="A checkpoint that left frozen parameters out by exclude_frozen_parameters cannot be loaded.",
+        file="engine/checkpoint/run_state.py",
+        old="""        config["checkpoint"]["frozen"] &= whole  # a load then looks for no frozen parameter\n""",
+        new="",
+        tests=(f"{_MEMBERS}::test_a_checkpoint_leaves_out_frozen_parameters_when_asked",),
+    ),
+    Fault(
+        name="door-clips-at-the-engine's-default",
+        about="A configuration without gradient_clipping is clipped at 1, where DeepSpeed does not clip.",
+        file="engine/deepspeed/setup.py",
+        old='"initial_weights": "rank0", "gradient_clipping": 0.0}',
+        new='"initial_weights": "rank0"}',
+        tests=("tests/deepspeed/test_names.py::test_nothing_is_clipped_unless_the_configuration_says_so",),
+    ),
 )

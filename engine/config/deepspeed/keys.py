@@ -53,6 +53,8 @@ class Feature:
     off: tuple[object, ...] = (False, None)
     noted: bool = False
     """Training is the same without it: a note says what to use instead."""
+    passed: bool = False
+    """``engine.deepspeed`` acts on it (``forward_keywords``): a note says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,6 @@ _NOTED = MappingProxyType({
 
 _OFF = (False, None)
 _CURRICULUM = "Trine does not change the data; order or cut it in your data loader"
-_SPARSE = "Trine does not compress or drop parts of the model; do it in the model"
 _SCRIPT = "in DeepSpeed too, only a call in the script makes use of it, which has to stand before engine.initialize"
 _LOGGERS = "Trine writes monitor.jsonl, csv, tensorboard, wandb and mlflow; use those"
 _GRID = "parallel.tensor says how many ranks share a layer; remove it"
@@ -187,11 +188,11 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "hybrid_engine": Feature("eng.generate uses the weights that are trained", noted=True),
         "expert_parallel": Feature(_EXPERTS, noted=True),
         "moe": Feature(_EXPERTS, noted=True),
-        "curriculum_learning": Feature(_CURRICULUM),
+        "curriculum_learning": Feature("curriculum_seqlen", passed=True),
         "data_efficiency": Feature(_CURRICULUM),
-        "progressive_layer_drop": Feature(_SPARSE),
-        "quantize_training": Feature(_SPARSE),
-        "eigenvalue": Feature(_SPARSE),
+        "progressive_layer_drop": Feature("progressive_layer_drop and pld_theta", passed=True),
+        "quantize_training": Feature("DeepSpeed reads it nowhere; its section is compression_training", noted=True),
+        "eigenvalue": Feature("DeepSpeed computes it for a quantized training alone", noted=True),
         "sparse_attention": Noted(_SCRIPT, (None,)),
     },
     "compression_training": {"layer_reduction": Feature(_SCRIPT, noted=True)},

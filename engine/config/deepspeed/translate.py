@@ -5,6 +5,7 @@ from numbers import Real as RealNumber
 from typing import Any
 
 from engine.config.deepspeed.forms import move, rewritten
+from engine.config.deepspeed.forward_keywords import read_keywords
 from engine.config.deepspeed.keys import DERIVED, TABLE, TENSORBOARD, Feature, Moved, Noted, Only, Treatment, WithMode
 from engine.config.other_engines import other_engines_word
 from engine.config.rules import Flag, Problems
@@ -21,6 +22,7 @@ def translate(
     present, notes = rewritten(raw, problems)
     walk = _Walk(ours, problems)
     own = walk.section(present, "")
+    read_keywords(present, problems)
     walk.apply_moves(own)
     _settle_adam(own, _uses_torch_adam(raw), problems)
     return own, (*notes, *walk.notes)
@@ -110,9 +112,16 @@ class _Walk:
         if _among(value.get(feature.switch), (*feature.off, None)):
             return
         at, given = join_path(path, feature.switch), value[feature.switch]
+        if feature.passed and given is True:
+            self.notes.append(
+                f"{at}: accepted; engine.deepspeed passes {feature.reason} to the model's forward in training, and "
+                "without it a script gives them to eng(...) itself."
+            )
+            return None
         if feature.noted and isinstance(given, type(feature.off[0])):
             return self._note(at, feature.reason)
-        self._problems.add(at, f"{shown_value(given)} is not supported; {feature.reason}.")
+        reason = "give true or false" if feature.passed else feature.reason
+        self._problems.add(at, f"{shown_value(given)} is not supported; {reason}.")
 
     def _not_an_object(self, path: str, value: object) -> None:
         if value is None:

@@ -11,6 +11,11 @@ from engine.config.deepspeed.keys import TABLE, Noted
 from engine.config.reader import paths
 from engine.errors import ConfigError
 
+CURRICULUM: dict[str, Any] = {
+    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64,
+    "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
+}  # fmt: skip
+DISCRETE = CURRICULUM | {"schedule_type": "fixed_discrete"}
 ZERO2: dict[str, Any] = json.loads("""{
   "train_batch_size": 256, "train_micro_batch_size_per_gpu": 8, "steps_per_print": 100,
   "optimizer": {"type": "Adam", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8,
@@ -121,9 +126,28 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("raw", "parts"),
     [
-        ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning.enabled: true", "data loader")),
-        ({"progressive_layer_drop": {"enabled": True}}, ("progressive_layer_drop.enabled: true",)),
-        ({"quantize_training": {"enabled": True}}, ("quantize_training.enabled: true",)),
+        ({"data_efficiency": {"enabled": True}}, ("data_efficiency.enabled: true", "data loader")),
+        ({"curriculum_learning": {"enabled": True}}, ("curriculum_learning.schedule_type: missing",)),
+        ({"curriculum_learning": {"enabled": "yes"}}, ('curriculum_learning.enabled: "yes"', "give true or false")),
+        (
+            {"curriculum_learning": CURRICULUM | {"schedule_type": "custom"}},
+            ('schedule_type: "custom" is not a schedule that is given by numbers',),
+        ),
+        (
+            {"curriculum_learning": CURRICULUM | {"schedule_type": "fixed_root"}},
+            ("schedule_config.root_degree: missing; schedule_type fixed_root takes",),
+        ),
+        ({"curriculum_learning": CURRICULUM | {"max_difficulty": 2}}, ("max_difficulty: 2 is below min_difficulty 8",)),
+        (
+            {"curriculum_learning": DISCRETE | {"schedule_config": {"difficulty": [8, 16], "max_step": [1, 2]}}},
+            ("schedule_config.difficulty: has 2 entries beside 2 of max_step",),
+        ),
+        (
+            {"curriculum_learning": DISCRETE | {"schedule_config": {"difficulty": [16, 8], "max_step": [1]}}},
+            ("schedule_config.difficulty: falls",),
+        ),
+        ({"progressive_layer_drop": {"enabled": True, "theta": 2}}, ("theta: 2 is above 1", "gamma: missing")),
+        ({"progressive_layer_drop": {"enabled": True, "tetha": 0.5}}, ("Did you mean progressive_layer_drop.theta",)),
         ({"zero_optimization": {"cpu_offload": "yes"}}, ("zero_optimization.cpu_offload", "is text")),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},

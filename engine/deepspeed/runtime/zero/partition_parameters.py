@@ -1,8 +1,13 @@
 """``deepspeed.runtime.zero.partition_parameters``: construction, full parameters, and states of a parameter."""
 
+from collections.abc import Callable
 from enum import Enum
 from importlib import import_module
 from typing import Any
+
+from torch import nn
+
+_MARKS = ("ds_id", "ds_status", "ds_numel", "ds_shape")
 
 
 def __getattr__(name: str) -> Any:
@@ -13,8 +18,26 @@ def __getattr__(name: str) -> Any:
 
 
 class ZeroParamStatus(Enum):
-    """States of a parameter at ZeRO 3. Parameters here have no ``ds_status``: a gather is the engine's own."""
+    """States of a parameter at ZeRO 3."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+def mark_sharded(model: nn.Module) -> Callable[[], None]:
+    """Give each parameter what scripts look for at ZeRO 3; returns a call that takes it away.
+
+    ``ds_status`` stays NOT_AVAILABLE: a script that gathers what it names so may always do it, and gathers are nested.
+    """
+    marked = list(model.parameters())
+    for number, parameter in enumerate(marked):
+        values = (number, ZeroParamStatus.NOT_AVAILABLE, parameter.numel(), parameter.shape)
+        vars(parameter).update(zip(_MARKS, values, strict=True))
+
+    def unmark() -> None:
+        for parameter in marked:
+            for name in _MARKS:
+                vars(parameter).pop(name, None)
+
+    return unmark
