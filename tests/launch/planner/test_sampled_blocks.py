@@ -19,7 +19,7 @@ from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.schedule.actions import Op
 from engine.planning import flat_layouts
-from engine.planning.analysis import PlanRequest
+from engine.planning.analysis import PlanRequest, search_styles
 from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.hardware import load_gpu
@@ -28,7 +28,7 @@ from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.program.batch import map_tensors
 from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank
 from engine.rehearsal.shortened_models import shorten
-from engine.zero.layout import FlatLayout
+from engine.zero.layout import FlatLayout, build_layout
 from tests.selection import wide
 
 GPU, STYLES = load_gpu("h100"), KNOWN_STYLES["decoder"]
@@ -154,15 +154,15 @@ def test_deeper_models_search_once_and_play_as_few_blocks(monkeypatch: pytest.Mo
 
     def spied(layers: int) -> list[tuple[str, int]]:
         noted = list[tuple[str, int]]()
-        search, build, rehearse = planned_model.search_styles, flat_layouts.build_layout, RehearsedRank.__init__
+        rehearse = RehearsedRank.__init__
 
         def searches(config: Config, request: PlanRequest) -> FoundStyles:
             noted.append(("search", config.tp))
-            return search(config, request)
+            return search_styles(config, request)
 
         def lays_out(*given: Any) -> FlatLayout:
             noted.append(("layout", 1))
-            return build(*given)
+            return build_layout(*given)
 
         def rehearses(self: RehearsedRank, model: Any, *given: Any) -> None:
             noted.append(("blocks", len(model.blocks)))
