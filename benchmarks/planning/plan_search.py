@@ -5,7 +5,7 @@
 ``configurations.json`` has the published sizes; nothing is downloaded, and models have no content (device meta). Every
 search runs on one thread of a process of its own, whose imports alone take about 0.5 GiB, and is compared with the
 search that draws all numbers where that takes less than ``--seconds`` and 12 GiB. Then ``trine plan`` plans the fastest
-layout that fits the stated number of GPUs. ``--parts estimate`` adds the processor seconds of ``trine plan --estimate``.
+layout that fits the stated number of GPUs. ``--parts estimate``: processor seconds of ``trine plan --estimate``.
 """
 
 import argparse
