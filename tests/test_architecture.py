@@ -128,6 +128,7 @@ BROAD_HANDLERS = {
     ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
     ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",
     ("launch/planner/counted_memory.py", "counted_costs"): "a line of the plan",
+    ("launch/planner/planned_model.py", "called"): "nobody: every list of blocks counts as one that is called",
     ("launch/planner/sampled_blocks.py", "_sample"): "nobody: the closed form stays, and the count of the plan says it",
     ("engine/planning/profile_calls.py", "run"): "a note of the plan",
     ("engine/planning/step_time/traced_workload.py", "_counted"): "the engine's own trace, which raises it again",

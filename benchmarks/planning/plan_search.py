@@ -5,7 +5,7 @@
 ``configurations.json`` has the published sizes; nothing is downloaded, and models have no content (device meta). Every
 search runs on one thread of a process of its own, whose imports alone take about 0.5 GiB, and is compared with the
 search that draws all numbers where that takes less than ``--seconds`` and 12 GiB. Then ``trine plan`` plans the fastest
-layout that fits the stated number of GPUs.
+layout that fits the stated number of GPUs. ``--parts estimate``: processor seconds of ``trine plan --estimate``.
 """
 
 import argparse
@@ -13,7 +13,10 @@ import contextlib
 import io
 import json
 import multiprocessing
+import os
 import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", default=",".join(CONFIGURATIONS), help="some of " + ", ".join(CONFIGURATIONS))
     parser.add_argument("--one", choices=TASKS, help="do this for the one model here, and print the result as JSON")
     parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
-    parser.add_argument("--parts", default=",".join(TASKS), help="do only these of " + ", ".join(TASKS))
+    parser.add_argument("--parts", default=",".join(TASKS), help="do only these of " + ", ".join([*TASKS, "estimate"]))
     parser.add_argument(
         "--seconds", type=int, default=MOST_SECONDS, help="limit of a plan, and of a search with all numbers"
     )
@@ -80,6 +83,8 @@ def cells_of(name: str, seconds: int, parts: Sequence[str]) -> Cells:
         texts |= _search_texts(found) | (_all_texts(found, name, seconds) if found and "all-numbers" in parts else {})
     if "plan" in parts:
         texts |= _plan_texts(_apart(name, "plan", seconds), seconds) | {f"{GPU}s": f"{gpus:,}"}
+    if "estimate" in parts:
+        texts["trine plan --estimate"] = f"{_estimate(name):.1f} CPU s"
     return {(name, column): text for column, text in texts.items()}
 
 
@@ -188,6 +193,23 @@ def _plan(name: str) -> dict[str, Any]:
         return {"refused": refused.getvalue().strip()}
     found: dict[str, Any] = json.loads(told.getvalue())
     return found | {"seconds of the plan": time.process_time() - begun}
+
+
+def _estimate(name: str) -> float:
+    """Processor seconds of ``trine plan --estimate`` in a fresh process with an empty cache, imports included."""
+    one = CONFIGURATIONS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(one["config"]), encoding="utf-8")
+        sizes = ("--world", str(one["gpus"]), "--gpu", GPU, "--context", str(one["context"]))
+        code = "import sys; from engine.launch.cli import main; sys.exit(main(sys.argv[1:]))"
+        environment = os.environ | {"TRINE_CACHE": folder, "OMP_NUM_THREADS": "1"}
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, "-c", code, "plan", folder, *sizes, "--estimate", "--json"],
+            env=environment, stdout=subprocess.DEVNULL, check=True,
+        )  # fmt: skip
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def _build(name: str) -> nn.Module:

@@ -3,9 +3,10 @@
 The parameters of one bucket are used by the same stages of a rank and, if they are sharded, in the same gather groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import torch
 
@@ -72,21 +73,40 @@ class Users:
         return frozenset(Turn(stage, group) for call, stage in calls for group in units[call.unit])
 
 
-def flat_layouts(
-    table: ShardTable, config: Config, precision: Precision, users: Users
-) -> dict[tuple[int, int], FlatLayout]:
-    """The flat layout of every (pipeline coordinate, tensor coordinate)."""
-    formats = wire_formats(config, precision)
-    return {
-        (pp, tp): build_layout(
-            _items(table.held_by(pp), (pp, tp), precision, users, encoded=formats.any),
+class FlatLayouts(Mapping[tuple[int, int], FlatLayout]):
+    """The flat layout of every (pipeline coordinate, tensor coordinate), each made when it is first asked for.
+
+    A rank asks for its own, and a cost model for one of each pipeline rank: of thousands of parameters on hundreds of
+    positions all together take minutes.
+    """
+
+    def __init__(self, table: ShardTable, config: Config, precision: Precision, users: Users) -> None:
+        self._table, self._config, self._precision, self._users = table, config, precision, users
+        self._formats = wire_formats(config, precision)
+        self._made: dict[tuple[int, int], FlatLayout] = {}
+
+    def __getitem__(self, position: tuple[int, int]) -> FlatLayout:
+        if position not in self._made:
+            pp, tp = position
+            if not (0 <= pp < self._config.pp and 0 <= tp < self._config.tp):
+                raise KeyError(position)
+            self._made.setdefault(position, self._make(pp, tp))  # threads of one plan share what is made first
+        return self._made[position]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return product(range(self._config.pp), range(self._config.tp))
+
+    def __len__(self) -> int:
+        return self._config.pp * self._config.tp
+
+    def _make(self, pp: int, tp: int) -> FlatLayout:
+        formats, config = self._formats, self._config
+        return build_layout(
+            _items(self._table.held_by(pp), (pp, tp), self._precision, self._users, encoded=formats.any),
             config.shards,
             config.zero_optimization.reduce_bucket_size,
             max(formats.alignment, block_of_codes(config.optimizer)),
         )
-        for pp in range(config.pp)
-        for tp in range(config.tp)
-    }
 
 
 def _items(

@@ -53,7 +53,7 @@ from engine.planning.budgets import (
     stored_bytes,
     wire_formats,
 )
-from engine.planning.flat_layouts import Users, flat_layouts
+from engine.planning.flat_layouts import FlatLayouts, Users
 from engine.planning.host_state.host_placement import refuse_limit, refuse_unknown, smallest_ratio, with_ratio
 from engine.planning.host_state.setting_notes import setting_notes
 from engine.precision.dtypes import Precision, make_precision
@@ -308,7 +308,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     plan = Plan(
         config=config,
         table=table,
-        layouts=flat_layouts(table, config, precision, users),
+        layouts=FlatLayouts(table, config, precision, users),
         groups=groups,
         precision=precision,
         schedule=schedule,

@@ -1,6 +1,6 @@
 """Which blocks of a list are alike: equal modules, shapes and settings, except for the position that a block keeps."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,21 +23,46 @@ class AlikeRun:
     periods: int
 
 
-def longest_run(model: nn.Module) -> AlikeRun | None:
-    """The run of most periods in any list of blocks; None if no list ends with two of them."""
-    runs = [run for name, kinds in _lists(model) if (run := _run(name, kinds)) is not None]
-    return max(runs, key=lambda run: run.periods, default=None)
+def longest_run(model: nn.Module, called: Container[int] | None = None) -> AlikeRun | None:
+    """The run of most blocks in any list; None if no list ends with two periods.
+
+    ``called``: ids of the modules that a forward calls, where lists that it does not call are left out.
+    """
+    runs = [
+        run
+        for name, kinds in _lists(model)
+        if (called is None or is_called(model, name, called)) and (run := _run(name, kinds)) is not None
+    ]
+    return max(runs, key=_blocks, default=None)
+
+
+def outer_runs(model: nn.Module) -> list[AlikeRun]:
+    """A run of each list that lies in no block of another."""
+    outer = [(name, kinds) for name, kinds in _lists(model) if not any(part.isdecimal() for part in name.split("."))]
+    return [run for name, kinds in outer if (run := _run(name, kinds)) is not None]
+
+
+def is_called(model: nn.Module, blocks: str, called: Container[int]) -> bool:
+    """A forward calls some block of a list."""
+    return any(id(module) in called for module in model.get_submodule(blocks).modules())
 
 
 def _run(name: str, kinds: Sequence[int]) -> AlikeRun | None:
-    for period in range(1, MOST_PERIOD + 1):
-        start = len(kinds) - period
-        while start > 0 and kinds[start - 1] == kinds[start - 1 + period]:
-            start -= 1
-        periods = (len(kinds) - start) // period
-        if periods > 1:
-            return AlikeRun(blocks=name, start=len(kinds) - periods * period, period=period, periods=periods)
-    return None
+    """The run of most blocks, and of those the one of the shortest period: its end may look like another."""
+    runs = [_run_of_period(name, kinds, period) for period in range(1, MOST_PERIOD + 1)]
+    return max((run for run in runs if run.periods > 1), key=_blocks, default=None)
+
+
+def _run_of_period(name: str, kinds: Sequence[int], period: int) -> AlikeRun:
+    start = max(0, len(kinds) - period)
+    while start > 0 and start - 1 + period < len(kinds) and kinds[start - 1] == kinds[start - 1 + period]:
+        start -= 1
+    periods = (len(kinds) - start) // period
+    return AlikeRun(blocks=name, start=len(kinds) - periods * period, period=period, periods=periods)
+
+
+def _blocks(run: AlikeRun) -> int:
+    return run.periods * run.period
 
 
 class KindNames:

@@ -1,7 +1,7 @@
 """The model of a plan, on the meta device: from a Hugging Face folder, a function, or sizes. Needs torch."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from engine.config import Config
 from engine.errors import PlanError
@@ -16,7 +17,8 @@ from engine.kernels.device import find_accelerator
 from engine.launch.planner.plan_request import ModelSource
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.models.huggingface_class import huggingface_class, import_transformers
-from engine.planning.analysis import PlanRequest
+from engine.parallel.model.user_code import is_own_mistake
+from engine.planning.analysis import PlanRequest, needs_search, search_styles
 from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.workload import Workload
 from engine.planning.host_step.host_prediction import predict_on_host
@@ -25,7 +27,8 @@ from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import needs_profiling, profile_run
 from engine.planning.step_time.prediction import StepTime
 from engine.planning.step_time.traced_workload import traced_workload
-from engine.precision.dtypes import make_precision
+from engine.planning.tensor_search.found_styles import FoundStyles
+from engine.precision.dtypes import Precision, make_precision
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
 from engine.program.module_function import build_named, find_function, model_and_rows
@@ -60,19 +63,21 @@ class PlannedModel:
     """One row of a batch, on the meta device."""
     styles: Mapping[str, str] | None
     """A tensor plan that needs no search; None: it is searched."""
+    searched: dict[Hashable, FoundStyles] = field(default_factory=dict, repr=False, compare=False)
+    """What searches have found: plans that differ in nothing that a search depends on share one."""
 
     def plan(self, config: Config) -> Plan:
         """The plan that the engine would run."""
         styles = self.styles if config.tp > 1 and config.parallel.tensor_plan == "auto" else None
         if styles is not None:
             config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, verify_plan=False))
-        program = self._program(config)
-        example = map_tensors(self.row, lambda row: row.new_empty((config.micro, *row.shape[1:])))
+        program, example = self._program(config), self._example(config)
         costs = None
         if needs_profiling(config):
             device = torch.device(find_accelerator() or "cpu")
             costs = profile_run(program, example, config, stages_wanted(config), device)
-        plan = build_plan(config, PlanRequest(program, example, costs=costs))
+        found = self._search(config) if needs_search(config) else None
+        plan = build_plan(config, PlanRequest(program, example, costs=costs, found=found))
         if styles is None:
             return plan
         notes = [note for note in plan.notes if not note.startswith("parallel.tensor_plan is not proven")]
@@ -84,14 +89,47 @@ class PlannedModel:
         made = replace(self, model=shorter, styles=styles).plan(plan.config)
         return replace(made, config=plan.config)
 
+    def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
+        """The same of a copy with fewer blocks, with the styles that the whole model has under ``config``."""
+        if self.styles is not None or not needs_search(config):
+            return replace(self, model=shorter)
+        return replace(self, model=shorter, styles=_present(shorter, self._search(config).patterns))
+
+    def called(self) -> set[int] | None:
+        """Ids of the modules that a forward on shapes calls; None if it needs values."""
+        program = Program(self.model, self.loss_fn, Precision(None, None), torch.device("meta"))
+        called = set[int]()
+        hook = register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
+        try:
+            with torch.no_grad():
+                program.planned_loss(self.row)
+        except Exception as error:  # the model's own code may raise anything on shapes
+            if is_own_mistake(error):
+                raise
+            return None
+        finally:
+            hook.remove()
+        return called
+
     def workload(self, config: Config) -> Workload:
         """The workload, from one forward on shapes."""
         return traced_workload(self._program(config), self.row)
 
     def host_time(self, plan: Plan, rates: HostRates) -> StepTime:
         """The seconds of a step on the processors of a host, operator by operator."""
-        row = map_tensors(self.row, lambda tensor: tensor.new_empty((plan.config.micro, *tensor.shape[1:])))
-        return predict_on_host(self._program(plan.config), plan, row, rates)
+        return predict_on_host(self._program(plan.config), plan, self._example(plan.config), rates)
+
+    def _search(self, config: Config) -> FoundStyles:
+        """The tensor plan of a configuration; rows of a microbatch and the rest of the grid do not change it."""
+        program, parallel = self._program(config), config.parallel
+        key = config.tp, parallel.sequence_parallel, parallel.tensor_proof, program.precision
+        if key not in self.searched:
+            self.searched[key] = search_styles(config, PlanRequest(program, self._example(config)))
+        return self.searched[key]
+
+    def _example(self, config: Config) -> Batch:
+        """One microbatch."""
+        return map_tensors(self.row, lambda row: row.new_empty((config.micro, *row.shape[1:])))
 
     def _program(self, config: Config) -> Program:
         return Program(self.model, self.loss_fn, make_precision(config, self.model), torch.device("cpu"))

@@ -8,9 +8,11 @@ So a layout whose whole plan takes long to count has an estimate that rests on t
 layout that is counted whole is most often the one that fits.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cached_property
+
+from torch import nn
 
 from engine.build.request import Request
 from engine.config import Config
@@ -25,13 +27,15 @@ from engine.planning.cost_model.memory import BlockSample, working_bytes
 from engine.planning.cost_model.search import Working
 from engine.planning.cost_model.workload import Workload
 from engine.program.batch import map_tensors
-from engine.rehearsal.block_kinds import longest_run
+from engine.rehearsal.block_kinds import is_called, longest_run, outer_runs
 from engine.rehearsal.rank_forecast import forecast_of
 from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank
 from engine.rehearsal.shortened_models import shorten
 
 PERIODS = (2, 3)
 """Of the short models."""
+LONG_PERIODS = (1, 2)
+"""Of those whose period is of several blocks: it has neighbours of its own."""
 
 
 class SampledBlocks:
@@ -45,10 +49,13 @@ class SampledBlocks:
 
     def __init__(self, planned: PlannedModel, config_of: Callable[[TrainingLayout], Config], gpu: GpuSpec) -> None:
         self._planned, self._config_of, self._gpu = planned, config_of, gpu
-        self._run = longest_run(planned.model)
+        outer = outer_runs(planned.model)
+        called = planned.called() if len(outer) > 1 else None
+        idle = [] if called is None else [run for run in outer if not is_called(planned.model, run.blocks, called)]
+        self._idle = idle
+        """Runs of lists that a forward does not call, such as a vision tower on rows of text."""
+        self._run = longest_run(planned.model, called)
         self._samples: dict[Hashable, BlockSample | None] = {}
-        self._styles: dict[int, Mapping[str, str]] = {}
-        """What the search has found for so many tensor ranks."""
 
     def of(self, layout: TrainingLayout, fresh: bool = True) -> BlockSample | None:
         """The sample of ``layout``; None if the model has no run of alike blocks, or does not run on shapes.
@@ -63,6 +70,7 @@ class SampledBlocks:
     def _sample(self, layout: TrainingLayout) -> BlockSample | None:
         if self._run is None or self._run.periods < PERIODS[-1]:
             return None
+        last = self._periods[-1]
         alone = replace(
             layout, dp=1, pp=1, stage=0, reduction="step", micro=1, microbatches=1, schedule="1f1b", virtual=1
         )
@@ -74,22 +82,25 @@ class SampledBlocks:
                 raise
             return None
         period = more - few
-        return BlockSample(kept=period / self._run.period, around=max(0.0, peak - PERIODS[-1] * period))
+        return BlockSample(kept=period / self._run.period, around=max(0.0, peak - last * period))
+
+    @property
+    def _periods(self) -> tuple[int, int]:
+        return PERIODS if self._run is None or self._run.period == 1 else LONG_PERIODS
 
     @cached_property
-    def _shorts(self) -> tuple[PlannedModel, ...]:
+    def _shorts(self) -> tuple[nn.Module, ...]:
         """The short models; plans and rehearsals leave them as they are."""
         assert self._run is not None
-        return tuple(
-            replace(self._planned, model=shorten(self._planned.model, self._run, periods)) for periods in PERIODS
-        )
+        model = self._planned.model
+        for run in self._idle:
+            model = shorten(model, run, 1)
+        return tuple(shorten(model, self._run, periods) for periods in self._periods)
 
-    def _played(self, short: PlannedModel, config: Config) -> tuple[int, int]:
+    def _played(self, model: nn.Module, config: Config) -> tuple[int, int]:
         """Bytes that the forward of a short model leaves, and the peak of its step."""
-        styles = self._styles.get(config.tp)
-        plan = (short if styles is None else replace(short, styles=styles)).plan(config)
-        if plan.tensor is not None:
-            self._styles[config.tp] = plan.tensor.patterns
+        short = self._planned.shortened(model, config)
+        plan = short.plan(config)
         example = map_tensors(short.row, lambda row: row.new_empty((1, *row.shape[1:])))
         request = Request(short.loss_fn)
         step = RehearsedRank(short.model, plan, 0, request, example, kernels_of(config, self._gpu)).step()

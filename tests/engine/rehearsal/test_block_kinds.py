@@ -40,6 +40,11 @@ def test_kinds_by_turns_are_one_period() -> None:
     assert longest_run(model) == AlikeRun(blocks="layers", start=2, period=2, periods=3)
 
 
+def test_the_period_of_most_blocks_is_found_though_the_last_blocks_are_alike() -> None:
+    model = Stack(*(Layer(at, window=None if at % 3 == 2 else 7) for at in range(11)))
+    assert longest_run(model) == AlikeRun(blocks="layers", start=2, period=3, periods=3)
+
+
 def test_no_run_where_the_last_blocks_differ() -> None:
     assert longest_run(Stack(*(Layer(at, 4 + at) for at in range(5)))) is None
     frozen = Stack(*(Layer(at) for at in range(4)))

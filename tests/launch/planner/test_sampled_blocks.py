@@ -10,19 +10,25 @@ from torch import nn
 
 from engine.build.request import Request
 from engine.config import Config, load_config
+from engine.launch.planner import planned_model
 from engine.launch.planner.counted_memory import kernels_of
 from engine.launch.planner.plan_command import settings_of
 from engine.launch.planner.planned_model import KNOWN_STYLES, PlannedModel
 from engine.launch.planner.sampled_blocks import SampledBlocks, working_of
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
+from engine.parallel.grid import Coord
 from engine.parallel.pipeline.schedule.actions import Op
+from engine.planning import flat_layouts
+from engine.planning.analysis import PlanRequest, search_styles
 from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.layout import TrainingLayout
+from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.program.batch import map_tensors
 from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank
 from engine.rehearsal.shortened_models import shorten
+from engine.zero.layout import FlatLayout, build_layout
 from tests.selection import wide
 
 GPU, STYLES = load_gpu("h100"), KNOWN_STYLES["decoder"]
@@ -118,3 +124,67 @@ def test_alternating_blocks_are_averaged() -> None:
     assert mixed.of(TrainingLayout()) == whole.of(TrainingLayout())
     short: Any = shorten(one, mixed._run, 2)
     assert len(short.blocks) == 4
+
+
+class Towers(nn.Module):
+    """A decoder beside a longer list of blocks that rows of text do not call."""
+
+    def __init__(self, text: nn.Module, blocks: int) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(blocks))
+        self.text = text
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return self.text(input_ids)
+
+
+def test_a_longer_list_that_rows_do_not_call_is_not_sampled() -> None:
+    text: Any = decoder()
+    with torch.device("meta"):
+        both = of_model(Towers(text.model, 20))
+    samples = SampledBlocks(both, config_of, GPU)
+    assert samples.of(TrainingLayout()) == SampledBlocks(text, config_of, GPU).of(TrainingLayout())
+    shorts: Any = samples._shorts
+    assert [(len(one.tower), len(one.text.blocks)) for one in shorts] == [(1, 2), (1, 3)]
+
+
+def test_deeper_models_search_once_and_play_as_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples and whole plans of so many tensor ranks share a search, and lay out the positions they are asked for."""
+    counts = dict[int, list[tuple[str, int]]]()
+
+    def spied(layers: int) -> list[tuple[str, int]]:
+        noted = list[tuple[str, int]]()
+        rehearse = RehearsedRank.__init__
+
+        def searches(config: Config, request: PlanRequest) -> FoundStyles:
+            noted.append(("search", config.tp))
+            return search_styles(config, request)
+
+        def lays_out(*given: Any) -> FlatLayout:
+            noted.append(("layout", 1))
+            return build_layout(*given)
+
+        def rehearses(self: RehearsedRank, model: Any, *given: Any) -> None:
+            noted.append(("blocks", len(model.blocks)))
+            rehearse(self, model, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(planned_model, "search_styles", searches)
+            patch.setattr(flat_layouts, "build_layout", lays_out)
+            patch.setattr(RehearsedRank, "__init__", rehearses)
+            planned = replace(decoder(layers), styles=None)
+            layout = TrainingLayout(tp=2, dp=2, pp=2, micro=2, microbatches=2)
+            samples = SampledBlocks(planned, config_of, GPU)
+            sample = samples.of(layout)
+            samples.of(replace(layout, recomputation="full"))
+            plan = planned.plan(config_of(layout))
+            assert sample is not None and plan.tensor is not None
+            plan.layout(Coord(1, 0, 0))
+        return noted
+
+    for layers in (4, 8):
+        counts[layers] = spied(layers)
+    assert counts[4] == counts[8]
+    assert counts[8].count(("search", 2)) == 1 == sum(kind == "search" for kind, _ in counts[8])
+    assert [count for kind, count in counts[8] if kind == "blocks"] == [2, 3, 2, 3]
+    assert counts[8][-1] == ("layout", 1) and sum(kind == "layout" for kind, _ in counts[8]) == 5
