@@ -108,7 +108,7 @@ class _PassedOn(nn.Module):
 
 def _shell(model: nn.Module, forward: Any) -> nn.Module:
     """A shallow copy of ``model`` with another forward and without hooks, which shares everything else."""
-    shell = type(model).__new__(type(model))
+    shell: Any = type(model).__new__(type(model))
     shell.__setstate__(dict(vars(model)))  # copy.copy asks as pickle does, which a model refuses while it is trained
     for name in _HOOKS:
         object.__setattr__(shell, name, OrderedDict())
@@ -122,4 +122,4 @@ def _shell(model: nn.Module, forward: Any) -> nn.Module:
         parameters=[original.parameters[name] for name in names]
     )
     object.__setattr__(shell, "forward", replaced)
-    return shell
+    return shell  # type: ignore[no-any-return]

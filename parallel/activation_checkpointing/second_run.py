@@ -5,13 +5,10 @@
     second run    on counter 3, the list of 5 and a copy of m; then everything is as it was before this run
 
 State is what a forward reaches from the block or from its arguments: attributes of modules and of plain objects that
-they hold, dicts, lists, sets and deques among these, and buffers, also those that are written in place. A block that
-draws random numbers from Python's or NumPy's generators draws them again. State elsewhere, in globals or closures, is
-not seen.
+they hold, dicts, lists, sets and deques among these, and buffers, also those that are written in place. State elsewhere, in
+globals or closures, is not seen. Generators of random numbers are seeded by whoever recomputes.
 """
 
-import random
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -43,8 +40,8 @@ class BlockState:
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = tuple(block.modules())
-        self._drawing: dict[tuple[bool, ...], bool] = {}
-        """Whether forwards draw random numbers of the host, by the modules' training flags."""
+        self._modes: set[tuple[bool, ...]] = set()
+        """Training flags of the modules in the forwards so far."""
         self._written: set[_Key] = set()
         """Tensors that a first run has written in place."""
         self._known: dict[int, _Space] = {}
@@ -70,16 +67,13 @@ class BlockState:
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> "tuple[_Found, Any]":
         mode = tuple(module.training for module in self._modules)
-        new = mode not in self._drawing
+        new = mode not in self._modes
+        self._modes.add(mode)
         state = _Found(self._modules, (*args, *kwargs.values()), self._known)
         self._known = {id(space.live): space for space in state.spaces if not space.has_graph}
-        drawn = _random_state() if self._drawing.get(mode, True) else None
         state.copy(self._written, everything=new)
         out = forward(*args, **kwargs)
         self._written |= state.settle(self._written, everything=new)
-        if new:
-            self._drawing[mode] = drawn is not None and not _equal_random(drawn, _random_state())
-        state.random = drawn if self._drawing[mode] else None
         return state, out
 
 
@@ -135,8 +129,6 @@ class _Found:
         self._holders: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._tensors: list[_Copied] = []
-        self.random: tuple[Any, Any] | None = None
-        """States of the host's generators; None: the run draws nothing from them."""
         for module in modules:
             self._add_space(vars(module), _LEFT, of_module=True)
             if isinstance(module._buffers, dict):  # not those of a scripted module
@@ -196,7 +188,6 @@ class _Found:
         """Context of a second run: the state is what was found, and afterwards what it was before."""
         now = [space.values if _same(space.live, space.values) else space.live.copy() for space in self.spaces]
         held = [(holder, holder.copy()) for holder, _ in self._holders]
-        drawn = _random_state() if self.random is not None else None
         with _aside() if self._tensors else nullcontext():
             # the second run writes into tensors of its own, because backward may have saved those of the first run
             own = {id(t.tensor): t.content.clone() for t in self._tensors if t.content is not None}
@@ -206,14 +197,12 @@ class _Found:
                 {name: own.get(id(value), value) for name, value in space.values.items()} if own else space.values,
             )
         _refill(self._holders)
-        _set_random_state(self.random)
         try:
             yield
         finally:
             for space, values in zip(self.spaces, now, strict=True):
                 _write(space, values)
             _refill(held)
-            _set_random_state(drawn)
 
 
 def _copy(tensors: list[_Copied]) -> None:
@@ -265,23 +254,3 @@ def _refill(holders: list[tuple[Any, Any]]) -> None:
         if not (same and (not isinstance(holder, dict) or all(map(is_, holder.values(), items.values())))):
             holder.clear()
             holder.extend(items) if isinstance(holder, list | deque) else holder.update(items)
-
-
-def _random_state() -> tuple[Any, Any]:
-    """The states of Python's and NumPy's generators; None for NumPy where nobody has imported it."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), numpy.random.get_state() if numpy else None
-
-
-def _equal_random(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    if one[0] != other[0]:
-        return False
-    return one[1] is None or (one[1][2:] == other[1][2:] and bool((one[1][1] == other[1][1]).all()))
-
-
-def _set_random_state(states: tuple[Any, Any] | None) -> None:
-    if states is None:
-        return
-    random.setstate(states[0])
-    if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
