@@ -57,16 +57,23 @@ def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
         PlanError: another engine has it, or has a module of it.
     """
     for name, module in model.named_modules():
-        if vars(module).get(_TAKEN) == id(module):  # a copy of a model has the attribute too
+        if vars(module).get(_TAKEN) is not None:
             what = f"module {name!r} of the model" if name else "the model"
             raise PlanError(
-                f"{what} belongs to an engine that lives, which has moved its parameters; close that engine first "
-                "(eng.close(), or destroy() of DeepSpeed's names), or build the model anew."
+                f"another engine trains {what} already, and a model belongs to one engine; call close() of that one "
+                "(DeepSpeed's destroy()) before, or build the model anew, as a notebook cell that runs twice has to."
             )
-    object.__setattr__(model, _TAKEN, id(model))
+    object.__setattr__(model, _TAKEN, _Owned())
     undo = partial(object.__delattr__, model, _TAKEN)
     patches.own(model, PatchLayer.PARAMETERS, undo, "belongs to one engine")
     return model
+
+
+class _Owned:
+    """Mark of a model that an engine has; deep copies of the model are free."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
 
 
 _TAKEN = "_trine_engine"

@@ -5,8 +5,8 @@
     second run    on counter 3, the list of 5 and a copy of m; then everything is as it was before this run
 
 State is what a forward reaches from the block or from its arguments: attributes of modules and of plain objects that
-they hold, dicts, lists, sets and deques among these, and buffers, also those that are written in place. State elsewhere, in
-globals or closures, is not seen. Generators of random numbers are seeded by whoever recomputes.
+they hold, dicts, lists, sets and deques among these, and buffers, also those that are written in place. State
+elsewhere, in globals or closures, is not seen. Generators of random numbers are seeded by whoever recomputes.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque

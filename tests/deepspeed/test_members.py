@@ -181,7 +181,7 @@ def test_backward_returns_the_part_of_the_step() -> None:
 def test_a_module_is_given_again_after_destroy_and_not_before() -> None:
     model = net()
     eng = started(model)
-    with pytest.raises(engine.PlanError, match="the model belongs to an engine that lives, which has moved its param"):
+    with pytest.raises(engine.PlanError, match="another engine trains the model already"):
         started(model)
     eng.destroy()
     part = started(model[0])  # type: ignore[index]
