@@ -185,7 +185,7 @@ def test_a_module_is_given_again_after_destroy_and_not_before() -> None:
         started(model)
     eng.destroy()
     part = started(model[0])  # type: ignore[index]
-    with pytest.raises(engine.PlanError, match="module '0' of the model belongs to an engine"):
+    with pytest.raises(engine.PlanError, match="another engine trains module '0' of the model already"):
         started(model)
     part.destroy()
     eng = started(model)
