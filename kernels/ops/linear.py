@@ -13,7 +13,6 @@ thing that the backward of the layer launches.
 Shape suffixes: M rows (all leading dims together), I inputs, O outputs.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -363,10 +362,9 @@ class MainProduct(NamedTuple):
     main: MainGradient
 
 
-def _no_view(base: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``base`` in ``shape``. A view would refuse later writes such as those of ``ReLU(inplace=True)``."""
-    y: Tensor = torch.ops.aten._unsafe_view(base, shape)
-    return y
+def unviewed(y: Tensor) -> Tensor:
+    """Return a result that nothing else refers to; as a view, it would refuse writes such as ReLU(inplace=True)."""
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
 class _MainLinear(torch.autograd.Function):
@@ -385,10 +383,9 @@ class _MainLinear(torch.autograd.Function):
             backward = how.kernels.triton("linear_backward", x, x.shape[-1])
             matrix = weight if how.transposed else weight.t()
             y_MO, pre = _linear(_rows(x), matrix, bias, residual, how.activation, keeps, backward)
-            y = _no_view(y_MO, (*x.shape[:-1], y_MO.shape[1]))
+            y = unviewed(y_MO.view(*x.shape[:-1], y_MO.shape[1]))
         else:
-            y = pre = functional.linear(x, weight.t() if how.transposed else weight, bias)
-            y = _no_view(y, y.shape) if y._is_view() else y
+            y = pre = unviewed(functional.linear(x, weight.t() if how.transposed else weight, bias))
         needed = pre if keeps else y if how.activation == "relu" else None
         ctx.save_for_backward(x, weight, bias if keeps else None, needed)
         return y

@@ -28,7 +28,7 @@ from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.main_gradient import MainGradient
 from engine.kernels.ops.activation_functions import Activation
 from engine.kernels.ops.bias_activation import activate
-from engine.kernels.ops.linear import LinearForm, added_to_main, linear, product
+from engine.kernels.ops.linear import LinearForm, added_to_main, linear, product, unviewed
 from engine.kernels.ops.linear import linear as kernel_linear
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.operand_casts import is_watched
@@ -120,8 +120,7 @@ class _Product(torch.autograd.Function):
             w_OI = weight.to(x.dtype)
             b_O = None if bias is None else bias.to(x.dtype)
             y = kernel_linear(x, w_OI, b_O, LinearForm(transposed=linear.transposed), linear.kernels)
-        # nothing else refers to the base; still marked as a view, y would refuse writes such as ReLU(inplace=True)
-        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+        return unviewed(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
