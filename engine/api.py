@@ -124,7 +124,7 @@ def _with(
     """The request with the optimizer as a factory, and the frozen parameters that it includes."""
     check_scheduler(request.lr_scheduler, optimizer)
     included, metrics = included_frozen(model, config.optimizer), config.monitor.metrics
-    request = replace(request, included=included, metrics=metrics, gather=RowGather(config.dp))
+    request = replace(request, included=included, metrics=metrics, gather=RowGather(config.row_ranks))
     whole = optimizer is not None and declares_whole(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         with as_trainable(model, request.included):

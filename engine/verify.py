@@ -155,7 +155,7 @@ def train_on_grid(
     arguments = (wishes.loss_fn, part(batches[0], 0, resolved.micro), wishes.optimizer, wishes.lr_scheduler)
     forward: dict[str, Any] = {"inputs": wishes.inputs, "whole": wishes.whole}
     with initialize(build_model, resolved, *arguments, **forward, world=world) as engine:
-        rank, rows = engine.grid.coord().dp, resolved.micro * resolved.accumulation
+        rank, rows = engine.grid.row_rank, resolved.micro * resolved.accumulation
         reports = [engine.train_batch(part(batch, rank * rows, rows)) for batch in batches]
         weights = engine.full_state_dict()
     return TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights)
@@ -233,8 +233,8 @@ class _Reference:
         given = self.config.optimizer
         for master in self.masters.values():
             master.grad = torch.zeros_like(master) if given is not None and given.update_unused else None
-        micro, added = self.config.micro, self.config.dp if self.config.gradient_allreduce_op == "sum" else 1
-        for index in range(self.config.dp * self.config.accumulation):
+        micro, added = self.config.micro, self.config.row_ranks if self.config.gradient_allreduce_op == "sum" else 1
+        for index in range(self.config.row_ranks * self.config.accumulation):
             part = self.rows.take_rows(batch, index * micro, micro)
             with self.streams.forward(self.config.seed, self.updates, index), self.precision.forward(self.device):
                 moved = map_tensors(part, lambda t: t.to(self.device))

@@ -180,7 +180,8 @@ def _grid(manifest: Manifest) -> str:
     if "origin" in manifest.info:
         return f"from {manifest.info['origin']}; any grid loads it"
     grid = Fields(manifest.info.get("grid"), "the grid in the manifest")
-    ranks = Grid(grid.count("pp"), grid.count("dp"), grid.count("tp"), 0, saved_order(manifest.info["grid"]))
+    sizes = {axis: grid.count(axis) for axis in Grid().sizes if axis in manifest.info["grid"]}
+    ranks = Grid(**sizes, order=saved_order(manifest.info["grid"]))
     return f"{ranks}, ZeRO {grid.count('zero')}; any other grid loads it too"
 
 

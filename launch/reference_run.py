@@ -90,8 +90,10 @@ def save_last(eng: engine.Engine, before: int) -> None:
 
 def evaluate(eng: engine.Engine, corpus: Corpus, context: int) -> float:
     """Return the validation loss in nats per byte; every byte counts once over all data ranks."""
-    coord, rows = eng.grid.coord(), eng.config.micro * eng.config.accumulation
-    batches: Iterator[Any] = evaluation_batches(corpus, context, rows, coord.dp, eng.grid.dp, EVALUATION_BATCHES)
+    grid, rows = eng.grid, eng.config.micro * eng.config.accumulation
+    batches: Iterator[Any] = evaluation_batches(
+        corpus, context, rows, grid.row_rank, grid.row_ranks, EVALUATION_BATCHES
+    )
     total = weight = 0.0
     for batch in batches:
         report = eng.eval_batch(batch)

@@ -1,7 +1,7 @@
-"""Ranks as a pipeline x data x tensor box. Pure arithmetic: any rank, no processes, no torch.
+"""Ranks as a box of named axes. Pure arithmetic: any rank, no processes, no torch.
 
-tp varies fastest, then dp, then pp, so that the ranks that talk most sit closest together; with the order "tp-pp-dp"
-a replica's stages sit closer together than the data ranks:
+``AXES`` is the table of axes, from the one that varies slowest with the rank to the fastest, so that the ranks that
+talk most sit closest together; with the order "tp-pp-dp" the stages of a replica sit closer than the data ranks:
 
     8 ranks as pp=2, dp=2, tp=2            stage 0          stage 1
                                      dp 0   0   1     dp 0   4   5
@@ -11,65 +11,175 @@ a replica's stages sit closer together than the data ranks:
     as tp-pp-dp                             stage 0          stage 1
                                      dp 0   0   1     dp 0   2   3
                                      dp 1   4   5     dp 1   6   7
+
+Code outside the grid, the configuration and the plan asks for an axis by its meaning: ``grid.rows`` (ranks read rows
+of their own), ``grid.copies`` (ranks hold equal parameters), ``grid.sharding`` (ZeRO divides state among them),
+``replica`` (the ranks of one full model that reads one set of rows). Each is the name of an axis or, where several axes
+mean the same, their names joined by "+".
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from engine.errors import GridError
 
-Axis = Literal["pp", "dp", "tp", "replica", "world", "dp_shard", "dp_replicate"]
-"""The coordinates in which ranks of a group differ. A replica is one full model: all ranks of one data coordinate.
+Axis = str
+"""The coordinates in which ranks of a group differ: a name of ``AXES``, several joined by "+", or one of these.
 
-The data axis is made of two: ``dp_shard``, neighbours that share one copy of what ZeRO shards, and ``dp_replicate``,
-the ranks of one place in all such groups, which hold the same shard. Without ``Grid.shard_size`` the first is dp.
+``world``: all ranks. ``replica``: the ranks of one full model, which read the same rows. ``stage``: the ranks of one
+pipeline index. ``stage_replica``: those of a stage that are in one replica. ``dp_shard`` and ``dp_replicate``: the two
+parts of the data axis: neighbours that share one copy of what ZeRO shards, and the ranks of one place in all such
+groups, which hold the same shard. Without ``Grid.shard_size`` the first is dp.
 """
 
-
 Order = Literal["tp-dp-pp", "tp-pp-dp"]
-"""The axes of a grid, from the one that varies fastest with the rank to the slowest."""
-
-
-class Coord(NamedTuple):
-    """Position of a rank in the grid."""
-
-    pp: int
-    dp: int
-    tp: int
+"""The axes of a grid, from the one that varies fastest with the rank to the slowest; others keep their place."""
 
 
 @dataclass(frozen=True, slots=True)
+class GridAxis:
+    """An axis of the grid, and what it means for the data and the parameters of its ranks."""
+
+    name: str
+    """In groups, traffic, reports and checkpoints."""
+    noun: str
+    """In messages; the key of its size under "parallel"."""
+    rows: bool = False
+    """Ranks along it read rows of their own, and their gradients are summed."""
+    copies: bool = False
+    """Ranks along it hold equal parameters."""
+    size: int = 1
+    """Number of ranks where the configuration has no key for it."""
+
+
+AXES: tuple[GridAxis, ...] = (
+    GridAxis("pp", "pipeline"),
+    GridAxis("dp", "data", rows=True, copies=True),
+    GridAxis("tp", "tensor"),
+)
+
+
+class Coord(Mapping[str, int]):
+    """Position of a rank in the grid: an index for each axis, 0 where none is given."""
+
+    __slots__ = ("_indices",)
+
+    def __init__(self, **indices: int) -> None:
+        self._indices = {axis.name: indices.pop(axis.name, 0) for axis in AXES}
+        if indices:
+            raise GridError(f"{next(iter(indices))!r} is no axis of the grid; give indices of {', '.join(self)}.")
+
+    def __getitem__(self, axis: str) -> int:
+        return self._indices[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._indices.values()))
+
+    def __repr__(self) -> str:
+        return f"Coord({', '.join(f'{axis}={index}' for axis, index in self.items())})"
+
+    @property
+    def pp(self) -> int:
+        """Pipeline rank."""
+        return self._indices["pp"]
+
+    @property
+    def dp(self) -> int:
+        """Data rank."""
+        return self._indices["dp"]
+
+    @property
+    def tp(self) -> int:
+        """Tensor rank."""
+        return self._indices["tp"]
+
+    def moved(self, **indices: int) -> "Coord":
+        """The position with other indices along some axes."""
+        return Coord(**{**self._indices, **indices})
+
+
 class Grid:
-    """The box of ranks, and this rank's position in it.
+    """The box of ranks, and this rank's position in it. Immutable.
+
+    Args:
+        rank: this rank.
+        order: the axes from the closest ranks to the farthest.
+        shard_size: data ranks of a shard group, side by side; None: all of them.
+        sizes: number of ranks along each axis; 1 where none is given.
 
     Raises:
-        GridError: a size below 1, or a rank outside the box.
+        GridError: a size below 1, an axis that is not in the table, or a rank outside the box.
     """
 
-    pp: int = 1
-    dp: int = 1
-    tp: int = 1
-    rank: int = 0
-    order: Order = "tp-dp-pp"
-    shard_size: int | None = None
-    """Data ranks of a shard group, side by side; None: all of them."""
+    __slots__ = ("_coord", "_digits", "order", "rank", "shard_size", "sizes", "world_size")
 
-    def __post_init__(self) -> None:
-        sizes = (("pipeline", self.pp), ("data", self.dp), ("tensor", self.tp))
-        for name, size in sizes:
-            if size < 1:
-                raise GridError(f"{name} size {size} is below 1; give every axis at least one rank.")
-        if not 0 <= self.rank < self.world_size:
-            shape = " x ".join(f"{size} {name}" for name, size in sizes)
+    def __init__(
+        self, *, rank: int = 0, order: Order = "tp-dp-pp", shard_size: int | None = None, **sizes: int
+    ) -> None:
+        self.sizes: Mapping[str, int] = {axis.name: sizes.pop(axis.name, 1) for axis in AXES}
+        if sizes:
+            raise GridError(f"{next(iter(sizes))!r} is no axis of the grid; give sizes of {', '.join(self.sizes)}.")
+        for axis in AXES:
+            if self.sizes[axis.name] < 1:
+                raise GridError(
+                    f"{axis.noun} size {self.sizes[axis.name]} is below 1; give every axis at least one rank."
+                )
+        self.world_size = math.prod(self.sizes.values())
+        if not 0 <= rank < self.world_size:
             raise GridError(
-                f"rank {self.rank} is outside a grid of {self.world_size} ranks ({shape}); "
+                f"rank {rank} is outside a grid of {self.world_size} ranks ({self.shape}); "
                 f"start exactly {self.world_size} processes."
             )
-        if self.shard_size is not None and (self.shard_size < 1 or self.dp % self.shard_size):
+        if shard_size is not None and (shard_size < 1 or self.dp % shard_size):
             raise GridError(
-                f"shard size {self.shard_size} does not divide the {self.dp} data ranks; give a divisor of {self.dp}."
+                f"shard size {shard_size} does not divide the {self.dp} data ranks; give a divisor of {self.dp}."
             )
+        self.rank, self.order, self.shard_size = rank, order, shard_size
+        self._digits = _digits(self.sizes, order, shard_size or self.dp)
+        self._coord = self.coord(rank)
+
+    @property
+    def pp(self) -> int:
+        """Size of the pipeline axis."""
+        return self.sizes["pp"]
+
+    @property
+    def dp(self) -> int:
+        """Size of the data axis."""
+        return self.sizes["dp"]
+
+    @property
+    def tp(self) -> int:
+        """Size of the tensor axis."""
+        return self.sizes["tp"]
+
+    @property
+    def rows(self) -> Axis:
+        """The axis along which ranks read rows of their own."""
+        return self._joined(axis.name for axis in AXES if axis.rows)
+
+    @property
+    def row_ranks(self) -> int:
+        """Number of ranks that read rows of their own: size of ``rows``."""
+        return self.size(self.rows)
+
+    @property
+    def row_rank(self) -> int:
+        """Place of the rows of this rank in a global batch: index along ``rows``."""
+        return self.index(self.rows)
+
+    @property
+    def copies(self) -> Axis:
+        """The axis along which ranks hold equal parameters, which ZeRO may have sharded."""
+        return self._joined(axis.name for axis in AXES if axis.copies)
 
     @property
     def sharding(self) -> Axis:
@@ -77,86 +187,146 @@ class Grid:
         return "dp_shard" if self.data_axes else "dp"
 
     @property
+    def shard_line(self) -> Axis:
+        """The axis of which shard groups are runs."""
+        return "dp"
+
+    @property
+    def shard_copies(self) -> Axis:
+        """The axis along which ranks hold the same shard of what ZeRO shards."""
+        others = [axis.name for axis in AXES if axis.copies and axis.name != "dp"]
+        return self._joined(("dp_replicate", *others))
+
+    @property
     def data_axes(self) -> tuple[Axis, ...]:
         """The axes that dp is made of, if there are several shard groups."""
         return ("dp_shard", "dp_replicate") if self.shard_size not in (None, self.dp) else ()
 
-    @property
-    def _between(self) -> tuple[Literal["pp", "dp"], Literal["pp", "dp"]]:
-        """The nearer and the farther of the axes around tp."""
-        return ("pp", "dp") if self.order == "tp-pp-dp" else ("dp", "pp")
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the box."""
-        return self.pp * self.dp * self.tp
-
     def coord(self, rank: int | None = None) -> Coord:
         """Position of ``rank``, or of this rank."""
-        rank = self.rank if rank is None else rank
-        if not 0 <= rank < self.world_size:
-            raise GridError(f"rank {rank} is outside this grid; give a rank from 0 to {self.world_size - 1}.")
-        block, tp = divmod(rank, self.tp)
-        if self.order == "tp-pp-dp":
-            return Coord(block % self.pp, block // self.pp, tp)
-        return Coord(block // self.dp, block % self.dp, tp)
+        if rank is None:
+            return self._coord
+        self._check(rank)
+        return Coord(**{axis: self.index(axis, rank) for axis in self.sizes})
 
-    def rank_at(self, pp: int, dp: int, tp: int) -> int:
-        """The rank at a position; inverse of :meth:`coord`."""
-        block = dp * self.pp + pp if self.order == "tp-pp-dp" else pp * self.dp + dp
-        return block * self.tp + tp
+    def rank_at(self, **indices: int) -> int:
+        """The rank at a position, 0 along every axis that is not given; inverse of :meth:`coord`."""
+        return sum(index * self.stride(axis) for axis, index in indices.items())
+
+    def at(self, rank: int) -> "Grid":
+        """The same grid as another rank sees it."""
+        return Grid(rank=rank, order=self.order, shard_size=self.shard_size, **self.sizes)
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along ``axis``."""
-        replica, shards = self.pp * self.tp, self.shard_size or self.dp
-        if axis in ("dp_shard", "dp_replicate"):
-            return shards if axis == "dp_shard" else self.dp // shards
-        return {"pp": self.pp, "dp": self.dp, "tp": self.tp, "replica": replica, "world": self.world_size}[axis]
+        return math.prod(size for size, _ in self._digits_of(axis))
 
-    def stride(self, axis: Literal["pp", "dp", "tp"]) -> int:
-        """How far, in ranks, a rank is from its next peer along ``axis``."""
-        inner, outer = self._between
-        return {inner: self.tp, outer: self.size(inner) * self.tp, "tp": 1}[axis]
+    def stride(self, axis: Axis) -> int:
+        """Distance, in ranks, from a rank to its next peer along ``axis``."""
+        return min(stride for _, stride in self._digits_of(axis))
 
-    def index(self, axis: Axis) -> int:
-        """This rank's index among its :meth:`peers` along ``axis``."""
-        return getattr(self.coord(), axis) if axis in ("pp", "dp", "tp") else self.peers(axis).index(self.rank)
+    def index(self, axis: Axis, rank: int | None = None) -> int:
+        """Index of ``rank``, or of this rank, among its :meth:`peers` along ``axis``."""
+        rank, index = self.rank if rank is None else rank, 0
+        for size, stride in self._digits_of(axis):
+            index = index * size + rank // stride % size
+        return index
+
+    def is_first(self, axis: Axis, coord: Coord | None = None) -> bool:
+        """Return whether the rank at ``coord``, or this rank, is the first of its peers along ``axis``."""
+        return self.index(axis, None if coord is None else self.rank_at(**coord)) == 0
 
     def peers(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` (or this rank) along ``axis`` only, itself included."""
-        if axis == "world":
-            return tuple(range(self.world_size))
-        here = self.coord(rank)
-        if axis == "replica":
-            return tuple(self.rank_at(pp, here.dp, tp) for pp in range(self.pp) for tp in range(self.tp))
-        shards = self.size("dp_shard")
-        group, place = divmod(here.dp, shards)
-        if axis == "dp_shard":
-            return self.peers("dp", rank)[group * shards : (group + 1) * shards]
-        if axis == "dp_replicate":
-            return self.peers("dp", rank)[place::shards]
-        stride = self.stride(axis)
-        first = self.rank_at(*here) - getattr(here, axis) * stride
-        return tuple(range(first, first + self.size(axis) * stride, stride))
+        """The ranks that differ from ``rank`` (or this rank) along ``axis`` only, itself included; ascending."""
+        rank = self.rank if rank is None else rank
+        self._check(rank)
+        digits = self._digits_of(axis)
+        first = rank - sum(rank // stride % size * stride for size, stride in digits)
+        return tuple(first + offset for offset in _offsets(digits))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
         """Every group of peers along ``axis``, in order of their first ranks; each rank is in exactly one of them."""
-        if axis in ("dp_shard", "dp_replicate"):
-            return iter(sorted({self.peers(axis, rank) for rank in range(self.world_size)}))
-        inner, outer = self._between
-        plane = self.size(inner) * self.tp
-        firsts: Mapping[Axis, Iterable[int]] = {
-            outer: range(plane),
-            inner: (first + tp for first in range(0, self.world_size, plane) for tp in range(self.tp)),
-            "tp": range(0, self.world_size, self.tp),
-            "replica": range(0, plane, self.tp) if inner == "dp" else range(0, self.world_size, plane),
-            "world": range(1),
-        }
-        return (self.peers(axis, rank) for rank in firsts[axis])
+        own = set(self._names(axis))
+        offsets = _offsets(self._digits_of(axis))
+        others = [digit for name, digit in self._digits.items() if name not in own]
+        return (tuple(first + offset for offset in offsets) for first in _offsets(others))
+
+    def _names(self, axis: Axis) -> Iterable[str]:
+        """The digits of a rank that differ along ``axis``."""
+        if axis == "world":
+            return self._digits
+        if axis in ("replica", "stage", "stage_replica"):
+            others = {*(self._names(self.rows) if axis != "stage" else ()), *(("pp",) if axis != "replica" else ())}
+            return [name for name in self._digits if name not in others]
+        return [name for part in axis.split("+") for name in (_DATA_PARTS if part == "dp" else (part,))]
+
+    def _digits_of(self, axis: Axis) -> list[tuple[int, int]]:
+        """(size, stride) of those digits, from the farthest to the nearest."""
+        names = set(self._names(axis))
+        return [digit for name, digit in self._digits.items() if name in names]
+
+    def _joined(self, names: Iterable[str]) -> Axis:
+        """The axes of several ranks among ``names`` as one; the first of them if there are none."""
+        names = list(names)
+        return "+".join(name for name in names if self.size(name) > 1) or names[0]
+
+    def _check(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise GridError(f"rank {rank} is outside this grid; give a rank from 0 to {self.world_size - 1}.")
+
+    @property
+    def shape(self) -> str:
+        """The sizes in words: 2 pipeline x 4 data x 1 tensor."""
+        return " x ".join(
+            f"{self.sizes[axis.name]} {axis.noun}"
+            for axis in AXES
+            if axis.name in ("pp", "dp", "tp") or self.sizes[axis.name] > 1
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Grid) and self._state() == other._state()
+
+    def __hash__(self) -> int:
+        return hash(self._state())
+
+    def _state(self) -> tuple[object, ...]:
+        return tuple(self.sizes.items()), self.rank, self.order, self.shard_size
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return f"Grid({sizes}, rank={self.rank}, order={self.order!r}, shard_size={self.shard_size})"
 
     def __str__(self) -> str:
         order = f" in the order {self.order}" if self.order != "tp-dp-pp" else ""
-        return f"{self.world_size} ranks = {self.pp} pipeline x {self.dp} data x {self.tp} tensor{order}"
+        return f"{self.world_size} ranks = {self.shape}{order}"
+
+
+_DATA_PARTS = ("dp_replicate", "dp_shard")
+
+
+def _digits(sizes: Mapping[str, int], order: Order, shards: int) -> dict[str, tuple[int, int]]:
+    """Size and stride of each axis, from the farthest to the nearest; the data axis as its two parts."""
+    names = list(sizes)
+    if order == "tp-pp-dp":
+        pp, dp = names.index("pp"), names.index("dp")
+        names[pp], names[dp] = names[dp], names[pp]
+    parts = list[tuple[str, int]]()
+    for name in names:
+        counts = (sizes["dp"] // shards, shards)
+        parts += zip(_DATA_PARTS, counts, strict=True) if name == "dp" else [(name, sizes[name])]
+    found, stride = list[tuple[str, tuple[int, int]]](), 1
+    for name, size in reversed(parts):
+        found.append((name, (size, stride)))
+        stride *= size
+    return dict(reversed(found))
+
+
+def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
+    """Distances, ascending, of all places that differ in ``digits``, which run from the farthest to the nearest."""
+    found = [0]
+    for size, stride in digits:
+        found = [offset + index * stride for offset in found for index in range(size)]
+    return found
 
 
 def saved_order(sizes: Mapping[str, object]) -> Order:
@@ -164,34 +334,22 @@ def saved_order(sizes: Mapping[str, object]) -> Order:
     return "tp-pp-dp" if sizes.get("order") == "tp-pp-dp" else "tp-dp-pp"
 
 
-_ALIKE: tuple[Axis, ...] = ("world", "pp", "tp")
-"""Axes whose groups others may use."""
+def saved_grid(sizes: Mapping[str, Any]) -> Grid:
+    """The grid that was written down, as rank 0 sees it; an axis that did not exist then has one rank."""
+    return Grid(order=saved_order(sizes), **{axis.name: sizes.get(axis.name, 1) for axis in AXES})
 
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
-    """For each axis of several ranks, in the order of opening, the axis whose group it uses."""
-    axes: tuple[Axis, ...] = ("pp", "dp", "tp", "replica", *grid.data_axes)
-    used: dict[Axis, Axis] = {"world": "world"}
-    for axis in axes:
-        if grid.size(axis) > 1:
-            peers = grid.peers(axis)
-            used[axis] = next((other for other in _ALIKE if other in used and grid.peers(other) == peers), axis)
-    return used
+    """For each axis of several ranks, in the order of opening, the axis whose group it uses.
 
-
-def color_rounds(
-    groups: Iterable[tuple[int, ...]], color: Callable[[Sequence[int]], int]
-) -> list[frozenset[tuple[int, ...]]]:
-    """Groups that have no rank in common, in as many rounds as keep the colors of a round apart; almost always one.
-
-    NCCL splits a communicator by colors, for which torch takes a hash of the ranks: two groups of one color would
-    become one.
+    Axes along which parameters differ, and the world, lend their groups; those of copies stay apart, since gradients
+    travel over them beside everything else.
     """
-    rounds: list[dict[int, tuple[int, ...]]] = []
-    for group in groups:
-        found = color(group)
-        free = next((each for each in rounds if found not in each), None)
-        if free is None:
-            rounds.append(free := {})
-        free[found] = group
-    return [frozenset(each.values()) for each in rounds]
+    lenders = ("world", *(axis.name for axis in AXES if not axis.copies))
+    meanings = ("replica", *grid.data_axes, grid.rows, grid.copies, grid.shard_copies)
+    used: dict[Axis, Axis] = {"world": "world"}
+    for axis in (*grid.sizes, *meanings):
+        if axis not in used and grid.size(axis) > 1:
+            peers = grid.peers(axis)
+            used[axis] = next((other for other in lenders if other in used and grid.peers(other) == peers), axis)
+    return used

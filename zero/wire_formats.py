@@ -40,7 +40,7 @@ class WireFormats:
     """Data ranks of a shard group."""
     within: int = 1
     """Those of them that share a node; ``ranks`` if all do or nobody knows."""
-    axis: Axis = "dp"
+    axis: Axis = ""
     """That of a shard group."""
     weights: BlockFormat | None = None
     weight_dtypes: frozenset[str] = _ENCODED

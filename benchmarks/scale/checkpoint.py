@@ -72,9 +72,9 @@ def _stored(ownership: SaveOwnership, row: ShardRow) -> Iterator[tuple[int, Piec
         bucket, slot = ownership.slots[pp, tp][row.name]
         shard = bucket.elements // plan.config.dp
         for dp in range(slot.start // shard, (slot.stop - 1) // shard + 1):
-            piece = ownership.stored(row, Coord(pp, dp, tp))
+            piece = ownership.stored(row, Coord(pp=pp, dp=dp, tp=tp))
             if piece is not None:
-                yield plan.grid(0).rank_at(pp, dp, tp), piece
+                yield plan.grid(0).rank_at(pp=pp, dp=dp, tp=tp), piece
 
 
 @dataclass(frozen=True, slots=True)

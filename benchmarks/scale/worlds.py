@@ -36,12 +36,12 @@ class ScaledWorld:
 
     def grid(self, rank: int) -> Grid:
         """As a rank sees it."""
-        return Grid(self.pp, self.dp, self.tp, rank)
+        return Grid(pp=self.pp, dp=self.dp, tp=self.tp, rank=rank)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that are looked at: the first, one of the middle of every axis, the last."""
-        middle = self.grid(0).rank_at(self.pp // 2, self.dp // 2, self.tp // 2)
+        middle = self.grid(0).rank_at(pp=self.pp // 2, dp=self.dp // 2, tp=self.tp // 2)
         return tuple(sorted({0, middle, self.size - 1}))
 
     def settings(self) -> Mapping[str, Any]:

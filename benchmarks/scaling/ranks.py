@@ -120,7 +120,7 @@ class Ranks:
 
     def axes(self, grid: Grid) -> list[AxisMeasurement]:
         """Each axis of a grid alone."""
-        comm = self._connect(replace(grid, rank=self.world.rank))
+        comm = self._connect(grid.at(self.world.rank))
         try:
             found = list(measure_axes(comm, self.device))
         finally:

@@ -156,11 +156,11 @@ def place_on_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: t
 
 
 def _ownership(plan: Plan, coord: Coord) -> Ownership:
-    config = plan.config
+    config, grid = plan.config, plan.grid(0)
     offload = config.zero_optimization.offload_optimizer
     mapped = offload.device == "nvme" and offload.map_memory and offload.nvme_path is not None
     return Ownership(
-        coord.dp % config.shards,
+        grid.index("dp_shard", grid.rank_at(**coord)),
         config.shards,
         sharded=config.zero_optimization.stage > 0,
         sharded_gradients=reduces_each_microbatch(config),
@@ -170,7 +170,7 @@ def _ownership(plan: Plan, coord: Coord) -> Ownership:
         delayed=offload.delayed_update,
         hosted_parameters=hosts_parameters(config),
         pinned_parameters=config.zero_optimization.offload_param.pin_memory,
-        first=coord.dp < config.shards,
+        first=grid.is_first(grid.shard_copies, coord),
         pinned=offload.pin_memory,
         mapped=MappedMemory(str(offload.nvme_path)).zeros if mapped else None,
     )

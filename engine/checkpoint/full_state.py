@@ -61,7 +61,7 @@ class FullState:
 
     def __init__(self, model: nn.Module, plan: Plan, entries: Mapping[str, Entry], comm: Comm) -> None:
         self._model, self._plan, self.entries, self._comm = model, plan, entries, comm
-        self._coord = comm.grid.coord()
+        self._coord, self._first = comm.grid.coord(), comm.grid.is_first(comm.grid.copies)
         self._device = next(model.parameters()).device
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ class FullState:
         rows = [row for row in self._plan.table if keys is None or row.name in wanted]
         held = self._local(buckets, average, {row.name for row in rows})
         weights: dict[str, Tensor] = {}
-        if self._coord.dp == 0:
+        if self._first:
             for row in rows:
                 whole = self._whole(row, held, average is not None)
                 if whole is not None and self._comm.grid.rank == 0:
@@ -90,7 +90,7 @@ class FullState:
         buffers = {
             entry.name: self._buffer(entry.name, live[entry.name])
             for entry in entries.values()
-            if entry.kind == "buffer" and self._coord.dp == 0
+            if entry.kind == "buffer" and self._first
         }
         return self._named(weights, buffers, entries) if self._comm.grid.rank == 0 else {}
 
@@ -100,7 +100,7 @@ class FullState:
         names = [[slot.name for slot in flat.bucket.slots] for flat in buckets]
         chosen = [flat for flat, own in zip(buckets, names, strict=True) if not wanted.isdisjoint(own)]
         found = full_weights(chosen, self._comm, average.of if average is not None else None)
-        held = {name: weight.cpu() for name, weight in found if self._coord.dp == 0}
+        held = {name: weight.cpu() for name, weight in found if self._first}
         parameters = dict(self._model.named_parameters())
         filled = {name for own in names for name in own}
         for row in self._plan.table.held_by(self._coord.pp):
@@ -114,7 +114,7 @@ class FullState:
         whole: Tensor | None = None
         if here == stage:
             whole = self._over_tensor_ranks(row, self._values(row, held[row.name]))
-        if stage and self._coord.tp == 0:
+        if stage and self._comm.grid.is_first("stage"):
             dtype = self._dtype(row)
             dtype = average_dtype(dtype) if averaged and row.trainable else dtype
             whole = self._to_first_stage(whole, row.shape, dtype, stage)
@@ -158,7 +158,7 @@ class FullState:
     def _buffer(self, name: str, buffer: Tensor) -> Tensor:
         """The buffer, sent from the stage that owns it."""
         stage = self._plan.owner_of_buffer(name)
-        if stage and self._coord.tp == 0:
+        if stage and self._comm.grid.is_first("stage"):
             moved = self._to_first_stage(buffer, tuple(buffer.shape), buffer.dtype, stage)
             return buffer if moved is None else moved
         return buffer

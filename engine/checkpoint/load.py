@@ -307,7 +307,7 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
             pending.append(gather_masters(flat, comm, LABEL))
             continue
         apart = flat.owned == flat.shard or flat.wide is None
-        if comm.grid.dp > 1 and apart and not flat.sharded:
+        if comm.grid.size(comm.grid.sharding) > 1 and apart and not flat.sharded:
             pending.append(comm.all_gather(flat.params, flat.params[flat.shard].clone(), comm.grid.sharding, LABEL))
     for gather in pending:
         gather.wait()
@@ -322,7 +322,7 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 @torch.no_grad()
 def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> None:
     """All-gather the moments over dp at ZeRO 0, where every data rank keeps all of them."""
-    if comm.grid.dp == 1:
+    if comm.grid.size(comm.grid.sharding) == 1:
         return
     for flat in local_tensors.buckets:
         places = [place for place in local_tensors.places if place.flat is flat]

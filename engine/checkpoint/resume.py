@@ -38,7 +38,7 @@ from engine.errors import CheckpointError, EngineError
 from engine.optim.update_scheduler import UpdateScheduler
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
-from engine.parallel.grid import Grid, saved_order
+from engine.parallel.grid import saved_grid
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import families_of
 from engine.zero.optim.rules.element_state import keep_state
@@ -250,11 +250,7 @@ class Resume:
         """Say how grid and batch differ from those of the checkpoint; that of another engine does not tell them."""
         config, info, grid = self._run.config, reader.manifest.info, self._run.comm.grid
         before, now = info.get("config", {}).get("train_batch_size"), config.train_batch_size
-        there = (
-            grid
-            if "origin" in info
-            else Grid(**{axis: info["grid"][axis] for axis in ("pp", "dp", "tp")}, order=saved_order(info["grid"]))
-        )
+        there = grid if "origin" in info else saved_grid(info["grid"])
         if str(there) != str(grid):
             rows = f"; a batch stays {now} rows, {config.accumulation} microbatches a data rank" * (before == now)
             logger.info("the grid was %s up to step %d, and is %s%s", there, reader.manifest.step, grid, rows)

@@ -157,9 +157,7 @@ class RunState:
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "grid": {
-                "dp": grid.dp,
-                "tp": grid.tp,
-                "pp": grid.pp,
+                **grid.sizes,
                 "order": grid.order,
                 "zero": self.config.zero_optimization.stage,
             },

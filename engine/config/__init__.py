@@ -60,6 +60,7 @@ from engine.config.sections import (
 )
 from engine.config.wording import divisors, either, kind, show_path, shown_value
 from engine.errors import ConfigError
+from engine.parallel import grid
 from engine.parallel.grid import Grid
 
 __all__ = [
@@ -92,6 +93,7 @@ ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
 
 AXES = ("data", "tensor", "pipeline")
+"""The axes in the order of messages; those that the table has beside them follow."""
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _BATCH_PART = Int(low=1, null=True, remedy="give a whole number of at least 1, or leave it out to have it derived")
 
@@ -197,6 +199,11 @@ class Config:
         return self._settled("data")
 
     @property
+    def row_ranks(self) -> int:
+        """Number of ranks that read rows of their own."""
+        return self.dp
+
+    @property
     def shards(self) -> int:
         """Data ranks that share one copy of what ZeRO shards."""
         return self.zero_optimization.shard_size or self.dp
@@ -212,7 +219,7 @@ class Config:
         return self._settled("pipeline")
 
     def _settled(self, name: str) -> int:
-        sizes = {key: getattr(self, key) for key in BATCH} | {axis: getattr(self.parallel, axis) for axis in AXES}
+        sizes = {key: getattr(self, key) for key in BATCH} | axis_sizes(self.parallel)
         if not all(isinstance(size, int) for size in sizes.values()):
             full = name if name in BATCH else f"parallel.{name}"
             raise ConfigError(
@@ -224,7 +231,8 @@ class Config:
     def grid(self, rank: int) -> Grid:
         """The grid as ``rank`` sees it."""
         shards = self.shards if self.shards < self.dp else None
-        return Grid(self.pp, self.dp, self.tp, rank, self.parallel.order, shards)
+        sizes = {axis.name: self._settled(axis.noun) for axis in grid.AXES}
+        return Grid(rank=rank, order=self.parallel.order, shard_size=shards, **sizes)
 
     def resolve(self, world_size: int) -> "Config":
         """Return the config with every size filled in for ``world_size`` processes.
@@ -342,12 +350,12 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
             "world_size", f"{shown_value(world_size)} is not a number of processes; give an int of at least 1."
         )
         return config
-    axes = {axis: getattr(config.parallel, axis) for axis in AXES}
+    axes = axis_sizes(config.parallel)
     sizes = _fit_grid(axes, world_size, problems) if world_size else None
     if world_size and not sizes:
         return config
-    ranks = sizes["data"] if sizes else axes["data"]
-    ranks = ranks if isinstance(ranks, int) else None
+    data = sizes["data"] if sizes else axes["data"]
+    ranks = data if isinstance(data, int) else None
     origin = "parallel.data"
     if axes["data"] == "auto":
         origin = f"data ranks: world size {world_size} / tensor {axes['tensor']} / pipeline {axes['pipeline']}"
@@ -356,8 +364,15 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
     batch = _fit_batch({key: getattr(config, key) for key in BATCH}, ranks, origin, problems)
     if not sizes or not batch:
         return config
-    settled: dict[str, Any] = {"parallel": replace(config.parallel, **cast(Any, sizes)), **batch}
+    given = {axis: size for axis, size in sizes.items() if hasattr(config.parallel, axis)}
+    settled: dict[str, Any] = {"parallel": replace(config.parallel, **cast(Any, given)), **batch}
     return replace(config, **settled)
+
+
+def axis_sizes(parallel: ParallelConfig) -> dict[str, int | Literal["auto"]]:
+    """The size of each axis of the grid; an axis without a key of its own has that of the table."""
+    others = {axis.noun: axis.size for axis in grid.AXES if axis.noun not in AXES}
+    return {axis: getattr(parallel, axis) for axis in AXES} | others
 
 
 def _is_world(size: object) -> bool:
@@ -366,7 +381,7 @@ def _is_world(size: object) -> bool:
 
 
 def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> dict[str, int] | None:
-    """Return the three axis sizes with "auto" filled in, or None after a problem."""
+    """Return the axis sizes with "auto" filled in, or None after a problem."""
     fixed = {axis: int(size) for axis, size in axes.items() if size != "auto"}
     automatic = [axis for axis in axes if axis not in fixed]
     product = math.prod(fixed.values())

@@ -258,7 +258,7 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
         return
     if not isinstance(data, int) or not isinstance(tensor, int) or not isinstance(pipeline, int):
         return
-    grid = Grid(pipeline, data, tensor, order=parallel.order)
+    grid = Grid(pp=pipeline, dp=data, tp=tensor, order=parallel.order)
     shards = min(data, zero.shard_size or data)
     between, outermost = grid.stride("dp"), grid.stride("dp") * shards == grid.world_size
     copies, inside = shards * between, max(1, node // between)

@@ -65,7 +65,8 @@ def loader(dataset: Any, eng: LoadingEngine, **options: Unpack[LoaderOptions]) -
     elif isinstance(dataset, str | Path):
         dataset = token_file(dataset)
     settings = LoaderSettings(**given)
-    rows = StepRows(micro=config.micro, accumulation=config.accumulation, rank=grid.coord().dp, size=grid.dp)
+    rank, size = grid.row_rank, grid.row_ranks
+    rows = StepRows(micro=config.micro, accumulation=config.accumulation, rank=rank, size=size)
     replica = ReplicaBatches(eng.comm, eng.device) if settings.batches == "rank0" else None
     return StepLoader(step_source(dataset, rows, settings), rows, settings, replica)
 

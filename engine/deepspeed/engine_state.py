@@ -54,7 +54,7 @@ class EngineState:
     @property
     def dp_world_size(self) -> int:
         """Number of data ranks."""
-        return self.engine.grid.dp
+        return self.engine.grid.row_ranks
 
     @property
     def mp_world_size(self) -> int:
@@ -142,7 +142,7 @@ class EngineState:
             EngineError: there are tensor or pipeline ranks; the engine's groups are its own.
         """
         grid = self.engine.grid
-        if grid.dp != grid.world_size:
+        if grid.row_ranks != grid.world_size:
             raise EngineError(
                 f"data_parallel_group on {grid}: groups of one axis are the engine's own; reduce by eng.engine.comm."
             )

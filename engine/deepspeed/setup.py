@@ -198,5 +198,5 @@ def _loader(
     if data is None:
         return None
     grid = made.grid
-    sampler = DistributedSampler[Any](data, num_replicas=grid.dp, rank=grid.coord().dp, shuffle=shuffle)
+    sampler = DistributedSampler[Any](data, num_replicas=grid.row_ranks, rank=grid.row_rank, shuffle=shuffle)
     return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate)

@@ -97,12 +97,12 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     @property
     def num_processes(self) -> int:
         """Number of data ranks."""
-        return self.grid.dp
+        return self.grid.row_ranks
 
     @property
     def process_index(self) -> int:
         """This process's data rank."""
-        return self.grid.coord().dp
+        return self.grid.row_rank
 
     def gather(self, tensor: Any) -> Any:
         """Rows of all data ranks, in their order; one all-gather over the world."""
@@ -112,7 +112,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.grid.size("replica") == 1:
             return gathered
         parts = gathered.chunk(self.grid.world_size)
-        return torch.cat([parts[self.grid.rank_at(0, dp, 0)] for dp in range(self.grid.dp)])
+        return torch.cat([parts[rank] for rank in self.grid.peers(self.grid.rows, 0)])
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The host's, of data ranks: each counts once, whatever the number of ranks of a replica."""
@@ -126,7 +126,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.grid.size("replica") == 1 or not (use_gather_object or _has_others(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
         gathered = gather_object([input_data])
-        rows = [row for dp in range(self.grid.dp) for row in gathered[self.grid.rank_at(0, dp, 0)]]
+        rows = [row for rank in self.grid.peers(self.grid.rows, 0) for row in gathered[rank]]
         ends, remainder = self.gradient_state.end_of_dataloader, self.gradient_state.remainder
         return rows[:remainder] if ends and remainder > 0 else rows
 

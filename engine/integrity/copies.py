@@ -30,12 +30,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DataCopies:
-    """Copies on the ranks of axis dp, and of dp_replicate, which hold the same shards."""
+    """Copies on the ranks that hold equal parameters, and on those that hold the same shards."""
 
-    def __init__(self, comm: Comm, device: torch.device, axis: Axis = "dp") -> None:
-        self.comm, self.device, self._axis = comm, device, axis
-        grouped = axis == "dp" and comm.grid.size("dp_replicate") > 1
-        self._shards = DataCopies(comm, device, "dp_replicate") if grouped else None
+    def __init__(self, comm: Comm, device: torch.device, axis: Axis | None = None) -> None:
+        self.comm, self.device, self._axis, self._whole = comm, device, axis or comm.grid.copies, axis is None
+        grouped = axis is None and comm.grid.size(comm.grid.shard_copies) > 1
+        self._shards = DataCopies(comm, device, comm.grid.shard_copies) if grouped else None
         self._table = torch.zeros(0)
         self._held: list[HeldTensor] = []
         self._digests: list[Tensor] = []
@@ -43,10 +43,10 @@ class DataCopies:
     def compare(self, held: Sequence[HeldTensor], digests: Sequence[Tensor]) -> Tensor:
         """Whether copies differ, 0-dim on the device; one all-gather of 16 bytes a tensor and rank, label "integrity".
 
-        Another one over dp_replicate, if there are several shard groups. ``digests``: those of ``held``.
+        Another one over ``Grid.shard_copies``, if several ranks hold a shard. ``digests``: those of ``held``.
         """
         shards = None if self._shards is None else self._shards.compare(held, digests)
-        pairs = [pair for pair in zip(held, digests, strict=True) if pair[0].equal == (self._axis == "dp")]
+        pairs = [pair for pair in zip(held, digests, strict=True) if pair[0].equal == self._whole]
         self._held, self._digests = [each for each, _ in pairs], [digest for _, digest in pairs]
         if self.comm.grid.size(self._axis) == 1 or not pairs:
             self._table = torch.zeros(0)

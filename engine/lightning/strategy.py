@@ -89,7 +89,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Rows are of data ranks."""
-        return {"num_replicas": self.grid.dp, "rank": self.grid.coord().dp}
+        return {"num_replicas": self.grid.row_ranks, "rank": self.grid.row_rank}
 
     # ------------------------------------------------------------------ setup
 
@@ -238,7 +238,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
         if not _is_world(group) or self.grid.size("replica") == 1:
             return gathered
-        return gathered[[self.grid.rank_at(0, dp, 0) for dp in range(self.grid.dp)]]
+        return gathered[list(self.grid.peers(self.grid.rows, 0))]
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -44,7 +44,7 @@ class MatrixOwners:
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
         """The indices of axis dp that exchange matrices with each other."""
         count = self._shares
-        return tuple(tuple(range(first, first + count)) for first in range(0, self.config.dp, count))
+        return tuple(tuple(range(first, first + count)) for first in range(0, self.config.row_ranks, count))
 
     def routes(self, coord: Coord) -> MatrixRoutes | None:
         """The ways of the matrices of a position; None if it has none."""
@@ -53,7 +53,10 @@ class MatrixOwners:
         if not rows:
             return None
         count = self._shares
-        first, place = coord.dp // count * count, coord.dp % count
+        grid = self.config.grid(0)
+        index = grid.index(grid.shard_line, grid.rank_at(**coord))
+        first, place = index // count * count, index % count
+        members = tuple(range(first, first + count))
         # all tensor ranks agree on the owner of what they share, so one of their layouts decides
         decides, own = (_held(self.layouts[coord.pp, tp], rows, count) for tp in (0, coord.tp))
         costs = {name: self._cost(row) for name, row in rows.items()}
@@ -63,7 +66,7 @@ class MatrixOwners:
         order = [slot.name for bucket in self.layouts[coord.pp, 0].buckets for slot in bucket.slots]
         rounds = [
             MatrixRound(
-                data=OwnerRoute("dp", tuple(range(first, first + count)), _of(names, owners), _of(names, own)),
+                data=OwnerRoute(grid.shard_line, members, _of(names, owners), _of(names, own)),
                 tensor=self._tensor_route(_of(names, tensor), cut),
             )
             for names in rounds_of(owners, costs, decides, [name for name in order if name in rows])

@@ -338,7 +338,7 @@ def _settled(plan: Plan) -> Plan:
         return plan
     if plan.moments is None:
         raise refuse_unknown()
-    positions = [plan.grid(0).rank_at(pp, 0, tp) for pp, tp in plan.layouts]
+    positions = [plan.grid(0).rank_at(pp=pp, tp=tp) for pp, tp in plan.layouts]
 
     def at(ratio: float) -> Plan:
         return replace(plan, config=with_ratio(plan.config, ratio))

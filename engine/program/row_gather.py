@@ -61,7 +61,7 @@ class _GatherRows(torch.autograd.Function):
         if gather.comm is None or rows.is_meta:
             return torch.cat([rows] * gather.ranks)
         full = rows.new_empty(gather.ranks * rows.shape[0], *rows.shape[1:])
-        gather.comm.all_gather(full.view(-1), rows.contiguous().view(-1), "dp", LABEL).wait()
+        gather.comm.all_gather(full.view(-1), rows.contiguous().view(-1), gather.comm.grid.rows, LABEL).wait()
         return full
 
     @staticmethod
@@ -71,5 +71,5 @@ class _GatherRows(torch.autograd.Function):
         own = grad.new_empty(grad.shape[0] // gather.ranks, *grad.shape[1:])
         if gather.comm is not None:
             full = grad.clone(memory_format=torch.contiguous_format)  # a reduce-scatter may overwrite it
-            gather.comm.reduce_scatter(own.view(-1), full.view(-1), "dp", LABEL).wait()
+            gather.comm.reduce_scatter(own.view(-1), full.view(-1), gather.comm.grid.rows, LABEL).wait()
         return own, None

@@ -36,7 +36,7 @@ class PlanRehearsal:
         likeness, known = RankLikeness(self.model, self.plan), dict[Hashable, tuple[tuple[int, ...], RehearsedStep]]()
         before = list[RehearsedRank]()
         for pp in range(self.plan.config.pp):
-            rank, stages, key = self.plan.grid(0).rank_at(pp, 0, 0), self.plan.stages(pp), likeness.of(pp)
+            rank, stages, key = self.plan.grid(0).rank_at(pp=pp), self.plan.stages(pp), likeness.of(pp)
             if key not in known:
                 known[key] = stages, self._step(rank, before)
             rehearsed, step = known[key]

@@ -60,7 +60,7 @@ class RankLikeness:
         return 0 if ranks[stage] == ranks[other] else min(NEAR, abs(stage - other))
 
     def _buckets(self, pp: int) -> Hashable:
-        layout, stages = self._plan.layout(Coord(pp, 0, 0)), self._plan.stages(pp)
+        layout, stages = self._plan.layout(Coord(pp=pp)), self._plan.stages(pp)
         return tuple(
             (
                 (bucket.dtype, bucket.elements, len(bucket.ties), bucket.partial, bucket.exact),
@@ -71,7 +71,7 @@ class RankLikeness:
         )
 
     def _gathers(self, pp: int) -> Hashable:
-        gathers, stages = self._plan.gathers(Coord(pp, 0, 0)), self._plan.stages(pp)
+        gathers, stages = self._plan.gathers(Coord(pp=pp)), self._plan.stages(pp)
         if gathers is None:
             return None
         turns = tuple(stages.index(turn.stage) if turn.stage in stages else -1 for turn in gathers.order.turns)

@@ -73,7 +73,7 @@ def _is_even(plan: Plan) -> bool:
     return plan.config.pp == 1 and settings.every is None and settings.mode != "offload" and not plan.hosted(_FIRST)
 
 
-_FIRST = Coord(0, 0, 0)
+_FIRST = Coord()
 
 
 def _pinned(plan: Plan) -> int:

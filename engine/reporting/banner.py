@@ -40,7 +40,7 @@ def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None)
         "grid": f"{plan.grid(0)}, on {device}",
         "model": _model_line(plan),
         "batch": f"{config.train_batch_size} rows = {config.micro} micro x {config.accumulation} accumulation "
-        f"x {config.dp} data",
+        f"x {config.row_ranks} data",
         "precision": _precision_line(plan),
         "zero": _zero_line(plan),
         **_fewer_bits_line(plan),
@@ -149,7 +149,7 @@ def _kept_words(precision: Precision) -> str:
 
 def _zero_line(plan: Plan) -> str:
     stage, layout = plan.config.zero_optimization.stage, plan.layout(plan.grid(0).coord())
-    if plan.config.dp == 1 and not hosts_parameters(plan.config):
+    if plan.config.row_ranks == 1 and not hosts_parameters(plan.config):
         return f"stage {stage}: one data rank, so nothing is shared or sent"
     if (gathers := plan.gathers(plan.grid(0).coord())) is not None:
         return _gathers_line(plan, gathers) + _groups_words(plan.config)
@@ -160,7 +160,7 @@ def _zero_line(plan: Plan) -> str:
 
 def _groups_words(config: Config) -> str:
     """Shard groups, if there are several."""
-    groups = config.dp // config.shards
+    groups = config.row_ranks // config.shards
     words = f"; {groups} groups of {config.shards} data ranks shard alike, and sum their shards once a step"
     return words if groups > 1 else ""
 

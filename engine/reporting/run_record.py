@@ -94,7 +94,7 @@ class RunRecord:
             "format": FORMAT,
             "rank": self._grid.rank,
             "ranks": self._grid.world_size,
-            "place": {axis: getattr(self._planned.coord, axis) for axis in ("dp", "tp", "pp")},
+            "place": dict(self._planned.coord),
             "host": socket.gethostname(),
             "memory": "resident" if is_host(self._device) else "allocated",
             "state": dict(self._planned.state_bytes),

@@ -110,12 +110,11 @@ class StepProfile:
 
     def _write(self) -> None:
         grid = self._runtime.comm.grid
-        coord = grid.coord()
         told: dict[str, Any] = {
             "format": FORMAT,
             "rank": grid.rank,
             "ranks": grid.world_size,
-            "place": {"dp": coord.dp, "tp": coord.tp, "pp": coord.pp},
+            "place": dict(grid.coord()),
             "host": socket.gethostname(),
             "zero": self._zero,
             "steps": self._steps,

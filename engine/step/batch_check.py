@@ -74,7 +74,8 @@ def check_batch(
     table = gather_from_all(mine, comm, device, "batch check", "replica").flatten()
     if problem is not None:
         return False
-    digests, peers = table.tolist(), comm.grid.peers("replica")
+    digests, grid = table.tolist(), comm.grid
+    peers = grid.peers("replica")
     for other, rank in zip(digests, peers, strict=True):
         if other == _REFUSED:
             raise OtherRankError(
@@ -91,7 +92,7 @@ def check_batch(
         if other != digests[0]:
             raise EngineError(
                 f"rank {peers[0]} and rank {rank} were given different batches; all tensor and pipeline ranks of a "
-                f"data coordinate (here {comm.grid.coord().dp}) must pass the same batch: let the sampler use "
+                f"data coordinate (here {grid.row_rank}) must pass the same batch: let the sampler use "
                 "grid.coord().dp and grid.dp."
             )
     return anywhere
@@ -127,10 +128,10 @@ def differing_buffer(model: nn.Module, comm: Comm, device: torch.device) -> str 
     """
     unsaved = {id(m._buffers[leaf]) for m in model.modules() for leaf in m._non_persistent_buffers_set}
     buffers = {name: b for name, b in model.named_buffers() if id(b) not in unsaved and b.is_floating_point()}
-    if comm.grid.dp == 1 or not buffers:
+    if comm.grid.row_ranks == 1 or not buffers:
         return None
     mine = torch.tensor([_content(b.detach(), 0) for b in buffers.values()], dtype=torch.int64)
-    table = gather_from_all(mine, comm, device, "buffer check", "dp")
+    table = gather_from_all(mine, comm, device, "buffer check", comm.grid.rows)
     differs = (table != table[0]).any(dim=0).tolist()
     return next((name for name, differ in zip(buffers, differs, strict=True) if differ), None)
 

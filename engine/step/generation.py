@@ -67,10 +67,9 @@ class Generation:
 
     def _draw_alike(self) -> None:
         """Give the ranks of a replica the random state of its first one, so that all sample the same tokens."""
-        coord = self._comm.grid.coord()
         for generator in generators_of(self._device):
             state = generator.get_state().to(self._device)
-            take_from(state, not (coord.tp or coord.pp), self._comm, "replica", "generate")
+            take_from(state, self._comm.grid.is_first("replica"), self._comm, "replica", "generate")
             generator.set_state(state.cpu())
 
     def _forward(self, **given: Any) -> Any:

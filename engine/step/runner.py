@@ -191,7 +191,7 @@ class StepRunner:
             loss=zero,
             weight=zero.clone(),
             scale=self._update.scale.value,
-            added_ranks=self._config.dp if self._config.gradient_allreduce_op == "sum" else 1,
+            added_ranks=self._config.row_ranks if self._config.gradient_allreduce_op == "sum" else 1,
             experts=self._runtime.uncounted(),
         )
 
@@ -203,7 +203,12 @@ class StepRunner:
         rows, config = self._runtime.program.rows, self._config
         take = partial(rows.take_microbatches, batch, config.micro, config.accumulation)
         taken = self._take(take, step)
-        if kind == "train" and self._compared < _COMPARED_STEPS and self._comm.grid.dp > 1 and step.problem is None:
+        if (
+            kind == "train"
+            and self._compared < _COMPARED_STEPS
+            and self._comm.grid.row_ranks > 1
+            and step.problem is None
+        ):
             step.digest, self._compared = small_digest(taken), self._compared + 1
         if kind == "train" and step.problem is None:
             self.remarks.look(taken)
@@ -221,7 +226,7 @@ class StepRunner:
     def _most_forwards(self, own: int, step: StepState) -> int:
         """The largest number of forwards of any data rank, which all of them make; 8 bytes over dp."""
         most = torch.tensor([own if step.problem is None else _NO_BATCH], device=self._device)
-        self._comm.all_reduce(most, "dp", "predict", "max").wait()
+        self._comm.all_reduce(most, self._comm.grid.rows, "predict", "max").wait()
         if int(most) < _NO_BATCH:
             return int(most)
         step.problem = step.problem or OtherRankError(
@@ -313,8 +318,8 @@ class StepRunner:
         return finished
 
     def _compare_buffers(self) -> None:
-        name, coord = differing_buffer(self._model, self._comm, self._device), self._comm.grid.coord()
-        if name is not None and coord.dp == coord.tp == 0:
+        name = differing_buffer(self._model, self._comm, self._device)
+        if name is not None and self._comm.grid.is_first("stage"):
             logger.warning(
                 "buffer %r differs between data ranks, since each writes it from its own rows; evaluation uses each "
                 "rank's own and checkpoints keep that of data rank 0: average it over data ranks before you evaluate "
@@ -324,5 +329,5 @@ class StepRunner:
 
     def random_key(self, index: int) -> tuple[int, int, int]:
         """(seed, step, global microbatch), which is the same on every grid."""
-        first = self._comm.grid.coord().dp * self._config.accumulation
+        first = self._comm.grid.row_rank * self._config.accumulation
         return self._config.seed, self._update.made, first + index

@@ -107,7 +107,7 @@ class RankRuntime:
     def communicates(self) -> bool:
         """Whether forwards communicate, so that other ranks wait for one that fails."""
         grid = self.comm.grid
-        return grid.size("replica") > 1 or (self.gatherer is not None and grid.dp > 1)
+        return grid.size("replica") > 1 or (self.gatherer is not None and grid.size(grid.sharding) > 1)
 
     @contextmanager
     def forward(self, *key: int, trace: ModelTrace | None = None) -> Iterator[None]:

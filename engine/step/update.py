@@ -187,12 +187,12 @@ class Update:
         if step.copies is not None:
             runtime.replica_check.weights.compare(totals.digest_squared, step.sent)
             return
-        self._alike += totals.same_batch(self._comm.grid.dp)
+        self._alike += totals.same_batch(self._comm.grid.row_ranks)
         if self._alike == 2 and totals.digest and self._comm.grid.rank == 0:
             logger.warning(
                 "all %d data ranks were given the same batch in each of the first two steps, so they compute what one "
                 "would; give each its own rows: let the sampler use eng.grid.coord().dp and eng.grid.dp.",
-                self._comm.grid.dp,
+                self._comm.grid.row_ranks,
             )
 
     def _clipping(self, norm: float, step: StepState) -> float:
@@ -304,8 +304,8 @@ class Update:
         self, step: StepState, squared_norm: Tensor | float, last_rank: int, stop: bool, unused: int = 0
     ) -> Tensor:
         """The packed totals, summed over the world; one all-reduce, label "control"."""
-        coord = self._comm.grid.coord()
-        speaks, metrics = coord.tp == 0 and coord.pp == last_rank, len(self._config.monitor.metrics)
+        grid, metrics = self._comm.grid, len(self._config.monitor.metrics)
+        speaks = grid.coord().pp == last_rank and grid.is_first("stage_replica")
         packed = StepTotals.pack(step, squared_norm, speaks, stop, unused, metrics)
         self._comm.all_reduce(packed, "world", "control").wait()
         return packed

@@ -227,7 +227,7 @@ class UserLoop:
             runtime.finish()
             step.reduced = True
         weight = step.weight.clone()
-        runtime.comm.all_reduce(weight, "dp", "weight").wait()
+        runtime.comm.all_reduce(weight, runtime.comm.grid.rows, "weight").wait()
         return float(weight) * step.divides
 
     def clip(self, max_norm: float) -> float:

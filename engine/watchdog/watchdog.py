@@ -27,7 +27,6 @@ from engine.config import Config
 from engine.config.sections import WatchdogConfig
 from engine.errors import first_line
 from engine.parallel.comm.flight.flight import rank_runs
-from engine.parallel.comm.flight.layout import AXES
 from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.comm.launcher import own_address
 from engine.parallel.comm.meeting import KeyStore
@@ -67,7 +66,7 @@ class Watchdog:
         identity = {
             "host": socket.gethostname(),
             "stage": grid.coord().pp,
-            "axes": {axis: rank_runs(grid.peers(axis)) for axis in AXES if axis in used},
+            "axes": {axis: rank_runs(grid.peers(axis)) for axis in used},
             ERROR_VARIABLE: os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         }
         path = self._folder / f"rank{grid.rank}{SUFFIX}"

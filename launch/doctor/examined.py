@@ -151,7 +151,7 @@ class Examined:
     """Of the ranks that have come, by rank."""
     met: bool = False
     """Whether rank 0 was where the ranks meet, and has waited for the others."""
-    grid: tuple[int, int, int] | None = None
+    grid: Mapping[str, int] | None = None
     """Sizes (pipeline, data, tensor); None: the configuration does not fit."""
     order: Order = "tp-dp-pp"
     """Which ranks are neighbours."""

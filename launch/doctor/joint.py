@@ -69,8 +69,8 @@ class Examination:
 
     def __post_init__(self) -> None:
         config, world = self.config, self.world
-        grid = None if config is None else (config.pp, config.dp, config.tp)
-        tensor = grid is not None and grid[2] > 1 and is_host(world.device)
+        grid = None if config is None else config.grid(0).sizes
+        tensor = config is not None and config.tp > 1 and is_host(world.device)
         self.seen = Examined(
             size=world.size,
             facts=(self.own,),

@@ -38,7 +38,7 @@ def measure_axes(comm: Comm, device: torch.device) -> Iterator[AxisTimes]:
         EngineError: a rank does not come.
     """
     meter, grid = _Meter(comm, device), comm.grid
-    axes: tuple[Axis, ...] = ("tp", "dp", *grid.data_axes)
+    axes: list[Axis] = [*(axis for axis in reversed([*grid.sizes]) if axis != "pp"), *grid.data_axes]
     for axis in axes:
         if grid.size(axis) > 1:
             yield meter.measure(axis, grid.peers(axis), "all_reduce", _reducing(comm, axis))

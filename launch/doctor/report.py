@@ -15,7 +15,7 @@ _MOST_ROWS = 64
 def report_lines(seen: Examined, findings: Sequence[HostFinding]) -> Iterator[str]:
     """The whole report."""
     hosts = Hosts(seen.facts)
-    grid = "" if seen.grid is None else ", {} pipeline x {} data x {} tensor".format(*seen.grid)
+    grid = "" if seen.grid is None else f", {Grid(order=seen.order, **seen.grid).shape}"
     yield f"{_number(len(seen.facts), 'rank')} of {seen.size} on {_number(len(hosts.ranks), 'host')}{grid}"
     tables = (_host_rows, _rank_rows, _axis_rows, _pair_rows)
     for rows in tables:
@@ -88,8 +88,8 @@ def _rank_rows(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, ...]]:
 def _coordinates(one: RankFacts, seen: Examined) -> tuple[str, str, str]:
     if seen.grid is None:
         return ("-", "-", "-")
-    pp, dp, tp = Grid(*seen.grid, order=seen.order).coord(one.rank)
-    return (str(pp), str(dp), str(tp))
+    coord = Grid(order=seen.order, **seen.grid).coord(one.rank)
+    return (str(coord.pp), str(coord.dp), str(coord.tp))
 
 
 def _axis_rows(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, ...]]:

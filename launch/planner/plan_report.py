@@ -158,7 +158,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
     costs, asked = planned.costs, planned.asked
     plan = planned.plan
     traffic = plan.rank(0).traffic
-    first_ranks = [plan.rank(plan.grid(0).rank_at(pp, 0, 0)) for pp in range(plan.config.pp)]
+    first_ranks = [plan.rank(plan.grid(0).rank_at(pp=pp)) for pp in range(plan.config.pp)]
     found: dict[str, Any] = {
         "gpu": asked.gpu.name,
         "world": asked.world,

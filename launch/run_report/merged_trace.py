@@ -63,7 +63,7 @@ def read_traces(folder: Path, size: int) -> list[RankTrace]:
 
 
 def _trace(told: Mapping[str, Any]) -> RankTrace:
-    place = ", ".join(f"{axis} {int(told['place'][axis])}" for axis in ("dp", "tp", "pp"))
+    place = ", ".join(f"{axis} {int(index)}" for axis, index in told["place"].items())
     steps = [TraceSlice("steps", f"step {step}", int(begun), int(ended), {}) for step, begun, ended in told["steps"]]
     actions = [TraceSlice("actions", str(token), int(begun), int(ended), {}) for token, begun, ended in told["actions"]]
     newest = max((ended for _, _, ended in told["steps"]), default=0)

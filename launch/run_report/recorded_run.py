@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import EngineError
+from engine.parallel.grid import AXES, Grid
 from engine.parallel.pipeline.schedule.actions import Action, Schedule
 from engine.parallel.pipeline.schedule.simulate import Span, StepTimeline
 from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of
@@ -53,7 +54,7 @@ class RecordedRank:
         spans = told["spans"]
         return cls(
             rank=int(told["rank"]),
-            place={axis: int(told["place"][axis]) for axis in ("dp", "tp", "pp")},
+            place={axis: int(index) for axis, index in told["place"].items()},
             host=str(told["host"]),
             step=int(told["step"]),
             written=float(told["written"]),
@@ -114,18 +115,18 @@ class RecordedRun:
         if off:
             yield f"Planned and sent bytes differ on {len(off)} rank{'s' * (len(off) > 1)}: {_few(off)}."
 
-    def timelines(self) -> dict[tuple[int, int], StepTimeline]:
-        """The last recorded step as it ran, by (dp, tp), of the pipelines whose ranks have all recorded one step."""
-        found: dict[tuple[int, int], StepTimeline] = {}
-        places = {(rank.place["dp"], rank.place["tp"], rank.place["pp"]): rank for rank in self.ranks}
+    def timelines(self) -> dict[str, StepTimeline]:
+        """The last recorded step of each pipeline as it ran, by its place in words; all its ranks recorded that step."""
+        found: dict[str, StepTimeline] = {}
+        places = {(_outside_pipeline(rank), rank.place["pp"]): rank for rank in self.ranks}
         length = len(self.schedule.per_rank)
-        for dp, tp in sorted({key[:2] for key in places}):
-            row = [places.get((dp, tp, pp)) for pp in range(length)]
+        for outside in sorted({key[0] for key in places}):
+            row = [places.get((outside, pp)) for pp in range(length)]
             spans = [rank.spans for rank in row if rank is not None and rank.spans is not None]
             if len(spans) == length and len({rank.step for rank in row if rank is not None}) == 1:
                 first = min(each[0].start for each in spans)
                 moved = [tuple(Span(s.action, s.start - first, s.end - first) for s in each) for each in spans]
-                found[dp, tp] = StepTimeline(self.schedule, tuple(moved))
+                found[_in_words(outside)] = StepTimeline(self.schedule, tuple(moved))
         return found
 
 
@@ -250,3 +251,13 @@ def _number(value: Any) -> float | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise TypeError(f"{value!r} is not a number")
     return value
+
+
+def _outside_pipeline(rank: RecordedRank) -> tuple[int, ...]:
+    """The coordinates of a rank along all axes but that of the pipeline, in the order of the grid."""
+    return tuple(rank.place[axis] for axis in Grid().sizes if axis != "pp")
+
+
+def _in_words(outside: tuple[int, ...]) -> str:
+    nouns = [axis.noun for axis in AXES if axis.name != "pp"]
+    return ", ".join(f"{noun} {index}" for noun, index in zip(nouns, outside, strict=True))

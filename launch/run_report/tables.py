@@ -72,10 +72,10 @@ def bubble_table(run: RecordedRun, predicted: float) -> str:
     found = run.timelines()
     rows = [
         [
-            cell(f"data {dp}, tensor {tp}"), cell(f"{predicted:.1%}"), cell(f"{line.bubble:.1%}"),
+            cell(place), cell(f"{predicted:.1%}"), cell(f"{line.bubble:.1%}"),
             cell(f"{line.makespan * 1e3:.1f}"), bars([[(0, predicted)], [(1, line.bubble)]]),
         ]
-        for (dp, tp), line in found.items()
+        for place, line in found.items()
     ]  # fmt: skip
     head = ["pipeline", "idle predicted", "idle measured", "first to last action, ms", KEYS]
     return table(head, rows, right=(1, 2, 3))

@@ -80,7 +80,7 @@ class EngineStandIn:
     def grid(self) -> Grid:
         """As rank 0 sees it."""
         config = self._resolve(self._call.config)
-        return Grid(config.pp, config.dp, config.tp, 0)
+        return config.grid(0)
 
     def train_batch(self, batch: Any) -> None:
         """Keep the rows, and end the script."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import AXES, Config, load_config, load_raw
+from engine.config import Config, axis_sizes, load_config, load_raw
 from engine.config.overrides import OVERRIDES_HELP, is_override
 from engine.errors import ConfigError, EngineError, PlanError, first_line
 
@@ -175,8 +175,7 @@ def _check_source(name: str) -> None:
 def _world_of(config: Config) -> int:
     """The world of a configuration that gives all axes."""
     world = 1
-    for axis in AXES:
-        size = getattr(config.parallel, axis)
+    for axis, size in axis_sizes(config.parallel).items():
         if size == "auto":
             raise ConfigError(f'parallel.{axis} is "auto": it follows from the number of processes; give --world N.')
         world *= size

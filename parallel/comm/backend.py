@@ -79,12 +79,12 @@ class Backend(Protocol):
         """Concatenate the shards of the axis into ``full``."""
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Prepare ``all_to_all`` between these indices of axis dp; every rank calls it."""
+        """Prepare ``all_to_all`` between these indices of the shard line; every rank calls it."""
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
         """Send slice i of ``given`` to the i-th of these indices of ``axis``; slice i of ``received`` comes from it.
 
-        Of another axis than dp they are all indices.
+        Of an axis other than the shard line they are all indices.
         """
 
     def open_gathers(self, within: int | None = None) -> None:
@@ -94,7 +94,7 @@ class Backend(Protocol):
         """
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
-        """All-gather each (full, shard) over dp or ``within`` ranks of it, in a group apart from its other traffic."""
+        """All-gather each (full, shard) over the shard line or ``within`` ranks of it, apart from its other traffic."""
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
         """The bytes of all ranks that ``gather_parameters`` joins, of equal length; between hosts: no device waits."""
@@ -145,7 +145,7 @@ class RecordingBackend:
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Do nothing."""
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
         """Receive what this rank gives itself, and zeros."""
         own, slices = members.index(self._grid.index(axis)), received.view(len(members), -1)
         slices.zero_()
@@ -157,9 +157,9 @@ class RecordingBackend:
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
         """Copy each shard to this rank's slice of its full tensor."""
-        ranks = within or self._grid.dp
+        ranks = within or self._grid.size(self._grid.shard_line)
         for full, shard in pairs:
-            full.view(ranks, -1)[self._grid.index("dp") % ranks].copy_(shard)
+            full.view(ranks, -1)[self._grid.index(self._grid.shard_line) % ranks].copy_(shard)
         return lambda: None
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:

@@ -290,20 +290,18 @@ class Comm:
             raise EngineError(f"{error}: that rank has ended, stands still, or makes other calls.") from error
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Prepare ``all_to_all`` between these indices of axis dp. Every rank calls it, in the same order."""
+        """Prepare ``all_to_all`` between these indices of the shard line. Every rank calls it, in the same order."""
         self._backend.connect_data(members)
 
-    def all_to_all(
-        self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str, axis: Axis = "dp"
-    ) -> Pending:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], label: str, axis: Axis) -> Pending:
         """Send slice i of ``given`` to the i-th of these indices of ``axis``, and receive slice i from it.
 
-        This rank is one of them; its own slice is copied. Of other axes than dp all indices take part.
+        This rank is one of them; its own slice is copied. Of other axes than the shard line all indices take part.
         """
         if len(members) == 1:
             received.copy_(given)
-        name: str = axis if len(members) == self.grid.size(axis) else f"dp indices {','.join(map(str, members))}"
-        counted = self.grid.sharding if axis == "dp" else axis
+        name: str = axis if len(members) == self.grid.size(axis) else f"{axis} indices {','.join(map(str, members))}"
+        counted = self.grid.sharding if axis == self.grid.shard_line else axis
         route = _Route(len(members), Stream(EventKind.COLLECTIVE, counted, name))
         call = partial(self._backend.all_to_all, received, given, members, axis)
         return self._issue("all_to_all", given, counted, label, call, route)
@@ -315,7 +313,7 @@ class Comm:
     def gather_parameters(
         self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, within: int | None = None
     ) -> Pending:
-        """``all_gather`` of several (full, shard) pairs over dp at once, in a group apart from dp's other traffic.
+        """``all_gather`` of several (full, shard) pairs over the shard line at once, apart from its other traffic.
 
         ``within``: the group has so many data ranks, which lie side by side, instead of all those of a shard group.
         """
@@ -323,9 +321,10 @@ class Comm:
         elements = sum(full.numel() for full, _ in pairs)
         size = sum(full.numel() * full.element_size() for full, _ in pairs)
         work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))
-        name, ranks = "dp gathers", within or self.grid.dp
+        line = self.grid.shard_line
+        name, ranks = f"{line} gathers", within or self.grid.size(line)
         if within is not None:
-            first = self.grid.index("dp") // ranks * ranks
+            first = self.grid.index(line) // ranks * ranks
             name += f" indices {','.join(map(str, range(first, first + ranks)))}"
         axis = self.grid.sharding
         route = _Route(ranks, Stream(EventKind.COLLECTIVE, axis, name))
@@ -336,14 +335,14 @@ class Comm:
 
         The hosts talk, so that nobody waits for a device, and no bytes are counted.
         """
-        size = self.grid.shard_size or self.grid.dp
+        size = self.grid.size(self.grid.sharding)
         answers: list[bytes] = [said] if size == 1 else []
 
         def exchange() -> None:
             answers.extend(self._backend.exchange_gathers(said, size))
 
         axis = self.grid.sharding
-        route = _Route(size, Stream(EventKind.COLLECTIVE, axis, "dp gathers agreement"))
+        route = _Route(size, Stream(EventKind.COLLECTIVE, axis, f"{self.grid.shard_line} gathers agreement"))
         work = _Work("all_gather", len(said) * size, len(said) * size, "uint8", counted=False)
         self._launch(work, axis, label, lambda: exchange, route).wait()
         return answers

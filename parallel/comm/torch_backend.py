@@ -16,14 +16,14 @@ from engine.parallel.comm.backend import Channel, Link, Reduction, Wait, link_ro
 from engine.parallel.comm.host_barrier import NO_HOST, host_identity, open_neighbours
 from engine.parallel.comm.shared_memory import SharedMemory, open_shared_bytes, open_shared_memory
 from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
-from engine.parallel.comm.world import OwnedGroups, shares_memory, split_color
-from engine.parallel.grid import Axis, Grid, axis_groups, color_rounds
+from engine.parallel.comm.world import OwnedGroups, color_rounds, shares_memory
+from engine.parallel.grid import Axis, Grid, axis_groups
 
 logger = logging.getLogger("trine")
 
 
 class _DataMembers(NamedTuple):
-    """Indices of axis dp that exchange messages."""
+    """Indices of the shard line that exchange messages."""
 
     members: tuple[int, ...]
 
@@ -36,8 +36,8 @@ class _DataGathers(NamedTuple):
 
 
 _Key = Axis | tuple[int, ...] | _DataMembers | _DataGathers | Channel
-"""An axis, the data axis's other groups for parameters, indices of axis pp that sum or of axis dp that exchange, or a
-channel of messages."""
+"""An axis, the shard line's other groups for parameters, indices of axis pp that sum, indices of the shard line that
+exchange, or a channel of messages."""
 
 
 class TorchBackend:
@@ -86,7 +86,7 @@ class TorchBackend:
         """Create this rank's own group of those that all ranks create now; None if it is in none of them."""
         if not self._linked:
             return self._owned.open(own)
-        made = [self._owned.open(own if own in each else None) for each in color_rounds(groups, split_color)]
+        made = [self._owned.open(own if own in each else None) for each in color_rounds(groups)]
         return next((group for group in made if group is not None), None)
 
     def _share(self, axis: Axis) -> dict[Axis, SharedMemory]:
@@ -113,25 +113,27 @@ class TorchBackend:
         return open_shared_bytes(index, ranks, size, seconds, exchange) if shares_memory() else None
 
     def connect_data(self, members: tuple[int, ...]) -> None:
-        """Create the groups of these indices, for every pipeline and tensor coordinate; all of dp have one already."""
-        if len(members) in (1, self._grid.dp) or _DataMembers(members) in self._groups:
+        """Create the groups of these indices, in every line; all of the line have one already."""
+        if len(members) in (1, self._grid.size(self._grid.shard_line)) or _DataMembers(members) in self._groups:
             return
-        groups = (tuple(line[index] for index in members) for line in self._grid.groups("dp"))
-        line, here = self._grid.peers("dp"), self._grid.index("dp")
+        axis = self._grid.shard_line
+        groups = (tuple(line[index] for index in members) for line in self._grid.groups(axis))
+        line, here = self._grid.peers(axis), self._grid.index(axis)
         own = tuple(line[index] for index in members) if here in members else None
         self._groups[_DataMembers(members)] = self._open(groups, own)
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
         """Exchange slices."""
         group = self._groups[axis if len(members) == self._grid.size(axis) else _DataMembers(members)]
         return _all_to_all(received, given, group)
 
     def open_gathers(self, within: int | None = None) -> None:
         """Create a second group of the data axis, or of each run of ``within`` ranks of it."""
-        size, line = within or self._grid.dp, self._grid.peers("dp")
-        starts = range(0, self._grid.dp, size)
-        groups = (peers[start : start + size] for peers in self._grid.groups("dp") for start in starts)
-        first = self._grid.index("dp") // size * size
+        axis, line = self._grid.shard_line, self._grid.peers(self._grid.shard_line)
+        size = within or len(line)
+        starts = range(0, len(line), size)
+        groups = (peers[start : start + size] for peers in self._grid.groups(axis) for start in starts)
+        first = self._grid.index(axis) // size * size
         own = line[first : first + size]
         self._groups[_DataGathers("gathers", size)] = group = self._open(groups, own)
         hosts = self._owned.open(own, backend="gloo") if self._linked else group
@@ -139,7 +141,7 @@ class TorchBackend:
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
         """All-gather each pair in the group that ``open_gathers`` has created for it."""
-        group = self._groups[_DataGathers("gathers", within or self._grid.dp)]
+        group = self._groups[_DataGathers("gathers", within or self._grid.size(self._grid.shard_line))]
         waits = [_all_gather(full, shard, group) for full, shard in pairs]
 
         def finish() -> None:

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from _thread import start_new_thread
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -328,6 +328,24 @@ def _members_meet(ranks: Sequence[int] | None, backend: str | None, wait: timede
     if isinstance(made, dist.ProcessGroup):
         distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(members)}
     return made
+
+
+def color_rounds(
+    groups: Iterable[tuple[int, ...]], color: Callable[[Sequence[int]], int] | None = None
+) -> list[frozenset[tuple[int, ...]]]:
+    """Groups that have no rank in common, in as many rounds as keep the colors of a round apart; almost always one.
+
+    NCCL splits a communicator by colors, for which torch takes a hash of the ranks: two groups of one color would
+    become one. ``color``: None takes torch's.
+    """
+    rounds: list[dict[int, tuple[int, ...]]] = []
+    for group in groups:
+        found = (color or split_color)(group)
+        free = next((each for each in rounds if found not in each), None)
+        if free is None:
+            rounds.append(free := {})
+        free[found] = group
+    return [frozenset(each.values()) for each in rounds]
 
 
 def split_color(ranks: Sequence[int]) -> int:

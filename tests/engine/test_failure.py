@@ -244,7 +244,7 @@ def dies() -> None:
     from engine.parallel.comm.torch_backend import TorchBackend
     from engine.parallel.grid import Grid
 
-    made = Comm(Grid(1, 2, 1, dist.get_rank()), TorchBackend(Grid(1, 2, 1, dist.get_rank()), torch.device("cpu")))
+    made = Comm(Grid(dp=2, rank=dist.get_rank()), TorchBackend(Grid(dp=2, rank=dist.get_rank()), torch.device("cpu")))
     if dist.get_rank():
         made.close()
         dist.destroy_process_group()

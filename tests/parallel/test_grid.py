@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import pairwise, product
 from typing import Literal, get_args
 
@@ -11,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError, GridError
-from engine.parallel.grid import Axis, Coord, Grid, Order, axis_groups, color_rounds, saved_order
+from engine.parallel.comm.world import color_rounds
+from engine.parallel.grid import Axis, Coord, Grid, Order, axis_groups, saved_order
 
 sizes_st = st.integers(1, 6)
 orders_st = st.sampled_from(get_args(Order))
@@ -21,12 +21,11 @@ AXES: tuple[Axis, ...] = ("pp", "dp", "tp", "world")
 
 @given(grids_st)
 def test_coord_and_rank_at_are_inverse_and_run_in_order(grid: Grid) -> None:
-    if grid.order == "tp-dp-pp":
-        positions = [Coord(*at) for at in product(range(grid.pp), range(grid.dp), range(grid.tp))]
-    else:
-        positions = [Coord(pp, dp, tp) for dp, pp, tp in product(range(grid.dp), range(grid.pp), range(grid.tp))]
+    names = ("pp", "dp", "tp") if grid.order == "tp-dp-pp" else ("dp", "pp", "tp")
+    places = product(*(range(grid.size(name)) for name in names))
+    positions = [Coord(**dict(zip(names, place, strict=True))) for place in places]
     assert [grid.coord(rank) for rank in range(grid.world_size)] == positions  # tp innermost
-    assert [grid.rank_at(*at) for at in positions] == list(range(grid.world_size))
+    assert [grid.rank_at(**at) for at in positions] == list(range(grid.world_size))
 
 
 @given(grids_st, st.sampled_from(AXES))
@@ -39,7 +38,7 @@ def test_groups_hold_each_rank_once(grid: Grid, axis: Axis) -> None:
 @given(grids_st, st.sampled_from(AXES), st.data())
 def test_peers_are_the_own_group_and_index_finds_oneself(grid: Grid, axis: Axis, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, grid.world_size - 1))
-    here = replace(grid, rank=rank)
+    here = grid.at(rank)
     assert here.peers(axis) == grid.peers(axis, rank)
     assert here.peers(axis) in list(grid.groups(axis))
     assert here.peers(axis)[here.index(axis)] == rank
@@ -49,7 +48,7 @@ def test_peers_are_the_own_group_and_index_finds_oneself(grid: Grid, axis: Axis,
 @given(grids_st, st.sampled_from(("pp", "dp", "tp")))
 def test_peers_differ_along_their_axis_only(grid: Grid, axis: Axis) -> None:
     for group in grid.groups(axis):
-        places = [grid.coord(rank)._asdict() for rank in group]
+        places = [dict(grid.coord(rank)) for rank in group]
         assert [place.pop(axis) for place in places] == list(range(grid.size(axis)))
         assert all(place == places[0] for place in places)
 
@@ -58,19 +57,18 @@ def test_peers_differ_along_their_axis_only(grid: Grid, axis: Axis) -> None:
 def test_the_data_axis_is_made_of_shard_groups_and_replicas(
     grid: Grid, size: int, groups: int, data: st.DataObject
 ) -> None:
-    whole = replace(grid, dp=size * groups, shard_size=size)
-    grid = replace(whole, rank=data.draw(st.integers(0, whole.world_size - 1)))
+    whole = Grid(order=grid.order, shard_size=size, **{**grid.sizes, "dp": size * groups})
+    grid = whole.at(data.draw(st.integers(0, whole.world_size - 1)))
     line, inner, outer = grid.peers("dp"), grid.peers("dp_shard"), grid.peers("dp_replicate")
     assert (len(inner), len(outer)) == (grid.size("dp_shard"), grid.size("dp_replicate")) == (size, groups)
     place = line.index(inner[0])
     assert inner == line[place : place + size] and set(inner) & set(outer) == {grid.rank}
-    assert {replace(grid, rank=rank).index("dp_shard") for rank in outer} == {grid.index("dp_shard")}
+    assert {grid.index("dp_shard", rank) for rank in outer} == {grid.index("dp_shard")}
     assert grid.coord().dp == grid.index("dp_replicate") * size + grid.index("dp_shard")
-    for axis in get_args(Axis):
-        if axis.startswith("dp_"):
-            every = list(grid.groups(axis))
-            assert sorted(rank for group in every for rank in group) == list(range(grid.world_size))
-            assert every == sorted(every) and grid.peers(axis) in every
+    for axis in ("dp_shard", "dp_replicate"):
+        every = list(grid.groups(axis))
+        assert sorted(rank for group in every for rank in group) == list(range(grid.world_size))
+        assert every == sorted(every) and grid.peers(axis) in every
     assert grid.sharding == ("dp" if groups == 1 else "dp_shard")
     opened = [axis for axis in axis_groups(grid) if axis.startswith("dp_")]
     assert opened == ([axis for axis in ("dp_shard", "dp_replicate") if grid.size(axis) > 1] if groups > 1 else [])
@@ -90,7 +88,7 @@ def test_neighbours_are_as_near_as_their_axis_talks() -> None:
     grid = Grid(pp=2, dp=3, tp=5)
     strides = {axis: grid.peers(axis)[1] - grid.peers(axis)[0] for axis in AXES}
     assert strides == {"tp": 1, "dp": 5, "pp": 15, "world": 1}
-    other = replace(grid, order="tp-pp-dp")
+    other = Grid(**grid.sizes, order="tp-pp-dp")
     assert [other.peers(axis)[1] - other.peers(axis)[0] for axis in AXES] == [5, 10, 1, 1]
     assert str(other) == f"{grid} in the order tp-pp-dp"
 
@@ -116,7 +114,7 @@ def test_data_peers_and_pipeline_neighbours_are_those_of_the_figure() -> None:
     assert list(FIGURE.groups("dp"))[:4] == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert list(FIGURE.groups("pp"))[:2] == [(0, 8, 16, 24), (1, 9, 17, 25)]
     assert list(FIGURE.groups("pp"))[-1] == (7, 15, 23, 31)
-    assert Grid(4, 2, 4, rank=22).peers("world") == tuple(range(32))
+    assert Grid(pp=4, dp=2, tp=4, rank=22).peers("world") == tuple(range(32))
 
 
 def test_the_order_of_a_grid_that_was_written_down() -> None:
@@ -132,7 +130,7 @@ def test_the_order_of_a_grid_that_was_written_down() -> None:
 )
 def test_an_axis_below_one_is_refused_by_name(sizes: tuple[int, int, int], said: str) -> None:
     with pytest.raises(GridError) as caught:
-        Grid(*sizes)
+        Grid(pp=sizes[0], dp=sizes[1], tp=sizes[2])
     assert str(caught.value) == f"{said} is below 1; give every axis at least one rank."
     assert isinstance(caught.value, EngineError)
 
@@ -146,7 +144,7 @@ def test_shard_groups_share_the_data_axis_evenly(size: int) -> None:
 @pytest.mark.parametrize("rank", [-1, 4, 100])
 def test_a_rank_outside_the_box_is_refused_with_the_number_of_processes(rank: int) -> None:
     with pytest.raises(GridError) as caught:
-        Grid(2, 2, 1, rank)
+        Grid(pp=2, dp=2, rank=rank)
     assert f"rank {rank} is outside a grid of 4 ranks (2 pipeline x 2 data x 1 tensor)" in str(caught.value)
     assert "start exactly 4 processes" in str(caught.value)
 
@@ -154,9 +152,9 @@ def test_a_rank_outside_the_box_is_refused_with_the_number_of_processes(rank: in
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_the_position_of_a_foreign_rank_is_refused(rank: int) -> None:
     with pytest.raises(GridError, match=f"rank {rank} is outside this grid; give a rank from 0 to 3"):
-        Grid(2, 2, 1).coord(rank)
+        Grid(pp=2, dp=2).coord(rank)
     with pytest.raises(GridError, match=f"rank {rank} is outside"):
-        Grid(2, 2, 1).peers("dp", rank)
+        Grid(pp=2, dp=2).peers("dp", rank)
 
 
 def test_a_grid_says_what_it_is() -> None:
@@ -166,7 +164,7 @@ def test_a_grid_says_what_it_is() -> None:
 # no torch
 
 LIGHT = {
-    "grid": "import engine.parallel.grid as g; assert g.Grid(4, 2, 4).coord(9) == (1, 0, 1)",
+    "grid": "import engine.parallel.grid as g; assert tuple(g.Grid(pp=4, dp=2, tp=4).coord(9).values()) == (1, 0, 1)",
     "engine": "import engine; assert 'initialize' in dir(engine); engine.GridError",
     "load_config": "import engine; assert engine.load_config({'train_batch_size': 8}, 4).dp == 4",
     "layout": "import engine.zero.layout as z; assert z.build_layout([z.Item('w', (3,), 'float32')], 2, 9).elements",

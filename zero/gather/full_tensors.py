@@ -144,7 +144,7 @@ def _finish(shards: NamedShards, written: Sequence[tuple[HeldPart, Tensor]]) -> 
     if shards.refresh is None or not shards.buckets:
         return
     own = torch.tensor([id(flat) in changed for flat in shards.buckets], dtype=torch.int64)
-    table = gather_from_all(own, shards.comm, shards.device, LABEL, "dp")
+    table = gather_from_all(own, shards.comm, shards.device, LABEL, shards.comm.grid.copies)
     shards.refresh([flat for flat, any_ in zip(shards.buckets, table.any(dim=0).tolist(), strict=True) if any_])
 
 
@@ -181,7 +181,7 @@ def check_data_ranks(written: Mapping[str, Tensor], call: str, comm: Comm) -> No
     if not written:
         return
     mine = torch.stack(list(written.values()))
-    table = gather_from_all(mine, comm, mine.device, LABEL, "dp")
+    table = gather_from_all(mine, comm, mine.device, LABEL, comm.grid.copies)
     differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
     if differing:
         raise EngineError(

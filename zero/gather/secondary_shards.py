@@ -47,7 +47,7 @@ class SecondaryShards:
 
     def __init__(self, buckets: Sequence[FlatBucket], layout: SecondaryLayout, comm: Comm) -> None:
         self._buckets, self._ranks, self._comm = buckets, layout.ranks, comm
-        self._place = comm.grid.index("dp") % layout.ranks
+        self._place = comm.grid.index(comm.grid.shard_line) % layout.ranks
         self._shards: dict[int, Tensor] = {}
         for index in sorted(layout.buckets):
             params = buckets[index].params

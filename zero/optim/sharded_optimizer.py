@@ -167,7 +167,12 @@ class ShardedOptimizer:
             for flat in self._buckets:
                 if flat.master is not None:
                     self.copies.give(flat)
-            if self._sharded and self._comm.grid.dp > 1 and self._comm.grid.rank == 0 and not self._buckets[0].sharded:
+            if (
+                self._sharded
+                and self._comm.grid.size(self._comm.grid.sharding) > 1
+                and self._comm.grid.rank == 0
+                and not self._buckets[0].sharded
+            ):
                 logger.warning(
                     "the engine was closed while the weights of its last update were on the host, so the model has the "
                     "shards of other ranks without it; save, or call eng.full_state_dict(), before you close it."

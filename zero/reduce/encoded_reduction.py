@@ -37,7 +37,8 @@ class EncodedReduction:
     def __init__(self, flat: FlatBucket, wire: BlockFormat, formats: WireFormats, comm: Comm, kernels: Kernels) -> None:
         self._codec, self._comm, self._hops = BlockCodec(wire, kernels), comm, formats.hops
         self._ranks, self._size = formats.ranks, flat.bucket.elements // formats.ranks
-        self._members = [formats.members(hop, comm.grid.index("dp")) for hop in range(len(self._hops))]
+        self._line = comm.grid.shard_line
+        self._members = [formats.members(hop, comm.grid.index(self._line)) for hop in range(len(self._hops))]
         self.residuals: tuple[Tensor, ...] = ()
         """What the last encoding of each hop has left out, fp32 [rows, s]; empty without error feedback."""
         if formats.feedback:
@@ -55,7 +56,7 @@ class EncodedReduction:
         within, nodes = self._hops[0].ranks, self._hops[0].shards
         given_WAm = messages.view(nodes, within, -1).transpose(0, 1).contiguous()
         received_WAm = torch.empty_like(given_WAm)
-        pending = self._comm.all_to_all(received_WAm, given_WAm, self._members[0], self._hops[0].label)
+        pending = self._comm.all_to_all(received_WAm, given_WAm, self._members[0], self._hops[0].label, self._line)
         return pending.then(partial(self._cross, received_WAm, out))
 
     def _cross(self, received_WAm: Tensor, out: Tensor) -> None:
@@ -70,7 +71,8 @@ class EncodedReduction:
         return self._codec.encode(values, residual)
 
     def _send(self, given_Rm: Tensor, hop: int, out: Tensor) -> Pending:
-        exchange = partial(self._comm.all_to_all, members=self._members[hop], label=self._hops[hop].label)
+        members, label = self._members[hop], self._hops[hop].label
+        exchange = partial(self._comm.all_to_all, members=members, label=label, axis=self._line)
         return sum_messages(given_Rm, out, self._codec, exchange)
 
 
@@ -88,8 +90,9 @@ def encoded_reductions(
 
 def connect_hops(formats: WireFormats, comm: Comm) -> None:
     """Open the groups of all hops. Every rank of the world calls it."""
-    if formats.gradients is None or (len(formats.hops) == 1 and formats.ranks == comm.grid.dp):
+    ranks = comm.grid.size(comm.grid.shard_line)
+    if formats.gradients is None or (len(formats.hops) == 1 and formats.ranks == ranks):
         return
     for hop in range(len(formats.hops)):
-        for members in sorted({formats.members(hop, index) for index in range(comm.grid.dp)}):
+        for members in sorted({formats.members(hop, index) for index in range(ranks)}):
             comm.connect_data(members)

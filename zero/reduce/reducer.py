@@ -243,7 +243,7 @@ class SharedReduction:
     def __init__(self, setup: ReducerSetup) -> None:
         self._comm = setup.comm
         self._copies = setup.copies
-        self._dtype = setup.wire if setup.comm.grid.dp > 1 else None
+        self._dtype = setup.wire if setup.comm.grid.row_ranks > 1 else None
         self._encoded = setup.encoded
         self._sum_partial = setup.sum_partial
         self._abandoned: list[Pending] = []

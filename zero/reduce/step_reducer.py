@@ -229,7 +229,7 @@ class GradientReducer(SharedReduction):
             inside = self._comm.reduce_scatter(wire[shard], wire, self._comm.grid.sharding, "gradients")
             self._follow(progress, inside, wire[shard])
         else:
-            progress.reduction = self._comm.all_reduce(wire, "dp", "gradients")
+            progress.reduction = self._comm.all_reduce(wire, self._comm.grid.rows, "gradients")
         if wire is not grads:
             kept = self._kept(progress.flat)
             progress.received = partial(grads[kept].copy_, wire[kept])

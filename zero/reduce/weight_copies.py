@@ -55,7 +55,7 @@ class WeightCopies:
     def _of_bucket(self, flat: FlatBucket) -> Iterator[_Part]:
         held = flat.owned if flat.sharded else slice(0, flat.bucket.elements)
         grid = self._comm.grid
-        alike: Axis = "dp_replicate" if flat.sharded else "dp"
+        alike = grid.shard_copies if flat.sharded else grid.copies
         for slot in flat.bucket.slots:
             start, stop = max(slot.start, held.start) - held.start, min(slot.stop, held.stop) - held.start
             index, count = self._place(self._rows[slot.name])
@@ -96,7 +96,7 @@ class WeightCopies:
         self._told = True
         before = self._comm.tally.copy()
         sharded = any(part.memory.sharded for part in self._parts)
-        alike: Axis = "dp_replicate" if sharded else "dp"
+        alike = self._comm.grid.shard_copies if sharded else self._comm.grid.copies
         first = torch.tensor([self._first_differing("tp", sharded), self._first_differing(alike)])
         device = self._parts[0].memory.kept.device if self._parts else first.device
         first = first.to(device)

@@ -100,7 +100,8 @@ class LocalTensors:
 
     def apart(self, updates: WholeUpdates) -> Iterator[Held]:
         """State that this rank has whole, in shapes of its own."""
-        first = self.coord.dp == 0 if updates.on_all_data_ranks else self.ownership.stores(self.coord)
+        grid = self.ownership.grid
+        first = grid.is_first(grid.copies if updates.on_all_data_ranks else grid.shard_copies, self.coord)
         for row in self.ownership.plan.table.held_by(self.coord.pp):
             # of a matrix that tensor ranks cut, one of them is the owner; of others all of them have the state
             stores = first and (self.coord.tp == 0 or (updates.by_owner and row.dim is not None))

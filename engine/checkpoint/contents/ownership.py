@@ -19,7 +19,7 @@ import torch
 
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import TensorKind, code_of
-from engine.parallel.grid import Coord
+from engine.parallel.grid import Coord, Grid
 from engine.parallel.shard_table import ShardRow
 from engine.planning.plan import Plan
 from engine.zero.layout import Bucket, Slot
@@ -75,19 +75,23 @@ class SaveOwnership:
         """Data ranks among which every bucket is divided."""
         return self.plan.config.shards
 
+    @cached_property
+    def grid(self) -> Grid:
+        """The grid, as rank 0 sees it."""
+        return self.plan.grid(0)
+
     def stores(self, coord: Coord) -> bool:
         """Whether a rank stores anything of a bucket: the first shard group does, others hold copies of it."""
-        return coord.dp < self.shards
+        return self.grid.is_first(self.grid.shard_copies, coord)
 
     def own(self, row: ShardRow, coord: Coord) -> Piece:
         """This rank's share of a row: a piece of its local part."""
         part = local_region(row, coord.tp)
         found = self.slots[coord.pp, coord.tp].get(row.name)
         if found is None:
-            return Piece(part, 0, part.elements if coord.dp == 0 else 0)
+            return Piece(part, 0, part.elements if self.grid.is_first(self.grid.copies, coord) else 0)
         bucket, slot = found
-        ranks = self.shards
-        shard = bucket.shard(coord.dp % ranks, ranks)
+        shard = bucket.shard(self.grid.index("dp_shard", self.grid.rank_at(**coord)), self.shards)
         start = min(max(slot.start, shard.start), slot.stop)
         return Piece(part, start - slot.start, max(start, min(slot.stop, shard.stop)) - slot.start)
 
@@ -129,7 +133,7 @@ def model_tensors(
     grid = plan.grid(0)
     for name, (key, kind) in buffers.items():
         stage = plan.owner_of_buffer(name)
-        tensors.append(ModelTensor(f"buffer/{name}", key, kind, stage, grid.rank_at(stage, 0, 0), None))
+        tensors.append(ModelTensor(f"buffer/{name}", key, kind, stage, grid.rank_at(pp=stage), None))
     return tuple(tensors)
 
 
@@ -138,10 +142,7 @@ def _spread(sizes: Sequence[tuple[int, int]], plan: Plan) -> list[int]:
     grid, totals, before = plan.grid(0), dict[int, int](), dict[int, int]()
     for stage, size in sizes:
         totals[stage] = totals.get(stage, 0) + size
-    ranks = [
-        [grid.rank_at(stage, dp, tp) for dp in range(plan.config.dp) for tp in range(plan.config.tp)]
-        for stage in range(plan.config.pp)
-    ]
+    ranks = [grid.peers("stage", grid.rank_at(pp=stage)) for stage in range(grid.pp)]
     owners = []
     # a tensor goes to the rank in whose equal share of the stage's bytes the middle of the tensor lies
     for stage, size in sizes:

@@ -157,7 +157,7 @@ class Snapshots:
         for coord in self._sources():
             parts = self._messages.parts(coord, self._grid.rank)
             if parts and coord != self._coord:
-                yield self._grid.rank_at(*coord), parts[-1][3]
+                yield self._grid.rank_at(**coord), parts[-1][3]
 
     @torch.no_grad()
     def put(self, snapshot: Snapshot, source: int, message: memoryview) -> None:
@@ -168,9 +168,7 @@ class Snapshots:
             copy_shared(values, piece, whole, Part(tensor.kind.shape).whole())
 
     def _sources(self) -> Iterator[Coord]:
-        for dp in range(self._grid.dp if self.owned else 0):
-            for tp in range(self._grid.tp):
-                yield Coord(self._coord.pp, dp, tp)
+        return map(self._grid.coord, self._grid.peers("stage") if self.owned else ())
 
     def _message(self, weights: Mapping[str, Held], owner: int) -> memoryview | None:
         parts = self._messages.parts(self._coord, owner)

@@ -118,8 +118,7 @@ def _counters(state: Any) -> dict[str, Any]:
 def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
     """Tensors of this rank's state file; empty if the grid differs, because then no rank has its old position."""
     saved = reader.manifest.info["grid"]
-    there = (saved["dp"], saved["tp"], saved["pp"], saved_order(saved))
-    if (grid.dp, grid.tp, grid.pp, grid.order) != there:
+    if ({axis: saved.get(axis, 1) for axis in grid.sizes}, saved_order(saved)) != (grid.sizes, grid.order):
         return {}
     file = f"state/rank-{grid.rank:05d}.safetensors"
     found = reader.tensors_of(file)

@@ -25,7 +25,7 @@ def _lines(grid: Grid, node: int) -> Iterator[tuple[str, ...]]:
     for number in range(ceil(grid.world_size / node)):
         ranks = range(number * node, min((number + 1) * node, grid.world_size))
         coords = [grid.coord(rank) for rank in ranks]
-        axes = (sorted({coord[axis] for coord in coords}) for axis in range(3))
+        axes = (sorted({coord[axis] for coord in coords}) for axis in ("pp", "dp", "tp"))
         yield str(number), _span(list(ranks)), *(_span(values) for values in axes)
 
 

@@ -96,8 +96,8 @@ def _sums(plan: Plan, stage: int, rates: HostRates) -> float:
 
 def _update(plan: Plan, pp: int, rates: HostRates) -> float:
     parts = plan.config.shards if plan.config.zero_optimization.stage else 1
-    buckets = [bucket.elements / parts for bucket in plan.layout(Coord(pp, 0, 0)).buckets]
-    shards = [bucket.elements / plan.config.shards for bucket in plan.layout(Coord(pp, 0, 0)).buckets]
+    buckets = [bucket.elements / parts for bucket in plan.layout(Coord(pp=pp)).buckets]
+    shards = [bucket.elements / plan.config.shards for bucket in plan.layout(Coord(pp=pp)).buckets]
     norms = sum(rates.seconds("squared norm", size) for size in shards)
     return norms + sum(rates.seconds("update", size) for size in buckets)
 

@@ -125,8 +125,8 @@ def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roof
 
 
 def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample: BlockSample | None) -> RankMemory:
-    coord = Coord(pp, 0, 0)
-    state: Mapping[str, int] = plan.rank(plan.grid(0).rank_at(pp, 0, 0)).state_bytes
+    coord = Coord(pp=pp)
+    state: Mapping[str, int] = plan.rank(plan.grid(0).rank_at(pp=pp)).state_bytes
     wide = 1 if plan.precision.compute is not None and plan.precision.compute.itemsize == 2 else 2
     kept, logits, again = working_bytes(work, layout)
     kept, again = (wide * kept, wide * again) if sample is None else (sample.kept * layout.micro, wide * again)

@@ -271,7 +271,7 @@ class _Prediction:
     def _layout(self, pp: int) -> tuple["_Bucket", ...]:
         formats = wire_formats(self._config, self._plan.precision)
         found = []
-        for bucket in self._plan.layout(Coord(pp, 0, 0)).buckets:
+        for bucket in self._plan.layout(Coord(pp=pp)).buckets:
             rows = reduction_traffic(bucket, self._config, formats, self._wire_bytes(bucket.dtype))
             found.append(_Bucket(bucket.elements, sum(row.bytes for row in rows), bucket.late))
         return tuple(found)
@@ -325,7 +325,7 @@ class _Prediction:
     def _late(self, pp: int, axis: Axis) -> float:
         """Sums of tied gradients over stages, or of partial ones over tensor ranks."""
         if axis == "tp":
-            found = self._plan.rank(self._grid.rank_at(pp, 0, 0)).traffic
+            found = self._plan.rank(self._grid.rank_at(pp=pp)).traffic
             stages = {(row.axis, row.label) for tally in self._plan.tensor_traffic.values() for row in tally.rows()}
             return sum(
                 self._seconds(row, "ring") for row in found if row.axis == "tp" and (row.axis, row.label) not in stages
@@ -344,7 +344,7 @@ class _Prediction:
         return max(found)
 
     def _rows(self, pp: int, axis: Axis, label: str) -> Iterator[Traffic]:
-        for row in self._plan.rank(self._grid.rank_at(pp, 0, 0)).traffic:
+        for row in self._plan.rank(self._grid.rank_at(pp=pp)).traffic:
             if (row.axis, row.label) == (axis, label):
                 yield row
 

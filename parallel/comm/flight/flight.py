@@ -110,6 +110,7 @@ class FlightFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._identity: Mapping[str, Any] = {}
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(file).st_size != layout.FILE_BYTES:
@@ -128,7 +129,7 @@ class FlightFile:
         Raises:
             ValueError: this is no flight file, or not yet.
         """
-        magic, rank, size, pid, length, offset = layout.START.unpack_from(self._map, layout.START_AT)
+        magic, rank, size, pid, _, offset = layout.START.unpack_from(self._map, layout.START_AT)
         if magic != layout.MAGIC:
             raise ValueError(f"{self.path} is no flight file of this version")
         state, since, written = layout.STATE.unpack_from(self._map, layout.STATE_AT)
@@ -143,7 +144,7 @@ class FlightFile:
             rank=rank,
             size=size,
             pid=pid,
-            identity=json.loads(self._map[layout.IDENTITY_AT : layout.IDENTITY_AT + length]),
+            identity=self._known(),
             wall_offset=offset,
             phase=Phase(state & 0xFF),
             step=state >> 8,
@@ -155,7 +156,7 @@ class FlightFile:
             last=max(over, key=lambda event: event.ended, default=None),
             newest=max(times),
             streams=tuple(self._streams()),
-            sums=Sums(steps=steps, in_steps=in_steps, waits=dict(zip(layout.AXES, axes, strict=True))),
+            sums=Sums(steps=steps, in_steps=in_steps, waits=dict(zip(self._names(), axes, strict=False))),
             words=words.rstrip(b"\0").decode(errors="replace"),
         )
 
@@ -176,13 +177,27 @@ class FlightFile:
                 return
             yield StreamWaits(
                 kind=EventKind(kind),
-                axis=layout.AXES[axis],
+                axis=self._axis(axis),
                 stream=_text(name),
                 peer=_peer(peer),
                 count=count,
                 nanoseconds=spent,
                 bytes=size,
             )
+
+    def _known(self) -> Mapping[str, Any]:
+        """The identity, which the writer has completed before it writes the magic word."""
+        magic, *_, length, _ = layout.START.unpack_from(self._map, layout.START_AT)
+        if not self._identity and magic == layout.MAGIC:
+            self._identity = json.loads(self._map[layout.IDENTITY_AT : layout.IDENTITY_AT + length])
+        return self._identity
+
+    def _names(self) -> tuple[str, ...]:
+        return layout.axis_names(self._known())
+
+    def _axis(self, number: int) -> str:
+        names = self._names()
+        return names[number] if number < len(names) else ""
 
     def _event(self, sequence: int) -> Event | None:
         place = layout.event_place(sequence)
@@ -193,7 +208,7 @@ class FlightFile:
         return Event(
             sequence=sequence,
             kind=EventKind(kind),
-            axis=layout.AXES[axis] if axis < len(layout.AXES) else "",
+            axis=self._axis(axis),
             stream=_text(stream),
             count=count,
             label=_text(label),

@@ -12,13 +12,12 @@ Times are nanoseconds of ``time.monotonic_ns``, which the ranks of a host share;
 is written after it: an event counts once its sequence number is there, and 0 is written first when a place is reused.
 """
 
+from collections.abc import Mapping
 from enum import IntEnum
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
-from engine.parallel.grid import Axis
-
-MAGIC: Final = b"flight2\0"
+MAGIC: Final = b"flight3\0"
 EVENTS: Final = 512
 """Events that a file keeps; a step of a deep pipeline has some hundred."""
 IDENTITY_AT: Final = 4096
@@ -31,8 +30,13 @@ EVENT_BYTES: Final = 192
 FILE_BYTES: Final = EVENTS_AT + EVENTS * EVENT_BYTES
 CALLS: Final = "calls of the engine"
 """Stream of the calls that every rank makes."""
-AXES: Final[tuple[Axis, ...]] = ("dp", "tp", "pp", "replica", "world", "dp_shard", "dp_replicate")
-"""Axes whose waits are summed, in the order of their sums."""
+MOST_AXES: Final = 16
+"""Axes whose waits are summed, in the order in which the identity names them."""
+
+
+def axis_names(identity: Mapping[str, Any]) -> tuple[str, ...]:
+    """The axes of a rank, as events and sums number them."""
+    return tuple(identity.get("axes", {}))[:MOST_AXES]
 
 
 class Phase(IntEnum):
@@ -67,7 +71,7 @@ NOW = Struct("QQ")
 """Sequence number of an event and since when; 0: none. One for the wait of this rank, one for its action."""
 WAIT_AT: Final = 128
 ACTION_AT: Final = 144
-SUMS = Struct(f"{2 + len(AXES)}Q")
+SUMS = Struct(f"{2 + MOST_AXES}Q")
 """Steps ended, nanoseconds in them, nanoseconds of waiting by axis."""
 SUMS_AT: Final = 192
 WORDS_AT: Final = 512

@@ -56,8 +56,8 @@ class FlightRecorder:
         self._sequence = 0
         self._counts: Counter[str] = Counter()
         self._texts: dict[str, bytes] = {}
-        self._axes: dict[str, int] = {axis: index for index, axis in enumerate(layout.AXES)}
-        self._sums = [0] * (2 + len(layout.AXES))
+        self._axes: dict[str, int] = {axis: index for index, axis in enumerate(layout.axis_names(identity))}
+        self._sums = [0] * (2 + layout.MOST_AXES)
         self._waits: dict[Stream, _Waits] = {}
         self._depth = 0
         self._entered = 0
@@ -70,7 +70,7 @@ class FlightRecorder:
     @property
     def waits(self) -> Mapping[Axis, float]:
         """Seconds that this rank has waited for communication so far, by axis."""
-        return {axis: self._sums[2 + place] / 1e9 for place, axis in enumerate(layout.AXES)}
+        return {axis: self._sums[2 + place] / 1e9 for axis, place in self._axes.items()}
 
     def begin(self, stream: Stream, label: str, load: tuple[int, str] = (0, "")) -> int:
         """Note that something begins; returns its sequence number.
@@ -106,7 +106,9 @@ class FlightRecorder:
         ended = now()
         layout.SEQUENCE.pack_into(self._map, layout.WAIT_AT, 0)
         self._end(sequence, ended)
-        self._sums[2 + self._axes[stream.axis]] += ended - began
+        place = self._axes.get(stream.axis)
+        if place is not None:
+            self._sums[2 + place] += ended - began
         waits = self._waits.get(stream)
         if waits is None:
             waits = self._waits[stream] = _Waits(min(len(self._waits), layout.STREAMS - 1))

@@ -128,7 +128,7 @@ class ThreadBackend:
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Do nothing: a group is opened by its first use."""
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
         """Exchange slices."""
         line, own = self._grid.peers(axis), members.index(self._grid.index(axis))
 
@@ -142,10 +142,11 @@ class ThreadBackend:
         """Do nothing: a group is opened by its first use."""
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
-        """All-gather each pair over dp or ``within`` ranks of it, apart from dp's other traffic."""
-        size = within or self._grid.dp
-        first = self._grid.index("dp") // size * size
-        group = ("gathers", tuple(self._grid.peers("dp")[first : first + size]))
+        """All-gather each pair over the shard line or ``within`` ranks of it, apart from its other traffic."""
+        line = self._grid.shard_line
+        size = within or self._grid.size(line)
+        first = self._grid.index(line) // size * size
+        group = ("gathers", tuple(self._grid.peers(line)[first : first + size]))
         waits = [self._gather(full, shard, group) for full, shard in pairs]
 
         def finish() -> None:
@@ -156,8 +157,9 @@ class ThreadBackend:
 
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
         """Exchange bytes between the ranks of ``gather_parameters``."""
-        first = self._grid.index("dp") // within * within
-        group = ("agreement", tuple(self._grid.peers("dp")[first : first + within]))
+        line = self._grid.shard_line
+        first = self._grid.index(line) // within * within
+        group = ("agreement", tuple(self._grid.peers(line)[first : first + within]))
         with torch._C.DisableTorchFunction():
             own = torch.tensor(list(data), dtype=torch.uint8)
             full = own.new_empty(within, len(data))

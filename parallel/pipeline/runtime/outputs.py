@@ -39,8 +39,7 @@ def bring_outputs(
     sent, over axis pp, label "outputs".
     """
     comm, last = carrier.comm, carrier.last
-    coord = comm.grid.coord()
-    first_replica = coord.dp == coord.tp == 0
+    coord, first_replica = comm.grid.coord(), comm.grid.is_first("stage")
     targets = [pp for pp in range(comm.grid.pp if carrier.everywhere else 1) if pp != last]
     if not (carrier.everywhere or first_replica):
         return []

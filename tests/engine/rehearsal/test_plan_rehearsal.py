@@ -73,7 +73,7 @@ def test_alike_ranks_are_rehearsed_once(name: str, monkeypatch: pytest.MonkeyPat
     way, model = PIPELINES[name], deep(8 if name == "1f1b" else 16)
     plan = planned(model, way)
     alone = [
-        forecast_rank(model, plan, plan.grid(0).rank_at(pp, 0, 0), request_of(model), batch_of(ROWS, 0))
+        forecast_rank(model, plan, plan.grid(0).rank_at(pp=pp), request_of(model), batch_of(ROWS, 0))
         for pp in range(way.pp)
     ]
     played, step = list[RehearsedRank](), RehearsedRank.step

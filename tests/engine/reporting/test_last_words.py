@@ -46,11 +46,11 @@ def ends_with(error: BaseException) -> None:
 def test_a_mistake_is_one_sentence(shown: Shown, capsys: pytest.CaptureFixture[str]) -> None:
     words = LastWords()
     try:
-        Grid(0, 1, 1)
+        Grid(pp=0)
     except EngineError as error:
         sys.excepthook(type(error), error, error.__traceback__)
     place, sentence = capsys.readouterr().err.splitlines()
-    assert place.startswith(f'File "{__file__}", line ') and place.endswith(": Grid(0, 1, 1)")
+    assert place.startswith(f'File "{__file__}", line ') and place.endswith(": Grid(pp=0)")
     assert sentence == "GridError: pipeline size 0 is below 1; give every axis at least one rank."
     assert not shown
     words.close()

@@ -42,6 +42,11 @@ def examined(*hosts: HostFacts, each: int = 2, device: str = "cpu", **changes: A
     """A job of data ranks on these hosts, two healthy ones without."""
     facts = ranks(*(hosts or (host(0), host(1))), each=each, device=device)
     seen = Examined(
-        size=len(facts), met=True, facts=facts, grid=(1, len(facts), 1), place="node0:29400", ranks_of_node=each
+        size=len(facts),
+        met=True,
+        facts=facts,
+        grid={"pp": 1, "dp": len(facts), "tp": 1},
+        place="node0:29400",
+        ranks_of_node=each,
     )
     return replace(seen, **changes)

@@ -87,7 +87,7 @@ ERRORS: dict[str, tuple[Examined, str]] = {
         "NCCL_SOCKET_IFNAME==eth on node0 allows no interface; it has lo, eth0",
     ),
     "memory": (
-        examined(host(0, memory_free=1 << 20), host(1), grid=(1, 2, 2), shared_bytes=1 << 20),
+        examined(host(0, memory_free=1 << 20), host(1), grid={"pp": 1, "dp": 2, "tp": 2}, shared_bytes=1 << 20),
         "node0 has 1.0 MiB of memory left, and its tensor ranks share 2.0 MiB; ",
     ),
 }
@@ -127,7 +127,7 @@ WARNINGS: dict[str, tuple[Examined, str]] = {
         "the clock of node1 is 2.5 s behind that of rank 0",
     ),
     "wide-tensor": (
-        examined(axes=(axis(axis="tp", ranks=(0, 1, 2, 3)),), grid=(1, 1, 4)),
+        examined(axes=(axis(axis="tp", ranks=(0, 1, 2, 3)),), grid={"pp": 1, "dp": 1, "tp": 4}),
         "tensor ranks 0, 1, 2, 3 are on several hosts (node0, node1), and tensor parallelism waits for the network in "
         "every layer; give parallel.tensor a divisor of 2",
     ),
@@ -209,7 +209,7 @@ def test_the_report_shows_what_was_seen() -> None:
     shown = "\n".join(
         report_lines(
             examined(
-                grid=(1, 2, 2),
+                grid={"pp": 1, "dp": 2, "tp": 2},
                 axes=(axis(), axis(axis="tp", ranks=(0, 1), hosts=("node0",), over="shared memory")),
                 pairs=pairs(1e9),
                 clocks=(ClockFigure(host="node1", seconds=0.0015, uncertain=1e-4),),

@@ -179,7 +179,7 @@ def test_deeper_models_search_once_and_play_as_few_blocks(monkeypatch: pytest.Mo
             samples.of(replace(layout, recomputation="full"))
             plan = planned.plan(config_of(layout))
             assert sample is not None and plan.tensor is not None
-            plan.layout(Coord(1, 0, 0))
+            plan.layout(Coord(pp=1))
         return noted
 
     for layers in (4, 8):

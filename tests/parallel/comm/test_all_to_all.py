@@ -28,7 +28,8 @@ def exchange() -> dict[tuple[int, ...], list[int]]:
     for members in (members for members in GROUPS if rank in members):
         given = (10 * rank + torch.arange(len(members), dtype=torch.uint8)).repeat_interleave(3)
         received, found[members] = torch.empty_like(given), torch.zeros_like(given)
-        pending.append(comm.all_to_all(received, given, members, "test").then(partial(found[members].copy_, received)))
+        exchange = comm.all_to_all(received, given, members, "test", "dp")
+        pending.append(exchange.then(partial(found[members].copy_, received)))
     for one in reversed(pending):
         one.wait()
     (row,) = comm.tally.rows()
@@ -58,7 +59,7 @@ def large() -> list[list[str]]:
     given, received, shard = torch.arange(2.0 * elements) + rank, torch.empty(2 * elements), torch.empty(elements)
     own = slice(rank * elements, (rank + 1) * elements)
     calls: list[Callable[[], Pending]] = [
-        lambda: comm.all_to_all(received, given, (0, 1), "x"),
+        lambda: comm.all_to_all(received, given, (0, 1), "x", "dp"),
         lambda: comm.reduce_scatter(shard, given, "dp", "x"),
         lambda: comm.all_gather(given, given[own].clone(), "dp", "x"),
     ]

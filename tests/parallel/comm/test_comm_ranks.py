@@ -32,7 +32,7 @@ MEGABYTES = 16
 
 def open_comm(pp: int, dp: int, tp: int) -> Comm:
     """A Comm over the running process group."""
-    grid = Grid(pp, dp, tp, dist.get_rank())
+    grid = Grid(pp=pp, dp=dp, tp=tp, rank=dist.get_rank())
     return Comm(grid, TorchBackend(grid, torch.device("cpu")))
 
 
@@ -227,7 +227,7 @@ def timeouts(given: bool) -> dict[str, set[float]]:
     assert world is not None
     world._get_backend(gloo).options._timeout = timedelta(seconds=5)
     for name, (pp, dp, tp) in WIDE.items():
-        grid = Grid(pp, dp, tp, dist.get_rank())
+        grid = Grid(pp=pp, dp=dp, tp=tp, rank=dist.get_rank())
         backend = TorchBackend(grid, gloo, linked=True)
         backend.open_gathers()
         backend.link([Link(Channel("forward", 0, 1), 0, 1)] * (pp > 1))
@@ -283,7 +283,7 @@ def test_a_survivor_is_told_which_collective_failed(run_ranks: RunRanks, tmp_pat
 
 def talk(linked: bool) -> tuple[list[float], list[Any]]:
     """Both flows between three stages at once, each in its own order, and a sum over two stages of three."""
-    grid = Grid(3, 1, 1, dist.get_rank())
+    grid = Grid(pp=3, rank=dist.get_rank())
     comm = Comm(grid, TorchBackend(grid, torch.device("cpu"), linked))
     forward = [Link(Channel("forward", 0, to), 0, to) for to in (1, 2)]
     backward = [Link(Channel("backward", source, 0), source, 0) for source in (2, 1)]
@@ -323,7 +323,7 @@ def test_messages_keep_their_order_in_each_flow_and_some_stages_sum(run_ranks: R
 
 def talk_at_once() -> list[float]:
     """Body of a rank: messages of every flow from stage 0 to stage 1, taken in another order than they were sent."""
-    grid = Grid(2, 1, 1, dist.get_rank())
+    grid = Grid(pp=2, rank=dist.get_rank())
     comm = Comm(grid, TorchBackend(grid, torch.device("cpu")))
     links = [Link(Channel(flow, 0, 1), 0, 1) for flow in FLOWS]
     comm.link(links)

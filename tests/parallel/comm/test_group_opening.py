@@ -25,7 +25,7 @@ RunRanks = Callable[..., list[Any]]
 
 def opened_twice() -> list[list[tuple[int, int]]]:
     """Body of a rank of three stages: (call, first rank) of each group that it has opened, of two backends in turn."""
-    grid, found = Grid(3, 1, 1, dist.get_rank()), list[list[tuple[int, int]]]()
+    grid, found = Grid(pp=3, rank=dist.get_rank()), list[list[tuple[int, int]]]()
     first = distributed_c10d._world.group_count
     links = [Link(Channel("forward", here, here + 1), here, here + 1) for here in (0, 1)]
     for turn in range(2):

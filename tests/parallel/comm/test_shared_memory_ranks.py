@@ -39,7 +39,7 @@ ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 2e-2, tor
 
 def open_comm(pp: int = 1, dp: int = 1, tp: int = 1) -> Comm:
     """A Comm over the running process group."""
-    grid = Grid(pp, dp, tp, dist.get_rank())
+    grid = Grid(pp=pp, dp=dp, tp=tp, rank=dist.get_rank())
     return Comm(grid, TorchBackend(grid, torch.device("cpu")))
 
 

@@ -133,7 +133,7 @@ def _message_elements(
 ) -> int:
     ranks = len(next(iter(held.values()), ()))
     routes = [
-        OwnerRoute("dp", tuple(range(ranks)), {n: owners[n] for n in names}, {n: tuple(held[n]) for n in names})
+        OwnerRoute("", tuple(range(ranks)), {n: owners[n] for n in names}, {n: tuple(held[n]) for n in names})
         for names in rounds
     ]
     return sum(route.message for route in routes)

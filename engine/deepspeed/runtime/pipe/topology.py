@@ -90,8 +90,8 @@ class PipelineParallelGrid:
         """The axes, outermost first."""
         grid = self._grid
         if grid.order == "tp-pp-dp":
-            return ProcessTopology(["data", "pipe", "model"], [grid.dp, grid.pp, grid.tp])
-        return ProcessTopology(["pipe", "data", "model"], [grid.pp, grid.dp, grid.tp])
+            return ProcessTopology(["data", "pipe", "model"], [grid.row_ranks, grid.pp, grid.tp])
+        return ProcessTopology(["pipe", "data", "model"], [grid.pp, grid.row_ranks, grid.tp])
 
     def get_global_rank(self) -> int:
         """Rank in the world."""
@@ -109,13 +109,13 @@ class PipelineParallelGrid:
 
     def get_data_parallel_rank(self) -> int:
         """Rank on the data axis."""
-        return self._grid.coord().dp
+        return self._grid.row_rank
 
     get_data_parallel_id = get_data_parallel_rank
 
     def get_data_parallel_world_size(self) -> int:
         """Ranks of the data axis."""
-        return self._grid.dp
+        return self._grid.row_ranks
 
     def get_model_parallel_rank(self) -> int:
         """Rank on the tensor axis."""

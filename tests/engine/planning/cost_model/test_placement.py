@@ -16,7 +16,7 @@ from engine.planning.cost_model.placement import placement_picture, tensor_group
 
 WORKERS = Grid(pp=4, dp=2, tp=4)
 """4 pipeline x 4 tensor x 2 data on 8 nodes of 4."""
-STAGES_FIRST = replace(WORKERS, order="tp-pp-dp")
+STAGES_FIRST = Grid(**WORKERS.sizes, order="tp-pp-dp")
 
 
 def test_32_workers_keep_their_tensor_groups_within_nodes() -> None:

@@ -52,7 +52,7 @@ def test_32_workers_on_8_nodes_of_4() -> None:
     costs = plan_costs(plan, SHAPE.workload(), GPU, 4)
     assert (costs.layout.pp, costs.layout.dp, costs.layout.tp) == (4, 2, 4) and costs.layout == planned_layout(plan)
     for pp, memory in enumerate(costs.memory):
-        state = plan.rank(plan.grid(0).rank_at(pp, 0, 0)).state_bytes
+        state = plan.rank(plan.grid(0).rank_at(pp=pp)).state_bytes
         assert memory.parameters == state["parameters"] and memory.gradients == state["gradients"]
         assert memory.optimizer == state["master"] + state["optimizer"]
     held = [memory.activations for memory in costs.memory]
