@@ -379,7 +379,7 @@ def control_traffic(config: Config, world: int, experts: int = 0) -> Tally:
 
     ``experts``: experts of all layers whose rows are counted.
     """
-    tally, replica = Tally(), config.pp * config.tp
+    tally, replica = Tally(), config.grid(0).size("replica")
     if world > 1:
         scalars = CONTROL_SCALARS + 2 * len(config.monitor.metrics) + experts
         tally.add(Traffic("world", "control", 1, sent_bytes("all_reduce", scalars * 8, world)))

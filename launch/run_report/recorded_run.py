@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import EngineError
-from engine.parallel.grid import AXES, Grid
+from engine.parallel.grid import AXES
 from engine.parallel.pipeline.schedule.actions import Action, Schedule
 from engine.parallel.pipeline.schedule.simulate import Span, StepTimeline
 from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of
@@ -116,7 +116,7 @@ class RecordedRun:
             yield f"Planned and sent bytes differ on {len(off)} rank{'s' * (len(off) > 1)}: {_few(off)}."
 
     def timelines(self) -> dict[str, StepTimeline]:
-        """The last recorded step of each pipeline as it ran, by its place in words; all its ranks recorded that step."""
+        """The last recorded step of each pipeline whose ranks all recorded it, by its place in words."""
         found: dict[str, StepTimeline] = {}
         places = {(_outside_pipeline(rank), rank.place["pp"]): rank for rank in self.ranks}
         length = len(self.schedule.per_rank)
@@ -126,7 +126,7 @@ class RecordedRun:
             if len(spans) == length and len({rank.step for rank in row if rank is not None}) == 1:
                 first = min(each[0].start for each in spans)
                 moved = [tuple(Span(s.action, s.start - first, s.end - first) for s in each) for each in spans]
-                found[_in_words(outside)] = StepTimeline(self.schedule, tuple(moved))
+                found[outside] = StepTimeline(self.schedule, tuple(moved))
         return found
 
 
@@ -253,11 +253,7 @@ def _number(value: Any) -> float | None:
     return value
 
 
-def _outside_pipeline(rank: RecordedRank) -> tuple[int, ...]:
-    """The coordinates of a rank along all axes but that of the pipeline, in the order of the grid."""
-    return tuple(rank.place[axis] for axis in Grid().sizes if axis != "pp")
-
-
-def _in_words(outside: tuple[int, ...]) -> str:
-    nouns = [axis.noun for axis in AXES if axis.name != "pp"]
-    return ", ".join(f"{noun} {index}" for noun, index in zip(nouns, outside, strict=True))
+def _outside_pipeline(rank: RecordedRank) -> str:
+    """The coordinates of a rank along all axes but that of the pipeline, in words."""
+    nouns = {axis.name: axis.noun for axis in AXES}
+    return ", ".join(f"{nouns.get(axis, axis)} {index}" for axis, index in rank.place.items() if axis != "pp")
