@@ -192,10 +192,15 @@ class Grid:
         return "dp"
 
     @property
+    def shard_groups(self) -> Axis:
+        """The axis along which the gradients of equal shards are summed: one rank of each shard group."""
+        return "dp_replicate"
+
+    @property
     def shard_copies(self) -> Axis:
         """The axis along which ranks hold the same shard of what ZeRO shards."""
         others = [axis.name for axis in AXES if axis.copies and axis.name != "dp"]
-        return self._joined(("dp_replicate", *others))
+        return self._joined((self.shard_groups, *others))
 
     @property
     def data_axes(self) -> tuple[Axis, ...]:

@@ -269,6 +269,23 @@ def test_what_counts_as_a_name_of_a_device(code: str, named: bool) -> None:
     assert any(map(names_a_device, ast.walk(ast.parse(code)))) == named
 
 
+CHOOSES_GRIDS = ("parallel/grid.py", "engine/config/", "engine/planning/", "launch/planner/", "launch/verifier/")
+"""Code that gives the axes their sizes, and therefore names them."""
+
+
+def test_data_axes_go_by_their_meaning(sources: list[Source]) -> None:
+    """``grid.rows``, ``copies``, ``sharding`` and the like, so that another axis is a row of a table."""
+    found = {
+        f"{source.name}:{getattr(node, 'lineno', 0)}"
+        for source in sources
+        if not source.name.startswith(CHOOSES_GRIDS)
+        for node in source.nodes
+        if (isinstance(node, ast.Attribute) and node.attr == "dp")
+        or (isinstance(node, ast.Constant) and node.value in ("dp", "dp_shard", "dp_replicate"))
+    }
+    assert found == set()
+
+
 def test_bare_folder_names_are_no_packages(sources: list[Source]) -> None:
     bare = [
         f"{source.name} imports {module}; there is one import name, engine"

@@ -160,7 +160,7 @@ def _ownership(plan: Plan, coord: Coord) -> Ownership:
     offload = config.zero_optimization.offload_optimizer
     mapped = offload.device == "nvme" and offload.map_memory and offload.nvme_path is not None
     return Ownership(
-        grid.index("dp_shard", grid.rank_at(**coord)),
+        grid.index(grid.sharding, grid.rank_at(**coord)),
         config.shards,
         sharded=config.zero_optimization.stage > 0,
         sharded_gradients=reduces_each_microbatch(config),

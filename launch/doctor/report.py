@@ -6,7 +6,7 @@ from engine.launch.doctor.examined import AxisFigure, Examined, HostFacts, Hosts
 from engine.launch.doctor.findings import HostFinding
 from engine.launch.doctor.link_findings import in_megabytes
 from engine.parallel.comm.traffic import megabytes
-from engine.parallel.grid import Grid
+from engine.parallel.grid import AXES, Grid
 
 _MOST_ROWS = 64
 """Ranks and groups that are shown; the JSON file has all."""
@@ -80,16 +80,15 @@ def _gpus(host: HostFacts) -> str:
 
 
 def _rank_rows(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, ...]]:
-    yield ("rank", "host", "pid", "device", "pipeline", "data", "tensor")
+    yield ("rank", "host", "pid", "device", *(axis.noun for axis in AXES))
     for one in seen.facts:
         yield (str(one.rank), hosts.of_rank[one.rank], str(one.pid), one.device or "-", *_coordinates(one, seen))
 
 
-def _coordinates(one: RankFacts, seen: Examined) -> tuple[str, str, str]:
+def _coordinates(one: RankFacts, seen: Examined) -> tuple[str, ...]:
     if seen.grid is None:
-        return ("-", "-", "-")
-    coord = Grid(order=seen.order, **seen.grid).coord(one.rank)
-    return (str(coord.pp), str(coord.dp), str(coord.tp))
+        return ("-",) * len(AXES)
+    return tuple(map(str, Grid(order=seen.order, **seen.grid).coord(one.rank).values()))
 
 
 def _axis_rows(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, ...]]:

@@ -106,7 +106,7 @@ def train_both_ways(subject: Subject, config: Config, steps: int) -> Parity:
     """
     assert config.train_batch_size is not None
     batches = subject.batches(steps, config.train_batch_size)
-    ranks = config.dp * config.tp * config.pp
+    ranks = config.grid(0).world_size
     found = verify(subject.build, config, batches, subject.loss_fn, threads=ranks, **subject.more)
     assert found is not None  # ranks that are threads all answer
     return found

@@ -82,7 +82,7 @@ class ParameterGatherer:
         start: Callable[[], None], within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
         self._start_backward = start
-        self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.size("dp_shard")
+        self._order, self._pinned, self._ranks = order, frozenset(pinned), comm.grid.size(comm.grid.sharding)
         self._rounds = GatherRounds(comm, len(buckets))
         self._calls_of: defaultdict[tuple[int, int], PassCalls] = defaultdict(PassCalls)
         """Stage and microbatch -> calls of its forward."""

@@ -32,6 +32,7 @@ class UnshardedBuckets:
         within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
         self._buckets, self._comm, self._read = buckets, comm, read
+        self._ranks = comm.grid.size(comm.grid.sharding)
         self.secondary = SecondaryShards(buckets, within, comm)
         """What this node keeps of buckets that were gathered before."""
         self._shards = ShardSource(buckets)
@@ -75,7 +76,7 @@ class UnshardedBuckets:
             pairs, encoded = [], []
             for flat in flats:
                 own = self._shards.of(flat)
-                gather = None if exact else encoded_gather(flat, own, self._comm.grid.size("dp_shard"))
+                gather = None if exact else encoded_gather(flat, own, self._ranks)
                 if gather is None:
                     pairs.append((flat.params, own))
                 else:
@@ -108,10 +109,10 @@ class UnshardedBuckets:
         missing = sorted(indices - self._live.keys())
         if not missing:
             return
-        if self._comm.grid.size("dp_shard") == 1:  # the shards come from the host, and there is nobody to compare with
+        if self._ranks == 1:  # the shards come from the host, and there is nobody to compare with
             return self.ask(frozenset(missing), exact)
         mine = torch.tensor([hash(tuple(missing))], device=self._buckets[0].params.device)
-        table = torch.empty(self._comm.grid.size("dp_shard"), dtype=mine.dtype, device=mine.device)
+        table = torch.empty(self._ranks, dtype=mine.dtype, device=mine.device)
         self._comm.gather_parameters([(table, mine)], "gather check").wait()
         if bool((table != mine).any()):
             name = self._buckets[missing[0]].bucket.slots[0].name

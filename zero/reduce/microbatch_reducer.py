@@ -253,7 +253,7 @@ class MicrobatchReducer(SharedReduction):
             flat.grads.copy_(flight.result)
         flight.filling.touched = True
         self._copies.changed(flat)
-        if flight.last and self._comm.grid.size("dp_replicate") == 1:
+        if flight.last and self._comm.grid.size(self._comm.grid.shard_groups) == 1:
             self._copies.follow(flat, Pending())
         if flight.buffer is not None:
             self._free.append(flight.buffer)
@@ -271,7 +271,7 @@ class MicrobatchReducer(SharedReduction):
 
     def _add_replicas(self) -> None:
         """Sum the shards over the shard groups, once a step; all of them are under way at a time."""
-        if self._comm.grid.size("dp_replicate") == 1:
+        if self._comm.grid.size(self._comm.grid.shard_groups) == 1:
             return
         shards = [filling.flat.gradient(filling.flat.shard) for filling in self._fillings]
         sums = [summed_over_replicas(Pending(), shard, self._comm, self._on_wire) for shard in shards]

@@ -36,7 +36,7 @@ class ReplicaSum:
         if self._across is None:
             self._inside.wait()
             self._sent = self._on_wire(self._shard)
-            self._across = self._comm.all_reduce(self._sent, "dp_replicate", "gradients")
+            self._across = self._comm.all_reduce(self._sent, self._comm.grid.shard_groups, "gradients")
 
     def wait(self) -> None:
         """Complete the sum."""

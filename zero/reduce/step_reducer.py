@@ -241,7 +241,7 @@ class GradientReducer(SharedReduction):
     def _follow(self, progress: _Progress, inside: Pending, shard: Tensor) -> None:
         """Let the sum over shard groups follow that within one; buckets cross in their order, on all ranks alike."""
         progress.reduction, self._launched = inside, None
-        if self._comm.grid.size("dp_replicate") > 1:
+        if self._comm.grid.size(self._comm.grid.shard_groups) > 1:
             progress.reduction, self._launched = summed_over_replicas(inside, shard, self._comm, self._on_wire)
 
 

@@ -14,6 +14,7 @@ from engine.checkpoint.format.pieces import covers_once
 from engine.checkpoint.format.safetensors_file import DTYPES, TensorKind
 from engine.checkpoint.format.step_reader import ReadRequest
 from engine.errors import CheckpointError
+from engine.parallel.grid import Grid
 
 _TYPES: Mapping[frozenset[str], tuple[str, ...]] = {
     frozenset({"exp_avg", "exp_avg_sq"}): ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "Lamb", "FusedLamb"),
@@ -127,7 +128,7 @@ def _manifest(contents: ForeignContents) -> Manifest:
         files={},
         checksum=Checksum("", 0, "", 0),
         aliases=dict(contents.aliases),
-        info={"origin": contents.origin, "grid": {"dp": 0, "tp": 0, "pp": 0, "zero": 0}},
+        info={"origin": contents.origin, "grid": dict.fromkeys((*Grid().sizes, "zero"), 0)},
         progress={
             "update": update,
             "scheduler": None if contents.scheduler is None else dict(contents.scheduler),
