@@ -37,6 +37,7 @@ from engine.reporting.sinks import StepReporter
 from engine.reporting.step_report import StepReport
 from engine.resources import EngineResources
 from engine.step.batch_check import take_batch
+from engine.step.parts import StepPart
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
@@ -88,8 +89,8 @@ class Engine(TrainingLoop, NamedState, Inference):
             self._loop = UserLoop(self._runner, self._built, self._control)
             self._reports.built(self._built)
             self._checkpoints.built(self._built, self._update, entries)
-            if self._built.integrity is not None:
-                self._built.integrity.begin(self._update.made)
+            for part in self._built.parts.having(StepPart.restarted):
+                part.restarted(self._update.made)
 
     @property
     def _runtime(self) -> RankRuntime:

@@ -17,6 +17,7 @@ import torch
 
 import engine
 from benchmarks.harness.figures import record_cells
+from engine.integrity.guard import Integrity
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 
 EVERY = (0, 1, 10, 100)
@@ -57,13 +58,14 @@ class CheckClock:
 
     def watch(self, guard: Any) -> None:
         """Put the clock around the calls of a guard."""
-        for name in ("before_update", "after_update", "after_step"):
+        for name in ("before_update", "end_step"):
             setattr(guard, name, partial(self._timed, getattr(guard, name)))
 
-    def _timed(self, call: Callable[..., None], *arguments: Any) -> None:
+    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
         began = time.process_time()
-        call(*arguments)
+        found = call(*arguments)
         self.seconds += time.process_time() - began
+        return found
 
 
 def measure(rounds: int, rows: int) -> dict[int, list[Spent]]:
@@ -75,8 +77,8 @@ def measure(rounds: int, rows: int) -> dict[int, list[Spent]]:
         engines = {every: stack.enter_context(_engine(every, rows)) for every in EVERY}
         for eng in engines.values():
             eng.complete(_batch(rows, generator))
-            if eng._runtime.integrity is not None:
-                clock.watch(eng._runtime.integrity)
+            if (guard := eng._runtime.parts.find(Integrity)) is not None:
+                clock.watch(guard)
         for turn in range(rounds + 1):
             for every in random.Random(turn).sample(EVERY, len(EVERY)):
                 for _ in range(STEPS):

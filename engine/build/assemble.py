@@ -19,13 +19,9 @@ from engine.build.held_module import refuse_pickles
 from engine.build.overlap import set_overlap
 from engine.build.place_model import place_model, place_on_disk
 from engine.build.request import Request
+from engine.build.step_parts import PartRequest, make_parts
 from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
-from engine.integrity.at_rest import AtRest
-from engine.integrity.copies import DataCopies, ReplicaCopies
-from engine.integrity.guard import Integrity
-from engine.integrity.held import Holdings
-from engine.integrity.reruns import ComputedGradients
 from engine.kernels.dispatch import Kernels
 from engine.optim.built_in import built_in_optimizer
 from engine.optim.given_optimizer import show_inner
@@ -63,7 +59,6 @@ from engine.precision.dtypes import make_precision
 from engine.precision.layer_casts import put_casts
 from engine.program.batch import Batch
 from engine.program.expert_load import ExpertCounter
-from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.runtime import RankRuntime
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
@@ -76,17 +71,14 @@ from engine.zero.optim.inner_optimizer import check_elementwise
 from engine.zero.optim.matrix.matrix_updates import MatrixUpdates
 from engine.zero.optim.rules.adafactor import FactoredUpdates
 from engine.zero.optim.rules.layerwise import LayerwiseUpdates
-from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward
-from engine.zero.phases.averaged_weights import AveragedWeights
 from engine.zero.phases.offloaded_states import OffloadedStates, StateTensors
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
 from engine.zero.reduce.reducer import Reducer, ReducerSetup
-from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
+from engine.zero.reduce.replica_check import NonFinite
 from engine.zero.reduce.step_reducer import GradientReducer
 
 _SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"
@@ -156,6 +148,10 @@ def assemble_rank(
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     experts, on_host, streams = _within_gathers(model, plan, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
+    made = PartRequest(
+        model=model, plan=plan, comm=comm, device=device, buckets=buckets, frozen=frozen,
+        optimizer=optimizer, reducer=reducer, encoder=encoder, gatherer=gatherer,
+    )  # fmt: skip
     return RankRuntime(
         plan=plan,
         comm=comm,
@@ -178,15 +174,12 @@ def assemble_rank(
         own_backward=own_backward,
         gradient_guard=_guard(model, plan, reducer, patches),
         optimizer=optimizer,
-        averaged=_averaged(plan, buckets, optimizer),
         learning_rate=_learning_rate(model, optimizer, config, request),
         kernels=kernels,
-        replica_check=ReplicaCheck(plan.table, buckets, comm, config.parallel.verify_plan),
         nonfinite=NonFinite(plan.table, buckets, comm, device),
-        buffers=WrittenBuffers(model),
+        parts=make_parts(made),
         absent=_absent(model, plan, rank),
         on_host=on_host,
-        integrity=_integrity(model, plan, comm, (buckets, frozen), optimizer, device),
         away=_away(model, (buckets, frozen), optimizer, (reducer, encoder), gatherer, device),
         experts=experts,
     )
@@ -282,25 +275,6 @@ def _absent(model: nn.Module, plan: Plan, rank: int) -> AbsentParameters | None:
     return AbsentParameters(model, present, {row.name: row.owners for row in plan.table}, rank)
 
 
-def _integrity(
-    model: nn.Module,
-    plan: Plan,
-    comm: Comm,
-    buckets: tuple[Sequence[FlatBucket], Sequence[FlatBucket]],
-    optimizer: ShardedOptimizer,
-    device: torch.device,
-) -> Integrity | None:
-    """The guard of weights and optimizer state; None if nothing is to be checked."""
-    settings = plan.config.integrity
-    if not settings.every:
-        return None
-    holdings = Holdings(model, plan.table.held_by(comm.grid.coord().pp), buckets, optimizer)
-    copies = ReplicaCopies(plan.table, holdings.trained, comm)
-    names = sorted(slot.name for flat in holdings.trained for slot in flat.bucket.slots)
-    computed = ComputedGradients(names, device) if settings.rerun else None
-    return Integrity(settings, AtRest(holdings, device), DataCopies(comm, device), copies, computed)
-
-
 def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> TensorAxis:
     """Open the groups and links of the plan, and agree on the kernels that sharded layers use. Collective."""
     for stages in plan.tie_owners:
@@ -346,17 +320,6 @@ def _optimizer(
         optimizer.delay()
     place_on_disk(optimizer, plan, comm, device)
     return optimizer
-
-
-def _averaged(plan: Plan, buckets: Sequence[FlatBucket], optimizer: ShardedOptimizer) -> AveragedWeights | None:
-    """What evaluates the moving average, or that of schedule-free optimizers; the same on all ranks."""
-    given, ema = plan.config.optimizer, plan.config.ema
-    entries = given.entries if given is not None and plan.moments is not None else ()
-    if any(entry.type == "ScheduleFreeAdamW" for entry in entries):
-        return AveragedWeights(buckets, optimizer, ScheduleFreeAverage(optimizer.places, optimizer.inner))
-    if ema is None:
-        return None
-    return AveragedWeights(buckets, optimizer, WeightAverage(optimizer.places, ema.decay))
 
 
 def _learning_rate(model: nn.Module, optimizer: ShardedOptimizer, config: Config, request: Request) -> LearningRate:

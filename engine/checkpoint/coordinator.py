@@ -42,6 +42,7 @@ from engine.parallel.comm.agreement import first_rank
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.world import timeout_seconds
+from engine.step.parts import StepPart
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
 from engine.zero.phases.averaged_weights import Average
@@ -309,8 +310,8 @@ class CheckpointCoordinator:
             if self._memory is not None:
                 self._memory.close()
         self._spoiled = False
-        if self._run.runtime.integrity is not None:
-            self._run.runtime.integrity.begin(self._run.trainer_state.update.made)
+        for part in self._run.runtime.parts.having(StepPart.restarted):
+            part.restarted(self._run.trainer_state.update.made)
         done, whole = self._run.trainer_state.update.made, request.options.moments
         self._saved_at = done if whole and request.step.parent == self._folder else -1
         if self._comm.grid.rank == 0 and request.files is not self._files:

@@ -39,6 +39,7 @@ from engine.optim.update_scheduler import UpdateScheduler
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 from engine.parallel.grid import saved_grid
+from engine.step.parts import StepPart
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import families_of
 from engine.zero.optim.rules.element_state import keep_state
@@ -291,10 +292,10 @@ class Resume:
         self._restore_schedule(reader)
         states = own_states(reader, run.comm.grid) if self._request.begun else run.trainer_state.restore(reader)
         self._restore_residuals(states)
-        written = {k.partition("/")[2]: value for k, value in states.items() if k.startswith("buffer/")}
-        # on another placement of stages, another rank now runs the modules that these buffers belong to
+        # on another placement of stages, another rank now runs the modules whose buffers these are
         if manifest.info.get("places") == run.runtime.plan.places:
-            run.runtime.buffers.restore(written)
+            for part in run.runtime.parts.having(StepPart.restore):
+                part.restore(states)
 
     def _restore_schedule(self, reader: OpenCheckpoint) -> None:
         """Go on with the state of a torch scheduler; one whose rates follow from the update is placed at it."""

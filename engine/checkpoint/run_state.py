@@ -29,6 +29,7 @@ from engine.checkpoint.locks.folder_locks import FolderLocks
 from engine.config import Config
 from engine.errors import CheckpointError
 from engine.parallel.comm.comm import Comm
+from engine.step.parts import StepPart
 from engine.step.runtime import RankRuntime
 from engine.zero.optim.master_weights import sync_masters
 
@@ -107,9 +108,10 @@ class RunState:
         return {f"residual/{name}": residual for name, residual in self.runtime.reducer.residuals.items()}
 
     def own_state(self) -> dict[str, Tensor]:
-        """State of this rank alone: generators, as bytes, buffers that its forwards write, and residuals."""
-        written = {f"buffer/{name}": buffer.detach() for name, buffer in self.runtime.buffers.written()}
-        return random_states(self.device) | written | self.residuals
+        """State of this rank alone: generators, as bytes, that of its parts of a step, and residuals."""
+        parts = self.runtime.parts.having(StepPart.state)
+        states = {name: tensor for part in parts for name, tensor in part.state().items()}
+        return random_states(self.device) | states | self.residuals
 
     def ours(self, weights_only: bool = False) -> Ours:
         """Everything that this rank stores; with ``weights_only``, weights and buffers alone."""

@@ -9,37 +9,41 @@ a load, a write        compare before it                       take after it
 import json
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from engine.config.sections import IntegrityConfig
-from engine.errors import CorruptionError
+from engine.errors import CorruptionError, EngineError
 from engine.integrity.at_rest import AtRest
 from engine.integrity.copies import INTEGRITY, DataCopies, ReplicaCopies
 from engine.integrity.finding import Finding, sentence
 from engine.integrity.reruns import ComputedGradients
 from engine.parallel.comm.agreement import gather_from_all
-from engine.parallel.comm.traffic import Tally
+from engine.step.parts import PartOrder, StepPart
+from engine.step.state import StepState
 
 logger = logging.getLogger("trine")
 
 
-class Integrity:
+class Integrity(StepPart):
     """The guard of one engine on this rank; there is none with ``integrity.every`` 0."""
+
+    order = PartOrder.INTEGRITY
 
     def __init__(
         self,
         config: IntegrityConfig,
         at_rest: AtRest,
-        data: DataCopies,
-        replica: ReplicaCopies,
+        copies: tuple[DataCopies, ReplicaCopies],
         computed: ComputedGradients | None,
+        join_update: Callable[[], None],
     ) -> None:
-        self._config, self._comm, self._device = config, data.comm, data.device
-        self._at_rest, self._data, self._replica = at_rest, data, replica
+        self._data, self._replica = copies
+        self._config, self._comm, self._device = config, self._data.comm, self._data.device
+        self._at_rest, self._join_update = at_rest, join_update
         self.computed = computed
         """What a step that is run again has computed; None: none is."""
         self._steps, self._update, self._checked_after = 0, 0, 0
@@ -47,32 +51,43 @@ class Integrity:
 
     # ------------------------------------------------------------------ around an update
 
-    def before_update(self) -> None:
+    def before_update(self, step: StepState) -> BaseException | None:
         """Compare what the update is going to read. Sends nothing and does not wait."""
         self._at_rest.compare()
+        return step.problem
 
-    def after_update(self, update: int) -> None:
-        """Take the digests of what a step has left, also one that was skipped."""
-        self._update = update
-        self._at_rest.take(update)
+    def rerun(self) -> ComputedGradients | None:
+        """What compares two runs of the step that begins; None: it runs once."""
+        return self.computed if (self._steps + 1) % self._config.every == 0 else None
 
-    @property
-    def reruns(self) -> bool:
-        """Whether the step that runs now is to be run again."""
-        return self.computed is not None and (self._steps + 1) % self._config.every == 0
+    def refuse_own_loop(self) -> None:
+        """Refuse reruns in a loop of the user's own.
 
-    def after_step(self, skipped: bool, sent: Tally) -> None:
-        """Check if it is time, or if the step was skipped, for which a flipped bit may be the reason. Collective.
+        Raises:
+            EngineError: ``integrity.rerun`` is on.
+        """
+        if self.computed is not None:
+            raise EngineError(
+                "integrity.rerun is true, and the engine cannot run a loop of eng.backward and eng.step again; "
+                "call eng.train_batch(batch), or leave it out."
+            )
+
+    def end_step(self, step: StepState, made: int, skipped: bool) -> None:
+        """Take the digests of what a step has left, also one that was skipped, and check if it is time. Collective.
+
+        A flipped bit may be the reason of a skipped step, so such a step is checked too.
 
         Raises:
             CorruptionError: see ``check``.
         """
-        self._steps += 1
+        self._join_update()
+        self._update, self._steps = made, self._steps + 1
+        self._at_rest.take(made)
         if skipped or self._steps % self._config.every == 0:
             before = self._comm.tally.copy()
             self.check()
             for row in self._comm.tally.since(before).rows():
-                sent.add(row)
+                step.sent.add(row)
 
     # ------------------------------------------------------------------ beside steps
 
@@ -85,12 +100,12 @@ class Integrity:
         finally:
             self._at_rest.take(self._update)
 
-    def begin(self, update: int) -> None:
-        """Begin anew with the state that has been made or loaded, after ``update`` updates."""
+    def restarted(self, made: int) -> None:
+        """Begin anew with the state that has been made or loaded, after ``made`` updates."""
         self._at_rest.forget()
         self._failed = ""
-        self._update = self._checked_after = update
-        self._at_rest.take(update)
+        self._update = self._checked_after = made
+        self._at_rest.take(made)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

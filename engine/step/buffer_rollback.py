@@ -1,11 +1,12 @@
 """Rollback of buffers that a forward writes (running statistics, counters), for steps that are skipped."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from engine.step.parts import PartOrder, StepPart
 
 
 class _Seen(NamedTuple):
@@ -28,12 +29,14 @@ class _Seen(NamedTuple):
         return self.copy is not None and not torch.equal(self.copy, now)
 
 
-class WrittenBuffers:
+class WrittenBuffers(StepPart):
     """Copies of the buffers that a step may write.
 
     The first step in each combination of train and eval modes copies and compares all buffers; later steps copy only
     the buffers that some step has written. Between steps no copy is held.
     """
+
+    order = PartOrder.BUFFERS
 
     def __init__(self, model: nn.Module) -> None:
         self._named = tuple(model.named_modules())
@@ -43,7 +46,7 @@ class WrittenBuffers:
         self._seen: list[_Seen] = []
 
     @torch.no_grad()
-    def remember(self) -> None:
+    def begin_step(self) -> None:
         """Copy the buffers, before the first forward of a step."""
         everything = self._mode() not in self._modes
         self._seen = []
@@ -54,25 +57,20 @@ class WrittenBuffers:
                     self._seen.append(_Seen(module, leaf, buffer, buffer._version, buffer.clone() if wanted else None))
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Undo what the forwards of a skipped step have written."""
+    def undo_step(self) -> None:
+        """Undo what the forwards of a step without update have written."""
         seen = list(self._seen)
-        self.forget()
+        self.after_update()
         for each in seen:
             if each.copy is not None and (id(each.module), each.leaf) in self._written:
                 each.buffer.copy_(each.copy)
                 each.module._buffers[each.leaf] = each.buffer
 
-    @contextmanager
-    def put_back_if_failed(self) -> Iterator[None]:
-        """Context of the end of a step, which undoes what the forwards have written if there is no step."""
-        try:
-            yield
-        except BaseException:
-            self.put_back()
-            raise
+    def after_skip(self) -> None:
+        """Undo what the forwards have written."""
+        self.undo_step()
 
-    def forget(self) -> None:
+    def after_update(self) -> None:
         """End the step: drop the copies, and note which buffers it has written."""
         for seen in self._seen:
             key = id(seen.module), seen.leaf
@@ -82,25 +80,31 @@ class WrittenBuffers:
             self._modes.add(self._mode())
         self._seen = []
 
-    def written(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of every buffer that steps have written on this rank."""
-        for path, module in self._named:
-            for leaf, buffer in module._buffers.items():
-                if buffer is not None and (id(module), leaf) in self._written:
-                    yield f"{path}.{leaf}" if path else leaf, buffer
+    def state(self) -> dict[str, Tensor]:
+        """Every buffer that steps have written on this rank, as buffer/NAME."""
+        return {
+            _key(path, leaf): buffer.detach()
+            for path, module in self._named
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None and (id(module), leaf) in self._written
+        }
 
     @torch.no_grad()
-    def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Restore buffers saved from ``written``, whose shape or dtype forwards may have changed."""
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Restore buffers, whose shape or dtype forwards may have changed."""
         for path, module in self._named:
             for leaf, buffer in module._buffers.items():
-                state = states.get(f"{path}.{leaf}" if path else leaf)
-                if buffer is not None and state is not None:
-                    if (buffer.shape, buffer.dtype) == (state.shape, state.dtype):
-                        buffer.copy_(state)
+                saved = state.get(_key(path, leaf))
+                if buffer is not None and saved is not None:
+                    if (buffer.shape, buffer.dtype) == (saved.shape, saved.dtype):
+                        buffer.copy_(saved)
                     else:
-                        module._buffers[leaf] = state.to(buffer.device, copy=True)
+                        module._buffers[leaf] = saved.to(buffer.device, copy=True)
                     self._written.add((id(module), leaf))
 
     def _mode(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._modules)
+
+
+def _key(path: str, leaf: str) -> str:
+    return f"buffer/{path}.{leaf}" if path else f"buffer/{leaf}"

@@ -20,15 +20,16 @@ import torch
 from torch import nn
 
 from engine.errors import EngineError
-from engine.integrity.reruns import ComputedGradients
 from engine.parallel.comm.failed_calls import has_lost_ranks
 from engine.parallel.pipeline.runtime.executor import RankSchedule, rank_schedule
 from engine.parallel.pipeline.runtime.outputs import Carrier
 from engine.program.batch import Batch, is_text, join_outputs
 from engine.program.program import evaluating
 from engine.step.batch_check import check_paths, differing_buffer, small_digest, take_batch
+from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.failed_ranks import OtherRankError, note_failure, problem_of_any
 from engine.step.microbatches import StepKind, StepMicrobatches
+from engine.step.parts import Rerun, StepPart
 from engine.step.remarks import Remarks
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
@@ -98,14 +99,14 @@ class StepRunner:
                 "engine.initialize, or call eval_batch or predict."
             )
         step, microbatches = self._open(batch, "train")
-        guard = self._runtime.integrity
-        if guard is not None and guard.computed is not None and guard.reruns:
-            self._run_twice(step, microbatches, guard.computed)
+        reruns = [part.rerun() for part in self._runtime.parts.having(StepPart.rerun)]
+        if (compared := next(filter(None, reruns), None)) is not None:
+            self._run_twice(step, microbatches, compared)
         else:
             self._run_schedule(step, microbatches, self._runtime.training)
         return self.finish(step)
 
-    def _run_twice(self, step: StepState, microbatches: StepMicrobatches, computed: ComputedGradients) -> None:
+    def _run_twice(self, step: StepState, microbatches: StepMicrobatches, computed: Rerun) -> None:
         """Run forwards and backwards, then once more from the same state; the update uses what the second run gives.
 
         A rank with a problem joins the second run's reductions only. ``sent`` gets the traffic of the second run, which
@@ -118,8 +119,7 @@ class StepRunner:
             self._run_schedule(step, microbatches, runtime.training)
             runtime.finish()
             computed.end(step.loss)
-            runtime.buffers.put_back()
-            runtime.buffers.remember()
+            self._begin_again()
             before = self._comm.tally.copy()
             if step.problem is None:
                 self._run_schedule(again, second, runtime.training)
@@ -130,6 +130,12 @@ class StepRunner:
         for row in self._comm.tally.since(before).rows():
             step.sent.add(row)
         step.problem, step.reduced = step.problem or again.problem, True
+
+    def _begin_again(self) -> None:
+        """Put back what forwards have written, for a second run from the same state."""
+        if (buffers := self._runtime.parts.find(WrittenBuffers)) is not None:
+            buffers.undo_step()
+            buffers.begin_step()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Iterator[Batch], kind: StepKind) -> FinishedStep:
@@ -199,7 +205,8 @@ class StepRunner:
         """Start a step; a bad batch becomes its problem, so that the other ranks do not wait for this one."""
         step = self.begin()
         if torch.is_grad_enabled():
-            self._runtime.buffers.remember()
+            for part in self._runtime.parts.having(StepPart.begin_step):
+                part.begin_step()
         rows, config = self._runtime.program.rows, self._config
         take = partial(rows.take_microbatches, batch, config.micro, config.accumulation)
         taken = self._take(take, step)
@@ -307,11 +314,10 @@ class StepRunner:
     def finish(self, step: StepState) -> FinishedStep:
         """Agree on the step with all ranks, and update or skip it; a failed one leaves buffers as they were."""
         step.problem = step.problem or self._control.problem()
-        with self._agreeing("an update", step), self._runtime.buffers.put_back_if_failed():
+        with self._agreeing("an update", step), self._runtime.parts.undoing_failures():
             finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
-        if (guard := self._runtime.integrity) is not None:
-            guard.after_update(self._update.made)
-            guard.after_step(finished.outcome.skipped, step.sent)
+        for part in self._runtime.parts.having(StepPart.end_step):
+            part.end_step(step, self._update.made, finished.outcome.skipped)
         self._finished += 1
         if self._finished == _COMPARED_STEPS:
             self._compare_buffers()

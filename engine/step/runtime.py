@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine.errors import EngineError
-from engine.integrity.guard import Integrity
 from engine.kernels.dispatch import Kernels
 from engine.optim.lr_schedules import LearningRate
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
@@ -29,7 +27,8 @@ from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.plan import Plan
 from engine.program.expert_load import ExpertCounter
 from engine.program.program import Program
-from engine.step.buffer_rollback import WrittenBuffers
+from engine.step.parts import StepPart, StepParts
+from engine.step.rank_parts import AverageOfWeights
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
@@ -40,7 +39,7 @@ from engine.zero.phases.averaged_weights import AveragedWeights
 from engine.zero.phases.offloaded_states import PARAMETERS, OffloadedStates
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.reducer import Backward, Reducer
-from engine.zero.reduce.replica_check import NonFinite, ReplicaCheck
+from engine.zero.reduce.replica_check import NonFinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,23 +79,25 @@ class RankRuntime:
     gradient_guard: GradientGuard
     """Guards ``p.grad`` between a backward of the user's loop and its step."""
     optimizer: ShardedOptimizer
-    averaged: AveragedWeights | None
-    """Exchanges weights for their average; None: there is none."""
     learning_rate: LearningRate
     kernels: Kernels
-    replica_check: ReplicaCheck
     nonfinite: NonFinite
-    buffers: WrittenBuffers
+    parts: StepParts
+    """The features that take part in steps; one that is off is not among them."""
     absent: AbsentParameters | None
     """None without a pipeline."""
     on_host: HostActivations
     """Activations that wait on the host."""
-    integrity: Integrity | None
-    """Guard of what the rank holds; None: nothing is checked."""
     away: OffloadedStates
     """What waits in host memory between two phases of the run."""
     experts: ExpertCounter | None
     """Counts the rows of experts; None: they are not counted."""
+
+    @property
+    def averaged(self) -> AveragedWeights | None:
+        """Exchanges weights for their average; None: there is none."""
+        part = self.parts.find(AverageOfWeights)
+        return part.weights if part is not None else None
 
     @property
     def average(self) -> WeightAverage | None:
@@ -200,27 +201,15 @@ class RankRuntime:
         self.reducer.reset()
         if self.gatherer is not None:
             self.gatherer.end()
-        self.buffers.put_back()
-        self.scale_residuals(0.0)
-
-    def scale_residuals(self, factor: float) -> None:
-        """Scale what encodings have left out of gradients; 0 where these belong to no update."""
-        sent = self.encoder.residuals if self.encoder is not None else ()
-        for residual in (*self.reducer.residuals.values(), *sent) if factor != 1.0 else ():
-            residual.mul_(factor)
-
-    def end_backwards(self, reduced: bool) -> None:
-        """``finish``, and compare what the update is going to read with what the last one has left."""
-        self.finish(reduced)
-        if self.integrity is not None:
-            self.join_update()
-            self.integrity.before_update()
+        self.parts.undo_step()
 
     def close(self) -> None:
         """Remove every patch from the model and stop gathering; parameters that are away come back."""
         self.away.reload({PARAMETERS})
         self.optimizer.end_delayed()
         self.patches.remove()
+        for part in self.parts.having(StepPart.close):
+            part.close()
         if self.absent is not None:
             self.absent.retire()
         if self.gatherer is not None:
@@ -233,22 +222,9 @@ class RankRuntime:
         if self.gatherer is not None:
             self.gatherer.forget()
 
-    def copies_digest(self) -> Tensor | float | None:
-        """This rank's summand of a comparison of copies of weights; None in most steps, the same on all ranks.
-
-        A delayed update may write its weights meanwhile.
-        """
-        due = self.replica_check.weights.is_due()
-        return self.replica_check.weights.digest() if due and self.optimizer.delayed is None else None
-
-    def late_problem(self) -> EngineError | None:
-        """Why the update that runs beside this step cannot be brought; waits for it."""
-        return self.optimizer.delayed.problem() if self.optimizer.delayed is not None else None
-
     def join_update(self) -> None:
         """Return when no update runs beside a step; its weights may still wait to be brought."""
-        if self.optimizer.delayed is not None:
-            self.optimizer.delayed.join()
+        self.optimizer.join_delayed()
 
     def bring_update(self) -> None:
         """Finish the update that runs beside a step, and bring its weights to the device. Collective over dp."""
@@ -262,7 +238,7 @@ class RankRuntime:
         """
         if self.optimizer.delayed is not None and self.optimizer.delayed.pending:
             with all_or_none(self.comm, self.program.device, "has an update that cannot be brought"):
-                if (problem := self.late_problem()) is not None:
+                if (problem := self.optimizer.delayed.problem()) is not None:
                     raise problem
             self.bring_update()
         if self.gatherer is not None:
@@ -272,7 +248,7 @@ class RankRuntime:
     def changing(self) -> Iterator[None]:
         """Context of a call that reads or writes weights or optimizer state between steps."""
         self.join_update()
-        with self.away.held(), self.integrity.changing() if self.integrity and not self.away.kinds else nullcontext():
+        with self.away.held(), nullcontext() if self.away.kinds else self.parts.entering(StepPart.changing):
             self.settle()
             yield
 
@@ -298,7 +274,7 @@ class RankRuntime:
         if self.optimizer.disk is not None:
             self.optimizer.disk.refuse_failed()
         self.join_update()
-        with self.integrity.saving() if self.integrity and not self.away.kinds else nullcontext():
+        with nullcontext() if self.away.kinds else self.parts.entering(StepPart.saving):
             self.settle()
             yield
 

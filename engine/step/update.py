@@ -27,6 +27,7 @@ from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.precision.loss_scaler import make_loss_scale
 from engine.step.failed_ranks import failure_of_step
+from engine.step.parts import StepPart
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState, StepTotals
 from engine.zero.flat_buckets import FlatBucket, gradient_squared_norm
@@ -143,15 +144,14 @@ class Update:
 
         ``stop``: this rank was asked to stop after this step.
         """
-        runtime.end_backwards(step.reduced)
-        # collective, so it also runs for a failed step
-        step.problem = runtime.replica_check.run(step.sent) or step.problem or runtime.late_problem()
+        runtime.finish(step.reduced)
+        for part in runtime.parts.having(StepPart.before_update):  # some are collective, so also in a failed step
+            step.problem = part.before_update(step)
         # The control sum comes before the decision: clipping and finiteness need the norm over all shards, and a rank
         # that decided from its own values could skip where others update, or raise where others wait for it.
         squared_norm = gradient_squared_norm(runtime.buckets, runtime.kernels)
         idle = runtime.reducer.frozen if self._updates_unused else runtime.reducer.unused
         surprises = runtime.optimizer.unexpected(idle, runtime.reducer.names)
-        step.copies = runtime.copies_digest()
         packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
         launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
         sums, made = launched.read() if launched is not None else (packed.tolist(), False)
@@ -159,8 +159,9 @@ class Update:
         if launched is not None and not made:
             launched.put_back()
         totals = self._check(StepTotals.unpack(sums, step.counted), step)
-        self._tell_ranks_apart(totals, step, runtime)
-        runtime.bring_update()
+        for part in runtime.parts.having(StepPart.agreed):
+            part.agreed(step, totals)
+        self._tell_same_batch(totals, step)
         if totals.unused:
             runtime.optimizer.unused = self._find_unused(idle, runtime)
         agreed = time.perf_counter()
@@ -178,14 +179,14 @@ class Update:
         self.tokens += int(totals.tokens)
         self.samples += self._config.train_batch_size or 0
         self.scale = self.scale.after(overflow=nonfinite is not None)
-        runtime.scale_residuals(0.0 if nonfinite is not None else self.scale.value / step.scale)
+        for part in runtime.parts.having(StepPart.scaled) if self.scale.value != step.scale else ():
+            part.scaled(self.scale.value / step.scale)
         self._seconds = time.perf_counter() - agreed
         return UpdateOutcome(totals=totals, norm=norm, lr=lr, scale=step.scale, nonfinite=nonfinite)
 
-    def _tell_ranks_apart(self, totals: StepTotals[float], step: StepState, runtime: RankRuntime) -> None:
-        """Say where data ranks are given the same batch, and where copies of a weight differ."""
-        if step.copies is not None:
-            runtime.replica_check.weights.compare(totals.digest_squared, step.sent)
+    def _tell_same_batch(self, totals: StepTotals[float], step: StepState) -> None:
+        """Say once that data ranks are given the same batch."""
+        if step.copies is not None:  # the digest of a batch has left its place in the sum to that of the weights
             return
         self._alike += totals.same_batch(self._comm.grid.row_ranks)
         if self._alike == 2 and totals.digest and self._comm.grid.rank == 0:
@@ -208,7 +209,8 @@ class Update:
         own = runtime.reducer.found_nonfinite()
         nonfinite = runtime.nonfinite.find(step.loss, totals.weight, own, step.sent)
         runtime.reducer.watch(True)
-        runtime.buffers.put_back()
+        for part in runtime.parts.having(StepPart.after_skip):
+            part.after_skip()
         self.skipped += 1
         self._in_a_row += 1
         if not self._told and self._comm.grid.rank == 0:
@@ -252,13 +254,10 @@ class Update:
             try:
                 runtime.optimizer.step(factor)
             except EngineError:  # a disk has failed on some rank: the step is none on all of them
-                runtime.buffers.put_back()
+                runtime.parts.undo_step()
                 raise
-            if runtime.integrity is not None:  # which takes digests of what the update leaves
-                runtime.join_update()
-        if runtime.average is not None:
-            runtime.average.update()
-        runtime.buffers.forget()
+        for part in runtime.parts.having(StepPart.after_update):
+            part.after_update()
         scaled = runtime.optimizer.scales_in_place
         self.used_factor = lambda flat: 1.0 if scaled(flat) and not launched else factor
         runtime.learning_rate.done()

@@ -29,6 +29,7 @@ from engine.program.batch import Batch
 from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable, with_metrics
 from engine.step.batch_check import check_batch
 from engine.step.failed_ranks import note_failure
+from engine.step.parts import StepPart
 from engine.step.pipeline_call import PipelineCalls, stale_forward
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
@@ -116,7 +117,8 @@ class UserLoop:
         given = args[0] if len(args) == 1 and not kwargs else kwargs or args
         if self._step is None and self._started is None and training:
             self._started = time.perf_counter()
-            runtime.buffers.remember()
+            for part in runtime.parts.having(StepPart.begin_step):
+                part.begin_step()
             self._runner.remarks.look([given])
         key, before = self._random_key(), (self._forwards, self._fresh, self._forwarded)
         if training:  # an evaluation must not change what training draws
@@ -319,11 +321,8 @@ class UserLoop:
 
     def _open_step(self) -> StepState:
         if self._step is None:
-            if self._runtime.integrity is not None and self._runtime.integrity.computed is not None:
-                raise EngineError(
-                    "integrity.rerun is true, and the engine cannot run a loop of eng.backward and eng.step again; "
-                    "call eng.train_batch(batch), or leave it out."
-                )
+            for part in self._runtime.parts.having(StepPart.refuse_own_loop):
+                part.refuse_own_loop()
             started, self._started = self._started, None
             self._step = self._runner.begin(started)
             if self._counted is not None:

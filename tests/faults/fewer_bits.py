@@ -119,17 +119,18 @@ FEWER_BITS = (
     Fault(
         name="residuals-of-a-skipped-step-kept",
         about="What a skipped step has left out of its gradients is added to the next step.",
-        file="engine/step/update.py",
-        old="0.0 if nonfinite is not None else self.scale.value / step.scale",
-        new="self.scale.value / step.scale",
+        file="engine/step/rank_parts.py",
+        old="    def after_skip(self) -> None:\n"
+        '        """Forget residuals of gradients that belong to no update."""\n        self.scaled(0.0)\n',
+        new="",
         tests=(f"{_ENGINES}::test_a_skipped_step_leaves_no_residual",),
     ),
     Fault(
         name="residuals-not-saved",
         about="A resumed run starts with residuals of zero and does not go on as the run that was saved.",
         file="engine/checkpoint/run_state.py",
-        old=" | written | self.residuals",
-        new=" | written",
+        old=" | states | self.residuals",
+        new=" | states",
         tests=(f"{_ENGINES}::test_a_resumed_run_goes_on_bit_by_bit",),
     ),
     Fault(

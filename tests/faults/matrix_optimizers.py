@@ -90,9 +90,9 @@ MATRIX_OPTIMIZERS = (
     Fault(
         name="average-counted-twice",
         about="The moving average of the weights takes each update in twice.",
-        file="engine/step/update.py",
-        old="            runtime.average.update()\n",
-        new="            runtime.average.update()\n            runtime.average.update()\n",
+        file="engine/step/rank_parts.py",
+        old="            self.weights.moving.update()\n",
+        new="            self.weights.moving.update()\n            self.weights.moving.update()\n",
         tests=(f"{_AVERAGE}::test_the_average_is_that_of_the_full_weights_after_each_update",),
     ),
     Fault(

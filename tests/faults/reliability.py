@@ -6,13 +6,6 @@ _DIAGNOSIS = "tests/engine/watchdog/test_diagnosis.py"
 _GUARD = "tests/engine/integrity/test_guard.py"
 _MEMORY = "tests/engine/checkpoint/memory/test_memory_checkpoints.py"
 _PREFLIGHT = "tests/launch/jobs/test_preflight.py"
-_UPDATE = (
-    '        with self._agreeing("an update", step), self._runtime.buffers.put_back_if_failed():\n'
-    "            finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))\n"
-)
-_TAKE = (
-    "        if (guard := self._runtime.integrity) is not None:\n            guard.after_update(self._update.made)\n"
-)
 
 RELIABILITY = (
     Fault(
@@ -90,9 +83,9 @@ RELIABILITY = (
     Fault(
         name="digests-are-taken-before-the-update",
         about="Digests are of what the update has replaced, so no bit that flips after it is found.",
-        file="engine/step/runner.py",
-        old=f"{_UPDATE}{_TAKE}",
-        new=f"{_TAKE}{_UPDATE}        if guard is not None:\n",
+        file="engine/integrity/guard.py",
+        old="        self._at_rest.compare()\n        return step.problem\n",
+        new="        self._at_rest.take(self._update)\n        return step.problem\n",
         tests=(f"{_GUARD}::test_an_optimizer_of_the_users_own",),
     ),
     Fault(

@@ -20,7 +20,7 @@ SECONDARY_SHARDS = (
         name="secondary-shard-of-another-place",
         about="A rank keeps the part of a bucket that its neighbour in the node has to keep.",
         file="zero/gather/secondary_shards.py",
-        old='comm.grid.index("dp") % layout.ranks',
+        old="comm.grid.index(comm.grid.shard_line) % layout.ranks",
         new='(comm.grid.index("dp") + 1) % layout.ranks',
         tests=(_SAME_BITS,),
     ),

@@ -15,8 +15,8 @@ STEP_AND_PRECISION = (
         name="weight-counted-by-tensor-ranks",
         about="Every tensor rank counts the weight of the loss, so gradients are divided by too much.",
         file="engine/step/update.py",
-        old="coord.tp == 0 and coord.pp == last_rank",
-        new="coord.pp == last_rank",
+        old='grid.coord().pp == last_rank and grid.is_first("stage_replica")',
+        new="grid.coord().pp == last_rank",
         tests=("tests/engine/parity/test_axes.py::test_norm_is_of_the_whole_model[2]",),
     ),
     Fault(
@@ -46,9 +46,9 @@ STEP_AND_PRECISION = (
     Fault(
         name="buffers-of-a-skipped-step",
         about="A skipped step leaves its running statistics behind.",
-        file="engine/step/update.py",
-        old="        runtime.buffers.put_back()\n        self.skipped += 1\n",
-        new="        runtime.buffers.forget()\n        self.skipped += 1\n",
+        file="engine/step/buffer_rollback.py",
+        old='        """Undo what the forwards have written."""\n        self.undo_step()\n',
+        new='        """Undo what the forwards have written."""\n        self.after_update()\n',
         tests=("tests/engine/step/test_nonfinite.py::test_buffers_first_written_in_another_mode_are_put_back",),
     ),
     Fault(
@@ -99,7 +99,7 @@ STEP_AND_PRECISION = (
         name="dropout-alike-on-data-ranks",
         about="All data ranks draw the same dropout masks for their microbatches.",
         file="engine/step/runner.py",
-        old="first = self._comm.grid.coord().dp * self._config.accumulation",
+        old="first = self._comm.grid.row_rank * self._config.accumulation",
         new="first = 0",
         tests=("tests/engine/parity/test_axes.py::test_dropout_does_not_depend_on_data_and_pipeline[gpt2-dp2]",),
     ),

@@ -107,9 +107,9 @@ WIRE = (
     Fault(
         name="residuals-between-stages-of-a-skipped-step-kept",
         about="What a skipped step has left out of the gradients between stages is added to the next step.",
-        file="engine/step/runtime.py",
-        old="        for residual in (*self.reducer.residuals.values(), *sent) if factor != 1.0 else ():\n",
-        new="        for residual in self.reducer.residuals.values() if factor != 1.0 else ():\n",
+        file="engine/step/rank_parts.py",
+        old="        for residual in (*self._reducer.residuals.values(), *sent):\n",
+        new="        for residual in self._reducer.residuals.values():\n",
         tests=(f"{_ENGINES}::test_residuals_take_the_bytes_of_the_plan_and_a_skipped_step_leaves_none",),
     ),
 )

@@ -158,6 +158,11 @@ class ShardedOptimizer:
         self.copies.late = True
         self.delayed = DelayedUpdate(self._buckets, partial(self.refresh, self._buckets))
 
+    def join_delayed(self) -> None:
+        """Return when no update runs beside a step; its weights may still wait to be brought."""
+        if self.delayed is not None:
+            self.delayed.join()
+
     def end_delayed(self) -> None:
         """Wait for the update beside a step; its weights are brought as far as that takes no other rank."""
         if self.delayed is None:

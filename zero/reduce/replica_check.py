@@ -19,7 +19,6 @@ from engine.parallel.comm.traffic import Tally
 from engine.parallel.shard_table import ShardTable
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Slot
-from engine.zero.reduce.weight_copies import WeightCopies
 
 PLAN_CHECK = "plan check"
 
@@ -27,8 +26,8 @@ PLAN_CHECK = "plan check"
 class ReplicaCheck:
     """Check of ``parallel.verify_plan``: runs once, after the first step's gradients are reduced."""
 
-    def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm, wanted: bool = True) -> None:
-        alike = {row.name for row in table if row.dim is None} if wanted and comm.grid.tp > 1 else set()
+    def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
+        alike = {row.name for row in table if row.dim is None}
         self._places = [
             (slot.name, flat, overlap(slot, flat.shard))
             for flat in buckets
@@ -37,8 +36,6 @@ class ReplicaCheck:
         ]
         self._places.sort(key=lambda place: place[0])
         self._comm = comm
-        self.weights = WeightCopies(table, buckets, comm)
-        """The comparison that follows, of weights, as long as the run goes on."""
 
     @torch.no_grad()
     def run(self, sent: Tally) -> PlanError | None:

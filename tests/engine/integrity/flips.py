@@ -147,7 +147,7 @@ def opened(setting: Setting, batches: Sequence[Any], tied: bool = False, **chang
 
 def guard_of(eng: engine.Engine) -> Integrity:
     """The engine's guard."""
-    guard = eng._runtime.integrity
+    guard = eng._runtime.parts.find(Integrity)
     assert guard is not None
     return guard
 

@@ -13,6 +13,7 @@ import engine
 from engine.checkpoint.memory.memory_folder import TOKEN
 from engine.errors import ConfigError, CorruptionError
 from engine.integrity.copies import INTEGRITY
+from engine.integrity.guard import Integrity
 from tests import models
 from tests.engine.integrity.flips import Flip, Setting, flip_one, guard_of, opened, steps
 
@@ -246,7 +247,7 @@ def traffic(setting: Setting) -> list[int]:
     """Body of a rank: calls with our label in each step."""
     batches, calls = models.batches_for("decoder", 4, 3), []
     with opened(setting, batches) as eng:
-        assert (eng._runtime.integrity is None) == (setting.every == 0)
+        assert (eng._runtime.parts.find(Integrity) is None) == (setting.every == 0)
         for _ in range(6):
             before = eng.sent.copy()
             steps(eng, batches, 1)

@@ -1,0 +1,115 @@
+"""The table of features that take part in steps: what makes each, or None where it is off."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from engine.integrity.at_rest import AtRest
+from engine.integrity.copies import DataCopies, ReplicaCopies
+from engine.integrity.guard import Integrity
+from engine.integrity.held import Holdings
+from engine.integrity.reruns import ComputedGradients
+from engine.parallel.comm.comm import Comm
+from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
+from engine.planning.plan import Plan
+from engine.step.buffer_rollback import WrittenBuffers
+from engine.step.parts import StepPart, StepParts
+from engine.step.rank_parts import AverageOfWeights, DelayedUpdates, EncodingResiduals, EqualGradients, EqualWeights
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.gather.gatherer import ParameterGatherer
+from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.optim.weight_average import WeightAverage
+from engine.zero.phases.averaged_weights import AveragedWeights
+from engine.zero.reduce.reducer import Reducer
+from engine.zero.reduce.replica_check import ReplicaCheck
+from engine.zero.reduce.weight_copies import WeightCopies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRequest:
+    """What the parts of a step are made of."""
+
+    model: nn.Module
+    plan: Plan
+    comm: Comm
+    device: torch.device
+    buckets: Sequence[FlatBucket]
+    frozen: Sequence[FlatBucket]
+    optimizer: ShardedOptimizer
+    reducer: Reducer
+    encoder: MessageEncoder | None
+    gatherer: ParameterGatherer | None
+
+
+def make_parts(request: PartRequest) -> StepParts:
+    """The parts that are on, the same on all ranks."""
+    return StepParts(part for make in MAKERS if (part := make(request)) is not None)
+
+
+def _delayed(request: PartRequest) -> StepPart | None:
+    optimizer, gatherer = request.optimizer, request.gatherer
+    if optimizer.delayed is None:
+        return None
+
+    def bring() -> None:
+        if optimizer.delayed is not None and optimizer.delayed.finish() and gatherer is not None:
+            gatherer.forget()
+
+    return DelayedUpdates(optimizer, bring)
+
+
+def _integrity(request: PartRequest) -> StepPart | None:
+    plan, comm, device, optimizer = request.plan, request.comm, request.device, request.optimizer
+    settings = plan.config.integrity
+    if not settings.every:
+        return None
+    rows = plan.table.held_by(comm.grid.coord().pp)
+    holdings = Holdings(request.model, rows, (request.buckets, request.frozen), optimizer)
+    copies = DataCopies(comm, device), ReplicaCopies(plan.table, holdings.trained, comm)
+    names = sorted(slot.name for flat in holdings.trained for slot in flat.bucket.slots)
+    computed = ComputedGradients(names, device) if settings.rerun else None
+    return Integrity(settings, AtRest(holdings, device), copies, computed, optimizer.join_delayed)
+
+
+def _equal_gradients(request: PartRequest) -> StepPart | None:
+    if request.comm.grid.tp == 1 or not request.plan.config.parallel.verify_plan:
+        return None
+    return EqualGradients(ReplicaCheck(request.plan.table, request.buckets, request.comm))
+
+
+def _equal_weights(request: PartRequest) -> StepPart | None:
+    if request.comm.grid.world_size == 1:
+        return None
+    return EqualWeights(WeightCopies(request.plan.table, request.buckets, request.comm), request.optimizer)
+
+
+def _buffers(request: PartRequest) -> StepPart:
+    return WrittenBuffers(request.model)
+
+
+def _residuals(request: PartRequest) -> StepPart | None:
+    sends = request.encoder is not None and request.plan.config.wire.error_feedback
+    return EncodingResiduals(request.reducer, request.encoder) if sends or request.reducer.residuals else None
+
+
+def _average(request: PartRequest) -> StepPart | None:
+    """The moving average, or that of schedule-free optimizers; the same on all ranks."""
+    plan, optimizer = request.plan, request.optimizer
+    given, ema = plan.config.optimizer, plan.config.ema
+    entries = given.entries if given is not None and plan.moments is not None else ()
+    if any(entry.type == "ScheduleFreeAdamW" for entry in entries):
+        free = ScheduleFreeAverage(optimizer.places, optimizer.inner)
+        return AverageOfWeights(AveragedWeights(request.buckets, optimizer, free))
+    if ema is None:
+        return None
+    moving = WeightAverage(optimizer.places, ema.decay)
+    return AverageOfWeights(AveragedWeights(request.buckets, optimizer, moving))
+
+
+MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
+    _delayed, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average,
+)  # fmt: skip
+"""Each feature of a step; ``PartOrder`` has the order in which they are called."""

@@ -1,0 +1,109 @@
+"""Parts of a step that act on what this rank holds: gradients and weights of several ranks, averages, residuals."""
+
+from collections.abc import Callable
+
+from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
+from engine.step.parts import PartOrder, StepPart
+from engine.step.state import StepState, StepTotals
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.phases.averaged_weights import AveragedWeights
+from engine.zero.reduce.reducer import Reducer
+from engine.zero.reduce.replica_check import ReplicaCheck
+from engine.zero.reduce.weight_copies import WeightCopies
+
+
+class DelayedUpdates(StepPart):
+    """Brings the update that has run beside a step.
+
+    Args:
+        optimizer: its ``delayed`` is there.
+        bring: finishes the update, and brings its weights to the device; collective over the data ranks.
+    """
+
+    order = PartOrder.DELAYED_UPDATE
+
+    def __init__(self, optimizer: ShardedOptimizer, bring: Callable[[], None]) -> None:
+        self._optimizer, self._bring = optimizer, bring
+
+    def before_update(self, step: StepState) -> BaseException | None:
+        """Wait for the update; return why it cannot be brought."""
+        late = self._optimizer.delayed.problem() if self._optimizer.delayed is not None else None
+        return step.problem or late
+
+    def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
+        """Bring the weights, on which the next update builds."""
+        self._bring()
+
+
+class EqualGradients(StepPart):
+    """Compares, in the first step, the gradients that all tensor ranks should compute alike."""
+
+    order = PartOrder.REPLICAS
+
+    def __init__(self, check: ReplicaCheck) -> None:
+        self._check = check
+
+    def before_update(self, step: StepState) -> BaseException | None:
+        """Return the error found; every rank of a stage takes part, also one whose step has failed."""
+        return self._check.run(step.sent) or step.problem
+
+
+class EqualWeights(StepPart):
+    """Compares, in some steps, the weights that several ranks hold; the digest travels in the control sum."""
+
+    order = PartOrder.COPIES
+
+    def __init__(self, copies: WeightCopies, optimizer: ShardedOptimizer) -> None:
+        self._copies, self._optimizer = copies, optimizer
+
+    def before_update(self, step: StepState) -> BaseException | None:
+        """Take the digest if one is due; a delayed update may write its weights meanwhile."""
+        due = self._copies.is_due()
+        step.copies = self._copies.digest() if due and self._optimizer.delayed is None else None
+        return step.problem
+
+    def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
+        """Name the weight that differs, if one does."""
+        if step.copies is not None:
+            self._copies.compare(totals.digest_squared, step.sent)
+
+
+class EncodingResiduals(StepPart):
+    """Keeps what encodings have left out of gradients in the scale of the next step."""
+
+    order = PartOrder.RESIDUALS
+
+    def __init__(self, reducer: Reducer, encoder: MessageEncoder | None) -> None:
+        self._reducer, self._encoder = reducer, encoder
+
+    def scaled(self, factor: float) -> None:
+        """Scale the residuals."""
+        sent = self._encoder.residuals if self._encoder is not None else ()
+        for residual in (*self._reducer.residuals.values(), *sent):
+            residual.mul_(factor)
+
+    def after_skip(self) -> None:
+        """Forget residuals of gradients that belong to no update."""
+        self.scaled(0.0)
+
+    def undo_step(self) -> None:
+        """Forget residuals of gradients that belong to no update."""
+        self.scaled(0.0)
+
+
+class AverageOfWeights(StepPart):
+    """Takes the weights of each update into their moving average.
+
+    Args:
+        weights: exchanges the weights for their average and back.
+    """
+
+    order = PartOrder.AVERAGE
+
+    def __init__(self, weights: AveragedWeights) -> None:
+        self.weights = weights
+
+    def after_update(self) -> None:
+        """Take the new weights in."""
+        if self.weights.moving is not None:
+            self.weights.moving.update()
