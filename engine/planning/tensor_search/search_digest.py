@@ -36,6 +36,8 @@ _VERSIONED = sys.stdlib_module_names | {"torch", "numpy", "engine", "builtins"}
 """Packages whose version, or whose sources as a whole, are in the digest."""
 _LARGEST = 2**26
 """Bytes of a tensor whose content is read."""
+_PIECE = 2**16
+"""Bytes that a hash is given at once."""
 _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device | torch.Size
 
 
@@ -83,12 +85,15 @@ class _Digest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
+        self._waiting = bytearray()
+        """What the hash is given next: many short pieces at once."""
         self._seen: dict[int, tuple[int, Any]] = {}
         self._classes: set[type] = set()
         self._packages: set[str] = set()
         self.modules: set[str] = set()
 
     def hexdigest(self) -> str:
+        self._feed(b"")
         return self._hash.hexdigest()
 
     def take_modules(self) -> bool:
@@ -108,7 +113,7 @@ class _Digest:
                 if (file := _file(module)) is None:
                     return False
                 self._text(name, str(vars(sys.modules.get(_top(name), module)).get("__version__", "")))
-                self._hash.update(file.read_bytes())
+                self._feed(file.read_bytes())
                 self._take_names(vars(module), _globals_read(module))
         return True
 
@@ -161,7 +166,7 @@ class _Digest:
             and tensor.layout == torch.strided
             and (tensor.nbytes <= _LARGEST)
         ):
-            self._hash.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            self._feed(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
     def _take_code(self, value: Any) -> None:
         if isinstance(value, ModuleType):
@@ -205,7 +210,15 @@ class _Digest:
     def _text(self, *words: str) -> None:
         for word in words:
             data = word.encode(errors="backslashreplace")
-            self._hash.update(len(data).to_bytes(8, "little") + data)
+            self._waiting += len(data).to_bytes(8, "little")
+            self._waiting += data
+        if len(self._waiting) > _PIECE:
+            self._feed(b"")
+
+    def _feed(self, data: bytes) -> None:
+        self._hash.update(self._waiting)
+        self._waiting.clear()
+        self._hash.update(data)
 
 
 def _globals_read(module: ModuleType) -> set[str]:
