@@ -253,7 +253,7 @@ def calls_of_modules() -> Iterator[CalledModules]:
 
 
 def _counts(ids: Any) -> bool:
-    if not isinstance(ids, Tensor) or not ids.ndim or ids.shape[-1] < 2:
+    if not isinstance(ids, Tensor) or ids.is_meta or not ids.ndim or ids.shape[-1] < 2:
         return False
     with torch._C.DisableTorchFunction():  # hidden from a tracer of the forward
         return torch.equal(ids, ids[..., :1] + torch.arange(ids.shape[-1], device=ids.device))
