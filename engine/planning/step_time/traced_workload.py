@@ -94,7 +94,8 @@ def traced_workload(program: Program, row: Batch) -> Workload:
     """
     model = program.model
     tokens = max((leaf.shape[1] for leaf in tree_leaves(row) if leaf.dim() == 2), default=1)
-    with calls_of_modules() as called:
+    called = CalledModules()
+    with calls_of_modules(called):
         counts, kept = _counted(program, row, called)
     parameters = float(sum(parameter.numel() for parameter in model.parameters()))
     blocks, inside = _blocks(model, called)
