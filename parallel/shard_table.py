@@ -102,6 +102,8 @@ class ShardRow:
         held, inner = sum(size for size, _ in own), math.prod(self.shape[self.dim + 1 :])
         ends = list(accumulate(size for size, _ in own))
         runs = [(end - size, end) for (size, mine), end in zip(own, ends, strict=True) if not mine]
+        if not runs:
+            return ()
         outer = range(math.prod(self.shape[: self.dim]))
         return tuple(((o * held + start) * inner, (o * held + stop) * inner) for o in outer for start, stop in runs)
 

@@ -47,9 +47,8 @@ from engine.planning.budgets import shards_parameters, tensor_format
 from engine.planning.example_trace import trace_example
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
-from engine.planning.tensor_plan_search import find_styles
+from engine.planning.tensor_plan_search import SearchedProgram
 from engine.planning.tensor_search.found_styles import FoundStyles
-from engine.planning.tensor_search.search_digest import search_digest
 from engine.planning.tensor_search.styles_cache import kept_or_found
 from engine.program.batch import Batch
 from engine.program.program import Program
@@ -73,6 +72,8 @@ class PlanRequest:
     """The user's optimizer, whose groups take the place of the configured ones."""
     found: FoundStyles | None = None
     """Result of the search for a tensor plan; None: it is searched here."""
+    searched: SearchedProgram | None = None
+    """Traces of the program and a digest that other searches share; None: a search makes its own."""
 
 
 def needs_example(config: Config) -> bool:
@@ -91,12 +92,13 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
     Raises:
         PlanError: the model cannot be traced, or its widths cannot be divided.
     """
-    parallel, given = config.parallel, (request.program, request.example)
+    parallel = config.parallel
+    searched = request.searched or SearchedProgram(request.program, request.example)
     low_rank = parallel.tensor_proof == "auto"
     settings = {"tensor": config.tp, "sequence": parallel.sequence_parallel, "low rank": low_rank}
     return kept_or_found(
-        lambda: search_digest(*given, settings),
-        lambda: find_styles(*given, config.tp, parallel.sequence_parallel, low_rank),
+        lambda: searched.digest.of(settings),
+        lambda: searched.find_styles(config.tp, parallel.sequence_parallel, low_rank),
     )
 
 

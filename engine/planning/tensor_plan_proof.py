@@ -22,6 +22,7 @@ from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
 from engine.planning.tensor_plan_search import (
     DistinctUnits,
+    SearchedProgram,
     Unit,
     distinct_units,
     local_name,
@@ -47,7 +48,7 @@ def check_plan(program: Program, example: Batch, plan: TensorPlan, tp: int, low_
     """
     with search_conditions(program.model):  # the simulated ranks draw random numbers too, which are the user's
         try:
-            found = distinct_units(program, example, tp)
+            found = distinct_units(SearchedProgram(program, example), tp)
         except PlanError as error:
             return (f"{_SETTING} is not proven, because the model cannot be followed: {first_line(error)}",)
         if found.choice:

@@ -12,6 +12,7 @@ of a job searches, and the others receive what it has found.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnU
 from engine.planning.example_trace import trace_example
 from engine.planning.isolated_block import signatures
 from engine.planning.tensor_search.found_styles import FoundStyles, as_patterns
+from engine.planning.tensor_search.search_digest import ProgramDigest
 from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
 
@@ -73,6 +75,77 @@ class CalledModules:
             self.counting.add(id(module))
 
 
+class SearchedProgram:
+    """A program and an example, of which searches for several numbers of tensor ranks share traces and a digest."""
+
+    def __init__(self, program: Program, example: Batch) -> None:
+        self.program, self.example = program, example
+        self.called = CalledModules()
+        self._traced: dict[tuple[int | None, ...], tuple[_Followed | None, str]] = {}
+
+    @cached_property
+    def digest(self) -> ProgramDigest:
+        """Of everything that a search depends on but its settings."""
+        return ProgramDigest(self.program, self.example)
+
+    def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True) -> FoundStyles:
+        """The styles for ``tp`` tensor ranks; see :func:`find_styles`."""
+        model = self.program.model
+        with search_conditions(model):
+            found = distinct_units(self, tp)
+            words = {} if found.choice else _vocabularies(model, found.trace, self.called, tp)
+            search = _Search(self.program, tp, sequence, low_rank, dict(words))
+            for unit in found.units:
+                search.take(unit)
+        patterns = as_patterns(model, search.styles)
+        notes = [f"tensor ranks share blocks, as one path calls them, and nothing beside: {found.choice}"]
+        notes = [*found.notes, *(notes if found.choice else ())]
+        return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
+
+    def trace(self, length: int) -> "tuple[_Followed, str]":
+        """The trace of the first of the shortened examples that the model takes; and a note if it takes none.
+
+        A model may count on its own length (image tokens, windows), so the last one tried is the example as it is.
+        """
+        few = self.program.rows.take_rows(self.example, 0, ROWS)
+        found, refused = self._tried(few, length)
+        if found is not None:
+            return found, ""
+        note = (
+            f"the tensor plan is searched with the full length of the example, because {length} tokens raise: {refused}"
+        )
+        whole, _ = self._tried(few, None)
+        assert whole is not None
+        return whole, note if refused else ""
+
+    def material_of_shorter(self, followed: "_Followed", tp: int) -> tuple[Material | None, str]:
+        """Arguments of the units for a shorter text; or the reason why a text has no shorter one."""
+        lengths = [t.shape[1] for _, t in named_tensors(followed.example) if t.ndim >= 2 and not t.is_floating_point()]
+        if not lengths:
+            return None, ""
+        length = max(min(lengths) // 2 // tp * tp, tp)
+        if length >= max(lengths):
+            return None, f"an example of {max(lengths)} tokens cannot be shortened for {tp} tensor ranks"
+        found, refused = self._tried(followed.example, length)
+        if found is None:
+            return None, f"the model does not run with {length} tokens: {refused}"
+        if [call.unit for call in found.trace.calls] != [call.unit for call in followed.trace.calls]:
+            return None, f"the model calls other modules with {length} tokens"
+        return found.material, ""
+
+    def _tried(self, example: Batch, length: int | None) -> "tuple[_Followed | None, str]":
+        """The trace of ``length`` tokens, or why there is none, and of the example as it is; each is made once."""
+        asked = (length, *(size for _, tensor in named_tensors(example) for size in tensor.shape))
+        if asked not in self._traced:
+            with calls_of_modules(self.called):
+                self._traced[asked] = (
+                    (_follow(self.program, example), "")
+                    if length is None
+                    else _try_length(self.program, example, length)
+                )
+        return self._traced[asked]
+
+
 def find_styles(
     program: Program, example: Batch, tp: int, sequence: bool = False, low_rank: bool = True
 ) -> FoundStyles:
@@ -83,17 +156,7 @@ def find_styles(
     Raises:
         PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
     """
-    with search_conditions(program.model):
-        with calls_of_modules() as called:
-            found = distinct_units(program, example, tp)
-        words = {} if found.choice else _vocabularies(program.model, found.trace, called, tp)
-        search = _Search(program, tp, sequence, low_rank, dict(words))
-        for unit in found.units:
-            search.take(unit)
-    patterns = as_patterns(program.model, search.styles)
-    notes = [f"tensor ranks share blocks, as one path calls them, and nothing beside: {found.choice}"]
-    notes = [*found.notes, *(notes if found.choice else ())]
-    return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
+    return SearchedProgram(program, example).find_styles(tp, sequence, low_rank)
 
 
 @dataclass
@@ -135,15 +198,16 @@ class DistinctUnits:
     """How the forward chooses other paths than that of the trace: a part of a sentence; empty if it has no other."""
 
 
-def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
+def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
     """The distinct units of a model that have more than one layer.
 
     Raises:
         PlanError: the model cannot be followed.
     """
-    few = program.rows.take_rows(example, 0, ROWS)
-    (first, trace, material, choice), full_length = _trace_short(program, few, LENGTH - LENGTH % tp)
-    shorter, why = _material_of_shorter(program, first, trace, tp)
+    program = searched.program
+    followed, full_length = searched.trace(LENGTH - LENGTH % tp)
+    _, trace, material, choice = followed
+    shorter, why = searched.material_of_shorter(followed, tp)
     names = [call.unit for call in trace.calls]
     kinds: dict[object, list[int]] = {}
     given = [in_float64(arguments) for arguments in material.arguments]
@@ -181,18 +245,6 @@ def _follow(program: Program, example: Batch) -> _Followed:
         if error.trace is None:
             raise
         return _Followed(example, error.trace, material, error.what)
-
-
-def _trace_short(program: Program, example: Batch, length: int) -> tuple[_Followed, str]:
-    """Trace the first of the shortened examples that the model takes; and a note if it takes none.
-
-    A model may count on its own length (image tokens, windows), so the last one tried is the example as it is.
-    """
-    found, refused = _try_length(program, example, length)
-    if found is not None:
-        return found, ""
-    note = f"the tensor plan is searched with the full length of the example, because {length} tokens raise: {refused}"
-    return _follow(program, example), note if refused else ""
 
 
 def _try_length(program: Program, example: Batch, length: int) -> tuple[_Followed | None, str]:
@@ -242,18 +294,17 @@ def _vocabularies(model: nn.Module, trace: ModelTrace, called: CalledModules, tp
 
 
 @contextmanager
-def calls_of_modules() -> Iterator[CalledModules]:
-    """Inside, the result collects the modules that are called."""
-    called = CalledModules()
+def calls_of_modules(called: CalledModules) -> Iterator[None]:
+    """Inside, ``called`` collects the modules that are called."""
     hook = register_module_forward_pre_hook(called.note)
     try:
-        yield called
+        yield
     finally:
         hook.remove()
 
 
 def _counts(ids: Any) -> bool:
-    if not isinstance(ids, Tensor) or not ids.ndim or ids.shape[-1] < 2:
+    if not isinstance(ids, Tensor) or ids.is_meta or not ids.ndim or ids.shape[-1] < 2:
         return False
     with torch._C.DisableTorchFunction():  # hidden from a tracer of the forward
         return torch.equal(ids, ids[..., :1] + torch.arange(ids.shape[-1], device=ids.device))
@@ -275,22 +326,6 @@ def _short(example: Batch, length: int, floats: bool = False) -> Batch:
         return tensor.contiguous()
 
     return map_tensors(example, cut)
-
-
-def _material_of_shorter(program: Program, example: Batch, trace: ModelTrace, tp: int) -> tuple[Material | None, str]:
-    """Arguments of the units for a shorter text; or the reason why a text has no shorter one."""
-    lengths = [t.shape[1] for _, t in named_tensors(example) if t.ndim >= 2 and not t.is_floating_point()]
-    if not lengths:
-        return None, ""
-    length = max(min(lengths) // 2 // tp * tp, tp)
-    if length >= max(lengths):
-        return None, f"an example of {max(lengths)} tokens cannot be shortened for {tp} tensor ranks"
-    found, refused = _try_length(program, example, length)
-    if found is None:
-        return None, f"the model does not run with {length} tokens: {refused}"
-    if [call.unit for call in found.trace.calls] != [call.unit for call in trace.calls]:
-        return None, f"the model calls other modules with {length} tokens"
-    return found.material, ""
 
 
 @dataclass

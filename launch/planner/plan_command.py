@@ -1,8 +1,10 @@
 """``trine plan``: plans a run on GPUs that are not here, says what it holds and costs, and searches the best layout."""
 
+import gc
 import json
 from argparse import Namespace
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +38,8 @@ MOST_ACTIONS = 12_000
 
 SLOW_SECONDS = 5.0
 """After which a part of the work is said."""
+OBJECTS = 50_000
+"""New objects after which Python looks for cycles during a plan, in place of 700."""
 BUCKET = 64_000_000
 """Elements of a reduction: few calls, whose latency grows with the data ranks."""
 
@@ -55,9 +59,24 @@ def run_plan(options: Namespace) -> None:
     config = None if asked.config is None else load_config(asked.config, asked.world)
     quiet = open_console(0)  # says what takes long
     try:
-        _run(asked, config, options)
+        with _collecting_seldom():
+            _run(asked, config, options)
     finally:
         quiet()
+
+
+@contextmanager
+def _collecting_seldom() -> Iterator[None]:
+    """Inside, Python looks for cycles seldom: a plan imports half a million objects that stay, which each look visits.
+
+    What holds much memory in cycles, such as a proof, looks for them itself.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _run(asked: PlanAsked, config: Config | None, options: Namespace) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from engine.config import Config
 from engine.errors import PlanError
@@ -27,6 +26,7 @@ from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import needs_profiling, profile_run
 from engine.planning.step_time.prediction import StepTime
 from engine.planning.step_time.traced_workload import traced_workload
+from engine.planning.tensor_plan_search import CalledModules, SearchedProgram, calls_of_modules
 from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.precision.dtypes import Precision, make_precision
 from engine.program.batch import Batch, map_tensors
@@ -65,6 +65,8 @@ class PlannedModel:
     """A tensor plan that needs no search; None: it is searched."""
     searched: dict[Hashable, FoundStyles] = field(default_factory=dict, repr=False, compare=False)
     """What searches have found: plans that differ in nothing that a search depends on share one."""
+    programs: dict[Hashable, SearchedProgram] = field(default_factory=dict, repr=False, compare=False)
+    """What searches for several numbers of tensor ranks share."""
 
     def plan(self, config: Config) -> Plan:
         """The plan that the engine would run."""
@@ -98,18 +100,15 @@ class PlannedModel:
     def called(self) -> set[int] | None:
         """Ids of the modules that a forward on shapes calls; None if it needs values."""
         program = Program(self.model, self.loss_fn, Precision(None, None), torch.device("meta"))
-        called = set[int]()
-        hook = register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
+        called = CalledModules()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), calls_of_modules(called):
                 program.planned_loss(self.row)
         except Exception as error:  # the model's own code may raise anything on shapes
             if is_own_mistake(error):
                 raise
             return None
-        finally:
-            hook.remove()
-        return called
+        return called.all
 
     def workload(self, config: Config) -> Workload:
         """The workload, from one forward on shapes."""
@@ -124,7 +123,9 @@ class PlannedModel:
         program, parallel = self._program(config), config.parallel
         key = config.tp, parallel.sequence_parallel, parallel.tensor_proof, program.precision
         if key not in self.searched:
-            self.searched[key] = search_styles(config, PlanRequest(program, self._example(config)))
+            example = self._example(config)
+            shared = self.programs.setdefault((program.precision, config.micro), SearchedProgram(program, example))
+            self.searched[key] = search_styles(config, PlanRequest(program, example, searched=shared))
         return self.searched[key]
 
     def _example(self, config: Config) -> Batch:

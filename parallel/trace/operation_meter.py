@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 META = torch.device("meta")
 
@@ -57,6 +56,9 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry  # imports triton, which a rank without a trace does not need
+
+        self._formulas = flop_registry
         self.flops = 0
         self.draws = False
         self._outcomes: dict[object, _Outcome] = {}
@@ -75,7 +77,7 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = [entry.tensor() for entry in known.made]
             return made[0] if known.single else tuple(made)
         out = func(*args, **kwargs)
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        formula = self._formulas.get(getattr(func, "_overloadpacket", None))
         flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
         draws = _draws(func, args, kwargs)
         self._count(flops, draws)

@@ -18,6 +18,7 @@ from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.pipeline.partition.cost_model import flops_of_calls
 from engine.planning.cost_model.workload import CutAmount, Product, Workload
 from engine.planning.example_trace import run_dtypes, trace_example
+from engine.planning.tensor_plan_search import CalledModules, calls_of_modules
 from engine.program.batch import Batch
 from engine.program.program import Program
 
@@ -93,9 +94,11 @@ def traced_workload(program: Program, row: Batch) -> Workload:
     """
     model = program.model
     tokens = max((leaf.shape[1] for leaf in tree_leaves(row) if leaf.dim() == 2), default=1)
-    counts, kept = _counted(program, row)
+    called = CalledModules()
+    with calls_of_modules(called):
+        counts, kept = _counted(program, row, called)
     parameters = float(sum(parameter.numel() for parameter in model.parameters()))
-    blocks, inside = _blocks(model)
+    blocks, inside = _blocks(model, called)
     every, width = blocks * tokens, counts.usual_width()
     return Workload(
         blocks=blocks,
@@ -122,7 +125,7 @@ def traced_workload(program: Program, row: Batch) -> Workload:
     )
 
 
-def _counted(program: Program, row: Batch) -> tuple[OperatorCounts, "_Kept"]:
+def _counted(program: Program, row: Batch, called: CalledModules) -> tuple[OperatorCounts, "_Kept"]:
     """The operators of a forward on shapes, and what it keeps; coarser where a forward needs values."""
     counts, kept = OperatorCounts(), _Kept(program.model)
     try:
@@ -137,7 +140,7 @@ def _counted(program: Program, row: Batch) -> tuple[OperatorCounts, "_Kept"]:
     except Exception as error:
         if is_own_mistake(error):
             raise
-        return _coarse(program, row)
+        return _coarse(program, row, called)
     return counts, kept
 
 
@@ -145,7 +148,7 @@ BYTES_OF_A_WIDTH = 34
 """That a block of a transformer keeps of a token for each element of its width (Korthikanti et al. 2022, section 4)."""
 
 
-def _coarse(program: Program, row: Batch) -> tuple[OperatorCounts, "_Kept"]:
+def _coarse(program: Program, row: Batch, called: CalledModules) -> tuple[OperatorCounts, "_Kept"]:
     """The same from the engine's own trace, which also follows code that reads values; bytes by a rule of thumb.
 
     Raises:
@@ -167,7 +170,7 @@ def _coarse(program: Program, row: Batch) -> tuple[OperatorCounts, "_Kept"]:
     shapes = [value.shape[-1] for value in trace.values if len(value.shape) > 1]
     width = int(median_low(shapes)) if shapes else 1
     counts.products[width, width] = sum(flops_of_calls(trace)) / (2 * width**2)
-    blocks, _ = _blocks(program.model)
+    blocks, _ = _blocks(program.model, called)
     kept.bytes = counts.pass_bytes = BYTES_OF_A_WIDTH * width * tokens * blocks
     counts.product_bytes = kept.bytes // 2
     return counts, kept
@@ -195,9 +198,10 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def _blocks(model: nn.Module) -> tuple[int, int]:
-    """The longest run of equal modules: how many, and the elements of their parameters."""
-    longest = max(_runs(model), key=len, default=[model])
+def _blocks(model: nn.Module, called: CalledModules) -> tuple[int, int]:
+    """The longest run of equal modules that the forward has called: how many, and the elements of their parameters."""
+    runs = (run for run in _runs(model) if any(id(part) in called.all for block in run for part in block.modules()))
+    longest = max(runs, key=len, default=[model])
     return len(longest), sum(parameter.numel() for block in longest for parameter in block.parameters())
 
 

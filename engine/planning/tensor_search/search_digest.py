@@ -36,25 +36,39 @@ _VERSIONED = sys.stdlib_module_names | {"torch", "numpy", "engine", "builtins"}
 """Packages whose version, or whose sources as a whole, are in the digest."""
 _LARGEST = 2**26
 """Bytes of a tensor whose content is read."""
+_PIECE = 2**16
+"""Bytes that a hash is given at once."""
 _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device | torch.Size
 
 
-def search_digest(program: Program, example: Batch, settings: Mapping[str, Any]) -> str | None:
-    """The digest of a search; None if code of the model lies in no file, so that a change of it would not be seen."""
-    digest = _Digest()
+class ProgramDigest:
+    """A digest of a program and an example, which searches with other settings share.
+
+    ``known`` is false if code of the model lies in no file, so that a change of it would not be seen.
+    """
+
+    def __init__(self, program: Program, example: Batch) -> None:
+        self._digest = _Digest()
+        self.known = _take_program(self._digest, program, example)
+
+    def of(self, settings: Mapping[str, Any]) -> str | None:
+        """The digest of a search with ``settings``; None if it is not known."""
+        return self._digest.with_text(repr(sorted(settings.items()))) if self.known else None
+
+
+def _take_program(digest: "_Digest", program: Program, example: Batch) -> bool:
     try:
         digest.take((program.model, program.loss_fn, program.precision, program.rows, program.inputs))
     except RecursionError:
-        return None
+        return False
     digest.take({name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named_tensors(example)})
-    digest.take(dict(settings))
     digest.take((sys.version, torch.__version__))
     if not digest.take_modules():
-        return None
+        return False
     for name in _SOURCES:
         for file in sorted(Path(str(import_module(f"engine.{name}").__file__)).parent.rglob("*.py")):
             digest.take((str(file), file.read_bytes()))
-    return digest.hexdigest()
+    return True
 
 
 def _file(module: ModuleType) -> Path | None:
@@ -65,7 +79,8 @@ def _file(module: ModuleType) -> Path | None:
 
 def _users_modules() -> set[str]:
     """Names of the modules that belong to neither Python, an installed library nor the engine."""
-    installed = tuple({os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()})
+    folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]  # as .pth files add
+    installed = tuple({os.path.realpath(path) + os.sep for path in (*sysconfig.get_paths().values(), *folders)})
     found = set()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) and _top(name) != "engine" else None
@@ -83,13 +98,19 @@ class _Digest:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
+        self._waiting = bytearray()
+        """What the hash is given next: many short pieces at once."""
         self._seen: dict[int, tuple[int, Any]] = {}
         self._classes: set[type] = set()
         self._packages: set[str] = set()
         self.modules: set[str] = set()
 
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
+    def with_text(self, text: str) -> str:
+        """The digest of what was taken and ``text``, which is not kept."""
+        self._feed(b"")
+        whole = self._hash.copy()
+        whole.update(text.encode())
+        return whole.hexdigest()
 
     def take_modules(self) -> bool:
         """The modules that were noted, those whose functions and classes they use, and all modules of the user.
@@ -108,7 +129,7 @@ class _Digest:
                 if (file := _file(module)) is None:
                     return False
                 self._text(name, str(vars(sys.modules.get(_top(name), module)).get("__version__", "")))
-                self._hash.update(file.read_bytes())
+                self._feed(file.read_bytes())
                 self._take_names(vars(module), _globals_read(module))
         return True
 
@@ -161,7 +182,7 @@ class _Digest:
             and tensor.layout == torch.strided
             and (tensor.nbytes <= _LARGEST)
         ):
-            self._hash.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            self._feed(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
     def _take_code(self, value: Any) -> None:
         if isinstance(value, ModuleType):
@@ -205,7 +226,15 @@ class _Digest:
     def _text(self, *words: str) -> None:
         for word in words:
             data = word.encode(errors="backslashreplace")
-            self._hash.update(len(data).to_bytes(8, "little") + data)
+            self._waiting += len(data).to_bytes(8, "little")
+            self._waiting += data
+        if len(self._waiting) > _PIECE:
+            self._feed(b"")
+
+    def _feed(self, data: bytes) -> None:
+        self._hash.update(self._waiting)
+        self._waiting.clear()
+        self._hash.update(data)
 
 
 def _globals_read(module: ModuleType) -> set[str]:

@@ -1,9 +1,12 @@
 """Costs of a whole plan: states are its own, ranks differ by stage, tensor groups that cross nodes have a price."""
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from engine.config import load_config
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
@@ -25,9 +28,9 @@ STYLES = {
 }  # fmt: skip
 
 
-def program() -> Program:
+def program(around: Callable[[nn.Module], nn.Module] = lambda model: model) -> Program:
     with torch.device("meta"):
-        model = Decoder(DecoderConfig(layers=4, width=64, heads=4, context=32))
+        model = around(Decoder(DecoderConfig(layers=4, width=64, heads=4, context=32)))
     config = load_config({"train_batch_size": 1, "bf16": {"enabled": True}}, 1)
     return Program(model, loss_sum, make_precision(config, model), torch.device("cpu"))
 
@@ -89,3 +92,28 @@ def test_a_traced_workload_is_that_of_the_sizes() -> None:
     extras = 4 * (9 + 4) * 64 + 32 * 64 + 2 * 64  # biases and norms of blocks, positions, last norm
     assert found.parameters == known.parameters + extras
     assert found.attention == known.attention
+
+
+class Towers(nn.Module):
+    """A decoder beside a longer list of wider blocks that rows of text do not call."""
+
+    def __init__(self, text: nn.Module, reads: bool) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6))
+        self.text, self.reads = text, reads
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        if self.reads and int(input_ids.sum()) < 0:  # which a forward on shapes does not know
+            raise ValueError("no tokens")
+        return self.text(input_ids)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_blocks_that_the_forward_does_not_call_are_not_those_of_the_workload(reads: bool) -> None:
+    ids = torch.empty((1, 32), dtype=torch.int64, device="meta")
+    beside, alone = (
+        traced_workload(program(around), {"input_ids": ids, "labels": ids})
+        for around in (lambda model: Towers(model, reads), lambda model: model)
+    )
+    assert beside.blocks == alone.blocks == 4
+    assert beside.block_parameters == alone.block_parameters

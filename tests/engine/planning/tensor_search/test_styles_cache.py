@@ -14,11 +14,12 @@ from torch import nn
 
 from engine.config import Config, load_config
 from engine.models.decoder import Decoder, DecoderConfig
-from engine.planning import analysis
+from engine.parallel.trace.model_trace import ModelTrace
+from engine.planning import tensor_plan_search
 from engine.planning.analysis import PlanRequest, search_styles
-from engine.planning.tensor_plan_search import find_styles
+from engine.planning.tensor_plan_search import SearchedProgram
 from engine.planning.tensor_search.found_styles import FoundStyles
-from engine.planning.tensor_search.search_digest import search_digest
+from engine.planning.tensor_search.search_digest import ProgramDigest
 from engine.planning.tensor_search.styles_cache import StylesCache
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
@@ -38,8 +39,8 @@ def searches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[F
         found.append(find(*given))
         return found[-1]
 
-    find = find_styles
-    monkeypatch.setattr(analysis, "find_styles", search)
+    find = SearchedProgram.find_styles
+    monkeypatch.setattr(SearchedProgram, "find_styles", search)
     monkeypatch.setenv("TRINE_CACHE", str(tmp_path / "cache"))
     yield found
 
@@ -66,7 +67,7 @@ def parts_of(model: nn.Module, length: int = 8, **parallel: Any) -> tuple[Progra
 
 def digest_of(model: nn.Module) -> str | None:
     program, example, _ = parts_of(model)
-    return search_digest(program, example, {})
+    return ProgramDigest(program, example).of({})
 
 
 def kept(tmp_path: Path) -> list[Path]:
@@ -214,3 +215,22 @@ def test_two_ranks_search_once_and_the_next_job_not_at_all(searches: list[FoundS
         parity = verify(lambda: models.llama(layers=2), config, batches, threads=2)
         assert parity is not None and parity.holds(), str(parity)
     assert len(searches) == 1
+
+
+def test_searches_for_several_tensor_ranks_share_traces_and_most_of_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = list[int]()
+    trace = tensor_plan_search.trace_example
+
+    def noted(program: Program, example: Any, *given: Any, **named: Any) -> ModelTrace:
+        lengths.append(example["input_ids"].shape[1])
+        return trace(program, example, *given, **named)
+
+    program, example, _ = parts_of(decoder())
+    alone = [SearchedProgram(program, example).find_styles(tp) for tp in (2, 4)]
+    monkeypatch.setattr(tensor_plan_search, "trace_example", noted)
+    shared = SearchedProgram(program, example)
+    assert [shared.find_styles(tp) for tp in (2, 4)] == alone
+    assert lengths == [8, 4]
+    digests = [shared.digest.of({"tensor": tp}) for tp in (2, 4, 2)]
+    assert digests[0] == digests[2] != digests[1] and shared.digest is shared.digest
+    assert digests[0] == ProgramDigest(program, example).of({"tensor": 2})
