@@ -160,7 +160,7 @@ def assemble_rank(
         patches=patches,
         streams=streams,
         traces=TraceCache(plan, program, axis, example),
-        first_use=FirstUse(model, plan.tensor),
+        first_use=FirstUse(model, plan.tensor, followed=plan.timeline is not None),
         stage=Stage(model, device, patches) if plan.cut is not None else None,
         split_backward=split_backward,
         executor=Executor(CommTransport(comm, plan.schedule.rank_of_stage, device, encoder), comm.recorder),

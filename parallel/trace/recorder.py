@@ -28,7 +28,7 @@ from engine.parallel.trace.meta_tensors import MetaTwins, NeedsContentError
 from engine.parallel.trace.model_trace import Call, FreeTensor, Glue, Material, OnZeros, Recipe, Sample
 from engine.parallel.trace.operation_meter import META, OperationMeter
 from engine.parallel.trace.provenance import OpenCall, TensorProvenance, UncutPath, ValueSource, position_of
-from engine.parallel.trace.torch_function import Function, Operation, user_place, wrapper_among
+from engine.parallel.trace.torch_function import Function, Operation, inside_transform, user_place, wrapper_among
 
 _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia", "maia", "vulkan")
 
@@ -379,7 +379,7 @@ def _refuse_transform(what: str, error: Exception | None = None) -> None:
     Raises:
         PlanError: a transform runs.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if inside_transform():
         raise PlanError(
             f"{user_place()} runs {what} inside a transform of torch.func (vmap, grad, vjp, jvp, jacrev), which the "
             "trace of the forward cannot follow, and parallel.tensor and parallel.pipeline need one; write it with "

@@ -102,6 +102,11 @@ def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
     return None
 
 
+def inside_transform() -> bool:
+    """True if a transform of torch.func runs: vmap, grad, vjp, jvp, jacrev, functionalize."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def function_name(function: Function) -> str:
     """Name of an operation; ``get x`` and ``set x`` for attributes of tensors."""
     name: str = getattr(function, "__name__", str(function))

@@ -4,6 +4,7 @@
                                    self.embed.weight)`` would compute with a shard as if it were the full parameter
     FirstUse      in training      the first forward of each kind of inputs, under sequence parallelism
                   in any forward   an adapter that was off when the plan was made, so that its layers were not planned
+                  in the first     a sharded layer inside a transform of torch.func, where no trace has looked for one
 
 A parameter that meets activations sharded along the sequence has a partial gradient on each tensor rank, and the
 partial gradients are summed once a step. If other inputs than the example's (an image beside the text) apply it to full
@@ -11,7 +12,8 @@ activations as well, that gradient is complete on every rank, and the sum would 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,22 +27,28 @@ from engine.parallel.model.placeholders import trainable
 from engine.parallel.tensor.global_tensor.global_tensor import has_views
 from engine.parallel.tensor.layers.adapter_dropout import BASE
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
-from engine.parallel.trace.torch_function import Operation
+from engine.parallel.trace.torch_function import Operation, inside_transform, user_place
 
 _KINDS = 1024
 """The number of kinds of inputs that are remembered; beyond it all are checked anew."""
 
 
 class FirstUse:
-    """Checks the first forward of each kind of inputs; ``plan``: None without tensor parallelism."""
+    """Checks the first forward of each kind of inputs; ``plan``: None without tensor parallelism.
 
-    def __init__(self, model: nn.Module, plan: TensorPlan | None) -> None:
+    ``followed``: a trace has followed the forward, so that no layer of the plan runs inside a transform of torch.func.
+    """
+
+    def __init__(self, model: nn.Module, plan: TensorPlan | None, followed: bool) -> None:
         names = plan.beside if plan is not None else frozenset[str]()
         self._parameters = {name: p for name, p in model.named_parameters() if name in names and trainable(p)}
         self._seen: set[object] = set()
         self._adapted = [m for m in model.modules() if _is_adapted(type(m))] if plan is not None else []
         """Layers with adapters, which the user may switch (PEFT)."""
         self._planned = self._adapters_in_use()
+        shared = plan.layers if plan is not None and not followed else ()
+        self._unseen = {name: model.get_submodule(name) for name in shared}
+        """Sharded layers of a model that no trace has followed, until its first forward is over."""
 
     def _adapters_in_use(self) -> frozenset[str]:
         used: set[str] = set()
@@ -60,11 +68,13 @@ class FirstUse:
         """The result of ``run``; an error is raised on all tensor ranks.
 
         Raises:
-            PlanError: an adapter is on that was off; or the inputs apply a parameter to full activations that the
-                example applied to sharded ones only.
+            PlanError: an adapter is on that was off; or a sharded layer runs inside a transform of torch.func; or the
+                inputs apply a parameter to full activations that the example applied to sharded ones only.
         """
         if self._adapted:
             self._check_adapters()
+        if self._unseen:
+            return self._watch_layers(run)
         if not self._parameters or not torch.is_grad_enabled():
             return run()
         kind = _kind(microbatch)
@@ -83,6 +93,24 @@ class FirstUse:
             self._seen.clear()
         self._seen.add(kind)
         return result
+
+    def _watch_layers(self, run: Callable[[], Any]) -> Any:
+        with ExitStack() as stack:
+            for name, layer in self._unseen.items():
+                handle = layer.register_forward_pre_hook(partial(_refuse_transform, name))
+                stack.callback(handle.remove)
+            result = run()
+        self._unseen = {}
+        return result
+
+
+def _refuse_transform(name: str, *_: object) -> None:
+    if inside_transform():
+        raise PlanError(
+            f"{user_place()} calls layer {name!r} inside a transform of torch.func (vmap, grad, vjp, jvp, jacrev), "
+            "but tensor ranks share this layer, and a transform cannot follow what they send each other; call it "
+            'outside of the transform, or give it the style "replicate" in parallel.tensor_plan.'
+        )
 
 
 def _is_adapted(kind: type) -> bool:
