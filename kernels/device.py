@@ -105,10 +105,11 @@ def use_device(device: torch.device) -> None:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """``device`` with its index: the current one of this thread where it has none; the CPU as it is."""
-    if device.index is not None or not _is_accelerator(device):
+    """Give ``device`` the index of the current one of this thread where it has none; the CPU stays as it is."""
+    if not _is_accelerator(device):
         return device
-    return torch.device(device.type, _module(device.type).current_device())
+    index = _module(device.type).current_device() if device.index is None else device.index
+    return torch.device(device.type, index)
 
 
 def finish(device: torch.device) -> None:

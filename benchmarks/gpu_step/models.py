@@ -49,6 +49,8 @@ ONE_BILLION: Mapping[str, Sizes] = MappingProxyType(
         "llama": Sizes("llama", 16, 2048, 8192, 32, 8, 128256, 4096),
     }
 )
+EIGHT_BILLION_SHAPE = Sizes("llama", 8, 4096, 14336, 32, 8, 32064, 8192)
+"""Eight layers of Llama 8B with a quarter of its vocabulary: 18 bytes of each of its 1.9 B parameters fit one GPU."""
 TINY: Mapping[str, Sizes] = MappingProxyType(
     {
         "decoder": Sizes("decoder", 2, 32, 128, 2, 2, 64, 16),

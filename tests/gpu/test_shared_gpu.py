@@ -36,8 +36,9 @@ def trained(name: str, threads: int | None) -> Parity | None:
     torch.backends.cuda.matmul.allow_tf32 = False
     parallel, stage = GRIDS[name]
     config = config_for(parallel.get("data", 1), stage, parallel=dict(parallel))
-    shared = {} if threads is None else {"threads": threads, "device": "cuda"}
-    return verify(models.decoder, config, models.batches_for("decoder", 16), loss_sum, **shared)
+    device = None if threads is None else "cuda"
+    batches = models.batches_for("decoder", 16)
+    return verify(models.decoder, config, batches, loss_sum, threads=threads, device=device)
 
 
 def ranks_of(name: str) -> int:
