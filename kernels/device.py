@@ -7,6 +7,7 @@ All that torch knows of a type it is asked by the type's name; what it does not 
 AMD's GPUs are "cuda" in torch.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -200,6 +201,29 @@ class PostedCopy:
         if self._copy.device == device:
             hand_over(device, self._event, (self._copy,))
         return self._copy.to(device)
+
+
+class PinnedCopies:
+    """Copies to a device from pageable memory, through pinned memory that stays until the device has read it.
+
+    A driver copies pageable memory through a buffer of its own, and may wait until the device comes to it.
+    """
+
+    def __init__(self) -> None:
+        self._unread: deque[tuple[torch.Event, torch.Tensor]] = deque()
+
+    def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return ``tensor`` on ``device``, the current one of this thread; the host does not wait."""
+        pageable = _is_accelerator(device) and is_host(tensor.device) and tensor.numel() and not tensor.is_pinned()
+        if not pageable:
+            return tensor.to(device, non_blocking=True)
+        while self._unread and self._unread[0][0].query():
+            self._unread.popleft()
+        pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        moved = pinned.to(device, non_blocking=True)
+        if (event := record_event(device)) is not None:
+            self._unread.append((event, pinned))
+        return moved
 
 
 class SideStream:

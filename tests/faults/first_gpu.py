@@ -6,6 +6,22 @@ _SHARED = "tests/emulated_device/test_shared_device.py"
 
 FIRST_GPU = (
     Fault(
+        name="pinned-memory-given-back-unread",
+        about="The pinned copy of a microbatch is freed before the device has read it.",
+        file="kernels/device.py",
+        old="            self._unread.append((event, pinned))\n",
+        new="            del event\n",
+        tests=("tests/emulated_device/test_training.py::test_every_grid_trains_to_the_bits_of_the_cpu",),
+    ),
+    Fault(
+        name="batches-from-pageable-memory",
+        about="Batches in pageable memory go through a buffer of the driver, for which the host may wait.",
+        file="kernels/device.py",
+        old="        if not pageable:\n",
+        new="        if not pageable or tensor.numel():\n",
+        tests=("tests/emulated_device/test_host_waits.py::test_the_host_waits_once_a_step",),
+    ),
+    Fault(
         name="backward-of-a-shared-device-in-one-thread",
         about="Ranks that share a device run their backwards in the one thread of that device, and training hangs.",
         file="parallel/comm/threads/thread_backend.py",
