@@ -6,6 +6,14 @@ _SHARED = "tests/emulated_device/test_shared_device.py"
 
 FIRST_GPU = (
     Fault(
+        name="fresh-sums-zeroed-first",
+        about="A gradient sum in fp32 is filled with zeros before its first product is added.",
+        file="kernels/ops/linear.py",
+        old="        torch.mm(a, b, out_dtype=total.dtype, out=total)\n",
+        new="        torch.addmm(total.zero_(), a, b, out_dtype=total.dtype, out=total)\n",
+        tests=("tests/kernels/ops/test_linear.py::test_a_fresh_wide_sum_is_one_operator_that_reads_no_zeros",),
+    ),
+    Fault(
         name="pinned-memory-given-back-unread",
         about="The pinned copy of a microbatch is freed before the device has read it.",
         file="kernels/device.py",
