@@ -81,6 +81,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             "overlap.command", "products that communicate beside collectives; one GPU, several, or none",
             frozenset({"out"}),
         ),
+        "first_contact": Benchmark(
+            "first_contact.command", "the first minutes on a GPU: correctness, then speed", frozenset({"out"})
+        ),
         "gpu_step": Benchmark("gpu_step.command", "steps of 1 B models on one GPU beside peers", frozenset({"out"})),
     }
 )  # fmt: skip

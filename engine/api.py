@@ -31,7 +31,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.failed_calls import FailedCalls
 from engine.parallel.comm.launcher import end_with_agent
 from engine.parallel.comm.meeting import FailureReports, JointCalls, Meeting
-from engine.parallel.comm.torch_backend import TorchBackend
+from engine.parallel.comm.staged_backend import open_backend
 from engine.parallel.comm.world import (
     World,
     meeting_point,
@@ -256,7 +256,7 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[
             joint = JointCalls(store, world.rank, world.size, timeout_seconds())
             watchdog = open_watchdog(config, grid, store, meeting.name)
         open_world(world, store)
-    comm = Comm(grid, TorchBackend(grid, world.device))
+    comm = Comm(grid, open_backend(grid, world.device))
     comm.reports, comm.joint = reports, joint
     if world.size > 1:
         comm.failures = FailedCalls(store, world.rank, world.size, comm.close)

@@ -17,6 +17,8 @@ from engine.api import initialize
 from engine.build.place_model import make_model
 from engine.config import Config, load_config
 from engine.config.optim_sections import OptimizerConfig
+from engine.errors import GridError
+from engine.kernels.device import indexed
 from engine.optim.built_in import plain_optimizer
 from engine.optim.lr_schedules import SchedulerArgument, check_scheduler, make_learning_rate
 from engine.optim.param_groups import assign_groups
@@ -102,6 +104,7 @@ def verify(
     inputs: Inputs | None = None,
     whole: Name | Sequence[Name] = (),
     threads: int | None = None,
+    device: str | torch.device | None = None,
 ) -> Parity | None:
     """Train on the grid and in one process, and compare. Call it on every rank.
 
@@ -110,17 +113,28 @@ def verify(
         config: as for :func:`engine.initialize`.
         batches: one global batch for each step: tensors with ``train_batch_size`` rows, the same on all ranks.
         inputs, whole: as for :func:`engine.initialize`.
-        threads: so many ranks as threads of this process, on the CPU, in place of the ranks of the job.
+        threads: so many ranks as threads of this process, in place of the ranks of the job.
+        device: the device that these threads share, such as "cuda"; None: the CPU.
 
     Returns:
         The comparison on rank 0, None elsewhere.
+
+    Raises:
+        GridError: a device is given without threads that could share it.
     """
     check_scheduler(lr_scheduler, None)
     options = VerifyOptions(loss_fn, optimizer, lr_scheduler, inputs, whole)
     if threads is not None:
-        ranks = run_thread_ranks(threads, lambda world: train_on_grid(build_model, config, batches, options, world))
-        alone = World(0, threads, 0, torch.device("cpu"))
+        shared = indexed(torch.device(device or "cpu"))
+        body = partial(train_on_grid, build_model, config, batches, options)
+        ranks = run_thread_ranks(threads, body, [shared] * threads)
+        alone = World(0, threads, 0, shared)
         return Parity(ranks[0], train_alone(build_model, config, batches, options, alone))
+    if device is not None:
+        raise GridError(
+            f"verify is given device={str(device)!r} and no threads, while ranks of a job have devices of their own; "
+            "give threads=N for N ranks that share it, or leave device out."
+        )
     ours = train_on_grid(build_model, config, batches, options)
     return None if read_world().rank else Parity(ours, train_alone(build_model, config, batches, options))
 

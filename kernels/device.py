@@ -7,6 +7,7 @@ All that torch knows of a type it is asked by the type's name; what it does not 
 AMD's GPUs are "cuda" in torch.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,6 +105,14 @@ def use_device(device: torch.device) -> None:
         _module(device.type).set_device(device)
 
 
+def indexed(device: torch.device) -> torch.device:
+    """Give ``device`` the index of the current one of this thread where it has none; the CPU stays as it is."""
+    if not _is_accelerator(device):
+        return device
+    index = _module(device.type).current_device() if device.index is None else device.index
+    return torch.device(device.type, index)
+
+
 def finish(device: torch.device) -> None:
     """Wait until ``device`` has done all that it was given."""
     if _is_accelerator(device):
@@ -169,6 +178,54 @@ def cuda_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
+    """Let the current stream of ``device`` go on after ``event`` of another one, and read ``tensors`` from there."""
+    if event is None:
+        return
+    event.wait()
+    current = torch.accelerator.current_stream(device)
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(current)
+
+
+class PostedCopy:
+    """A copy of ``tensor`` that any stream of its device may read; it is made on the current stream."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor.detach().clone()
+        self._event = record_event(tensor.device)
+
+    def read_on(self, device: torch.device) -> torch.Tensor:
+        """Return the copy on ``device``, for its current stream."""
+        if self._copy.device == device:
+            hand_over(device, self._event, (self._copy,))
+        return self._copy.to(device)
+
+
+class PinnedCopies:
+    """Copies to a device from pageable memory, through pinned memory that stays until the device has read it.
+
+    A driver copies pageable memory through a buffer of its own, and may wait until the device comes to it.
+    """
+
+    def __init__(self) -> None:
+        self._unread: deque[tuple[torch.Event, torch.Tensor]] = deque()
+
+    def bring(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return ``tensor`` on ``device``, the current one of this thread; the host does not wait."""
+        pageable = _is_accelerator(device) and is_host(tensor.device) and tensor.numel() and not tensor.is_pinned()
+        if not pageable:
+            return tensor.to(device, non_blocking=True)
+        while self._unread and self._unread[0][0].query():
+            self._unread.popleft()
+        pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        moved = pinned.to(device, non_blocking=True)
+        if (event := record_event(device)) is not None:
+            self._unread.append((event, pinned))
+        return moved
+
+
 class SideStream:
     """A second queue of work on ``device``; on the host, where nothing is queued, work is done when it is given."""
 
@@ -202,16 +259,6 @@ class SideStream:
         """The memory of ``tensor``, of the current stream, is given to others only after what is given here by now."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
-
-    def hand_over(self, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
-        """The current stream goes on after ``event`` of this one, and reads ``tensors``, which were made here."""
-        if self._stream is None or event is None:
-            return
-        event.wait()
-        current = torch.accelerator.current_stream(self._device)
-        for tensor in tensors:
-            if tensor is not None:
-                tensor.record_stream(current)
 
     def join(self) -> None:
         """The current stream goes on when this one has done what it was given."""

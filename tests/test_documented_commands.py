@@ -94,6 +94,14 @@ TESTED = {
         "tests/zero/test_secondary_shards.py::test_each_parameter_crosses_nodes_once_a_step",
     "python -m tests.cluster.fewer_bits --write-figures":
         "tests/zero/test_fewer_bits.py::test_bytes_and_calls_are_those_of_the_plan",
+    "python -m benchmarks first_contact":
+        "tests/benchmarks/first_contact/test_command.py::test_every_part_that_needs_no_gpu_is_right_on_a_cpu",
+    "python -m benchmarks first_contact --only correctness":
+        "tests/benchmarks/first_contact/test_command.py::test_two_runs_have_every_part_once_and_correctness_first",
+    "python -m benchmarks first_contact --only speed":
+        "tests/benchmarks/first_contact/test_command.py::test_two_runs_have_every_part_once_and_correctness_first",
+    "python -m benchmarks first_contact --store DIR DIR":
+        "tests/benchmarks/first_contact/test_command.py::test_findings_of_two_runs_are_one_figure",
     "python -m benchmarks offload":
         "tests/benchmarks/offload/test_command.py::test_every_contender_is_measured",
     "python -m benchmarks offload --disk FOLDER":

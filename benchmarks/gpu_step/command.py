@@ -2,8 +2,10 @@
 
     python -m benchmarks gpu_step --out DIR [--quick] [--minutes 8.5] [--peak-tflops N] [--device cpu]
 
-World size 1, no torchrun. Contenders are processes of their own, as many at once as the GPU's memory holds ("wave"):
-they build and warm up together, then train a few steps in turn, in a new order each round, alone on the GPU. Writes
+World size 1, no torchrun. The microbatch is the largest of which a contender fits. Contenders are processes of their
+own, one after the other, or at once if three of them fit ("wave"): they build and warm up together, then train a few
+steps in turn, in a new order each round, alone on the GPU, and profile one step in the end: the busy share of the GPU,
+launches, the longest kernels, and where the host waits. ``--models 8b-shape`` is a slice of Llama 8B. Writes
 DIR/gpu_step.json (every turn) and DIR/gpu_step.md (the table). A contender that fails is reported with its error,
 what there is no time for as not measured. ``--quick``: two contenders. ``--device cpu`` trains tiny models: that
 shows that the command works, and nothing about speed.
@@ -23,22 +25,22 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_step.contenders import Contender, Job, make_runner
-from benchmarks.gpu_step.models import ONE_BILLION, TINY, Sizes, needed_bytes
-from benchmarks.gpu_step.report import COMPILED, PLAIN, Row, formula, judge, known_peak, make_row, table
+from benchmarks.gpu_step.models import MODELS, ONE_BILLION, TINY, Sizes, needed_bytes
+from benchmarks.gpu_step.report import COMPILED, PLAIN, Row, formula, judge, known_peak, make_row, profiled, table
 from benchmarks.harness.budget import Budget
 from benchmarks.harness.worker import Worker, WorkerError, last_line
 from benchmarks.kernels.roofline import about
 
 CONTENDERS = (
     Contender("engine, kernels auto", "engine"),
-    Contender("engine, kernels reference", "engine", kernels="reference"),
     Contender(PLAIN, "torch"),
+    Contender("engine, kernels reference", "engine", kernels="reference"),
     Contender("engine, compiled", "engine", compiled=True),
     Contender(COMPILED, "torch", compiled=True),
     Contender("engine, kernels triton", "engine", kernels="triton"),
     Contender("DeepSpeed ZeRO-1", "deepspeed"),
 )
-"""Those that have to be compared with each other stand together: waves are cut in this order."""
+"""Those that have to be compared with each other stand together, and first: waves are cut in this order."""
 QUICK = (CONTENDERS[0].name, PLAIN)
 MICROBATCHES = (4, 2, 1)
 WANTED_AT_ONCE = 3
@@ -71,15 +73,13 @@ class Scale:
 
 
 def choose_scale(sizes: Sizes, memory_bytes: int | None) -> Scale:
-    """The largest microbatch of which three contenders fit; without a GPU one row, and all at once."""
+    """Return the largest microbatch of which one contender fits, and three at once or one; all without a GPU."""
     if memory_bytes is None:
         return Scale(1, len(CONTENDERS))
     room = USABLE_MEMORY * memory_bytes
-    for micro in MICROBATCHES:
-        fit = int(room // needed_bytes(sizes, micro))
-        if fit >= WANTED_AT_ONCE or micro == MICROBATCHES[-1]:
-            return Scale(micro, max(1, fit))
-    raise AssertionError("there is a last microbatch")
+    micro = next((micro for micro in MICROBATCHES if needed_bytes(sizes, micro) <= room), MICROBATCHES[-1])
+    fit = int(room // needed_bytes(sizes, micro))
+    return Scale(micro, fit if fit >= WANTED_AT_ONCE else 1)
 
 
 def run_wave(jobs: Sequence[Job], effort: Effort, budget: Budget) -> list[dict[str, Any]]:
@@ -93,6 +93,9 @@ def run_wave(jobs: Sequence[Job], effort: Effort, budget: Budget) -> list[dict[s
         for _ in range(effort.rounds):
             for place in order.sample(range(len(jobs)), len(jobs)):
                 _turn(workers[place], found[place], effort.steps, budget)
+        for worker, one in zip(workers, found, strict=True):
+            if "error" not in one and budget.left:
+                one["profile"] = _profile(worker, budget)
     return found
 
 
@@ -120,6 +123,15 @@ def _turn(worker: Worker, one: dict[str, Any], steps: int, budget: Budget) -> No
         one["turns"].append(worker.ask(("steps", steps), min(PATIENCE_SECONDS, budget.left)))
 
 
+def _profile(worker: Worker, budget: Budget) -> dict[str, Any]:
+    """Ask for a profiled step; its failure spoils no turn."""
+    try:
+        found: dict[str, Any] = worker.ask(("profile",), min(PATIENCE_SECONDS, budget.left))
+    except WorkerError as error:
+        return {"error": str(error)}
+    return found
+
+
 @contextmanager
 def _noted(one: dict[str, Any]) -> Iterator[None]:
     """An error of a worker inside becomes the error of its answers."""
@@ -142,7 +154,7 @@ def run_model(jobs: Sequence[Job], at_once: int, effort: Effort, budget: Budget)
             found += run_wave(wave, effort, share)
         except Exception as error:
             found += [{"error": last_line(error)} for _ in wave]
-        print(f"{wave[0].sizes.name}: wave {number + 1} of {len(waves)} after {budget.spent:.0f} s", file=sys.stderr)
+        print(f"{wave[0].sizes.title}: wave {number + 1} of {len(waves)} after {budget.spent:.0f} s", file=sys.stderr)
     return found
 
 
@@ -155,32 +167,33 @@ def make_jobs(sizes: Sizes, arguments: argparse.Namespace, scale: Scale) -> list
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Both models: rows, verdicts and every answer, in plain data and text."""
+    """Measure every model: rows, verdicts and every answer, in plain data and text."""
     tiny, facts = device.type == "cpu", about(device)
     peak = arguments.peak_tflops * 1e12 if arguments.peak_tflops else known_peak(facts["device"])
     budget, effort = Budget(60 * arguments.minutes), TINY_EFFORT if tiny else Effort()
     models: dict[str, Any] = {}
-    for number, sizes in enumerate((TINY if tiny else ONE_BILLION).values()):
+    chosen = [(TINY if tiny else MODELS)[name] for name in arguments.models or (TINY if tiny else ONE_BILLION)]
+    for number, sizes in enumerate(chosen):
         scale = choose_scale(sizes, facts["gpu"].get("memory_bytes"))
         scale = replace(scale, micro=arguments.micro_batch or scale.micro, at_once=arguments.at_once or scale.at_once)
         jobs = make_jobs(sizes, arguments, scale)
-        answers = run_model(jobs, scale.at_once, effort, budget.part(budget.left / (2 - number)))
+        answers = run_model(jobs, scale.at_once, effort, budget.part(budget.left / (len(chosen) - number)))
         rows = [make_row(job, found, peak) for job, found in zip(jobs, answers, strict=True)]
-        verdicts = judge(sizes.name, rows, judges_speed=not tiny)
-        models[sizes.name] = {
+        verdicts = judge(sizes.title, rows, judges_speed=not tiny)
+        models[sizes.title] = {
             "sizes": asdict(sizes),
             "scale": asdict(scale),
             "formula": formula(jobs[0], peak),
             "rows": [asdict(row) for row in rows],
             "verdicts": [asdict(verdict) for verdict in verdicts],
             "answers": {job.contender.name: found for job, found in zip(jobs, answers, strict=True)},
-            "text": _section(sizes, rows, [formula(jobs[0], peak), *map(str, verdicts)]),
+            "text": _section(sizes, rows, [formula(jobs[0], peak), *map(str, verdicts), *profiled(jobs, answers)]),
         }
     return {"about": facts, "peak_flops": peak, "effort": asdict(effort), "seconds": budget.spent, "models": models}
 
 
 def _section(sizes: Sizes, rows: Sequence[Row], lines: Sequence[str]) -> str:
-    return "\n\n".join((f"## {sizes.name}", table(rows), "\n".join(f"- {line}" for line in lines)))
+    return "\n\n".join((f"## {sizes.title}", table(rows), "\n".join(f"- {line}" for line in lines)))
 
 
 def as_text(found: Mapping[str, Any]) -> str:
@@ -203,6 +216,7 @@ def _parse(command: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peak-tflops", type=float, help="dense bf16, for MFU; known for H100 and H200 SXM")
     parser.add_argument("--accumulation", type=int, default=4, help="microbatches a step")
     parser.add_argument("--micro-batch", type=int, help="sequences of a microbatch; by default what fits")
+    parser.add_argument("--models", nargs="+", choices=[*MODELS], help="by default decoder and llama")
     parser.add_argument("--at-once", type=int, help="contenders in memory at once; by default what fits")
     names = [one.name for one in CONTENDERS]
     parser.add_argument("--contenders", nargs="+", metavar="NAME", choices=names, help=f"some of: {'; '.join(names)}")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_step.models import Sizes, loss_of, make_batch, make_model, mean_loss
+from benchmarks.harness.device_profile import host_waits, profile_step
 from benchmarks.harness.interpreted import interpret
 from engine.reporting.step_report import peak_memory
 
@@ -170,7 +171,10 @@ _KINDS: Mapping[str, Callable[[Job, torch.device], Trainer]] = MappingProxyType(
 
 
 def make_runner(job: Job) -> Callable[..., Any]:
-    """The process of a contender: ("start",) builds, ("steps", n) trains and tells time, losses and peak memory."""
+    """The process of a contender: ("start",) builds, ("steps", n) trains and tells time, losses and peak memory.
+
+    ("profile",) trains two steps more: one for the waits of the host, one for the profiler.
+    """
     if job.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or the engine would take the GPU
         if job.contender.kernels == "triton":
@@ -185,6 +189,9 @@ def make_runner(job: Job) -> Callable[..., Any]:
     def answer(task: str, steps: int = 0) -> dict[str, Any]:
         if task == "start":
             return {"start_seconds": built}
+        if task == "profile":
+            waits = host_waits(lambda: trainer.step(batch), device)
+            return {"waits": waits, **profile_step(lambda: trainer.step(batch), device)}
         _wait(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

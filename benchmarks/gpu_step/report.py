@@ -48,7 +48,7 @@ class Row:
 
 def make_row(job: Job, found: Mapping[str, Any], peak: float | None) -> Row:
     """``found``: "start", "warm_up" and "turns" as the process answered, or "error"."""
-    model, name = job.sizes.name, job.contender.name
+    model, name = job.sizes.title, job.contender.name
     turns: Sequence[Mapping[str, Any]] = found.get("turns", ())
     if not turns:
         return Row(model, name, found.get("error", "not measured"))
@@ -147,8 +147,21 @@ def formula(job: Job, peak: float | None) -> str:
     weights = f"{multiplied_parameters(sizes):,}"
     over = "no peak is known for this device: give --peak-tflops" if peak is None else f"MFU over {peak / 1e12} TFLOP/s"
     return (
-        f"{sizes.name}: {job.micro} x {sizes.sequence} tokens x {job.accumulation} microbatches a step; "
+        f"{sizes.title}: {job.micro} x {sizes.sequence} tokens x {job.accumulation} microbatches a step; "
         f"operations a token = 6 x {weights} multiplied weights (not looked-up embeddings, norms, "
         f"biases) + 6 x {sizes.layers} layers x {sizes.width} width x {sizes.sequence} tokens "
         f"(causal attention, half of 12); recomputation not counted; {over}."
     )
+
+
+def profiled(jobs: Sequence[Job], answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what the profiled step of each contender shows, and the longest kernels of the first one."""
+    lines = []
+    for job, answer in zip(jobs, answers, strict=True):
+        if (found := answer.get("profile")) is not None and "error" not in found:
+            share = "none" if found["busy_share"] is None else f"{found['busy_share']:.1%}"
+            waits = ", ".join(f"{place} {count}x" for place, count in found["waits"].items()) or "nothing"
+            name = job.contender.name
+            lines.append(f"{name}: busy {share}, {found['launches']} launches; the host waits at {waits}.")
+    first = next((answer["profile"] for answer in answers if "top_ms" in answer.get("profile", {})), {"top_ms": {}})
+    return lines + [f"{milliseconds} ms {kernel}" for kernel, milliseconds in first["top_ms"].items()]

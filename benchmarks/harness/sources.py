@@ -22,6 +22,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "activation-memory": (*RUN, "engine/planning/activation_memory", "engine/rehearsal"),
         "checkpoint": ("engine/checkpoint", "benchmarks/checkpoint"),
         "faults": ("tests/faults",),
+        "first-contact": (*RUN, "kernels", "benchmarks/first_contact"),
         "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),
         **dict.fromkeys(("soak", "watchdog-cost", "watchdog-faults"), ("engine/watchdog", "parallel/comm")),
         "reliability": (),  # each row tells its own commit

@@ -34,9 +34,11 @@ class PipeliningPeer(OneDataRank):
         return nn.ModuleList(parts)
 
     def _backward(self, rows: Tensor) -> float | None:
-        inputs = (rows[:, :-1],) if self._first else ()
+        # torch 2.11 takes only what lies as its shape says
+        inputs = (rows[:, :-1].contiguous(),) if self._first else ()
+        target = rows[:, 1:].contiguous() if self._last else None
         losses: list[Tensor] = []
-        self._schedule.step(*inputs, target=rows[:, 1:] if self._last else None, losses=losses, return_outputs=False)
+        self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         return torch.stack(losses).mean().item() if self._last else None
 
     def _clip(self) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError, first_line
+from engine.kernels.device import PinnedCopies
 from engine.precision.dtypes import Precision
 from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows
@@ -47,10 +48,11 @@ class Program:
     """Names of the further values that the loss function returns."""
     gather: RowGather = field(default_factory=RowGather)
     """Gathers rows of all data ranks."""
+    copies: PinnedCopies = field(default_factory=PinnedCopies, compare=False)
 
     def move(self, batch: Batch) -> Batch:
         """Copy of the batch on the device."""
-        return map_tensors(batch, lambda tensor: tensor.to(self.device, non_blocking=True))
+        return map_tensors(batch, lambda tensor: self.copies.bring(tensor, self.device))
 
     def cast(self, batch: Batch) -> Batch:
         """Copy of the batch in the dtype of the computation; the loss function gets the batch without this cast."""

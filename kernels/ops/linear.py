@@ -166,9 +166,9 @@ def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) ->
     if a.dtype == total.dtype or not multiplies_wide(a.device):
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if fresh else 1)
         return
-    if fresh:
-        total.zero_()
-    if _adds_wide(a.device, a.dtype):
+    if fresh:  # overwritten by the product: zeros would be one write more, and one read
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    elif _adds_wide(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         for rows, its in zip(torch.split(total, _SLAB), torch.split(a, _SLAB), strict=True):

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine.kernels.device import SideStream, host_memory_like, record_event
+from engine.kernels.device import SideStream, hand_over, host_memory_like, record_event
 
 _LEAST_BYTES = 4096
 _MOST_GAPS = 2
@@ -133,7 +133,7 @@ class HostActivations:
         self._reach(run)
         if kept.back is None:  # saved after this call had come back: a backward inside a forward
             self._bring(run)
-            self._stream.hand_over(run.event, [kept.back])
+            hand_over(self._device, run.event, [kept.back])
         assert kept.back is not None
         back: Tensor = kept.back.as_strided(shape, stride)
         return back
@@ -149,7 +149,7 @@ class HostActivations:
         self._now = weakref.ref(run)
         if not run.here:
             self._bring(run)
-        self._stream.hand_over(run.event, [kept.back for kept in run.runs()])
+        hand_over(self._device, run.event, [kept.back for kept in run.runs()])
         if earlier is not None and not earlier.here:
             self._bring(earlier)
 

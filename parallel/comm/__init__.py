@@ -3,6 +3,7 @@
 comm             ``Comm``: names, counts and records what a ``Backend`` carries out
 backend          the ``Backend`` protocol, channels and links, and a backend that moves nothing
 torch_backend    real processes: NCCL on GPUs, gloo on CPUs
+staged_backend   gloo for accelerators, through pinned memory
 shared_memory    collectives of one host's CPU ranks through memory that they share
 host_barrier     that memory, and a barrier of bells (eventfds)
 launcher         which process of a job this is, from the variables of torchrun, Slurm or MPI

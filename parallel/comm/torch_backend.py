@@ -253,6 +253,11 @@ class TorchBackend:
         return _all_gather(full, shard, self._groups[axis])
 
 
+def carries_tensors_of(device: torch.device) -> bool:
+    """Return whether the process group moves tensors of ``device``: gloo moves those of the host."""
+    return is_host(device) or dist.get_backend() != "gloo"
+
+
 def _peer_memory(group: dist.ProcessGroup, size: int, device: torch.device) -> SharedBytes | None:
     """Memory of every GPU of the group that all of them write over NVLink; None where one of them cannot."""
     from torch.distributed import _symmetric_memory as symmetric_memory  # seconds of imports, for those who use it

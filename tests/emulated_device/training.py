@@ -99,10 +99,16 @@ def on_cpu(trial: Trial) -> Trained:
         return run_thread_ranks(trial.ranks, lambda world: train(trial, world))[0]
 
 
-def on_devices(trial: Trial, enter: Enter = streamed, body: Callable[[Trial, World], Any] = train) -> Any:
-    """The trial with a device for each rank, and collectives in the order of streams; what rank 0 returns."""
+def on_devices(
+    trial: Trial, enter: Enter = streamed, body: Callable[[Trial, World], Any] = train, shared: bool = False
+) -> Any:
+    """The trial with a device for each rank, or one for all; collectives in the order of streams.
+
+    Returns:
+        What rank 0 returns.
+    """
     load()
-    devices = [torch.device(NAME, index) for index in range(trial.ranks)]
+    devices = [torch.device(NAME, 0 if shared else index) for index in range(trial.ranks)]
     with overlapping(trial):
         return run_thread_ranks(trial.ranks, lambda world: body(trial, enter(world)), devices)[0]
 

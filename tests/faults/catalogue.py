@@ -12,6 +12,7 @@ from tests.faults.expert_load import EXPERT_LOAD
 from tests.faults.failing_disk import FAILING_DISK
 from tests.faults.fault import Fault
 from tests.faults.fewer_bits import FEWER_BITS
+from tests.faults.first_gpu import FIRST_GPU
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
 from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.hosts import HOSTS
@@ -69,5 +70,6 @@ AREAS = {
     "expert load": EXPERT_LOAD,
     "caught failures": CAUGHT_FAILURES,
     "deepspeed door": DEEPSPEED_DOOR,
+    "first GPU": FIRST_GPU,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

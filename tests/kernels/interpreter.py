@@ -3,8 +3,8 @@
 It keeps bf16 as bit patterns: ``tl.dot`` multiplies the patterns, a cast from fp32 cuts bits off, arithmetic gives
 nonsense. With ``repair`` a product widens its operands, the cast rounds to the nearest even number, and arithmetic on
 bf16, which our kernels do not do, is an error. Moreover it no longer warns of infinities and NaN, which no GPU does,
-and launches of several threads, which disturb each other, wait for each other. And who looks whether a signal has come
-lets others run.
+and launches of several threads, which disturb each other, wait for each other. Who looks whether a signal has come
+lets others run. And Triton 3.6 reads the bounds of loops under NumPy 2.4.
 
 It is also faster: inside a kernel, every call of a device function looked through all of Triton's language to replace
 what was replaced when the kernel began, and every array made a new table of dtypes. That was a third of its time.
@@ -81,7 +81,19 @@ def repair() -> None:
     InterpreterBuilder.binary_op = refusing(InterpreterBuilder.binary_op)
     InterpreterBuilder.unary_op = refusing(InterpreterBuilder.unary_op)
     _keep_dtypes(interpreter, tl)
+    _take_elements(interpreter)
     InterpreterBuilder.repaired = True
+
+
+def _take_elements(interpreter: Any) -> None:
+    """Let a tensor of one element be a bound of a loop: Triton 3.6 takes ``int`` of it, which NumPy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
 
 
 def _replace_once_a_launch(interpreter: Any, tl: Any) -> Callable[[], None]:

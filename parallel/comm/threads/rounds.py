@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.kernels.device import PostedCopy
 from engine.parallel.comm.threads.turns import Turns
 
 
@@ -15,7 +16,7 @@ class _Round:
     """One collective: what its ranks have brought so far."""
 
     calls: dict[int, Any] = field(default_factory=dict)
-    parts: dict[int, Tensor] = field(default_factory=dict)
+    parts: dict[int, PostedCopy] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -29,7 +30,8 @@ class Rounds:
     """How many collectives a rank has issued."""
 
     def bring(self, rank: int, call: Any, part: Tensor) -> Callable[[], list[Tensor]]:
-        """Bring a copy of ``part`` to the next collective; the result waits, and gives the parts in the order of ranks.
+        """Bring a copy of ``part`` to the next collective; the result waits, and gives the parts in the order of ranks,
+        on the device of ``part``.
 
         Raises:
             EngineError: another rank has brought a part to another ``call``, which is named by its ``str``.
@@ -42,7 +44,7 @@ class Rounds:
                     f"rank {rank} calls {call} where rank {other} calls {theirs}; all ranks make the same calls in the "
                     "same order."
                 )
-        round_.calls[rank], round_.parts[rank] = call, part.detach().clone()
+        round_.calls[rank], round_.parts[rank] = call, PostedCopy(part)
 
         def absent() -> str:
             return f"{call}, to which ranks {[one for one in self.ranks if one not in round_.parts]} have not come"
@@ -50,6 +52,6 @@ class Rounds:
         def collect() -> list[Tensor]:
             self.turns.wait(rank, lambda: len(round_.parts) == len(self.ranks), absent)
             self._open.pop(number, None)
-            return [round_.parts[one] for one in self.ranks]
+            return [round_.parts[one].read_on(part.device) for one in self.ranks]
 
         return collect

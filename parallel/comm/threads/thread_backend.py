@@ -5,15 +5,16 @@ deadlocks here too.
 Contributions are copied when they are issued; results appear at the wait, and not before. Sums add in rank order.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from engine.kernels.device import use_device
+from engine.kernels.device import PostedCopy, device_generator, is_host, use_device
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
 from engine.parallel.comm.threads.rounds import Rounds
 from engine.parallel.comm.threads.turns import Turns
@@ -32,14 +33,17 @@ def run_thread_ranks(
     model of its own. Nothing is sent between processes.
 
     Args:
-        devices: one for each rank, in place of the CPU. They differ: torch runs the backward of a device in one thread,
-            and a rank that waits for another one there keeps it.
+        devices: one for each rank, in place of the CPU; several ranks may share one. torch runs all backwards of a
+            device in one thread, which a rank that waits for another one would keep: those of a shared device run in
+            the threads of their ranks.
 
     Raises:
         DeadlockError: all ranks wait for each other; says who waits for what.
         Exception: the first one that a rank raised.
     """
-    turns, posts = Turns(size), defaultdict[int, _Post](_Post)
+    shared = [device for device, ranks in Counter(devices or ()).items() if ranks > 1 and not is_host(device)]
+    generators = [generator for device in shared if (generator := device_generator(device)) is not None]
+    turns, posts = Turns(size, generators), defaultdict[int, _Post](_Post)
 
     def rank(index: int) -> Result:
         opened = iter(range(2**30))  # an engine has a post of its own; ranks make engines in the same order
@@ -49,7 +53,8 @@ def run_thread_ranks(
 
         device = torch.device("cpu") if devices is None else devices[index]
         use_device(device)
-        return body(World(index, size, index, device, connect=connect))
+        with torch.autograd.set_multithreading_enabled(False) if shared else nullcontext():
+            return body(World(index, size, index, device, connect=connect))
 
     return turns.run(rank)
 
@@ -72,7 +77,7 @@ class _Call:
 class _Box:
     """The messages of a channel between two ranks, by number, until they are received."""
 
-    messages: dict[int, Tensor] = field(default_factory=dict)
+    messages: dict[int, PostedCopy] = field(default_factory=dict)
     sent: int = 0
     asked: int = 0
 
@@ -181,9 +186,8 @@ class ThreadBackend:
             collect = rounds.bring(self._grid.rank, _Call(op, part.numel(), part.dtype, purpose), part)
 
         def finish() -> None:
-            parts = collect()
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                place([one.to(part.device) for one in parts])
+                place(collect())
 
         return finish
 
@@ -198,7 +202,7 @@ class ThreadBackend:
         target = self._grid.peers("pp")[to]
         box = self._post.boxes[channel, self._grid.rank, target]
         number, box.sent = box.sent, box.sent + 1
-        box.messages[number] = tensor.detach().clone()
+        box.messages[number] = PostedCopy(tensor)
         what = f"rank {target} to receive message {number} of {channel.flow} {channel.source} -> {channel.target}"
         return lambda: self._turns.wait(self._grid.rank, lambda: number < box.asked, lambda: what)
 
@@ -212,7 +216,7 @@ class ThreadBackend:
         def finish() -> None:
             self._turns.wait(self._grid.rank, lambda: number in box.messages, lambda: what)
             with torch.no_grad():
-                tensor.copy_(box.messages.pop(number).view_as(tensor))
+                tensor.copy_(box.messages.pop(number).read_on(tensor.device).view_as(tensor))
 
         return finish
 

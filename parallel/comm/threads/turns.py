@@ -5,13 +5,14 @@
     rank 2                  ███████ waits ·······  ███ ends
 
 So a run is the same every time, and a deadlock is found when it happens: everybody waits, and each says for what. What
-a process has one of (random generators, the default dtype) is put away at each hand-over: every rank has its own.
+a process has one of (random generators, the default dtype) is put away at each hand-over: every rank has its own. So is
+the generator of a device that several ranks share.
 """
 
 import copy
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -46,9 +47,13 @@ class _Rank(Generic[Result]):
 
 
 class Turns:
-    """``size`` ranks that take turns; the order depends on nothing but what they wait for."""
+    """``size`` ranks that take turns; the order depends on nothing but what they wait for.
 
-    def __init__(self, size: int) -> None:
+    ``generators`` are those of devices that several ranks share.
+    """
+
+    def __init__(self, size: int, generators: Sequence[torch.Generator] = ()) -> None:
+        self._generators = generators
         self._ranks: list[_Rank[Any]] = [_Rank() for _ in range(size)]
         self._failed = False
         self._deadlock = ""
@@ -60,13 +65,13 @@ class Turns:
             DeadlockError: all ranks that have not ended wait for each other.
             Exception: the one of the first rank that raised; others end where they wait for what does not come.
         """
-        process = _ProcessState.take()
+        process = _ProcessState.take(self._generators)
         grad = torch.is_grad_enabled()
 
         def thread(index: int) -> None:
             rank = self._ranks[index]
             rank.turn.acquire()
-            process.put()
+            process.put(self._generators)
             _NUMPY.set_bit_generator(copy.deepcopy(process.numpy))
             torch.set_grad_enabled(grad)
             try:
@@ -85,7 +90,7 @@ class Turns:
             for one in threads:
                 one.join()
         finally:
-            process.put()
+            process.put(self._generators)
         problem = self._take_problem()
         try:
             if problem is not None:
@@ -112,10 +117,10 @@ class Turns:
         if ready():
             return
         rank.ready, rank.what = ready, what
-        process = _ProcessState.take()
+        process = _ProcessState.take(self._generators)
         self._hand_over(index)
         rank.turn.acquire()
-        process.put()
+        process.put(self._generators)
         rank.ready = None
         if self._deadlock:
             raise DeadlockError(self._deadlock)
@@ -152,15 +157,20 @@ class _ProcessState:
     dtype: torch.dtype
     functions: tuple[Any, ...]
     """Those of :data:`_REPLACED`."""
+    shared: tuple[torch.Tensor, ...]
+    """The states of generators that ranks share on a device."""
 
     @staticmethod
-    def take() -> "_ProcessState":
+    def take(generators: Sequence[torch.Generator]) -> "_ProcessState":
         functions = tuple(vars(owner).get(name, _INHERITED) for owner, name in _REPLACED)
         host = random.getstate(), _NUMPY.get_bit_generator()
-        return _ProcessState(torch.get_rng_state(), *host, torch.get_default_dtype(), functions)
+        shared = tuple(generator.get_state() for generator in generators)
+        return _ProcessState(torch.get_rng_state(), *host, torch.get_default_dtype(), functions, shared)
 
-    def put(self) -> None:
+    def put(self, generators: Sequence[torch.Generator]) -> None:
         torch.set_rng_state(self.generator)
+        for generator, state in zip(generators, self.shared, strict=True):
+            generator.set_state(state)
         random.setstate(self.random)
         _NUMPY.set_bit_generator(self.numpy)
         torch.set_default_dtype(self.dtype)

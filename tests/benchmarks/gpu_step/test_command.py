@@ -11,6 +11,7 @@ from benchmarks.gpu_step import command
 from benchmarks.gpu_step.command import CONTENDERS, Effort, choose_scale, run_model, run_wave
 from benchmarks.gpu_step.contenders import Contender, Job, make_runner
 from benchmarks.gpu_step.models import (
+    EIGHT_BILLION_SHAPE,
     ONE_BILLION,
     TINY,
     make_batch,
@@ -105,8 +106,10 @@ def test_microbatch_and_waves_follow_the_memory() -> None:
     for sizes in ONE_BILLION.values():
         scale = choose_scale(sizes, GPU_BYTES)
         assert scale.at_once * needed_bytes(sizes, scale.micro) < GPU_BYTES
-        assert scale.at_once >= 3
-        assert choose_scale(sizes, 48 << 30).micro == 1
+        assert scale.micro == 4 and scale.at_once in (1, 3, 4), "three at once or one at a time"
+        assert choose_scale(sizes, 80 << 30).micro >= 2 and choose_scale(sizes, 80 << 30).at_once == 1
+        assert choose_scale(sizes, 36 << 30).micro == 1
+    assert needed_bytes(EIGHT_BILLION_SHAPE, 1) < 0.92 * (80 << 30)
     assert choose_scale(TINY["llama"], None).at_once == len(CONTENDERS)
 
 
@@ -164,6 +167,7 @@ def test_a_contender_that_fails_does_not_stop_the_rest(inline: None, monkeypatch
     assert errors[COMPILED] == "RuntimeError: fails later"
     assert errors[PLAIN] is None
     assert [len(answer["turns"]) for answer in found] == [3, 3, 3, 0, 0, 0, 3]
+    assert [one.name for one in CONTENDERS[:2]] == list(command.QUICK), "what is compared first"
 
 
 def test_waves_without_time_are_not_measured(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +226,9 @@ def test_a_tiny_run_writes_table_and_figures(tmp_path: Path, inline: None, capsy
         assert [row["contender"] for row in rows] == list(command.QUICK)
         assert all(row["tokens_per_second"] > 0 and row["mfu"] > 0 and row["error"] is None for row in rows)
         assert model["verdicts"][0]["passed"] and name in model["formula"]
+        assert all(answer["profile"]["wall_ms"] > 0 for answer in model["answers"].values())
     text = (tmp_path / "gpu_step.md").read_text()
+    assert "engine, kernels auto: busy none, 0 launches; the host waits at nothing." in text
     assert "says anything about speed" in text and "| torch |" in text
     assert capsys.readouterr().out.startswith(text)
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.dispatch import Kernels, Mode, TunedChoice
+from engine.kernels.ops import linear as linear_ops
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
 from engine.kernels.ops.linear import LinearForm, add_product_, linear, product
 from tests.kernels.error import check_error
@@ -250,3 +252,29 @@ def test_operators_are_registered_as_torch_wants_it() -> None:
     plain = [t.detach() for t in (x, weight, residual)]
     check(torch.ops.trine.product.default, (plain[2], plain[1]))
     check(torch.ops.trine.add_product.default, (torch.zeros(24, 16), plain[2].t(), plain[0]))
+
+
+class _Calls(TorchDispatchMode):
+    """The operators that are called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("fresh", "operator"), [(True, "aten.mm.dtype_out"), (False, "aten.addmm.dtype_out")])
+def test_a_fresh_wide_sum_is_one_operator_that_reads_no_zeros(
+    monkeypatch: pytest.MonkeyPatch, fresh: bool, operator: str
+) -> None:
+    """On shapes, as a device has it whose library multiplies 16-bit matrices into fp32."""
+    monkeypatch.setattr(linear_ops, "multiplies_wide", lambda device: True)
+    monkeypatch.setattr(linear_ops, "_adds_wide", lambda device, dtype: True)
+    total = torch.empty(8, 4, device="meta")
+    a, b = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((8, 16), (16, 4)))
+    with _Calls() as calls:
+        linear_ops.add_by_library_(total, a, b, fresh)
+    assert calls.names == [operator]

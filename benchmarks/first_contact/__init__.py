@@ -1,0 +1,9 @@
+"""The first minutes on a GPU: everything that no CPU can tell, most worth first, within one budget of time.
+
+command     the command line, and the order in which processes run
+parts       the parts: what each runs, decides, and may take
+processes   a part as a process with a limit, whose findings are written at once
+findings    what was found: a JSON file a part, a log, a summary
+stored      findings of one or more runs as the figure of the documents
+child       the processes that are of this package: ``facts``, ``parity``, ``ranks``, ``gloo``, ``step``
+"""

@@ -1,0 +1,47 @@
+"""Findings of runs on a GPU as the figure ``first-contact`` of the documents: a row a part, a column a GPU."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.first_contact.findings import counted
+from benchmarks.first_contact.parts import make_parts
+from benchmarks.harness.figures import ROOT, read, record_cells, render
+
+NAME = "first-contact"
+TOLD = ("step_ms", "MFU", "tokens_per_s", "peak_GB", "host_bound_ms", "busy_share", "waits")
+"""Figures of a finding that its cell shows."""
+
+
+def store(folders: Sequence[Path], root: Path = ROOT) -> str:
+    """Merge the findings of ``folders``, later ones over earlier ones, into the figure; return its table.
+
+    Raises:
+        LookupError: a folder has no findings, or they are of a run without a GPU, which shows nothing.
+    """
+    parts = make_parts("cuda", Path())
+    cells = {(part.name, "decides"): part.decides for part in parts}
+    found = [rows for folder in folders for rows in read_parts(folder)]
+    gpu = next((row["gpu"] for rows in found for row in rows if "gpu" in row), "GPU")
+    for rows in found:
+        cells[rows[0]["part"], gpu] = cell(rows)
+    record_cells(NAME, "part", cells, root)
+    return render(read(NAME, root))
+
+
+def read_parts(folder: Path) -> list[list[dict[str, Any]]]:
+    """Return the findings of a run, part by part."""
+    files = sorted(folder.glob("part-*.json"))
+    read_ = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    if not read_ or any(one["device"] == "cpu" for one in read_):
+        raise LookupError(f"{folder} has no findings of a GPU; give folders that first_contact has written on one.")
+    return [one["rows"] for one in read_ if one["rows"]]
+
+
+def cell(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a part in a cell: how many findings are good, which are not, and the figures of a step."""
+    wrong = [str(row["name"]) for row in rows if row["ok"] is False]
+    figures = [f"{key} {row[key]}" for row in rows for key in TOLD if isinstance(row.get(key), int | float)]
+    told = [counted(rows), *([f"failed: {', '.join(wrong)}"] if wrong else []), *figures]
+    return "; ".join(told).replace("|", "/")

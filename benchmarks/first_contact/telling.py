@@ -1,0 +1,75 @@
+"""Cases of one process, in turn: each tells its finding at once, and one that fails costs the others nothing."""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.first_contact.processes import MARK
+
+Finding = dict[str, Any]
+BROKEN = 3
+"""Exit code after an error from which no operator of this process comes back."""
+
+
+def device_kind() -> str:
+    """Return the device of this run: "cuda" or "cpu"."""
+    return os.environ.get("FIRST_CONTACT_DEVICE", "cpu")
+
+
+def on_gpu() -> bool:
+    """Return whether this run has a GPU."""
+    return device_kind() == "cuda"
+
+
+def settle() -> None:
+    """Wait for the device."""
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+def tell(name: str, ok: bool | None, began: float, **more: Any) -> None:
+    """Tell a finding, by the line that the parent process looks for."""
+    row = {"name": name, "ok": ok, "seconds": time.monotonic() - began, **more}
+    print(f"\n{MARK}{json.dumps(row)}", flush=True)
+
+
+def each(names: Sequence[str], body: Callable[[str], Finding]) -> None:
+    """Tell what ``body`` finds in each case; ``ok`` in it is the verdict, by default True."""
+    for name in names:
+        began = time.monotonic()
+        try:
+            found = body(name)
+            settle()
+            tell(name, found.pop("ok", True), began, **found)
+        except Exception as error:
+            traceback.print_exc()
+            line = next((text for text in str(error).splitlines() if text.strip()), "")
+            tell(name, False, began, error=f"{type(error).__name__}: {line}"[:400])
+            if "CUDA error" in str(error) or "illegal memory" in str(error):
+                sys.stdout.flush()
+                os._exit(BROKEN)
+
+
+def event_ms(work: Callable[[], object], count: int) -> float:
+    """Return the median milliseconds of ``work`` on the device; one call without a GPU."""
+    if not on_gpu():
+        began = time.perf_counter()
+        work()
+        return (time.perf_counter() - began) * 1e3
+    for _ in range(2):
+        work()
+    pairs = []
+    for _ in range(count):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        work()
+        last.record()
+        pairs.append((first, last))
+    torch.cuda.synchronize()
+    return float(sorted(first.elapsed_time(last) for first, last in pairs)[count // 2])

@@ -1,0 +1,122 @@
+"""Communication of accelerators whose process group carries tensors of the host alone: through pinned memory.
+
+    device            host                      other rank
+    tensor -- copy --> pinned memory -- gloo --> pinned memory -- copy --> tensor
+
+gloo reads and writes the addresses that it is given, and those of a device are none of the host's. Ranks of a gloo
+group that the user has started may share a GPU this way, which ranks of NCCL may not.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.kernels.device import host_memory_like
+from engine.parallel.comm.backend import Backend, Channel, Link, Reduction, Wait
+from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
+from engine.parallel.comm.torch_backend import TorchBackend, carries_tensors_of
+from engine.parallel.grid import Axis, Grid
+
+
+def open_backend(grid: Grid, device: torch.device) -> Backend:
+    """Open the backend of a rank that is a process, after the process group is there."""
+    if carries_tensors_of(device):
+        return TorchBackend(grid, device)
+    return StagedBackend(TorchBackend(grid, torch.device("cpu")))
+
+
+class StagedBackend:
+    """The ``inner`` backend of the host for tensors of a device.
+
+    The host waits for the device at each call, and for the result at each wait.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
+        """Reduce in place."""
+        host = _on_host(tensor)
+        return _brought(self._inner.all_reduce(host, axis, op), (tensor, host))
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Reduce into ``shard``."""
+        host = host_memory_like(shard)
+        return _brought(self._inner.reduce_scatter(host, _on_host(full), axis), (shard, host))
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Gather into ``full``."""
+        host = host_memory_like(full)
+        return _brought(self._inner.all_gather(host, _on_host(shard), axis), (full, host))
+
+    def connect_data(self, members: tuple[int, ...]) -> None:
+        """Prepare as the inner backend does."""
+        self._inner.connect_data(members)
+
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
+        """Exchange into ``received``."""
+        host = host_memory_like(received)
+        return _brought(self._inner.all_to_all(host, _on_host(given), members, axis), (received, host))
+
+    def open_gathers(self, within: int | None = None) -> None:
+        """Prepare as the inner backend does."""
+        self._inner.open_gathers(within)
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+        """Gather each pair."""
+        hosts = [(host_memory_like(full), _on_host(shard)) for full, shard in pairs]
+        filled = [(full, host) for (full, _), (host, _) in zip(pairs, hosts, strict=True)]
+        return _brought(self._inner.gather_parameters(hosts, within), *filled)
+
+    def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
+        """Exchange bytes between the hosts."""
+        return self._inner.exchange_gathers(data, within)
+
+    def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
+        """Send a copy."""
+        return self._inner.send(_on_host(tensor), to, channel)
+
+    def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
+        """Receive, and copy to ``tensor`` at the wait."""
+        host = host_memory_like(tensor)
+        return _brought(self._inner.receive(host, source, channel), (tensor, host))
+
+    def connect(self, stages: tuple[int, ...]) -> None:
+        """Prepare as the inner backend does."""
+        self._inner.connect(stages)
+
+    def link(self, links: Sequence[Link]) -> None:
+        """Prepare as the inner backend does."""
+        self._inner.link(links)
+
+    def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
+        """Sum in place."""
+        host = _on_host(tensor)
+        return _brought(self._inner.sum_over_stages(host, stages), (tensor, host))
+
+    def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
+        """Return None: kernels write into the memory of devices, which these ranks do not share."""
+        return None
+
+    def close(self) -> None:
+        """Close the inner backend."""
+        self._inner.close()
+
+
+@torch.no_grad()
+def _on_host(tensor: Tensor) -> Tensor:
+    """Copy ``tensor`` to pinned memory; the host waits until it is there."""
+    return host_memory_like(tensor).copy_(tensor)
+
+
+def _brought(wait: Wait, *filled: tuple[Tensor, Tensor]) -> Wait:
+    """Return a wait after which each tensor has what its copy on the host was filled with."""
+
+    @torch.no_grad()
+    def finish() -> None:
+        wait()
+        for tensor, host in filled:
+            tensor.copy_(host)
+
+    return finish
