@@ -34,7 +34,7 @@ from engine.parallel.trace.model_trace import Arguments, FromValue, Material, Mo
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone, in_float64
 from engine.planning.example_trace import trace_example
-from engine.planning.isolated_block import signatures
+from engine.planning.isolated_block import reads_other_values, signatures
 from engine.planning.tensor_search.found_styles import FoundStyles, as_patterns
 from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
@@ -56,6 +56,8 @@ class Unit:
     alike: tuple[str, ...]
     used: frozenset[int]
     """Leaves of the output that other code reads, in any call of the group."""
+    other_values: bool = False
+    """Whether a call of one of them reads values that are not among its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,8 @@ def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
     given = [in_float64(arguments) for arguments in material.arguments]
     for index, signature in enumerate(signatures(program.model, names, given)):
         kinds.setdefault(signature, []).append(index)
+    given_others = zip(trace.calls, material.arguments, strict=True)
+    others = {call.unit for call, arguments in given_others if reads_other_values(call, arguments)}
     units, seen = [], set[str]()
     for indices in kinds.values():
         index = indices[0]
@@ -157,7 +161,8 @@ def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
         seen.update(alike)
         if alike and next(module.children(), None) is not None:
             arguments = (material.arguments[index], *(shorter.arguments[index : index + 1] if shorter else ()))
-            units.append(Unit(names[index], arguments, alike, _used(trace, indices, everything=bool(choice))))
+            used = _used(trace, indices, everything=bool(choice))
+            units.append(Unit(names[index], arguments, alike, used, not others.isdisjoint(alike)))
     one_length = f"the tensor plan is proven for one length of text only, because {why}" if why else ""
     notes = tuple(note for note in (full_length, one_length) if note)
     return DistinctUnits(tuple(units), trace, notes, choice)
@@ -328,6 +333,7 @@ class _Search:
             precision=self.program.precision,
             calls=unit.arguments,
             low_rank=self.low_rank,
+            other_values=unit.other_values,
         )
 
     def _decide(self, unit: Unit, drawn: DrawnBlock) -> list[Decided]:
