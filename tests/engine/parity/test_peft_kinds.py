@@ -50,6 +50,13 @@ def rank(kind: str, config: Mapping[str, Any], folder: str, world: World) -> Tra
         return TrainingRecord(losses, norms, eng.full_state_dict())
 
 
+def test_every_kind_of_peft_is_tried() -> None:
+    import peft
+
+    given = [getattr(peft, name)(task_type="CAUSAL_LM", **settings) for name, settings in KINDS.values()]
+    assert {config.peft_type for config in given} == set(peft.PeftType)
+
+
 def stored(folder: Path) -> dict[str, bytes]:
     """The tensors of an adapter folder, by file."""
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.safetensors")}
