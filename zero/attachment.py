@@ -81,8 +81,8 @@ class Attachment:
             if id(parameter) not in known:
                 raise EngineError(
                     f"parameter {name!r} was added to the model after engine.initialize, so the engine does not train "
-                    "it; if forward makes it, run one forward before engine.initialize, else save a checkpoint, close the "
-                    "engine, call engine.initialize with the larger model, and continue with "
+                    "it; if forward makes it, run one forward before engine.initialize, else save a checkpoint, close "
+                    "the engine, call engine.initialize with the larger model, and continue with "
                     "eng.load_checkpoint(folder, strict=False)."
                 )
         self._modules = list(self._model.modules())

@@ -11,7 +11,7 @@ of a job searches, and the others receive what it has found.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -89,13 +89,35 @@ def find_styles(
         with calls_of_modules() as called:
             found = distinct_units(program, example, tp)
         words = {} if found.choice else _vocabularies(program.model, found.trace, called, tp)
-        search = _Search(program, tp, sequence, low_rank, dict(words))
+        shared = blocks_with_shared_layers(program.model, [name for unit in found.units for name in unit.alike])
+        search = _Search(program, tp, sequence, low_rank, shared, dict(words))
         for unit in found.units:
             search.take(unit)
     patterns = as_patterns(program.model, search.styles)
     notes = [f"tensor ranks share blocks, as one path calls them, and nothing beside: {found.choice}"]
     notes = [*found.notes, *(notes if found.choice else ())]
     return FoundStyles(patterns=patterns, reasons=tuple(search.reasons), notes=tuple(notes))
+
+
+def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
+    """Blocks that hold a layer of another block too, and those that share a parameter with one of them.
+
+    Such a layer would be cut in one place for the sums of two.
+    """
+    modules = {name: model.get_submodule(name) for name in blocks}
+    holders: dict[int, set[int]] = {}
+    for block in modules.values():
+        for layer in block.modules():
+            if any(parameter.ndim > 1 for parameter in layer.parameters(recurse=False)):
+                holders.setdefault(id(layer), set()).add(id(block))
+    found = {block for together in holders.values() if len(together) > 1 for block in together}
+    while found:
+        tied = {id(p) for block in modules.values() if id(block) in found for p in block.parameters()}
+        more = {id(b) for b in modules.values() if not tied.isdisjoint(map(id, b.parameters()))}
+        if more <= found:
+            break
+        found |= more
+    return frozenset(name for name, block in modules.items() if id(block) in found)
 
 
 @dataclass
@@ -306,6 +328,8 @@ class _Search:
     tp: int
     sequence: bool
     low_rank: bool
+    shared: frozenset[str]
+    """Blocks that hold a layer of another block too, which stay whole."""
     styles: dict[str, str] = field(default_factory=dict)
     reasons: list[Reason] = field(default_factory=list)
     known: list[Decided] = field(default_factory=list)
@@ -313,18 +337,27 @@ class _Search:
 
     def take(self, unit: Unit) -> None:
         """Find the styles of a group of equal units."""
+        if not self.shared.isdisjoint(unit.alike):
+            self._leave([name for name in unit.alike if name in self.shared], "holds a layer of another block too")
+            unit = replace(unit, alike=tuple(name for name in unit.alike if name not in self.shared))
+            if not unit.alike:
+                return
         try:
             found = self._drawn(unit).run(lambda drawn: self._decide(unit, drawn))
         except DoesNotRunAloneError as error:
-            modules = [self.program.model.get_submodule(name) for name in unit.alike]
-            size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-            self.reasons.append(Reason(_pattern_of(unit.alike), "", "replicate", f"does not run alone: {error}", size))
+            self._leave(unit.alike, f"does not run alone: {error}")
             return
         self.known += found
         for one in found:
             for name in unit.alike:
                 self.styles |= {f"{name}.{local}".strip("."): s for local, s in one.way.styles.items()}
             self.reasons.append(self._reason(unit, one))
+
+    def _leave(self, names: Sequence[str], why: str) -> None:
+        """Leave these units whole."""
+        modules = [self.program.model.get_submodule(name) for name in names]
+        size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+        self.reasons.append(Reason(_pattern_of(names), "", "replicate", why, size))
 
     def _drawn(self, unit: Unit) -> DrawnUnit:
         return DrawnUnit(

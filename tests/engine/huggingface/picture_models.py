@@ -288,7 +288,7 @@ def _fitted(name: str, run: Pictured) -> list[float]:
             return torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-5)
 
     torch.manual_seed(0)
-    module, strategy = LitPictures(), "auto"
+    module, strategy = LitPictures(), "ddp"  # on one process too, since Lightning then shuffles as for the engine
     if run.config is not None:
         from engine.lightning import Strategy
 
