@@ -185,6 +185,12 @@ def reads_other_values(call: Call, arguments: Arguments) -> bool:
     return not {leaf.source for leaf in leaves if isinstance(leaf, Sample)}.issuperset(call.inputs)
 
 
+def holds_objects(arguments: Arguments) -> bool:
+    """An argument is an object that may hold values, such as a cache of keys with prefixes."""
+    plain = (Sample, Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
+    return not all(isinstance(leaf, plain) for leaf in pytree.tree_leaves(arguments, is_leaf=is_sample))
+
+
 def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Arguments]) -> list[object]:
     """One signature per call; calls with equal signatures take the same time.
 

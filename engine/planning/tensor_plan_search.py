@@ -34,7 +34,7 @@ from engine.parallel.trace.model_trace import Arguments, FromValue, Material, Mo
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone, in_float64
 from engine.planning.example_trace import trace_example
-from engine.planning.isolated_block import reads_other_values, signatures
+from engine.planning.isolated_block import holds_objects, reads_other_values, signatures
 from engine.planning.tensor_search.found_styles import FoundStyles, as_patterns
 from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
@@ -173,8 +173,11 @@ def distinct_units(program: Program, example: Batch, tp: int) -> DistinctUnits:
     given = [in_float64(arguments) for arguments in material.arguments]
     for index, signature in enumerate(signatures(program.model, names, given)):
         kinds.setdefault(signature, []).append(index)
-    given_others = zip(trace.calls, material.arguments, strict=True)
-    others = {call.unit for call, arguments in given_others if reads_other_values(call, arguments)}
+    others = {
+        call.unit
+        for call, arguments in zip(trace.calls, material.arguments, strict=True)
+        if reads_other_values(call, arguments) and not holds_objects(arguments)
+    }
     units, seen = [], set[str]()
     for indices in kinds.values():
         index = indices[0]
