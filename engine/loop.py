@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import EngineError
@@ -145,14 +145,17 @@ class TrainingLoop(ABC):
         if self._loop is not None:
             self._loop.zero_grad()
 
-    def guard_gradients(self) -> None:
+    def guard_gradients(self, around: nn.Module | None = None) -> None:
         """Refuse code that looks for a gradient on its parameter, until the next forward, step or ``zero_grad``.
 
         Between a backward and its step the engine does so by itself; a host whose loop has parameters keep their
         gradients until it drops them calls this after the step.
+
+        Args:
+            around: a module of the host around the model, whose ``zero_grad`` is that of the engine from now on.
         """
         if self._loop is not None:
-            self._loop.guard_gradients()
+            self._loop.guard_gradients(around)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, no backward is taken for the last one of a step, in which gradients are reduced.

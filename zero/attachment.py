@@ -60,8 +60,9 @@ class Attachment:
             moved = tie.flat is not None and _place(tie.parameter) != (storages[id(tie.flat)], tie.offset)
             if moved or tie.module._parameters.get(tie.leaf) is not tie.parameter:
                 raise EngineError(
-                    f"parameter {tie.name!r} no longer lies in the engine's memory (a new .data, model.to(), "
-                    "load_state_dict(assign=True), or a second engine on this model); write into it in place instead."
+                    f"parameter {tie.name!r} no longer lies in the engine's memory (a new .data, in forward too, "
+                    "model.to(), load_state_dict(assign=True), or a second engine on this model); write into it in "
+                    "place instead."
                 )
             if tie.parameter.requires_grad and id(tie.parameter) not in self._trained:
                 raise EngineError(
@@ -80,8 +81,9 @@ class Attachment:
             if id(parameter) not in known:
                 raise EngineError(
                     f"parameter {name!r} was added to the model after engine.initialize, so the engine does not train "
-                    "it; save a checkpoint, close the engine, call engine.initialize with the larger model, and "
-                    "continue with eng.load_checkpoint(folder, strict=False)."
+                    "it; if forward makes it, run one forward before engine.initialize, else save a checkpoint, close "
+                    "the engine, call engine.initialize with the larger model, and continue with "
+                    "eng.load_checkpoint(folder, strict=False)."
                 )
         self._modules = list(self._model.modules())
         self._members = self._count()

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from engine.build.request import Request
 from engine.config import Config
@@ -54,8 +55,9 @@ def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
     """Mark the model as that of an engine, until its patches are removed; returns it.
 
     Raises:
-        PlanError: another engine has it, or has a module of it.
+        PlanError: another engine has it, or has a module of it; or a parameter has no shape yet.
     """
+    _refuse_lazy(model)
     for name, module in model.named_modules():
         if vars(module).get(_TAKEN) is not None:
             what = f"module {name!r} of the model" if name else "the model"
@@ -94,6 +96,16 @@ def _check_example(example: Batch) -> None:
             f"example_batch is a {type(example).__name__} without tensors; give one microbatch (of tensors, or of meta "
             "tensors that have its shapes), or leave it out."
         )
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Refuse parameters and buffers that a first forward would give their shapes (``LazyLinear``)."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise PlanError(
+                f"{name!r} has no shape before a first forward (a lazy layer); run one forward of the model on a "
+                "microbatch before engine.initialize."
+            )
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 from engine.api import initialize
+from engine.checkpoint.contents.adapter_folder import is_peft_model
 from engine.config import ConfigSource, load_config, load_raw
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
@@ -213,7 +214,7 @@ class Trainer(TrlLoop):
             super().save_model(output_dir, _internal_call)
             return
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        if isinstance(self.model, transformers.PreTrainedModel):
+        if isinstance(self.model, transformers.PreTrainedModel) or is_peft_model(self.model):
             self.engine.save_pretrained(folder)
             if self.args.should_save:
                 self._save_beside_weights(folder)

@@ -200,6 +200,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             )
         self.precision_plugin._after_closure(self.lightning_module, optimizer)
         self.engine.step()
+        self.engine.guard_gradients(self.lightning_module)  # hooks look for them until the next forward
         return loss
 
     def _clip(self, optimizer: Any, clip_val: float | None = None, gradient_clip_algorithm: Any = None) -> None:

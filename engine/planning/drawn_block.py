@@ -75,6 +75,8 @@ class DrawnUnit:
     calls: Sequence[Arguments]
     low_rank: bool = True
     """Whether large matrices are low-rank; otherwise all numbers of all weights are drawn."""
+    other_values: bool = False
+    """Whether calls read values of the model that are not among their arguments, which a copy does not have."""
 
     def run(self, body: Callable[[DrawnBlock], Result]) -> Result:
         """``body`` on a block whose code reads no low-rank weight in a way that its factors cannot answer.
@@ -82,8 +84,10 @@ class DrawnUnit:
         Weights that it has read so are drawn whole, and ``body`` runs again; it may change nothing outside itself.
 
         Raises:
-            DoesNotRunAloneError: the unit cannot be copied.
+            DoesNotRunAloneError: the unit cannot be copied, or reads other values of the model.
         """
+        if self.other_values:
+            raise DoesNotRunAloneError("it reads values of the model that are not among its arguments")
         whole = set[str]()
         while True:
             with exactly(), alone():

@@ -175,10 +175,20 @@ class _Given:
 def reads_elsewhere(model: nn.Module, call: Call, arguments: Arguments) -> bool:
     """The call reads parameters of other units, or values that are not among its arguments."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    known: set[int | str] = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
+    known = {names[id(parameter)] for parameter in model.get_submodule(call.unit).parameters()}
+    return not known.issuperset(call.parameters) or reads_other_values(call, arguments)
+
+
+def reads_other_values(call: Call, arguments: Arguments) -> bool:
+    """The call reads values that are not among its arguments, as hooks add them to the calls of inner modules."""
     leaves = pytree.tree_leaves(arguments, is_leaf=is_sample)
-    known |= {leaf.source for leaf in leaves if isinstance(leaf, Sample)}
-    return not known.issuperset((*call.parameters, *call.inputs))
+    return not {leaf.source for leaf in leaves if isinstance(leaf, Sample)}.issuperset(call.inputs)
+
+
+def holds_objects(arguments: Arguments) -> bool:
+    """An argument is an object that may hold values, such as a cache of keys with prefixes."""
+    plain = (Sample, Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
+    return not all(isinstance(leaf, plain) for leaf in pytree.tree_leaves(arguments, is_leaf=is_sample))
 
 
 def signatures(model: nn.Module, units: Sequence[str], arguments: Sequence[Arguments]) -> list[object]:

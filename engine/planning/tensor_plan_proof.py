@@ -66,7 +66,12 @@ def _prove_unit(
     if not wanted:
         return
     drawn = DrawnUnit(
-        model=program.model, name=unit.name, precision=program.precision, calls=unit.arguments, low_rank=low_rank
+        model=program.model,
+        name=unit.name,
+        precision=program.precision,
+        calls=unit.arguments,
+        low_rank=low_rank,
+        other_values=unit.other_values,
     )
     try:
         drawn.run(lambda copied: _prove_styles(copied, unit, wanted, plan, tp))

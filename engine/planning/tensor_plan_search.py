@@ -11,7 +11,7 @@ of a job searches, and the others receive what it has found.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from engine.parallel.trace.model_trace import Arguments, FromValue, Material, Mo
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone, in_float64
 from engine.planning.example_trace import trace_example
-from engine.planning.isolated_block import signatures
+from engine.planning.isolated_block import holds_objects, reads_other_values, signatures
 from engine.planning.tensor_search.found_styles import FoundStyles, as_patterns
 from engine.planning.tensor_search.search_digest import ProgramDigest
 from engine.program.batch import Batch, map_tensors, named_tensors
@@ -58,6 +58,8 @@ class Unit:
     alike: tuple[str, ...]
     used: frozenset[int]
     """Leaves of the output that other code reads, in any call of the group."""
+    other_values: bool = False
+    """Whether a call of one of them reads values that are not among its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ class SearchedProgram:
         with search_conditions(model):
             found = distinct_units(self, tp)
             words = {} if found.choice else _vocabularies(model, found.trace, self.called, tp)
-            search = _Search(self.program, tp, sequence, low_rank, dict(words))
+            shared = blocks_with_shared_layers(model, [name for unit in found.units for name in unit.alike])
+            search = _Search(self.program, tp, sequence, low_rank, shared, dict(words))
             for unit in found.units:
                 search.take(unit)
         patterns = as_patterns(model, search.styles)
@@ -159,6 +162,27 @@ def find_styles(
     return SearchedProgram(program, example).find_styles(tp, sequence, low_rank)
 
 
+def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:
+    """Blocks that hold a layer of another block too, and those that share a parameter with one of them.
+
+    Such a layer would be cut in one place for the sums of two.
+    """
+    modules = {name: model.get_submodule(name) for name in blocks}
+    holders: dict[int, set[int]] = {}
+    for block in modules.values():
+        for layer in block.modules():
+            if any(parameter.ndim > 1 for parameter in layer.parameters(recurse=False)):
+                holders.setdefault(id(layer), set()).add(id(block))
+    found = {block for together in holders.values() if len(together) > 1 for block in together}
+    while found:
+        tied = {id(p) for block in modules.values() if id(block) in found for p in block.parameters()}
+        more = {id(b) for b in modules.values() if not tied.isdisjoint(map(id, b.parameters()))}
+        if more <= found:
+            break
+        found |= more
+    return frozenset(name for name, block in modules.items() if id(block) in found)
+
+
 @dataclass
 class _InTheOpen:
     """A checkpoint handler that runs every region without recomputation."""
@@ -213,6 +237,11 @@ def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
     given = [in_float64(arguments) for arguments in material.arguments]
     for index, signature in enumerate(signatures(program.model, names, given)):
         kinds.setdefault(signature, []).append(index)
+    others = {
+        call.unit
+        for call, arguments in zip(trace.calls, material.arguments, strict=True)
+        if reads_other_values(call, arguments) and not holds_objects(arguments)
+    }
     units, seen = [], set[str]()
     for indices in kinds.values():
         index = indices[0]
@@ -221,7 +250,8 @@ def distinct_units(searched: SearchedProgram, tp: int) -> DistinctUnits:
         seen.update(alike)
         if alike and next(module.children(), None) is not None:
             arguments = (material.arguments[index], *(shorter.arguments[index : index + 1] if shorter else ()))
-            units.append(Unit(names[index], arguments, alike, _used(trace, indices, everything=bool(choice))))
+            used = _used(trace, indices, everything=bool(choice))
+            units.append(Unit(names[index], arguments, alike, used, not others.isdisjoint(alike)))
     one_length = f"the tensor plan is proven for one length of text only, because {why}" if why else ""
     notes = tuple(note for note in (full_length, one_length) if note)
     return DistinctUnits(tuple(units), trace, notes, choice)
@@ -336,6 +366,8 @@ class _Search:
     tp: int
     sequence: bool
     low_rank: bool
+    shared: frozenset[str]
+    """Blocks that hold a layer of another block too, which stay whole."""
     styles: dict[str, str] = field(default_factory=dict)
     reasons: list[Reason] = field(default_factory=list)
     known: list[Decided] = field(default_factory=list)
@@ -343,18 +375,27 @@ class _Search:
 
     def take(self, unit: Unit) -> None:
         """Find the styles of a group of equal units."""
+        if not self.shared.isdisjoint(unit.alike):
+            self._leave([name for name in unit.alike if name in self.shared], "holds a layer of another block too")
+            unit = replace(unit, alike=tuple(name for name in unit.alike if name not in self.shared))
+            if not unit.alike:
+                return
         try:
             found = self._drawn(unit).run(lambda drawn: self._decide(unit, drawn))
         except DoesNotRunAloneError as error:
-            modules = [self.program.model.get_submodule(name) for name in unit.alike]
-            size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
-            self.reasons.append(Reason(_pattern_of(unit.alike), "", "replicate", f"does not run alone: {error}", size))
+            self._leave(unit.alike, f"does not run alone: {error}")
             return
         self.known += found
         for one in found:
             for name in unit.alike:
                 self.styles |= {f"{name}.{local}".strip("."): s for local, s in one.way.styles.items()}
             self.reasons.append(self._reason(unit, one))
+
+    def _leave(self, names: Sequence[str], why: str) -> None:
+        """Leave these units whole."""
+        modules = [self.program.model.get_submodule(name) for name in names]
+        size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
+        self.reasons.append(Reason(_pattern_of(names), "", "replicate", why, size))
 
     def _drawn(self, unit: Unit) -> DrawnUnit:
         return DrawnUnit(
@@ -363,6 +404,7 @@ class _Search:
             precision=self.program.precision,
             calls=unit.arguments,
             low_rank=self.low_rank,
+            other_values=unit.other_values,
         )
 
     def _decide(self, unit: Unit, drawn: DrawnBlock) -> list[Decided]:

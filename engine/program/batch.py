@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,7 +80,10 @@ def call_model(model: nn.Module, microbatch: Batch) -> Any:
 
 
 def join_outputs(outputs: list[Any]) -> Any:
-    """Join the outputs of microbatches into one: tensors along dim 0, scalars stacked."""
+    """Join the outputs of microbatches into one: tensors along dim 0, scalars stacked, sequences entry by entry.
+
+    Sequences of different lengths have an entry for each row or picture (SmolVLM's ``pooler_output``), and are chained.
+    """
     first = outputs[0]
     if isinstance(first, Tensor):
         return torch.cat(outputs) if first.ndim else torch.stack(outputs)
@@ -87,5 +91,7 @@ def join_outputs(outputs: list[Any]) -> Any:
         joined = {key: join_outputs([output[key] for output in outputs]) for key in first}
         return type(first)(**joined) if is_dataclass(first) else joined  # Hugging Face's outputs are both
     if isinstance(first, tuple | list):
+        if len(set(map(len, outputs))) > 1:
+            return _like(first, list(chain.from_iterable(outputs)))
         return _like(first, [join_outputs(list(parts)) for parts in zip(*outputs, strict=True)])
     return outputs

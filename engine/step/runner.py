@@ -313,7 +313,7 @@ class StepRunner:
 
     def finish(self, step: StepState) -> FinishedStep:
         """Agree on the step with all ranks, and update or skip it; a failed one leaves buffers as they were."""
-        step.problem = step.problem or self._control.problem()
+        step.problem = step.problem or self._control.problem() or self._problem_of_forward()
         with self._agreeing("an update", step), self._runtime.parts.undoing_failures():
             finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
         for part in self._runtime.parts.having(StepPart.end_step):
@@ -322,6 +322,15 @@ class StepRunner:
         if self._finished == _COMPARED_STEPS:
             self._compare_buffers()
         return finished
+
+    def _problem_of_forward(self) -> EngineError | None:
+        """Why the first forward has taken a parameter from the engine, before anything is updated."""
+        if not self._finished:
+            try:
+                self._attachment.check()
+            except EngineError as problem:
+                return problem
+        return None
 
     def _compare_buffers(self) -> None:
         name = differing_buffer(self._model, self._comm, self._device)

@@ -21,10 +21,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError
+from engine.parallel.model.forward_patch import PatchLayer
 from engine.program.batch import Batch
 from engine.program.loss import WeightedLoss, check_pair, check_scalar, check_trainable, with_metrics
 from engine.step.batch_check import check_batch
@@ -197,9 +198,13 @@ class UserLoop:
         self._forget_gradients()
         self._runtime.reducer.reset()
 
-    def guard_gradients(self) -> None:
+    def guard_gradients(self, around: nn.Module | None = None) -> None:
         """See :meth:`engine.Engine.guard_gradients`."""
-        self._runtime.gradient_guard.set()
+        runtime = self._runtime
+        if around is not None and "zero_grad" not in vars(around):
+            give_back = runtime.gradient_guard.take_zero_grad(around)
+            runtime.patches.own(around, PatchLayer.PARAMETERS, give_back, "its zero_grad drops the engine's gradients")
+        runtime.gradient_guard.set()
 
     @property
     def at_boundary(self) -> bool:

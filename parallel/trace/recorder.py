@@ -122,6 +122,8 @@ class Recorder(TorchFunctionMode):
     def _see(self, operation: Operation) -> Any:
         if operation.is_metadata:
             return self._answer(operation)
+        if inside_transform() and any(self.provenance.knows(_unwrapped(tensor)) for tensor in operation.tensors):
+            _refuse_transform("an operation on activations")
         if operation.is_blank or not any(map(self.provenance.knows, operation.tensors)):
             return self._run_free(operation)
         return self._record_glue(operation) if self._call is None else self._run_inside(operation, self._call)
@@ -151,7 +153,7 @@ class Recorder(TorchFunctionMode):
         else:
             out = operation.run()
         for leaf in (*operation.tensors, *plain_leaves(out)):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not _is_wrapped(leaf):
                 self._twins.notice(leaf)
         if self._call is None:
             self._follow_random(operation, out)
@@ -371,6 +373,18 @@ class Recorder(TorchFunctionMode):
             if own and id(leaf) not in provenance.parameters:
                 provenance.new_value(leaf, source)
         return Recipe(spec, tuple(provenance.output_leaf(leaf, arguments) for leaf in flat))
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """True for a tensor of a transform, which has no memory of its own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that a transform was given."""
+    while _is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _refuse_transform(what: str, error: Exception | None = None) -> None:

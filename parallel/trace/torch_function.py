@@ -63,6 +63,7 @@ _IN_PLACE_SIGNS = frozenset((
     "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "__setitem__",
 ))  # fmt: skip
 _NOT_IN_PLACE = frozenset(("requires_grad_", "share_memory_"))
+_SWITCHES = frozenset(("requires_grad_", "set requires_grad"))
 _RANDOM = frozenset((
     "bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_",
     "geometric_", "cauchy_", "log_normal_", "poisson", "binomial", "rrelu", "rrelu_", "gumbel_softmax",
@@ -147,6 +148,11 @@ class Operation:
     def is_metadata(self) -> bool:
         """True if it asks only for shape, type or device."""
         return self.name in _METADATA or (self.name.startswith("get ") and self.name not in _TENSOR_GETTERS)
+
+    @property
+    def reads_values(self) -> bool:
+        """False if it asks only for shape, type or device, or freezes and thaws a tensor."""
+        return not self.is_metadata and self.name not in _SWITCHES
 
     @property
     def asks_for_the_object(self) -> bool:

@@ -250,6 +250,36 @@ def test_parameters_that_left_the_engine_are_named() -> None:
     )
 
 
+def test_a_lazy_layer_without_a_forward_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+    assert message(lambda: engine.initialize(model, CONFIG)) == (
+        "'1.weight' has no shape before a first forward (a lazy layer); run one forward of the model on a microbatch "
+        "before engine.initialize."
+    )
+    model(torch.ones(1, 4))
+    engine.initialize(model, CONFIG).close()
+
+
+def test_a_parameter_that_forward_makes_is_named_before_the_first_update() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Linear(4, 4), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.scale is None:
+                self.scale = nn.Parameter(torch.ones(x.shape[-1]))
+            out: Tensor = self.inner(x) * self.scale
+            return out
+
+    with engine.initialize(Late(), CONFIG, loss_fn=lambda out, _: out.square().mean()) as eng:
+        text = message(lambda: eng.train_batch(torch.ones(8, 4)))
+        assert (
+            text.startswith("parameter 'scale' was added to the model after engine.initialize") and eng.step_count == 0
+        )
+        assert "if forward makes it, run one forward before engine.initialize" in text
+
+
 def test_thawed_parameters_without_a_place_are_named() -> None:
     model = models.decoder()
     model.get_submodule("blocks.0.up").requires_grad_(False)

@@ -1,6 +1,7 @@
 """All seeded faults, by area."""
 
 from tests.faults.adapters import ADAPTERS
+from tests.faults.adapters_in_the_loop import ADAPTERS_IN_THE_LOOP
 from tests.faults.caught_failures import CAUGHT_FAILURES
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
@@ -42,7 +43,7 @@ from tests.faults.zero import ZERO
 AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
-    "adapters": ADAPTERS,
+    "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
     "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED),
     "matrix optimizers": MATRIX_OPTIMIZERS,

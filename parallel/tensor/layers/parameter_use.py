@@ -125,7 +125,8 @@ def _kind(microbatch: Any) -> object:
 class OutsideReads(TorchFunctionMode):
     """Watches one run of the unsharded model; ``names`` are the parameters found, in the order of their first read.
 
-    Questions about shape, dtype and device are not reads: Hugging Face models ask weights for those.
+    Questions about shape, dtype and device are not reads: Hugging Face models ask weights for those. Freezing is none
+    either: X-LoRA freezes its experts in every forward.
     """
 
     def __init__(self, model: nn.Module, plan: TensorPlan) -> None:
@@ -165,7 +166,7 @@ class OutsideReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = Operation(func, args, kwargs or {})
-        if not operation.is_metadata:
+        if operation.reads_values:
             if not has_views(args, kwargs):
                 self.plain.update(id(tensor) for tensor in operation.tensors if isinstance(tensor, nn.Parameter))
             for tensor in operation.tensors:
@@ -184,7 +185,7 @@ class PlainReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = Operation(func, args, kwargs or {})
-        if not has_views(args, kwargs) and not operation.is_metadata:
+        if not has_views(args, kwargs) and operation.reads_values:
             found = (self._wanted.get(id(tensor)) for tensor in operation.tensors)
             self.names.update((name, None) for name in found if name is not None)
         return operation.run()

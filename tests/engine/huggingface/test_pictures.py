@@ -1,12 +1,13 @@
 """Tensors that are not rows of the batch go to every microbatch whole, by their names, inside the hosts' loops too."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.huggingface.picture_models import Pictured, run_pictured
+from tests.engine.huggingface.picture_models import PATCHES, PICTURES, Pictured, run_pictured
 
 GRIDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "tp2": (2, {"parallel": {"tensor": 2}}),
@@ -16,25 +17,36 @@ GRIDS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 pytestmark = pytest.mark.long  # every run imports transformers' Trainer in each rank
 
 
-@pytest.mark.parametrize("loop", [False, True], ids=["trainer", "accelerator"])
+@pytest.mark.parametrize("loop", ["trainer", "accelerator", "lightning"])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_models_of_pictures_train_as_in_the_host_alone(grid: str, loop: bool, tmp_path: Path) -> None:
+def test_models_of_pictures_train_as_in_the_host_alone(grid: str, loop: str, tmp_path: Path) -> None:
     """Two microbatches a step; evaluation over more rows than a microbatch has, and positions of three rows."""
     ranks, config = GRIDS[grid]
-    host = run_pictured(Pictured(folder=str(tmp_path), loop=loop), 1)
-    found = run_pictured(Pictured(folder=str(tmp_path), loop=loop, config=config), ranks)
+    models = PATCHES if loop != "lightning" else PATCHES[:1]  # Lightning makes one run in a process
+    run = Pictured(folder=str(tmp_path), loop=loop, models=models)
+    host, found = run_pictured(run, 1), run_pictured(replace(run, config=config), ranks)
     for name, values in host.items():
-        assert len(values) == (7 if not loop else 9), values
+        assert len(values) == {"trainer": 7, "accelerator": 9, "lightning": 6}[loop], values
         assert found[name] == pytest.approx(values, rel=1e-4), name
 
 
-def test_two_data_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grid", ["tp2", "pp2"])
+def test_models_of_pictures_of_one_size_train_as_in_the_trainer_alone(grid: str, tmp_path: Path) -> None:
+    host = run_pictured(Pictured(folder=str(tmp_path), models=PICTURES), 1)
+    found = run_pictured(Pictured(folder=str(tmp_path), models=PICTURES, config=GRIDS[grid][1]), 2)
+    for name, values in host.items():
+        assert len(values) == 7 and found[name] == pytest.approx(values, rel=1e-4), name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_data_ranks(stage: int, tmp_path: Path) -> None:
     half = {"per_device_eval_batch_size": 4}
-    run = Pictured(folder=str(tmp_path), arguments={"per_device_train_batch_size": 1} | half)
+    models = (*PATCHES, *PICTURES)
+    run = Pictured(folder=str(tmp_path), arguments={"per_device_train_batch_size": 1} | half, models=models)
     host = run_pictured(run, 2)
-    found = run_pictured(Pictured(folder=str(tmp_path), arguments=run.arguments, config={}), 2)
+    found = run_pictured(replace(run, config={"zero_optimization": {"stage": stage}}), 2)
     for name, values in host.items():
-        assert found[name] == pytest.approx(values, rel=1e-4), name
+        assert len(values) == 7 and found[name] == pytest.approx(values, rel=1e-4), name
 
 
 def test_without_names_a_size_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:

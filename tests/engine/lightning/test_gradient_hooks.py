@@ -16,7 +16,7 @@ GRIDS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "tp2 x pp2": (4, 4, {"parallel": {"tensor": 2, "pipeline": 2}}),
 }
 """Ranks, rows of a data rank in a microbatch, configuration."""
-HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end")
 pytestmark = pytest.mark.long  # every run imports Lightning in each rank
 
 

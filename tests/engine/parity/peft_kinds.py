@@ -1,6 +1,7 @@
 """Every kind of adapter that PEFT has, on a small Llama."""
 
 from collections.abc import Mapping
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -32,10 +33,13 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType({
     "LoKr": ("LoKrConfig", _LAYERS),
     "IA3": ("IA3Config", {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
     "OFT": ("OFTConfig", {**_LAYERS, "oft_block_size": 4, "r": 0}),
+    "AdaMSS": ("AdamssConfig", {**_LAYERS, "r": 8, "num_subspaces": 2, "subspace_rank": 2}),
     "BOFT": ("BOFTConfig", {**_LAYERS, "boft_block_size": 4}),
     "VeRA": ("VeraConfig", {"target_modules": ["q_proj", "o_proj"], "r": 4}),
     "PVeRA": ("PveraConfig", {"target_modules": ["q_proj", "o_proj"], "r": 4}),
     "FourierFT": ("FourierFTConfig", {**_LAYERS, "n_frequency": 50}),
+    "X-LoRA": ("XLoraConfig", {"hidden_size": 32, "xlora_depth": 2, "xlora_size": 16, "xlora_dropout_p": 0.0,}),
+    "X-LoRA, experts trained": ("XLoraConfig", {"hidden_size": 32, "use_trainable_adapters": True}),
     "HRA": ("HRAConfig", {**_LAYERS, "r": 4}),
     "LN tuning": ("LNTuningConfig", {"target_modules": ["input_layernorm", "post_attention_layernorm", "norm"]}),
     "VB-LoRA": ("VBLoRAConfig", {**_LAYERS, "vector_length": 8, "num_vectors": 16, "topk": 2}),
@@ -80,6 +84,8 @@ BY_TASK = frozenset({"multitask prompts", "Poly"})
 """Kinds whose forward is given the task of each row."""
 
 
+OF_SAVED = frozenset({"X-LoRA", "X-LoRA, experts trained"})
+"""Kinds that load adapters from folders."""
 CLASSIFIERS = frozenset({"LoRA of a classifier"})
 """Kinds whose task is to classify rows; PEFT saves their head beside the adapters."""
 UNTRAINABLE: Mapping[str, str] = MappingProxyType({"CPT": "no longer lies in the engine's memory"})
@@ -88,7 +94,11 @@ UNTRAINABLE: Mapping[str, str] = MappingProxyType({"CPT": "no longer lies in the
 
 def base(name: str) -> nn.Module:
     """The model without adapters, in one process."""
-    return seeded(_classifier)() if name in CLASSIFIERS else BASE.build()
+    made: Any = seeded(_classifier)() if name in CLASSIFIERS else BASE.build()
+    if name in OF_SAVED:
+        made.config.use_cache = False  # X-LoRA asks for it
+    model: nn.Module = made
+    return model
 
 
 def _classifier() -> nn.Module:
@@ -108,12 +118,28 @@ def build(name: str) -> nn.Module:
     model: Any = base(name)
     torch.manual_seed(11)
     task = "SEQ_CLS" if name in CLASSIFIERS else "CAUSAL_LM"
-    made: nn.Module = peft.get_peft_model(model, getattr(peft, kind)(task_type=task, **settings))
+    with TemporaryDirectory() as folder:
+        if name in OF_SAVED:
+            settings = {**settings, "adapters": save_experts(folder)}
+        made: nn.Module = peft.get_peft_model(model, getattr(peft, kind)(task_type=task, **settings))
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.add_(0.05 * torch.randn_like(parameter))
     return made
+
+
+def save_experts(folder: str) -> dict[str, str]:
+    """Write two LoRA adapters; the name of each and its folder, as X-LoRA takes them."""
+    import peft
+
+    found = {name: f"{folder}/{name}" for name in ("0", "1")}
+    for seed, place in enumerate(found.values()):
+        model: Any = BASE.build()
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **_LAYERS)
+        peft.get_peft_model(model, config).save_pretrained(place)
+    return found
 
 
 def batches(name: str, rows: int) -> list[dict[str, torch.Tensor]]:

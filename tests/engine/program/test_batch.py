@@ -52,6 +52,8 @@ def test_outputs_are_joined_along_rows() -> None:
     joined = join_outputs([{"loss": torch.tensor(float(i)), "logits": torch.full((2, 3), i)} for i in range(2)])
     assert joined["loss"].tolist() == [0.0, 1.0] and joined["logits"][:, 0].tolist() == [0, 0, 1, 1]
     assert isinstance(join_outputs([Pair(torch.ones(1), torch.ones(1))] * 2), Pair)
+    of_pictures = join_outputs([(torch.ones(1), torch.ones(1)), (torch.zeros(1),)])
+    assert [float(each) for each in of_pictures] == [1.0, 1.0, 0.0], "an entry for each picture"
 
 
 class Output:
