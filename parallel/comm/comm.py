@@ -334,7 +334,7 @@ class Comm:
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
         """What each rank says that ``gather_parameters`` joins, in order of index; all give the same number of bytes.
 
-        The hosts talk, so that nobody waits for a device, and no bytes are counted.
+        The hosts talk, so that nobody waits for a device.
         """
         size = self.grid.shard_size or self.grid.dp
         answers: list[bytes] = [said] if size == 1 else []
@@ -344,7 +344,7 @@ class Comm:
 
         axis = self.grid.sharding
         route = _Route(size, Stream(EventKind.COLLECTIVE, axis, "dp gathers agreement"))
-        work = _Work("all_gather", len(said) * size, len(said) * size, "uint8", counted=False)
+        work = _Work("all_gather", len(said) * size, len(said) * size, "uint8")
         self._launch(work, axis, label, lambda: exchange, route).wait()
         return answers
 
@@ -383,7 +383,7 @@ class Comm:
         self._sequence += 1
         record = Record(self._sequence, work.op, axis, label, work.elements, work.dtype)
         self.records.append(record)
-        if work.counted and work.op != "receive":
+        if work.op != "receive":
             self.tally.add(Traffic(axis, label, 1, sent_bytes(work.op, work.bytes, route.ranks)))
         note = None
         if self.recorder is not None:
@@ -428,4 +428,3 @@ class _Work:
     elements: int
     bytes: int
     dtype: str
-    counted: bool = True
