@@ -18,6 +18,7 @@ from tests.tables import Table
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks and tests share few cores
 os.environ.setdefault("TRINE_CACHE", "0")  # a test searches its own tensor plan
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each worker and some hundred processes would compile all files again
 
 TESTS = Path(__file__).parent
 MOST_WORKERS = 8

@@ -13,13 +13,14 @@ from engine.optim.built_in import GroupState
 from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
-from engine.parallel.pipeline.schedule.actions import Action
+from engine.parallel.pipeline.schedule.actions import Action, Op
 from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.parallel.tensor.collectives import ACTIVATIONS
 from engine.parallel.tensor.layers.partial_grads import LABEL
 from engine.parallel.trace.model_trace import Value
 from engine.parallel.wire.activation_format import ActivationFormat
 from engine.precision.dtypes import Precision, Widths
+from engine.zero.gather.call_agreement import ROUND, round_bytes
 from engine.zero.gather.gather_schedule import GatherOrder, Gathers, count_gathers
 from engine.zero.gather.secondary_shards import NO_SHARDS, WITHIN, SecondaryLayout
 from engine.zero.layout import Bucket, FlatLayout
@@ -285,7 +286,9 @@ def replica_traffic(bucket: Bucket, config: Config, itemsize: int) -> Traffic:
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
     """Gathers of sharded parameters: one batch per gather group and pass, of the buckets not yet gathered.
 
-    Those of which nodes keep a secondary shard go over dp once, and then within the nodes, as they are.
+    Those of which nodes keep a secondary shard go over dp once, and then within the nodes, as they are. The hosts
+    exchange one byte before the first forward, and meet in one round at the end of each forward; data ranks that make
+    unequal calls meet more often than planned.
     """
     gathers, ranks, axis = plan.gathers, config.shards, config.grid(0).sharding
     if ranks == 1:
@@ -298,6 +301,10 @@ def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
         near = zip(plan.sizes, gathers.times_within, strict=True)
         sent = sum(times * sent_bytes("all_gather", size, plan.within.ranks) for size, times in near)
         rows.append(Traffic(axis, WITHIN, gathers.calls_within, sent))
+    rounds = sum(walk.op is Op.FORWARD for walk in plan.passes)
+    said = rounds * sent_bytes("all_gather", ranks * round_bytes(len(plan.sizes)), ranks)
+    rows.append(Traffic(axis, ROUND, rounds, said))
+    rows.append(Traffic(axis, "batch check", 1, sent_bytes("all_gather", ranks, ranks)))
     return Tally(rows)
 
 

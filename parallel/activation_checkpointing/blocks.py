@@ -210,11 +210,13 @@ def _recomputed(block: nn.Module, draw_again: Callable[[], None] | None) -> Any:
 def _as_in_forward(inner: Callable[..., Any], draw_again: Callable[[], None] | None) -> Callable[..., Any]:
     """``inner``, which runs the second time as the first: in its function mode, and with its draws on the host."""
     calls, run = 0, _in_mode_of_forward(inner)
+    if draw_again is None:
+        return run
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls > 1 and draw_again is not None:
+        if calls > 1:
             draw_again()
         return run(*args, **kwargs)
 
@@ -224,8 +226,13 @@ def _as_in_forward(inner: Callable[..., Any], draw_again: Callable[[], None] | N
 class _GivenTensors:
     """The tensors that a block is given, from which it runs again in backward, and how often each had been written."""
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self._given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._given: list[Tensor] = []
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                self._given.append(value)
+            elif value is not None:
+                self._given += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         self._before = self._versions()
 
     def _versions(self) -> list[int]:

@@ -10,10 +10,11 @@ elsewhere, in globals or closures, is not seen. Generators of random numbers are
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import is_
+from itertools import chain
+from operator import is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
@@ -44,8 +45,8 @@ class BlockState:
         """Training flags of the modules in the forwards so far."""
         self._written: set[_Key] = set()
         """Tensors that a first run has written in place."""
-        self._known: dict[int, _Space] = {}
-        """What the forward before has found, by id of the attributes: most of it is found again."""
+        self._reach: _Reach | None = None
+        """What the forward before has found in the modules: most of it, or all, is found again."""
 
     def keeping(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward`` for one call of the block: later calls run in the state that the first one has found."""
@@ -54,29 +55,42 @@ class BlockState:
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return forward(*args, **kwargs)
-            if found:
-                with found[0].again():
-                    return forward(*args, **kwargs)
-            state, out = self._first(forward, args, kwargs)
-            found.append(state)
-            return out
+            if not found:
+                state = self._begin((*args, *kwargs.values()))
+                out = forward(*args, **kwargs)
+                self._end(state)
+                found.append(state)
+                return out
+            state = found[0]
+            before = state.enter()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                state.leave(before)
 
         return run
 
-    def _first(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> "tuple[_Found, Any]":
-        mode = tuple(module.training for module in self._modules)
-        new = mode not in self._modes
-        self._modes.add(mode)
-        state = _Found(self._modules, (*args, *kwargs.values()), self._known)
-        self._known = {id(space.live): space for space in state.spaces if not space.has_graph}
-        state.copy(self._written, everything=new)
-        out = forward(*args, **kwargs)
-        self._written |= state.settle(self._written, everything=new)
-        return state, out
+    def _begin(self, arguments: tuple[Any, ...]) -> "_Found":
+        """Note the state that a first run finds."""
+        before = self._reach
+        reach = before if before is not None and before.every.holds() else _Reach(self._modules, before)
+        self._reach = None if reach.has_graph else reach
+        state = _Found(reach, arguments)
+        if state.has_tensors:
+            mode = tuple(module.training for module in self._modules)
+            state.copy(self._written, everything=mode not in self._modes)
+            self._modes.add(mode)
+        return state
+
+    def _end(self, state: "_Found") -> None:
+        """Drop what a second run does not need."""
+        if state.has_tensors:
+            self._written |= state.settle(self._written)
+        state.leave_unchanged()
 
 
+_Before = tuple[list[dict[str, Any]], list[tuple[Any, Any]]]
+"""Attributes of each space, and holders with their items."""
 _Key = tuple[int, str]
 """Id of the attributes that hold a tensor, and its name."""
 
@@ -94,10 +108,40 @@ class _Space(NamedTuple):
     others: list[Any]
     """Values that may have a state of their own."""
 
-    @property
-    def has_graph(self) -> bool:
-        """Whether a value holds activations."""
-        return any(tensor.requires_grad for _, tensor in self.tensors)
+
+class _Contents:
+    """The objects in dicts and other holders at one moment, compared later in one pass, since most never change."""
+
+    def __init__(
+        self, spaces: Iterable[_Space], holders: Iterable[Any], constant: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        self._constant = constant
+        """Attributes that nobody writes; another one may come."""
+        self._views: list[Any] = []
+        self._chosen: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
+        """Of attributes some of which are left alone: the others, two and more."""
+        for space in spaces:
+            names = [name for name in space.live if name not in space.left]
+            if len(names) > 1 and space.left:
+                self._chosen.append((itemgetter(*names), space.live))
+            else:
+                self._views.append(space.live.values())
+        for holder in holders:
+            self._views += [holder, holder.values()] if isinstance(holder, dict) else [holder]
+        self.items, self._sizes = tuple(self._items()), self._lengths()
+
+    def holds(self) -> bool:
+        """Whether all have the same objects still."""
+        try:
+            return self._lengths() == self._sizes and all(map(is_, self._items(), self.items))
+        except KeyError:  # an attribute was deleted, and another one added
+            return False
+
+    def _items(self) -> Iterator[Any]:
+        return chain(chain.from_iterable(self._views), *[chosen(live) for chosen, live in self._chosen])
+
+    def _lengths(self) -> list[int]:
+        return [*map(len, self._views), *[len(live) for _, live in self._chosen], *map(len, self._constant)]
 
 
 @dataclass(slots=True)
@@ -120,89 +164,149 @@ class _Copied:
         return exactly and self.content is not None and not torch.equal(self.content, self.tensor)
 
 
-class _Found:
-    """The state that a first run has found."""
+class _Walk:
+    """Spaces, holders and tensors that are reached from modules or arguments, each once."""
 
-    def __init__(self, modules: tuple[nn.Module, ...], arguments: tuple[Any, ...], known: dict[int, _Space]) -> None:
+    def __init__(self, before: "_Walk | None") -> None:
         self.spaces: list[_Space] = []
-        self._known = known
-        self._holders: list[tuple[Any, Any]] = []
-        self._seen: set[int] = set()
-        self._tensors: list[_Copied] = []
-        for module in modules:
-            self._add_space(vars(module), _LEFT, of_module=True)
-            if isinstance(module._buffers, dict):  # not those of a scripted module
-                self._add_space(module._buffers, frozenset(), of_module=True)
-        self._add_values(arguments, 0, objects=True)
+        self.holders: list[tuple[Any, Any]] = []
+        """Each with its items."""
+        self.tensors: list[tuple[_Key, Tensor]] = []
+        self.seen: set[int] = set()
+        self._known = {id(space.live): space for space in before.spaces} if before is not None else {}
 
-    def _add_space(self, live: dict[str, Any], left: frozenset[str], of_module: bool) -> None:
-        if id(live) in self._seen:
+    def add_space(self, live: dict[str, Any], left: frozenset[str], of_module: bool) -> None:
+        """Note attributes and what they hold."""
+        if self._has_seen(live):
             return
-        self._seen.add(id(live))
+        self.seen.add(id(live))
         space = self._known.get(id(live))
         if space is None or not _same(live, space.values):
             space = _read(live, left, of_module)
         self.spaces.append(space)
         for name, tensor in space.tensors:
             if not (tensor.requires_grad or tensor.is_meta):
-                self._tensors.append(_Copied((id(live), name), tensor, tensor._version))
-        self._add_values(space.others, 0, objects=of_module)
+                self.tensors.append(((id(live), name), tensor))
+        self.add_values(space.others, 0, objects=of_module)
 
-    def _add_values(self, values: Iterable[Any], depth: int, objects: bool) -> None:
+    def add_values(self, values: Iterable[Any], depth: int, objects: bool) -> None:
         """Note the holders among ``values``, those in them, and with ``objects`` the attributes of plain objects."""
         for value in values:
             kind = type(value)
-            if kind in _CLOSED or isinstance(value, Tensor | nn.Module) or id(value) in self._seen:
+            if kind in _CLOSED or isinstance(value, Tensor | nn.Module) or self._has_seen(value):
                 continue
             if kind in _HOLDERS:
-                self._seen.add(id(value))
-                self._holders.append((value, value.copy()))
+                self.seen.add(id(value))
+                self.holders.append((value, value.copy()))
             if kind in _HOLDERS or isinstance(value, tuple):
                 if depth < _DEPTH:
-                    self._add_values(value.values() if isinstance(value, dict) else value, depth + 1, objects)
+                    self.add_values(value.values() if isinstance(value, dict) else value, depth + 1, objects)
             elif objects and _is_plain(kind) and isinstance(getattr(value, "__dict__", None), dict):
-                self._add_space(vars(value), frozenset(), of_module=False)
+                self.add_space(vars(value), frozenset(), of_module=False)
+
+    def _has_seen(self, value: Any) -> bool:
+        return id(value) in self.seen
+
+
+class _Reach(_Walk):
+    """What a forward reaches from the modules of the block, whatever it is given."""
+
+    def __init__(self, modules: tuple[nn.Module, ...], before: "_Reach | None") -> None:
+        super().__init__(before)
+        constant: list[dict[str, Any]] = []
+        for module in modules:
+            if _is_constant(module):
+                constant.append(vars(module))
+                continue
+            self.add_space(vars(module), _LEFT, of_module=True)
+            if isinstance(module._buffers, dict):  # not those of a scripted module
+                self.add_space(module._buffers, frozenset(), of_module=True)
+        self._known = {}
+        holders = [holder for holder, _ in self.holders]
+        self.own = [space for space in self.spaces if space.of_module]
+        self.every = _Contents(self.spaces, holders, constant)
+        self.kept = _Contents(self.own, holders)
+        """Without the attributes of plain objects."""
+        plain = [space for space in self.spaces if not space.of_module]
+        self.plain = _Contents(plain, ()) if plain else None
+        self.has_graph = any(isinstance(item, Tensor) and item.requires_grad for item in self.every.items)
+        """Whether something holds activations."""
+
+
+class _Found(_Walk):
+    """The state that a first run has found: what its modules reach, and beside it what its arguments do."""
+
+    def __init__(self, reach: _Reach, arguments: tuple[Any, ...]) -> None:
+        super().__init__(None)
+        self._reach = reach
+        self.add_values(arguments, 0, objects=True)
+        self._alone = not (self.spaces or self.holders or self.tensors)
+        """The arguments have no state."""
+        self.spaces = [*reach.spaces, *self.spaces]
+        self.holders = [*reach.holders, *self.holders]
+        self._tensors = [_Copied(key, tensor, tensor._version) for key, tensor in (*reach.tensors, *self.tensors)]
+        self._exactly = False
+
+    def _has_seen(self, value: Any) -> bool:
+        return id(value) in self.seen or id(value) in self._reach.seen
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether forwards may write tensors in place."""
+        return bool(self._tensors)
 
     def copy(self, written: set[_Key], everything: bool) -> None:
         """Copy the tensors that are small or known to be written, or ``everything``."""
+        self._exactly = everything
         wanted = [t for t in self._tensors if everything or t.tensor.numel() <= _SMALL or t.key in written]
         _copy(wanted)
 
-    def settle(self, written: set[_Key], everything: bool) -> set[_Key]:
-        """End the first run: drop what a second run does not need, and return the tensors that were written."""
-        with _aside() if self._tensors else nullcontext():
-            found = {copied.key for copied in self._tensors if copied.written(everything)}
+    def settle(self, written: set[_Key]) -> set[_Key]:
+        """Drop the copies that a second run does not need, and return the tensors that the first run has written."""
+        with _aside():
+            found = {copied.key for copied in self._tensors if copied.written(self._exactly)}
         # written for the first time: a second run writes into a copy all the same
         _copy([copied for copied in self._tensors if copied.key in found and copied.content is None])
         needed = found | written
         self._tensors = [
             t for t in self._tensors if t.content is not None and (t.tensor.numel() <= _SMALL or t.key in needed)
         ]
-        # other threads may write objects that are no modules, so they are left alone unless this run has changed them
-        self.spaces = [space for space in self.spaces if space.of_module or not _same(space.live, space.values)]
-        self._known = {}
         return found
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Context of a second run: the state is what was found, and afterwards what it was before."""
+    def leave_unchanged(self) -> None:
+        """Leave plain objects alone that the first run has not changed, because other threads may write them."""
+        if self._alone and (self._reach.plain is None or self._reach.plain.holds()):
+            self.spaces = self._reach.own
+        else:
+            self.spaces = [space for space in self.spaces if space.of_module or not _same(space.live, space.values)]
+            self._alone = False
+
+    def enter(self) -> "_Before | None":
+        """Bring back what was found; returns what was there before, None if that was the same."""
+        if self._alone and not self._tensors and self._reach.kept.holds():
+            return None
         now = [space.values if _same(space.live, space.values) else space.live.copy() for space in self.spaces]
-        held = [(holder, holder.copy()) for holder, _ in self._holders]
+        held = [(holder, holder.copy()) for holder, _ in self.holders]
         with _aside() if self._tensors else nullcontext():
             # the second run writes into tensors of its own, because backward may have saved those of the first run
             own = {id(t.tensor): t.content.clone() for t in self._tensors if t.content is not None}
-        for space in self.spaces:
-            _write(
-                space,
-                {name: own.get(id(value), value) for name, value in space.values.items()} if own else space.values,
-            )
-        _refill(self._holders)
-        try:
-            yield
-        finally:
-            for space, values in zip(self.spaces, now, strict=True):
-                _write(space, values)
-            _refill(held)
+        first = [space.values for space in self.spaces]
+        if own:
+            first = [{name: own.get(id(value), value) for name, value in values.items()} for values in first]
+        self._write_back(first, self.holders)
+        return now, held
+
+    def leave(self, before: "_Before | None") -> None:
+        """End the second run: what was there ``before`` is there again."""
+        if before is not None:
+            self._write_back(*before)
+        elif not self._reach.kept.holds():
+            self._write_back([space.values for space in self.spaces], self.holders)
+
+    def _write_back(self, values: list[dict[str, Any]], holders: list[tuple[Any, Any]]) -> None:
+        for space, found in zip(self.spaces, values, strict=True):
+            _write(space, found)
+        _refill(holders)
 
 
 def _copy(tensors: list[_Copied]) -> None:
@@ -233,6 +337,25 @@ def _write(space: _Space, values: dict[str, Any]) -> None:
     for name, value in values.items():
         if name not in left and live.get(name, _NOTHING) is not value:
             live[name] = value
+
+
+def _is_constant(module: nn.Module) -> bool:
+    """Whether the module is one of torch's whose forwards write nothing, and read nothing that another one writes.
+
+    All of its own attributes are those that torch declares as constants; it has no buffer and reads no training flag.
+    """
+    kind = type(module)
+    return (
+        kind.__module__.startswith("torch.nn.")
+        and not module._buffers
+        and vars(module).keys() - _LEFT - {"training"} <= set(getattr(kind, "__constants__", ()))
+        and not _reads_mode(kind)
+    )
+
+
+def _reads_mode(kind: type[nn.Module]) -> bool:
+    code = getattr(kind.forward, "__code__", None)
+    return code is None or "training" in code.co_names
 
 
 @contextmanager

@@ -333,7 +333,7 @@ class Comm:
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
         """What each rank says that ``gather_parameters`` joins, in order of index; all give the same number of bytes.
 
-        The hosts talk, so that nobody waits for a device, and no bytes are counted.
+        The hosts talk, so that nobody waits for a device.
         """
         size = self.grid.size(self.grid.sharding)
         answers: list[bytes] = [said] if size == 1 else []
@@ -343,7 +343,7 @@ class Comm:
 
         axis = self.grid.sharding
         route = _Route(size, Stream(EventKind.COLLECTIVE, axis, f"{self.grid.shard_line} gathers agreement"))
-        work = _Work("all_gather", len(said) * size, len(said) * size, "uint8", counted=False)
+        work = _Work("all_gather", len(said) * size, len(said) * size, "uint8")
         self._launch(work, axis, label, lambda: exchange, route).wait()
         return answers
 
@@ -382,7 +382,7 @@ class Comm:
         self._sequence += 1
         record = Record(self._sequence, work.op, axis, label, work.elements, work.dtype)
         self.records.append(record)
-        if work.counted and work.op != "receive":
+        if work.op != "receive":
             self.tally.add(Traffic(axis, label, 1, sent_bytes(work.op, work.bytes, route.ranks)))
         note = None
         if self.recorder is not None:
@@ -427,4 +427,3 @@ class _Work:
     elements: int
     bytes: int
     dtype: str
-    counted: bool = True

@@ -22,6 +22,9 @@ from engine.parallel.grid import Axis, Grid, axis_groups
 logger = logging.getLogger("trine")
 
 
+_HOST = torch.device("cpu")
+
+
 class _DataMembers(NamedTuple):
     """Indices of the shard line that exchange messages."""
 
@@ -52,7 +55,8 @@ class TorchBackend:
     activations and gradients has a group of its own, whose two ends agree on the order. gloo separates channels by
     tags.
 
-    On CPUs, tensor ranks of one host, which communicate most and run the same program, use shared memory.
+    On CPUs, tensor ranks of one host, which communicate most and run the same program, use shared memory. On every
+    device, data ranks of one host agree on gathers through shared memory: a round costs a tenth of gloo's.
     """
 
     def __init__(self, grid: Grid, device: torch.device, linked: bool | None = None) -> None:
@@ -62,6 +66,8 @@ class TorchBackend:
         self._owned = OwnedGroups()
         self._groups: dict[_Key, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
         self._shared: dict[Axis, SharedMemory] = {}
+        self._agreement: SharedMemory | None = None
+        """Of the data ranks that gather together; None where they are on several hosts."""
         atexit.register(self._groups.clear)
         try:
             self._open_axes()
@@ -138,6 +144,10 @@ class TorchBackend:
         self._groups[_DataGathers("gathers", size)] = group = self._open(groups, own)
         hosts = self._owned.open(own, backend="gloo") if self._linked else group
         self._groups[_DataGathers("agreement", size)] = hosts
+        if hosts is not None and size == (self._grid.shard_size or self._grid.dp):  # parts of it agree on nothing
+            seconds, exchange = _timeout(hosts, _HOST), partial(_exchange, hosts)
+            here = self._grid.index("dp") - first
+            self._agreement = open_shared_memory(here, size, shares_memory(), seconds, exchange)
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
         """All-gather each pair in the group that ``open_gathers`` has created for it."""
@@ -154,7 +164,7 @@ class TorchBackend:
         """Exchange bytes in the group that ``open_gathers`` has created for them."""
         group = self._groups[_DataGathers("agreement", within)]
         assert group is not None
-        return _exchange(group, data)
+        return _exchange(group, data) if self._agreement is None else _exchange_through(self._agreement, data)
 
     def connect(self, stages: tuple[int, ...]) -> None:
         """Create the groups of these stages, for every data and tensor coordinate."""
@@ -225,9 +235,10 @@ class TorchBackend:
         """Destroy the groups and leave the shared memory. A second call does nothing."""
         atexit.unregister(self._groups.clear)
         self._groups.clear()
-        for shared in self._shared.values():
+        for shared in (*self._shared.values(), *([self._agreement] if self._agreement is not None else ())):
             shared.close()
         self._shared.clear()
+        self._agreement = None
         self._owned.close()
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
@@ -316,6 +327,14 @@ def _exchange(group: dist.ProcessGroup, data: bytes, device: torch.device | None
     own = torch.tensor(list(data), dtype=torch.uint8, device=device)
     full = own.new_empty(dist.get_world_size(group), len(data))
     _ALL_GATHER(full.view(-1), own, group=group)
+    return [bytes(row) for row in full.tolist()]
+
+
+def _exchange_through(shared: SharedMemory, data: bytes) -> list[bytes]:
+    """The bytes of all ranks that share memory, in order of index."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    full = own.new_empty(shared.ranks, len(data))
+    shared.all_gather(full, own)()
     return [bytes(row) for row in full.tolist()]
 
 

@@ -29,6 +29,7 @@ from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
 from tests.faults.quantized_base import QUANTIZED_BASE
 from tests.faults.reliability import RELIABILITY
 from tests.faults.replica_copies import REPLICA_COPIES
+from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
 from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.shard_groups import SHARD_GROUPS
 from tests.faults.state_between_places import STATE_BETWEEN_PLACES
@@ -45,7 +46,7 @@ AREAS = {
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),
-    "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED),
+    "zero": (*ZERO, *UNEVEN_CALLS, *TWICE_DIFFERENTIATED, *ROUNDS_AND_SECOND_RUNS),
     "matrix optimizers": MATRIX_OPTIMIZERS,
     "optimizers and schedules": OPTIMIZERS_AND_SCHEDULES,
     "state forms": STATE_FORMS,

@@ -1,5 +1,6 @@
 """Bytes and calls of a step are those of DESIGN section 7, written down here once more."""
 
+import math
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -67,6 +68,9 @@ def expected(eng: Engine, wire: str | None) -> dict[tuple[str, str], tuple[int, 
         parameters += bucket.elements * width * (N - 1) // N
     rows = {("dp", "gradients"): (rounds * calls, gradients), ("world", "control"): (1, 2 * 8 * 9 * (N - 1) // N)}
     if stage == 3:
+        layout = eng.plan.layout(eng.grid.coord())
+        said = (9 + math.ceil(len((*layout.buckets, *layout.frozen)) / 8)) * (N - 1)  # flags, digest, a bit a bucket
+        rows |= {("dp", "batch check"): (1, N - 1), ("dp", "gather round"): (MICROBATCHES, MICROBATCHES * said)}
         return rows | {("dp", "parameters"): gathered(eng)}
     return rows | ({("dp", "parameters"): (calls, parameters)} if stage else {})
 

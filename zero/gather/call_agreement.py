@@ -22,6 +22,15 @@ _DIGEST_BYTES = 8
 _ENDED, _EVERYWHERE = 1, 2
 
 
+ROUND = "gather round"
+"""Label of the rounds."""
+
+
+def round_bytes(buckets: int) -> int:
+    """Return the bytes that a rank says in a round: flags, a digest of its calls, a bit for each bucket."""
+    return 1 + _DIGEST_BYTES + _mask_bytes(buckets)
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
     """What one rank says in a round; ``wanted`` counts buckets."""
@@ -36,24 +45,28 @@ class Said:
 
 
 class GatherRounds:
-    """Rounds of the ranks that gather together, between their hosts; label "gather check".
+    """Rounds of the ranks that gather together, between their hosts; label "gather round".
 
     ``buckets``: number of buckets, which is the same on all of them.
     """
 
     def __init__(self, comm: Comm, buckets: int) -> None:
-        self._comm, self._bytes = comm, (buckets + 7) // 8
+        self._comm, self._bytes = comm, _mask_bytes(buckets)
 
     def meet(self, said: Said) -> list[Said]:
         """Return what all ranks say in this round."""
         mask = sum(1 << index for index in said.wanted).to_bytes(self._bytes, "little")
         flags = bytes([_ENDED * said.ended + _EVERYWHERE * said.everywhere])
-        return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, "gather check")]
+        return [self._read(answer) for answer in self._comm.agree_on_gathers(flags + said.calls + mask, ROUND)]
 
     def _read(self, answer: bytes) -> Said:
         flags, calls, mask = answer[0], answer[1 : 1 + _DIGEST_BYTES], answer[1 + _DIGEST_BYTES :]
         wanted = frozenset(_bits(int.from_bytes(mask, "little")))
         return Said(wanted, bool(flags & _EVERYWHERE), bool(flags & _ENDED), calls)
+
+
+def _mask_bytes(buckets: int) -> int:
+    return (buckets + 7) // 8
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from math import prod
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,6 +50,7 @@ class Found(NamedTuple):
     """Elements of the first gather group; ZeRO 3."""
     behind: int
     """Of the last one."""
+    buckets: int
 
 
 def train(name: str, config: dict[str, Any]) -> Found:
@@ -74,6 +75,7 @@ def train(name: str, config: dict[str, Any]) -> Found:
             sum(plan.state_bytes.values()),
             eng.grid.pp,
             *_ends(layout),
+            len(layout.buckets) + len(layout.frozen),
         )
 
 
@@ -110,6 +112,8 @@ def expected(found: Found, config: dict[str, Any], tied: bool) -> dict[tuple[str
         groups = blocks + first + last
         times, calls = gathers(found, first, last, groups, m, zero.get("gather", "microbatch"))
         add(("dp", "parameters"), calls, times * (n - 1) / n)
+        rows["dp", "batch check"] = (1, n - 1)
+        rows["dp", "gather round"] = (m, m * (9 + ceil(found.buckets / 8)) * (n - 1))
     ring = 2 * HIDDEN * (t - 1) / t
     # recomputation stops before the second sum of a block: nothing after it saves a tensor
     summed = 2 if again == 1 else 3

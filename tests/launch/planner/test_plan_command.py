@@ -20,7 +20,7 @@ from engine.launch.planner.plan_request import ModelSource
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 64,
     "intermediate_size": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -36,6 +36,13 @@ def llama(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     return folder
+
+
+@pytest.fixture
+def deeper(llama: Path) -> Path:
+    """The same with four blocks: shorter models have none that are counted for the others."""
+    (llama / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 4}))
+    return llama
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
@@ -128,8 +135,9 @@ def test_settings_stand_in_words() -> None:
 
 
 def test_rates_of_another_gpu_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--layers", "2", "--width", "64", "--heads", "2", "--context", "32", "--vocabulary", "64")
     for gpu, said in (("h200", True), ("h100", False)):
-        assert main(["plan", "--world", "1", "--gpu", gpu, "--estimate"]) == 0
+        assert main(["plan", *sizes, "--world", "1", "--batch", "1", "--gpu", gpu, "--estimate"]) == 0
         assert ("are those of h100, not measured on this kind of GPU" in capsys.readouterr().out) is said
 
 
@@ -195,28 +203,28 @@ def test_no_layout_fits_once_counted(
 
 
 def test_a_search_keeps_estimates_where_counting_would_take_long(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from engine.launch.planner import counted_memory
 
     monkeypatch.setattr(counted_memory, "MOST_SEARCHED", 1)
     out = tmp_path / "best.json"
-    given = llama, "--world", 8, "--batch", 32, "--search", "--top", 1, "--out", out
+    given = deeper, "--world", 8, "--batch", 32, "--search", "--top", 1, "--out", out
     (found,) = planned(capsys, *given)["finalists"]
     start = "activations and buffers are estimates, at the scale of blocks that were counted: a search does not run "
     assert found["counted"].startswith(start)
-    alone = planned(capsys, llama, out, "--world", 8)
+    alone = planned(capsys, deeper, out, "--world", 8)
     assert alone["counted"].startswith("activations and buffers of each pipeline rank, by storages on shapes: ")
 
 
 def test_a_model_that_is_too_large_to_count_has_estimates_at_the_scale_of_its_blocks(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    deeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from engine.launch.planner import counted_memory
 
     config = tmp_path / "run.json"
     config.write_text(json.dumps({**GRID, "parallel": {"tensor": 2}}))
-    given = llama, config, "--world", 8
+    given = deeper, config, "--world", 8
     (counted,) = planned(capsys, *given)["memory_bytes"]
     monkeypatch.setattr(counted_memory, "MOST_LEAVES", 1)
     found = planned(capsys, *given)

@@ -210,9 +210,9 @@ def test_deeper_models_search_once_and_play_as_few_blocks(monkeypatch: pytest.Mo
             plan.layout(Coord(pp=1))
         return noted
 
-    for layers in (4, 8):
+    for layers in (4, 6):
         counts[layers] = spied(layers)
-    assert counts[4] == counts[8]
-    assert counts[8].count(("search", 2)) == 1 == sum(kind == "search" for kind, _ in counts[8])
-    assert [count for kind, count in counts[8] if kind == "blocks"] == [3, 2, 3, 2]
-    assert counts[8][-1] == ("layout", 1) and sum(kind == "layout" for kind, _ in counts[8]) == 5
+    assert counts[4] == counts[6]
+    assert counts[6].count(("search", 2)) == 1 == sum(kind == "search" for kind, _ in counts[6])
+    assert [count for kind, count in counts[6] if kind == "blocks"] == [3, 2, 3, 2]
+    assert counts[6][-1] == ("layout", 1) and sum(kind == "layout" for kind, _ in counts[6]) == 5

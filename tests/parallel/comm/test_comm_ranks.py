@@ -30,9 +30,9 @@ SHAPES = {"1x2x2": (1, 2, 2), "2x2x1": (2, 2, 1), "1x4x1": (1, 4, 1)}
 MEGABYTES = 16
 
 
-def open_comm(pp: int, dp: int, tp: int) -> Comm:
+def open_comm(pp: int, dp: int, tp: int, shard_size: int | None = None) -> Comm:
     """A Comm over the running process group."""
-    grid = Grid(pp=pp, dp=dp, tp=tp, rank=dist.get_rank())
+    grid = Grid(pp=pp, dp=dp, tp=tp, rank=dist.get_rank(), shard_size=shard_size)
     return Comm(grid, TorchBackend(grid, torch.device("cpu")))
 
 
@@ -249,6 +249,33 @@ def test_every_group_waits_as_long_as_it_was_told(run_ranks: RunRanks, given: bo
     env = {"TRINE_TIMEOUT_SECONDS": str(SECONDS)} if given else {}
     expected = {name: {float(SECONDS if given else 5)} for name in WIDE}
     assert run_ranks(timeouts, 4, given, env=env) == [expected] * 4
+
+
+# agreement on gathers
+
+
+def agree(within: int | None) -> tuple[bool, list[list[bytes]], list[tuple[str, str, int, int]]]:
+    """Body of a rank: whether memory is shared, what others say in three rounds, and what was counted."""
+    comm = open_comm(1, 4, 1, within)
+    comm.open_gathers()
+    assert isinstance(comm._backend, TorchBackend)
+    shared = comm._backend._agreement is not None
+    said = [list(comm.agree_on_gathers(bytes([turn, comm.grid.rank]), "round")) for turn in range(3)]
+    rows = [(row.axis, row.label, row.calls, row.bytes) for row in comm.tally.rows()]
+    comm.close()
+    return shared, said, rows
+
+
+@pytest.mark.parametrize("through", ["memory", "gloo"])
+def test_hosts_of_data_ranks_agree_in_either_way_and_are_counted(run_ranks: RunRanks, through: str) -> None:
+    env = {"TRINE_SHARED_MEMORY": str(int(through == "memory"))}
+    for within in (None, 2):
+        size = within or 4
+        for rank, (shared, said, rows) in enumerate(run_ranks(agree, 4, within, env=env)):
+            first = rank // size * size
+            assert shared is (through == "memory")
+            assert said == [[bytes([turn, other]) for other in range(first, first + size)] for turn in range(3)]
+            assert rows == [("dp_shard" if within else "dp", "round", 3, 3 * 2 * (size - 1))]
 
 
 # a peer that stops
