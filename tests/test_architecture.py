@@ -45,8 +45,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "estimate", "search",
     ),
     "engine.launch.jobs": (
-        "request", "torchrun", "hostfile", "chosen_hosts", "deepspeed_options", "sent", "job_file", "slurm",
-        "kubernetes", "remote", "preflight", "ssh", "ssh_job", "launch_command",
+        "request", "bound_cores", "torchrun", "hostfile", "chosen_hosts", "deepspeed_options", "sent", "job_file",
+        "slurm", "kubernetes", "remote", "preflight", "ssh", "ssh_job", "launch_command",
     ),
 }  # fmt: skip
 """The rooms of a folder, lowest first; a room imports from those before it."""
