@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from engine.build.held_module import refuse_parts
 from engine.build.request import Request
 from engine.config import Config
 from engine.config.sections import Bf16Config, check_installed
@@ -54,7 +55,7 @@ def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
     """Mark the model as that of an engine, until its patches are removed; returns it.
 
     Raises:
-        PlanError: another engine has it, or has a module of it.
+        PlanError: another engine has it, or has a module of it, or has left parts of it.
     """
     for name, module in model.named_modules():
         if vars(module).get(_TAKEN) is not None:
@@ -63,6 +64,7 @@ def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
                 f"another engine trains {what} already, and a model belongs to one engine; call close() of that one "
                 "(DeepSpeed's destroy()) before, or build the model anew, as a notebook cell that runs twice has to."
             )
+    refuse_parts(model)
     object.__setattr__(model, _TAKEN, _Owned())
     undo = partial(object.__delattr__, model, _TAKEN)
     patches.own(model, PatchLayer.PARAMETERS, undo, "belongs to one engine")
