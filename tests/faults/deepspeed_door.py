@@ -127,11 +127,11 @@ DEEPSPEED_DOOR = (
         tests=(f"{_MEMBERS}::test_a_checkpoint_leaves_out_frozen_parameters_when_asked",),
     ),
     Fault(
-        name="door-clips-at-the-engine's-default",
-        about="A configuration without gradient_clipping is clipped at 1, where DeepSpeed does not clip.",
+        name="door-clips-nothing-without-the-key",
+        about="A configuration without gradient_clipping is not clipped, where DeepSpeed clips at 1.",
         file="engine/deepspeed/setup.py",
-        old='"initial_weights": "rank0", "gradient_clipping": 0.0}',
-        new='"initial_weights": "rank0"}',
-        tests=("tests/deepspeed/test_names.py::test_nothing_is_clipped_unless_the_configuration_says_so",),
+        old='"initial_weights": "rank0"}',
+        new='"initial_weights": "rank0", "gradient_clipping": 0.0}',
+        tests=("tests/deepspeed/test_names.py::test_the_norm_is_clipped_at_1_unless_the_configuration_says_otherwise",),
     ),
 )
