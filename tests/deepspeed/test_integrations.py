@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers import integrations
+from transformers import GPT2Config, GPT2LMHeadModel, integrations
 
 import engine.deepspeed as deepspeed
 from engine.deepspeed import HfDeepSpeedConfig
