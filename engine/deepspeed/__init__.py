@@ -42,6 +42,8 @@ __all__ = [
     "utils",
     "zero",
 ]
+__version__ = "0.19.8"
+"""The DeepSpeed whose names and numbers these are, for scripts that ask for a version at least."""
 install()
 
 

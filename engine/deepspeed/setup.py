@@ -93,10 +93,21 @@ def initialize(
 def _adapted(model: nn.Module, given: Mapping[str, Any], args: Any) -> dict[str, Any]:
     """The configuration with what arguments and the model itself decide."""
     raw = {"initial_weights": "rank0"} | fill_auto(given, args)  # as DeepSpeed begins
+    _take_decay(raw)
     _take_tensor_ranks(model, raw)
     if isinstance(model, PipelineModule):
         _take_pipeline(model, raw)
     return raw
+
+
+def _take_decay(raw: dict[str, Any]) -> None:
+    """Give AdamW and Muon the weight decay of DeepSpeed's own where the configuration names none: 0."""
+    section = raw.get("optimizer")
+    if not isinstance(section, Mapping) or str(section.get("type", "")).lower() not in ("adamw", "muon"):
+        return
+    params = section.get("params") or {}
+    if isinstance(params, Mapping) and not params.get("torch_adam"):
+        raw["optimizer"] = {**section, "params": {"weight_decay": 0.0, **params}}
 
 
 def _unused_sections(raw: Mapping[str, Any], optimizer: object, lr_scheduler: object) -> Iterator[str]:

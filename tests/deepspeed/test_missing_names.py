@@ -1,5 +1,6 @@
 """Public paths of DeepSpeed have the names that scripts import; another one is answered by the nearest thing."""
 
+import json
 import re
 from importlib import import_module
 
@@ -8,6 +9,7 @@ from torch import nn
 
 import engine.deepspeed as deepspeed
 from engine.deepspeed.missing import _NEAREST, missing_sentence
+from tests.deepspeed.record import RECORD
 from tests.deepspeed.test_members import started
 from tests.structure import ROOT
 
@@ -59,6 +61,10 @@ def test_the_package_has_its_names() -> None:
 def test_an_import_of_what_is_not_there_names_the_nearest_thing(statement: str, says: str) -> None:
     with pytest.raises(ImportError, match=says):
         exec(statement)
+
+
+def test_the_version_is_the_recorded_one() -> None:
+    assert deepspeed.__version__ == json.loads(RECORD.read_text(encoding="utf-8"))["deepspeed"]
 
 
 def test_an_attribute_of_the_package_that_is_not_there_names_the_nearest_thing() -> None:

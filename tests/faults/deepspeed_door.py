@@ -127,6 +127,14 @@ DEEPSPEED_DOOR = (
         tests=(f"{_MEMBERS}::test_a_checkpoint_leaves_out_frozen_parameters_when_asked",),
     ),
     Fault(
+        name="door-decays-weights-without-the-key",
+        about="AdamW without weight_decay decays weights by 0.01, where DeepSpeed's own decays none.",
+        file="engine/deepspeed/setup.py",
+        old='"params": {"weight_decay": 0.0, **params}}',
+        new='"params": {**params}}',
+        tests=(_RESTATED,),
+    ),
+    Fault(
         name="door-clips-nothing-without-the-key",
         about="A configuration without gradient_clipping is not clipped, where DeepSpeed clips at 1.",
         file="engine/deepspeed/setup.py",
