@@ -367,7 +367,8 @@ class Engine(TrainingLoop, NamedState, Inference):
         """End the engine: wait for a pending checkpoint, remove every patch from the model, close logs and groups.
 
         Classes, attributes and hooks of the model's modules are then what they were before ``initialize``; parameters
-        keep what this rank holds: shards where they are sharded, placeholders for what other stages hold.
+        keep what this rank holds: shards where they are sharded, placeholders for what other stages hold. Only
+        ``engine.deepspeed`` takes a model in shards again, and nobody one in parts of tensor or pipeline ranks.
         Groups are destroyed on this rank, independently of other ranks. The process group itself lives until the
         interpreter exits: other engines may use it.
 

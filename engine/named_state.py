@@ -99,7 +99,7 @@ class NamedState(ABC):
         One all-reduce of eight bytes a parameter over the world, label "gradient norms".
 
         Raises:
-            EngineError: no backward yet, or inside an accumulation.
+            EngineError: no backward yet.
         """
         self._resources.refuse_closed("gradient_norms")
         runtime, clipping = self._runtime, self._update.used_clipping
@@ -200,7 +200,8 @@ class NamedState(ABC):
         """Inside, the gradients of the parameters whose names match, by name, to read and to write in place.
 
         Between the last backward of a step and ``step()`` they are the averaged gradient before clipping, over all
-        microbatches and data ranks and without the loss scale; what is written is what the step uses. After a step
+        microbatches and data ranks and without the loss scale; what is written is what the step uses. Inside an
+        accumulation they are what the step has so far, the sum over ``gradient_accumulation_steps``. After a step
         they are what its update used, clipped, and may be read only. Tensor ranks have their shard of each.
 
         Args:
@@ -211,8 +212,8 @@ class NamedState(ABC):
         tensors", unless ``local``.
 
         Raises:
-            EngineError: no backward yet, or inside an accumulation; nothing matches; ranks have written different
-                values; values written after the step.
+            EngineError: no backward yet; nothing matches; ranks have written different values; values written after
+                the step.
         """
         self._resources.refuse_closed("gradients")
         runtime = self._runtime

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from engine.config import Config
-from engine.errors import EngineError
+from engine.errors import EngineError, PlanError
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.planning.budgets import shards_parameters
 
@@ -55,6 +55,36 @@ def refuse_calls(model: nn.Module, config: Config, codes: bool, patches: Forward
         _refuse_state_dicts(model, patches)
     if config.tp > 1 or config.pp > 1 or codes or shards_parameters(config):
         _refuse_saves(model, patches)
+
+
+def leave_parts(model: nn.Module, config: Config, cut: bool, patches: ForwardPatches) -> None:
+    """Let ``refuse_parts`` know, once the patches are removed, that this rank has parts of the parameters."""
+    if not cut and config.pp == 1:
+        return
+
+    def mark() -> None:
+        for parameter in model.parameters():
+            setattr(parameter, _PARTS, f"{config.tp} tensor and {config.pp} pipeline ranks")
+
+    patches.own(model, PatchLayer.PARAMETERS, mark, "has parts of its parameters on this rank")
+
+
+def refuse_parts(model: nn.Module) -> None:
+    """Refuse a model of which a closed engine has left parts.
+
+    Raises:
+        PlanError: the sentence.
+    """
+    for parameter in model.parameters():
+        if (left := vars(parameter).get(_PARTS)) is not None:
+            raise PlanError(
+                f"the model has parts of its parameters on each rank, as a closed engine with {left} has left them; "
+                "take eng.full_state_dict() before close(), and load it into a model that is built anew."
+            )
+
+
+_PARTS = "_parts_of_an_engine"
+"""Attribute of a parameter of which a rank has a part."""
 
 
 def _refuse_state_dicts(model: nn.Module, patches: ForwardPatches) -> None:

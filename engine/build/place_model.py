@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from engine.build.held_module import refuse_calls
+from engine.build.held_module import leave_parts, refuse_calls
 from engine.build.request import ModelSource
 from engine.errors import PlanError
 from engine.kernels.quantized.weight_format import QuantizedShape
@@ -123,6 +123,7 @@ def place_model(
     for flat in buckets:
         fill(flat, placed=meta)
     refuse_calls(model, plan.config, bool(codes), patches)
+    leave_parts(model, config, bool(cuts), patches)
     return with_codecs(buckets, wire_formats(config, plan.precision), axis.kernels)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from engine.build.held_module import refuse_parts
 from engine.build.request import Request
 from engine.config import Config
 from engine.config.sections import Bf16Config, check_installed
@@ -55,7 +56,7 @@ def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
     """Mark the model as that of an engine, until its patches are removed; returns it.
 
     Raises:
-        PlanError: another engine has it, or has a module of it; or a parameter has no shape yet.
+        PlanError: another engine has it, or has a module of it, or has left parts of it; a parameter has no shape yet.
     """
     _refuse_lazy(model)
     for name, module in model.named_modules():
@@ -65,6 +66,7 @@ def take_model(model: nn.Module, patches: ForwardPatches) -> nn.Module:
                 f"another engine trains {what} already, and a model belongs to one engine; call close() of that one "
                 "(DeepSpeed's destroy()) before, or build the model anew, as a notebook cell that runs twice has to."
             )
+    refuse_parts(model)
     object.__setattr__(model, _TAKEN, _Owned())
     undo = partial(object.__delattr__, model, _TAKEN)
     patches.own(model, PatchLayer.PARAMETERS, undo, "belongs to one engine")

@@ -9,12 +9,14 @@ missing                        imports of what is not here name the nearest thin
 Names only: everything is done by the public parts of ``engine``.
 """
 
+from typing import Any
+
 from engine.deepspeed import accelerator, checkpointing, comm, ops, pipe, runtime, utils, zero
 from engine.deepspeed.accelerator import get_accelerator
 from engine.deepspeed.comm import init_distributed
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.integrations import HfDeepSpeedConfig
-from engine.deepspeed.missing import install
+from engine.deepspeed.missing import install, missing_sentence
 from engine.deepspeed.pipe import PipelineModule
 from engine.deepspeed.runtime.config import DeepSpeedConfig
 from engine.deepspeed.setup import add_config_arguments, initialize, tp_model_init
@@ -40,4 +42,15 @@ __all__ = [
     "utils",
     "zero",
 ]
+__version__ = "0.19.8"
+"""The DeepSpeed whose names and numbers these are, for scripts that ask for a version at least."""
 install()
+
+
+def __getattr__(name: str) -> Any:
+    """Refuse what is not here.
+
+    Raises:
+        AttributeError: the sentence, which names the nearest thing.
+    """
+    raise AttributeError(name if name.startswith("_") else missing_sentence(name))

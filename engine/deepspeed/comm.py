@@ -42,3 +42,12 @@ def share_from(tensor: torch.Tensor, rank: int) -> None:
     """Give every rank the values that ``rank`` has."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(tensor, src=rank)
+
+
+def from_every_rank(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor of each rank, all of the same shape."""
+    if not dist.is_initialized():
+        return [tensor]
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor)
+    return found

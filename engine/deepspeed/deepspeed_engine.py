@@ -91,12 +91,28 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self.micro_steps += self.gradient_accumulation_steps()
         return torch.tensor(report.loss, device=self.device)
 
-    def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, **_: Any) -> Any:
-        """The mean loss over as many microbatches as a step has; with ``return_logits`` (loss, outputs)."""
-        if not return_logits:
+    def eval_batch(
+        self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
+        reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
+    ) -> Any:  # fmt: skip
+        """The mean loss over as many microbatches as a step has; with ``return_logits`` (loss, outputs).
+
+        Without ``compute_loss``, the outputs. Every rank has them: ``bcast_loss`` changes nothing.
+
+        Raises:
+            EngineError: another reduction than the mean, or another number of microbatches.
+        """
+        if reduce_output != "avg":
+            raise EngineError(f"eval_batch(reduce_output={reduce_output!r}): the loss is a mean here; leave it out.")
+        if num_micro_batches not in (None, steps := self.gradient_accumulation_steps()):
+            raise EngineError(
+                f"eval_batch(num_micro_batches={num_micro_batches}): a call takes the {steps} microbatches of a step; "
+                "call it as often as needed."
+            )
+        if not return_logits and compute_loss:
             return torch.tensor(self.engine.eval_batch(self._given(data_iter)).loss, device=self.device)
         report, output = self.engine.eval_batch(self._given(data_iter), return_output=True)
-        return torch.tensor(report.loss, device=self.device), output
+        return (torch.tensor(report.loss, device=self.device), output) if compute_loss else output
 
     def _given(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         items = data_iter if data_iter is not None else self._items
@@ -194,12 +210,16 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     def load_checkpoint(
         self, load_dir: str | os.PathLike[str], tag: str | int | None = None, load_module_strict: bool = True,
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
-        **_: Any,
+        custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
         """Continue from a checkpoint, also one of DeepSpeed's: (its folder, client state).
 
         (None, None) if ``load_dir`` has no ``latest``.
+
+        Raises:
+            EngineError: ``custom_load_fn``.
         """
+        _refuse_load_fn("load_checkpoint", custom_load_fn)
         hints = (Path(load_dir, name) for name in ("latest", "latest_universal"))
         latest = next((path for path in hints if path.is_file()), None)
         if tag is None and latest is None:
@@ -234,19 +254,35 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
 
     save_fp16_model = save_16bit_model
 
-    def module_state_dict(self, *_: Any, exclude_frozen_parameters: bool = False, **__: Any) -> dict[str, Tensor]:
-        """The whole model on rank 0, an empty dict on others. Collective."""
+    def module_state_dict(
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """The whole model on rank 0, an empty dict on others. Collective.
+
+        Raises:
+            EngineError: one of the first three arguments, of which torch's ``state_dict`` makes use.
+        """
+        if destination is not None or prefix or keep_vars:
+            raise EngineError(
+                "module_state_dict with destination, prefix or keep_vars: it gives copies of the whole weights by the "
+                "model's own names; rename them in what it returns."
+            )
         whole = self.engine.full_state_dict()
         named = self.engine.module.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in named if exclude_frozen_parameters and not parameter.requires_grad}
         return {name: value for name, value in whole.items() if name not in frozen}
 
-    def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, **_: Any) -> None:
+    def load_module_state_dict(
+        self, state_dict: Mapping[str, Tensor], strict: bool = True, custom_load_fn: Any = None,
+        fetch_z3_params: bool = False,
+    ) -> None:  # fmt: skip
         """Write the model's weights and buffers. Collective; every rank passes whole values.
 
         Raises:
-            EngineError: ``strict``, and names differ.
+            EngineError: ``strict``, and names differ; ``custom_load_fn``.
         """
+        _refuse_load_fn("load_module_state_dict", custom_load_fn)
         with self.engine.full_parameters() as parameters, torch.no_grad():
             known = dict(self.engine.module.named_parameters(remove_duplicate=False)) | dict(parameters)
             missing, other = sorted(known.keys() - state_dict.keys()), sorted(state_dict.keys() - known.keys())
@@ -301,3 +337,11 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self.engine.close()
         while self.at_end:
             self.at_end.pop()()
+
+
+def _refuse_load_fn(call: str, custom_load_fn: Any) -> None:
+    if custom_load_fn is not None:
+        raise EngineError(
+            f"{call}(custom_load_fn=...): weights are read into their places by name; read the file yourself, and pass "
+            "the renamed weights to load_module_state_dict."
+        )

@@ -61,6 +61,20 @@ class EngineState:
         """Number of tensor ranks."""
         return self.engine.grid.tp
 
+    def get_data_parallel_rank(self) -> int:
+        """Number of this rank among the data ranks."""
+        return self.engine.grid.coord().dp
+
+    def get_model_parallel_rank(self) -> int:
+        """Number of this rank among the tensor ranks."""
+        return self.engine.grid.coord().tp
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Pipeline stage of this rank."""
+        return self.engine.grid.coord().pp
+
     @property
     def global_steps(self) -> int:
         """Steps so far, with skipped ones."""

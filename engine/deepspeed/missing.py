@@ -10,6 +10,8 @@ from typing import Any
 _DOOR = "engine.deepspeed."
 _NEAREST: Mapping[str, str] = MappingProxyType({
     "autotuning": "`trine plan --search` ranks layouts without trial runs (docs/planning.md)",
+    "checkpointing": "engine.deepspeed.checkpointing has checkpoint, and random numbers follow the seed of the "
+                     "configuration (docs/deepspeed.md)",
     "comm.": "torch.distributed has the collectives, also as engine.deepspeed.comm (docs/deepspeed.md)",
     "compile": '"compile": true in the configuration compiles the blocks (docs/configuration.md)',
     "compression": "the model is trained as it is; quantize_frozen holds frozen weights in 8 or 4 bits "
@@ -32,6 +34,9 @@ _NEAREST: Mapping[str, str] = MappingProxyType({
     "runtime.hybrid_engine": "eng.generate uses the weights that are trained (docs/training_loop.md)",
     "runtime.sequence_parallel": "parallel.sequence_parallel shards activations over tensor ranks (docs/tensor.md)",
     "sequence": "parallel.sequence_parallel shards activations over tensor ranks (docs/tensor.md)",
+    "DeepSpeedTransformerLayer": "kernels of the configuration chooses the engine's own (docs/configuration.md)",
+    "InferenceEngine": "eng.generate and eng.predict use the weights that are trained (docs/training_loop.md)",
+    "OnDevice": 'build the model under torch.device("meta") (docs/deepspeed.md)',
     "checkpoint": "load_checkpoint reads DeepSpeed's folders, and every checkpoint loads on any grid "
                   "(docs/checkpoints.md)",
 })  # fmt: skip

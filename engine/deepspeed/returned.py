@@ -47,7 +47,16 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer inside."""
+        """The torch optimizer inside.
+
+        Raises:
+            EngineError: it is not made yet.
+        """
+        if self._given is None and not self._engine.built:
+            raise EngineError(
+                "the optimizer was asked before the first forward, from which tensor and pipeline ranks make their "
+                "plan; ask it after model_engine(...), or pass optimizer=... to initialize, whose groups are there."
+            )
         return self._given if self._given is not None else self._engine.optimizer
 
     @property

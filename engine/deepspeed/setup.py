@@ -13,8 +13,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 import engine
 from engine.build.untrained import freeze
-from engine.config import load_config, load_raw
+from engine.config import Config, load_config, load_raw
 from engine.config.config_file import remarks
+from engine.deepspeed import comm
 from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule
@@ -24,6 +25,7 @@ from engine.deepspeed.scheduled import Scheduled
 from engine.deepspeed.utils.tensor_fragment import tell_engine
 from engine.errors import ConfigError
 from engine.parallel.comm.world import read_world
+from engine.zero.gather.left_shards import make_whole
 
 _BY_GROUP = frozenset({"params", "lr", "weight_decay", "name"})
 
@@ -47,16 +49,15 @@ def initialize(
 
     All ranks begin with the weights of rank 0. Trainable parameters that neither ``model_parameters`` nor ``optimizer``
     has stay as they are; without an optimizer the engine only evaluates, and the second value is None. Values "auto"
-    are filled from ``args``. ``mpu``, ``mesh_param``, ``distributed_port`` and ``dist_init_required`` change nothing:
-    the configuration says the grid (parallel).
+    are filled from ``args``. ``distributed_port`` and ``dist_init_required`` change nothing.
 
     Raises:
-        ConfigError: what ``engine.initialize`` refuses; no model or configuration; groups with options other than lr
-            and weight_decay.
+        ConfigError: what ``engine.initialize`` refuses; no model or configuration, or two; groups with options other
+            than lr and weight_decay; an ``mpu`` or ``mesh_param`` of another grid.
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")
-    given = _given(config if config is not None else config_params or getattr(args, "deepspeed_config", None))
+    given = _given(config if config is not None else config_params, getattr(args, "deepspeed_config", None))
     raw, pipeline = _adapted(model, given, args), model if isinstance(model, PipelineModule) else None
     notes = [*remarks(given), *_unused_sections(raw, optimizer, lr_scheduler)]
     if optimizer is not None:
@@ -67,6 +68,7 @@ def initialize(
     world = read_world()
     resolved = load_config(raw, world.size, pass_strangers=True)
     resolved = replace(resolved, notes=(*notes, *parts.notes, *resolved.notes))
+    _refuse_other_grid(resolved, mpu, mesh_param)
     assert resolved.micro is not None
     collate = collate_fn or default_collate
     example = None if pipeline is None else _example(training_data, resolved.micro, collate)
@@ -76,6 +78,7 @@ def initialize(
     scheduled, loss_fn = Scheduled(model, raw, pipeline is not None), _loss_of(pipeline)
     thaw = freeze(parts.left_out)
     try:
+        make_whole(model, comm.from_every_rank)
         made = engine.initialize(model, resolved, loss_fn, example, optimizer, lr_scheduler, world=world)
     except BaseException:
         thaw()
@@ -89,11 +92,22 @@ def initialize(
 
 def _adapted(model: nn.Module, given: Mapping[str, Any], args: Any) -> dict[str, Any]:
     """The configuration with what arguments and the model itself decide."""
-    raw = {"initial_weights": "rank0", "gradient_clipping": 0.0} | fill_auto(given, args)  # DeepSpeed's defaults
+    raw = {"initial_weights": "rank0"} | fill_auto(given, args)  # as DeepSpeed begins
+    _take_decay(raw)
     _take_tensor_ranks(model, raw)
     if isinstance(model, PipelineModule):
         _take_pipeline(model, raw)
     return raw
+
+
+def _take_decay(raw: dict[str, Any]) -> None:
+    """Give AdamW and Muon the weight decay of DeepSpeed's own where the configuration names none: 0."""
+    section = raw.get("optimizer")
+    if not isinstance(section, Mapping) or str(section.get("type", "")).lower() not in ("adamw", "muon"):
+        return
+    params = section.get("params") or {}
+    if isinstance(params, Mapping) and not params.get("torch_adam"):
+        raw["optimizer"] = {**section, "params": {"weight_decay": 0.0, **params}}
 
 
 def _unused_sections(raw: Mapping[str, Any], optimizer: object, lr_scheduler: object) -> Iterator[str]:
@@ -104,14 +118,50 @@ def _unused_sections(raw: Mapping[str, Any], optimizer: object, lr_scheduler: ob
         yield "scheduler: the section is used, so lr_scheduler=... has no effect; leave one of them out"
 
 
-def _given(source: Any) -> Mapping[str, Any]:
+def _refuse_other_grid(config: Config, mpu: Any, mesh_param: Any) -> None:
+    """Refuse ranks that the script shares a layer or a sequence among, where the configuration does not."""
+    asked = {"tensor ranks of mpu": 1, "sequence ranks of mesh_param": 1}
+    for call in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        if hasattr(mpu, call):
+            asked["tensor ranks of mpu"] = int(getattr(mpu, call)())
+            break
+    if mesh_param is not None:
+        asked["sequence ranks of mesh_param"] = int(mesh_param[-1])
+    for what, ranks in asked.items():
+        if ranks not in (1, config.tp):
+            raise ConfigError(
+                f"deepspeed.initialize was given {ranks} {what}, and the configuration asks for {config.tp}; give the "
+                f'model whole, with "parallel": {{"tensor": {ranks}}}, which cuts its layers (sequence_parallel beside '
+                "it shards sequences)."
+            )
+
+
+def _given(source: Any, named: Any) -> Mapping[str, Any]:
+    if source is not None and named is not None:
+        raise ConfigError(
+            "deepspeed.initialize was given a configuration in code and another one by --deepspeed_config; keep one of "
+            "them, as DeepSpeed asks too."
+        )
+    source = source if source is not None else named
     if source is None:
         raise ConfigError("deepspeed.initialize was given no configuration; pass config=... or --deepspeed_config.")
     return load_raw(source)
 
 
-def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **_: Any) -> nn.Module:
-    """Remember the number of tensor ranks for ``initialize``, which cuts the model; returns it in ``dtype``."""
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None
+) -> nn.Module:
+    """Remember the number of tensor ranks for ``initialize``, which cuts the model; returns it in ``dtype``.
+
+    ``config`` is what ``initialize`` is given, and changes nothing here.
+
+    Raises:
+        ConfigError: ``tp_group``.
+    """
+    if tp_group is not None:
+        raise ConfigError(
+            "tp_model_init was given tp_group: tensor ranks are neighbours of the engine's own grid; leave it out."
+        )
     object.__setattr__(model, _TENSOR_RANKS, tp_size)
     return model.to(dtype)
 

@@ -32,6 +32,7 @@ from engine.step.rank_parts import AverageOfWeights
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
+from engine.zero.gather.left_shards import leave_shards
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward
@@ -214,6 +215,7 @@ class RankRuntime:
             self.absent.retire()
         if self.gatherer is not None:
             self.gatherer.retire()
+            leave_shards((*self.buckets, *self.frozen), self.comm.grid)
         if self.optimizer.disk is not None:
             self.optimizer.disk.close()
 

@@ -217,25 +217,23 @@ class UserLoop:
         return self._step.microbatches if self._step else 0
 
     def reduce_gradients(self) -> float:
-        """Reduce the gradients of the step before ``step`` does; the divisor that makes them an average. Collective.
+        """Reduce the gradients of the step so far; the divisor that makes them an average. Collective.
+
+        Inside an accumulation they are divided by all of its microbatches, also those to come.
 
         Raises:
-            EngineError: microbatches are missing.
+            EngineError: a backward without the loss scale.
         """
         self._recover()
         step, runtime = self._open_step(), self._runtime
-        if not self._due(step):
-            raise EngineError(
-                f"gradients inside an unfinished accumulation ({step.microbatches} of {self._accumulation} "
-                "microbatches): they are reduced over data ranks at its end; read them after the last backward."
-            )
         self._refuse_unscaled(step)
         if not step.reduced:
             runtime.finish()
             step.reduced = True
         weight = step.weight.clone()
         runtime.comm.all_reduce(weight, runtime.comm.grid.rows, "weight").wait()
-        return float(weight) * step.divides
+        to_come = 1.0 if self._due(step) else self._accumulation / step.microbatches
+        return float(weight) * step.divides * to_come
 
     def clip(self, max_norm: float) -> float:
         """See :meth:`engine.Engine.clip_gradients`."""
@@ -244,7 +242,13 @@ class UserLoop:
                 f"clip_gradients was given max_norm {max_norm:g}, and a norm to clip to is above 0; give math.inf to "
                 "learn the norm alone."
             )
-        divisor, step, runtime = self.reduce_gradients(), self._open_step(), self._runtime
+        step, runtime = self._open_step(), self._runtime
+        if not self._due(step):
+            raise EngineError(
+                f"clip_gradients inside an unfinished accumulation ({step.microbatches} of {self._accumulation} "
+                "microbatches): the norm is that of the whole step; call it after the last backward."
+            )
+        divisor = self.reduce_gradients()
         squared = gradient_squared_norm(runtime.buckets, runtime.kernels).to(step.loss.device)
         runtime.comm.all_reduce(squared, "world", "gradient norm").wait()
         step.max_norm = max_norm
@@ -344,10 +348,10 @@ class UserLoop:
         return not self._losses or (self._accumulation > 1 and self._fresh)
 
     def _refuse_surplus(self, step: StepState) -> None:
-        if step.reduced:
+        if step.max_norm is not None:
             raise EngineError(
-                "a backward after eng.gradients() in the same step, which has reduced the gradients; read them after "
-                "the last backward, and call step() before the next."
+                "a backward after eng.clip_gradients() in the same step, whose norm lacks its gradient; clip after the "
+                "last backward, and call step() before the next."
             )
         counts = self._control.managed and self._control.boundary is None
         surplus = counts and step.microbatches >= self._accumulation
@@ -402,6 +406,9 @@ class UserLoop:
         due = bool(self._control.boundary)
         if self._control.boundary is None and self._control.managed:
             due = self._backwards == self._expected
+        if self._step is not None and self._step.reduced:  # somebody has read the gradients so far
+            self._runtime.reducer.keep()
+            self._step.reduced = self._was_last = False
         further, self._was_last = self._was_last, due and not self._control.held
         self._running = True
         self._runtime.gradient_guard.lift()

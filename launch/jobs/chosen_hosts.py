@@ -4,7 +4,7 @@
 --exclude node1:1@node2      all but GPU 1 of node1, and node2
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from engine.errors import LaunchError
@@ -36,9 +36,9 @@ def _parse(text: str, option: str, hosts: Sequence[Host]) -> dict[str, tuple[int
     """GPUs by the name of the host; empty for all of them."""
     known = {host.name: host for host in hosts}
     found: dict[str, tuple[int, ...]] = {}
-    for part in text.split("@"):
-        name, colon, listed = part.strip().partition(":")
-        numbers = listed.split(",") if colon else []
+    for part in _parts(text, known):
+        name, listed = _named(part, known)
+        numbers = listed.split(",") if listed is not None else []
         if name not in known:
             raise LaunchError(f"{option} {text}: {name!r} is none of {', '.join(known)}; name hosts of this job.")
         if not all(number.strip().isdecimal() for number in numbers):
@@ -48,6 +48,26 @@ def _parse(text: str, option: str, hosts: Sequence[Host]) -> dict[str, tuple[int
         if slots is not None and found[name] and found[name][-1] >= slots:
             raise LaunchError(f"{option} {text}: {name} has {slots} slots, from 0; it has no {found[name][-1]}.")
     return found
+
+
+def _parts(text: str, known: Collection[str]) -> Iterator[str]:
+    """Hosts of a list that ``@`` joins; one that the file names with its user has such a sign of its own."""
+    words = text.split("@")
+    while words:
+        word = words.pop(0).strip()
+        joined = f"{word}@{words[0].strip()}" if words and _named(word, known)[0] not in known else word
+        if joined != word and _named(joined, known)[0] in known:
+            del words[0]
+            word = joined
+        yield word
+
+
+def _named(part: str, known: Collection[str]) -> tuple[str, str | None]:
+    """The name of a host and its list of GPUs; colons of an IPv6 address belong to the name."""
+    if (whole := part.replace("[", "").replace("]", "")) in known or ":" not in whole:
+        return whole, None
+    name, _, listed = whole.rpartition(":")
+    return name, listed
 
 
 def _with(host: Host, devices: tuple[int, ...]) -> Host:

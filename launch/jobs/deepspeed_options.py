@@ -20,13 +20,14 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "--include": ("-i",),
     "--exclude": ("-e",),
     "--local-rank": ("--local_rank",),
+    "--bind-cores": ("--bind_cores_to_rank",),
+    "--bind-cores-to": ("--bind_core_list",),
 }
 """Options of Trine, and how DeepSpeed spells them."""
 IDLE = {
     "--no_local_rank": "a script gets --local_rank only where --local-rank asks for it",
     "--no_ssh_check": "hosts are asked before anything starts, within --preflight-timeout",
-    "--force_multi": "a hostfile is what makes a job run over ssh",
-    "--bind_cores_to_rank": "cores are not bound; --no-python numactl ... python script binds them",
+    "--force_multi": "a hostfile is what makes a job run over ssh; --ssh ssh does so for this host alone",
     "--quiet": "nothing is printed beside the job's own lines",
     "-q": "nothing is printed beside the job's own lines",
     "--elastic_training": "--elastic MIN:MAX makes a job elastic",
@@ -38,7 +39,6 @@ IDLE_VALUES = {
 }
 REFUSED = {
     "--launcher_args": 'give the options of ssh in --ssh "ssh ...", and those of sbatch in --sbatch=OPTION',
-    "--bind_core_list": "bind cores by --no-python numactl -C LIST python script",
     "--enable_each_rank_log": "redirect by torchrun on each host: torchrun --redirects 3 --log-dir FOLDER",
     "--autotuning": "trine plan MODEL --search finds a layout",
     "--venv_script": "give --python PATH of the environment's interpreter",

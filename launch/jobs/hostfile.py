@@ -4,6 +4,7 @@ node0 slots=4      # DeepSpeed, Open MPI
 node1:4            # MPICH, Intel MPI
 user@node2         # as many ranks as it has GPUs
 node3 slots=4 gpu=h100   # further words of other launchers say nothing here
+[fe80::1]:4, fe80::2 slots=4   # IPv6; in brackets where a number of ranks follows a colon
 """
 
 import re
@@ -16,7 +17,10 @@ from engine.launch.jobs.request import refuse_all
 
 _SLOTS = r"\s+slots\s*=\s*(?P<slots>\d+)"
 _FURTHER = r"(?:\s+(?!slots\b)[\w-]+\s*=\s*[^\s=]+)*"
-_LINE = re.compile(rf"(?P<name>[\w.@-]+)(?::(?P<count>\d+)|{_SLOTS})?{_FURTHER}")
+_USER = r"(?:[\w.-]+@)?"
+_SIX = r"(?:[0-9A-Fa-f]*:){2,}[0-9A-Fa-f.]*(?:%[\w.-]+)?"
+_NAME = rf"(?P<name>[\w.@-]+|{_USER}\[{_SIX}\])(?::(?P<count>\d+)|{_SLOTS})?"
+_LINE = re.compile(rf"(?:{_NAME}|(?P<six>{_USER}{_SIX})(?:{_SLOTS.replace('slots>', 'sixes>')})?){_FURTHER}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +58,9 @@ def read_hostfile(path: Path) -> list[Host]:
             form = "NAME, NAME slots=N or NAME:N"
             problems.append(LaunchError(f"{path}:{number}: {line!r} names no host; write {form}."))
             continue
-        count = match["count"] or match["slots"]
-        host = Host(name=match["name"], slots=int(count) if count else None)
+        count = match["count"] or match["slots"] or match["sixes"]
+        name = (match["name"] or match["six"]).replace("[", "").replace("]", "")
+        host = Host(name=name, slots=int(count) if count else None)
         problems += _problems_of(host, hosts, f"{path}:{number}")
         hosts.append(host)
     refuse_all(problems)

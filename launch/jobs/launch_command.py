@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import LaunchError
+from engine.launch.jobs.bound_cores import read_cores
 from engine.launch.jobs.chosen_hosts import chosen_hosts
 from engine.launch.jobs.deepspeed_options import add_deepspeed_options, drop_one_node, environment_file
 from engine.launch.jobs.hostfile import Host, read_hostfile
@@ -48,7 +49,8 @@ PLACES = {
 """Where an option means something; the others mean something everywhere."""
 POD_SECONDS = 600
 """In which pods have to meet: some of them may first have to load the image."""
-HERE = ("localhost", "127.0.0.1", "worker-0")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+HERE = (*LOOPBACK, "worker-0")
 """Names by which ``--include`` and ``--exclude`` mean this host."""
 FLAGS = {"local": "a job on this host", "ssh": "--hostfile", "slurm": "--slurm", "kubernetes": "--kubernetes"}
 
@@ -66,6 +68,8 @@ def add_launch_options(command: ArgumentParser) -> None:
     add("--grace", type=_count, metavar="SECONDS", help="for ranks to save a checkpoint after SIGTERM")
     add("--dry-run", action="store_true", help="print what would be started or written, and do nothing")
     add("--local-rank", action="store_true", help="give the script --local_rank=N, as the deepspeed launcher does")
+    add("--bind-cores", action="store_true", help="each rank runs on cores of its own, an equal part of the host's")
+    add("--bind-cores-to", metavar="LIST", help="the same with these cores of each host, such as 0-3,8")
     form = command.add_mutually_exclusive_group()
     form.add_argument("-m", "--module", action="store_true", help="the script is a module, as of python -m")
     form.add_argument("--no-python", action="store_true", help="the script is a program, which no Python runs")
@@ -121,7 +125,11 @@ def launch(options: Namespace) -> int:
     refuse_all(options.refused)
     drop_one_node(options)
     place = _place(options)
-    request = _request(options, place)
+    here = place == "ssh" and _names_this_host(options)
+    request = _request(options, "local" if here else place)
+    if here:
+        print(f"trine launch: {options.hostfile} names this host alone, so nothing goes over ssh.", file=sys.stderr)
+        return _here(options, request, read_hostfile(options.hostfile)[0])
     match place:
         case "ssh":
             return _over_ssh(options, request)
@@ -161,15 +169,21 @@ def _request(options: Namespace, place: str) -> JobRequest:
     form: ScriptForm = "module" if options.module else "program" if options.no_python else "script"
     if place in ("local", "ssh") and form == "script" and not Path(options.script).is_file():
         raise LaunchError(f"{options.script} is no file of {Path.cwd()}; give the path of the training script.")
+    if options.bind_cores_to is not None:
+        read_cores(options.bind_cores_to)
     passed = passed_on(os.environ) if place == "ssh" else {}
-    if place == "ssh" and (found := environment_file()) is not None:
-        print(f"trine launch: all hosts get {', '.join(found[1]) or 'nothing'} of {found[0]}.", file=sys.stderr)
-        passed |= found[1]
+    if place in ("local", "ssh") and (found := environment_file()) is not None:
+        told = f"all hosts get {', '.join(found[1]) or 'nothing'} of {found[0]}"
+        if place == "local":
+            told = f"{found[0]} is read for jobs over ssh, as in DeepSpeed; --export NAME=VALUE gives a variable here"
+        print(f"trine launch: {told}.", file=sys.stderr)
+        passed |= found[1] if place == "ssh" else {}
     return JobRequest(
         script=options.script,
         form=form,
         # torchrun fills in its own variable, for each rank
         arguments=(*["--local_rank=${local_rank}"] * options.local_rank, *options.arguments),
+        cores=options.bind_cores_to or ("" if options.bind_cores else None),
         python=options.python or ("python" if place == "kubernetes" else sys.executable),
         ranks_per_node=options.ranks_per_node,
         nodes=nodes,
@@ -182,9 +196,20 @@ def _request(options: Namespace, place: str) -> JobRequest:
     )
 
 
-def _here(options: Namespace, request: JobRequest) -> int:
-    """Become torchrun: its streams, signals and exit status are then those of this process."""
-    host = _this_host(options)
+def _names_this_host(options: Namespace) -> bool:
+    """Whether the hostfile lists this host alone, and nothing asks for ssh or for more hosts."""
+    if options.ssh is not None or options.elastic is not None or options.nodes not in (None, "1"):
+        return False
+    hosts = read_hostfile(options.hostfile)
+    return len(hosts) == 1 and hosts[0].name in (*LOOPBACK, socket.gethostname())
+
+
+def _here(options: Namespace, request: JobRequest, listed: Host | None = None) -> int:
+    """Become torchrun: its streams, signals and exit status are then those of this process.
+
+    ``listed``: this host as a file lists it.
+    """
+    host = _this_host(options, listed)
     ranks = request.ranks_per_node or host.slots
     if not ranks:
         ranks = 1
@@ -204,11 +229,12 @@ def _here(options: Namespace, request: JobRequest) -> int:
         raise LaunchError(f"{request.python} cannot be started ({error.strerror}); give --python PATH.") from error
 
 
-def _this_host(options: Namespace) -> Host:
+def _this_host(options: Namespace, listed: Host | None) -> Host:
     """This host and the GPUs of it that the job may use; slots are their number, None where there are none."""
-    gpus = len(gpu_names())
+    gpus = listed.slots if listed is not None and listed.slots is not None else len(gpu_names())
     asked = [given.partition(":")[0] for given in (options.include, options.exclude) if given]
-    name = next((name for name in (*HERE, socket.gethostname()) if name in asked), HERE[0])
+    names = (*HERE, socket.gethostname()) if listed is None else (listed.name,)
+    name = next((name for name in names if name in asked), names[0])
     (host,) = chosen_hosts([Host(name=name, slots=gpus or None)], options.include, options.exclude)
     visible = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.isdecimal()]
     named = tuple(int(visible[device]) if device < len(visible) else device for device in host.devices)

@@ -70,6 +70,8 @@ class JobRequest:
     join_seconds: int
     """In which all nodes have to meet."""
     form: ScriptForm = "script"
+    cores: str | None = None
+    """Cores that the ranks of a host share, such as 0-3,8; empty: all of its cores; None: nothing binds ranks."""
     grace_seconds: int
     """Which ranks have between SIGTERM and SIGKILL, to write a checkpoint."""
 

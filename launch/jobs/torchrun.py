@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from engine.launch.jobs.bound_cores import MODULE
 from engine.launch.jobs.request import JobRequest
 
 JOIN_SECONDS = 60
@@ -37,8 +38,8 @@ class Rendezvous:
 
     @property
     def endpoint(self) -> str:
-        """Address and port."""
-        return f"{self.address}:{self.port}"
+        """Address and port; colons of an IPv6 address stand in brackets."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
 def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: Rendezvous | None) -> list[str]:
@@ -60,8 +61,16 @@ def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: Rende
             "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in conf.items()),
             *([f"--local-addr={meeting.local_address}"] if meeting.local_address else []),
         ]
-    form = {"script": [], "module": ["--module"], "program": ["--no-python"]}[request.form]
-    return [request.python, "-m", "torch.distributed.run", *options, *form, request.script, *request.arguments]
+    return [request.python, "-m", "torch.distributed.run", *options, *_program(request), *request.arguments]
+
+
+def _program(request: JobRequest) -> list[str]:
+    """The program of a rank, in torchrun's words for its form."""
+    if request.cores is None:
+        return [*{"script": [], "module": ["--module"], "program": ["--no-python"]}[request.form], request.script]
+    runs = {"script": [request.python, "-u"], "module": [request.python, "-u", "-m"], "program": []}[request.form]
+    listed = ["--cores", request.cores] if request.cores else []
+    return ["--no-python", request.python, "-m", MODULE, *listed, *runs, request.script]
 
 
 def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> dict[str, str]:

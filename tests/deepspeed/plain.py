@@ -1,90 +1,75 @@
-"""``deepspeed.initialize`` over plain torch in one process: what a script prints with it is the reference."""
+"""``deepspeed.initialize`` over plain torch in one process, for scripts that DeepSpeed itself runs on GPUs alone."""
 
-from copy import deepcopy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch import Tensor, nn
 
 import engine.deepspeed as deepspeed
-from engine.deepspeed.asked import Throughput
-from engine.deepspeed.runtime.lr_schedules import WarmupLR
+from engine.config import load_raw
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB by its formula, in plain torch (You et al. 2020)."""
+
+    def __init__(self, params: Any, lr: float, **options: Any) -> None:
+        given = {"betas": (0.9, 0.999), "eps": 1e-8, "max_coeff": 10.0, "min_coeff": 0.01, "bias_correction": True}
+        super().__init__(params, given | {"weight_decay": 0.0, "lr": lr} | options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * self._update(parameter, group)
+
+    def _update(self, weight: Tensor, group: Mapping[str, Any]) -> Tensor:
+        grad, state, (beta1, beta2) = weight.grad, self.state[weight], group["betas"]
+        assert grad is not None
+        step = state["step"] = state.get("step", 0) + 1
+        mean: Tensor = beta1 * state.get("mean", torch.zeros(())) + (1 - beta1) * grad
+        square: Tensor = beta2 * state.get("square", torch.zeros(())) + (1 - beta2) * grad**2
+        state["mean"], state["square"] = mean, square
+        if group["bias_correction"]:
+            mean, square = mean / (1 - beta1**step), square / (1 - beta2**step)
+        update: Tensor = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * weight
+        if not weight.norm() or not update.norm():
+            return update
+        return update * (weight.norm() / update.norm()).clamp(group["min_coeff"], group["max_coeff"])
 
 
 class Plain:
-    """The members that the scripts call."""
+    """The members that the script calls."""
 
-    local_rank, device = 0, torch.device("cpu")
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, config: Any) -> None:
-        self.module, self.optimizer, self.scheduler, self.config = model, optimizer, scheduler, config
-        self.tput_timer = Throughput()
-        self._saved: Any = None
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> None:
+        self.module, self.optimizer, self.config = model, optimizer, config
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: Any) -> None:
-        loss.backward()
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        if clipping := self.config.get("gradient_clipping", 0):
-            nn.utils.clip_grad_norm_(self.module.parameters(), clipping)
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        nn.utils.clip_grad_norm_(trained, self.config["gradient_clipping"])
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.scheduler is not None:
-            self.scheduler.step()
 
-    def train(self) -> None:
-        self.module.train()
-
-    def eval(self) -> None:
-        self.module.eval()
+    def optimizer_name(self) -> str:
+        return str(self.config["optimizer"]["type"]).lower()
 
     def train_batch_size(self) -> int:
-        return int(self.config.get("train_batch_size", self.config.get("train_micro_batch_size_per_gpu")))
+        return int(self.config["train_batch_size"])
 
     train_micro_batch_size_per_gpu = train_batch_size
 
-    def bfloat16_enabled(self) -> bool:
-        return False
 
-    fp16_enabled = bfloat16_enabled
-
-    def offload_states(self, **_: Any) -> None:
-        pass
-
-    def reload_states(self) -> None:
-        pass
-
-    def save_checkpoint(self, save_dir: str, client_state: Any) -> None:
-        self._saved = client_state, deepcopy((self.module.state_dict(), self.optimizer.state_dict()))
-
-    def load_checkpoint(self, load_dir: str) -> tuple[str, Any]:
-        client_state, (weights, moments) = self._saved
-        self.module.load_state_dict(weights)
-        self.optimizer.load_state_dict(moments)
-        return load_dir, client_state
-
-
-def initialize(
-    args: Any = None, model: Any = None, optimizer: Any = None, model_parameters: Any = None, config: Any = None,
-    training_data: Any = None, lr_scheduler: Any = None, dist_init_required: Any = None,
-) -> tuple[Plain, Any, Any, Any]:  # fmt: skip
+def initialize(args: Any, model: nn.Module, model_parameters: Any) -> tuple[Plain, Any, None, None]:
     """Everything whole, and the batch in one piece."""
-    if optimizer is None:
-        params = dict(config["optimizer"]["params"])
-        if not params.pop("torch_adam", False):
-            params.setdefault("weight_decay", 0.0)  # as DeepSpeed's own Adam has it
-        optimizer = torch.optim.AdamW(model_parameters, **params)
-    if "scheduler" in config:
-        lr_scheduler = WarmupLR(optimizer, **config["scheduler"]["params"])
-    loader = None
-    if training_data is not None:
-        sampler = DistributedSampler[Any](training_data, num_replicas=1, rank=0)
-        loader = DataLoader(training_data, batch_size=config["train_batch_size"], sampler=sampler)
-    return Plain(model, optimizer, lr_scheduler, config), optimizer, loader, lr_scheduler
+    config = load_raw(args.deepspeed_config)
+    optimizer = Lamb(model_parameters, **config["optimizer"]["params"])
+    return Plain(model, optimizer, config), optimizer, None, None
 
 
 def install() -> None:

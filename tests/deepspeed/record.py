@@ -1,6 +1,7 @@
-"""Run the scripts with the real DeepSpeed and write what they print: ``python -m tests.deepspeed.record``.
+"""Run the scripts with the real DeepSpeed and write what they print: ``python -m tests.deepspeed.record [NAME ...]``.
 
-Needs the extra bench-deepspeed. The tests compare the engine with this record.
+With names, it runs those scripts of ``CONFIGS`` alone and keeps the rest of the record; ``restated`` names the small
+programs. Needs the extra bench-deepspeed. The tests compare the engine with this record.
 """
 
 import json
@@ -19,6 +20,8 @@ HERE = Path(__file__).parent
 RECORD = HERE / "record.json"
 ADAM: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "eps": 1e-6, "torch_adam": True}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 6}}
+
+BATCH: dict[str, Any] = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "cifar": {
@@ -56,6 +59,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "gradient_clipping": 0.1,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     },
+    "hello": {},
+    "cifar_example": {},
+    "offload": BATCH | {
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "eps": 1e-6}},
+        "zero_optimization": {"stage": 3},
+    },
+    "reward": BATCH | {"zero_optimization": {"stage": 2}},
+    "chat_sft": BATCH | {"zero_optimization": {"stage": 3}},
+    "autotp_patterns": {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.5, "optimizer": ADAM},
 }  # fmt: skip
 
 ADAMW = {"type": "AdamW", "params": ADAM["params"] | {"weight_decay": 0.1}}
@@ -163,6 +175,17 @@ def _restated() -> dict[str, Any]:
     return found
 
 
+def add(names: Sequence[str]) -> None:
+    """Record these scripts, and keep what is recorded of others."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    for name in names:
+        if name == "restated":
+            record["restated"] = _restated()
+        else:
+            record["printed"][name] = _tried(source(name), CONFIGS[name], {})
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Record all scripts, and the checkpoints that two of them save."""
     found = {name: _tried(source(name), config, {}) for name, config in CONFIGS.items()}
@@ -178,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    add(sys.argv[1:]) if sys.argv[1:] else main()

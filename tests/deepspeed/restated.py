@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -222,6 +222,32 @@ def gradients_updated_together(stage: int, ds: Any) -> list[Any]:
     return [*found, seen(eng)]
 
 
+def gradients_inside_an_accumulation(stage: int, ds: Any) -> list[Any]:
+    """Read after every backward of a step; a read changes nothing."""
+    utils, model = part(ds, "utils"), net()
+    eng, found = started(ds, model, stage), list[Any]()
+    for micro in range(4):
+        eng.backward(eng(rows(micro)).square().mean())
+        for parameter in model.parameters():
+            grad = utils.safe_get_full_grad(parameter)
+            found.append(None if grad is None else float(grad.norm()))
+        eng.step()
+    return [*found, seen(eng)]
+
+
+def without_the_key(kind: str, stage: int, ds: Any) -> list[Any]:
+    """Neither clipping nor weight decay in the configuration, and gradients with a norm far above 1 at times."""
+    optimizer = {"type": kind, "params": {"lr": 1e-2, "eps": 1e-6}}
+    config = {"train_batch_size": 2, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
+    model, found = net(), list[Any]()
+    eng = ds.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    for step in range(3):
+        eng.backward(eng(rows(step)).square().mean() * 100 ** (step % 2))
+        eng.step()
+        found.append(seen(eng))
+    return [*found, eng.gradient_clipping()]
+
+
 def some_of_the_parameters(stage: int, ds: Any) -> list[Any]:
     model = net()
     own = {"model_parameters": list(model.get_submodule("0").parameters())}
@@ -383,8 +409,12 @@ def _cases() -> Iterator[tuple[str, Case]]:
     for stage in (0, 1, 2, 3):
         yield f"some of the parameters, stage {stage}", partial(some_of_the_parameters, stage)
         yield f"an optimizer over some, stage {stage}", partial(optimizer_over_some, stage)
-    for stage in (0, 1):
+    for stage in (0, 1, 3):  # DeepSpeed refuses it at stage 2
+        yield f"gradients inside an accumulation, stage {stage}", partial(gradients_inside_an_accumulation, stage)
+    for stage in (0, 1, 2, 3):
         yield f"initialize after destroy, stage {stage}", partial(twice, stage)
+    for kind, stage in (("Adam", 0), ("Adam", 1), ("AdamW", 0), ("AdamW", 3)):
+        yield f"defaults of {kind}, stage {stage}", partial(without_the_key, kind, stage)
     yield "sizes from the total", partial(sizes, {"train_batch_size": 8, "gradient_accumulation_steps": 2})
     yield "sizes from the parts", partial(sizes, {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.5})
     yield "sizes with a stage", partial(sizes, {"train_batch_size": 4, "zero_optimization": {"stage": 2}})
@@ -398,14 +428,19 @@ def _cases() -> Iterator[tuple[str, Case]]:
 CASES: Mapping[str, Case] = MappingProxyType(dict(_cases()))
 
 
-def main() -> None:
-    """Print what every program gives with the real DeepSpeed; one that fails there is named on stderr and left out."""
+def main(words: Sequence[str]) -> None:
+    """Print what every program gives with the real DeepSpeed; one that fails there is named on stderr and left out.
+
+    ``words``: run the programs alone whose name has one of them.
+    """
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29731"}
     os.environ.update(alone)
     ds = import_module("deepspeed")
     ds.init_distributed(dist_backend="gloo")
     found = dict[str, Any]()
     for name, case in CASES.items():
+        if words and not any(word in name for word in words):
+            continue
         try:
             found[name] = json.loads(json.dumps(case(ds)))
         except Exception as error:
@@ -414,4 +449,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,5 +1,6 @@
 """Members of DeepSpeed's engine object that fewer scripts use: data, weights, grid, memory, compilation."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,10 @@ def test_checkpointing_recomputes() -> None:
     deepspeed.checkpointing.checkpoint(cube, weight).sum().backward()
     assert weight.grad is not None and torch.equal(weight.grad, torch.full((3,), 3.0))
     assert len(calls) == 2 and deepspeed.checkpointing.is_configured()
+    deepspeed.checkpointing.model_parallel_cuda_manual_seed(3)
+    drawn = torch.rand(2)
+    deepspeed.checkpointing.model_parallel_cuda_manual_seed(3)
+    assert torch.equal(torch.rand(2), drawn)
 
 
 def test_the_sections_schedule_is_used_beside_one_in_code_as_in_deepspeed() -> None:
@@ -240,3 +245,25 @@ def test_a_checkpoint_leaves_out_frozen_parameters_when_asked(stage: int, tmp_pa
         assert torch.equal(other.module_state_dict()["2.weight"], trained)
         frozen[tag] = float(other.module_state_dict()["0.weight"].mean())
     assert frozen == {"small": 0.5, "whole": 0.25, "again": 0.5}
+
+
+def test_arguments_of_members_act_or_are_refused(tmp_path: Path) -> None:
+    eng, given = started(chain()), [batch(seed) for seed in range(2)]
+    loss, output = eng.eval_batch(iter(given), return_logits=True)
+    assert torch.equal(eng.eval_batch(iter(given), compute_loss=False), output)
+    assert torch.equal(eng.eval_batch(iter(given), num_micro_batches=2, bcast_loss=False), loss)
+    refused: tuple[tuple[Callable[[], object], str], ...] = (
+        (lambda: eng.eval_batch(iter(given), reduce_output=None), "reduce_output=None.: the loss is a mean here"),
+        (lambda: eng.eval_batch(iter(given), num_micro_batches=3), "a call takes the 2 microbatches of a step"),
+        (lambda: eng.load_checkpoint(tmp_path, custom_load_fn=print), "weights are read into their places by name"),
+        (lambda: eng.load_module_state_dict({}, custom_load_fn=print), "load_module_state_dict.custom_load_fn"),
+        (lambda: eng.module_state_dict(prefix="a."), "rename them in what it returns"),
+    )
+    for call, says in refused:
+        with pytest.raises(engine.EngineError, match=says):
+            call()
+    with pytest.raises(TypeError, match="load_optim_states"):
+        eng.load_checkpoint(tmp_path, load_optim_states=False)
+    assert (eng.get_data_parallel_rank(), eng.get_model_parallel_rank(), eng.get_pipeline_parallel_rank()) == (0, 0, 0)
+    with pytest.raises(engine.ConfigError, match="tp_model_init was given tp_group: tensor ranks are neighbours"):
+        deepspeed.tp_model_init(net(), 2, torch.float32, tp_group=object())

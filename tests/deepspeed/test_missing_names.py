@@ -1,5 +1,6 @@
 """Public paths of DeepSpeed have the names that scripts import; another one is answered by the nearest thing."""
 
+import json
 import re
 from importlib import import_module
 
@@ -8,6 +9,7 @@ from torch import nn
 
 import engine.deepspeed as deepspeed
 from engine.deepspeed.missing import _NEAREST, missing_sentence
+from tests.deepspeed.record import RECORD
 from tests.deepspeed.test_members import started
 from tests.structure import ROOT
 
@@ -20,11 +22,12 @@ runtime.config DeepSpeedConfig DeepSpeedConfigError ADAM_OPTIMIZER LAMB_OPTIMIZE
 runtime.dataloader RepeatingLoader
 runtime.engine DeepSpeedEngine
 runtime.lr_schedules WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest VALID_LR_SCHEDULES
-runtime.pipe.module PipelineModule LayerSpec TiedLayerSpec
+runtime.pipe.module PipelineModule PipelineError LayerSpec TiedLayerSpec
 runtime.pipe.topology ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid
 runtime.utils see_memory_usage set_random_seed
 runtime.zero Init GatheredParameters
 runtime.zero.offload_config OffloadDeviceEnum OffloadStateTypeEnum
+runtime.zero.utils ZeRORuntimeException
 runtime.zero.partition_parameters ZeroParamStatus Init GatheredParameters
 utils logger log_dist RepeatingLoader set_z3_leaf_modules get_z3_leaf_modules safe_update_full_grad_vectorized
 utils.logging logger log_dist
@@ -58,6 +61,18 @@ def test_the_package_has_its_names() -> None:
 def test_an_import_of_what_is_not_there_names_the_nearest_thing(statement: str, says: str) -> None:
     with pytest.raises(ImportError, match=says):
         exec(statement)
+
+
+def test_the_version_is_the_recorded_one() -> None:
+    assert deepspeed.__version__ == json.loads(RECORD.read_text(encoding="utf-8"))["deepspeed"]
+
+
+def test_an_attribute_of_the_package_that_is_not_there_names_the_nearest_thing() -> None:
+    with pytest.raises(AttributeError, match=r"deepspeed.init_inference is not among the names .* eng.generate"):
+        deepspeed.init_inference(nn.Linear(1, 1))
+    with pytest.raises(AttributeError, match=r"deepspeed.checkpointing.get_cuda_rng_tracker is not among"):
+        deepspeed.checkpointing.get_cuda_rng_tracker()
+    assert not hasattr(deepspeed, "OnDevice") and not hasattr(deepspeed.checkpointing, "__nothing__")
 
 
 def test_the_pages_that_are_named_are_there() -> None:

@@ -133,11 +133,28 @@ def test_checkpoints_have_tags_and_client_state(tmp_path: Path) -> None:
     eng.destroy()
 
 
+class _Megatron:
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return 2
+
+
 def test_what_initialize_refuses() -> None:
     model = net()
     for arguments, text in (
         ({"config": CONFIG}, "deepspeed.initialize was given no model"),
         ({"model": model}, "was given no configuration; pass config=... or --deepspeed_config"),
+        (
+            {"model": model, "config": CONFIG, "args": argparse.Namespace(deepspeed_config="a.json")},
+            "a configuration in code and another one by --deepspeed_config; keep one of them",
+        ),
+        (
+            {"model": model, "config": CONFIG, "mpu": _Megatron()},
+            'given 2 tensor ranks of mpu, and the configuration asks for 1; give the model whole, with "parallel"',
+        ),
+        (
+            {"model": model, "config": CONFIG, "mesh_param": (1, 2)},
+            "given 2 sequence ranks of mesh_param, and the configuration asks for 1; give the model whole",
+        ),
         (
             {"model": model, "config": CONFIG, "model_parameters": [{"params": list(model.parameters()), "eps": 1}]},
             "a group with 'eps', and groups of an optimizer that the configuration names differ in lr and weight_decay",
@@ -193,10 +210,12 @@ def test_a_key_that_resembles_none_is_noted_and_a_misspelt_one_refused() -> None
         engine.initialize(net(), CONFIG | strange)
 
 
-def test_nothing_is_clipped_unless_the_configuration_says_so() -> None:
-    """DeepSpeed's default is 0, and the engine's own is 1."""
-    assert deepspeed.initialize(model=net(), config=CONFIG)[0].gradient_clipping() == 0
-    assert deepspeed.initialize(model=net(), config=CONFIG | {"gradient_clipping": 0.5})[0].gradient_clipping() == 0.5
+def test_the_norm_is_clipped_at_1_unless_the_configuration_says_otherwise() -> None:
+    """The script in the shape of HelloDeepSpeed, which names no norm, gives the recorded losses with it."""
+    assert deepspeed.initialize(model=net(), config=CONFIG)[0].gradient_clipping() == 1
+    for norm in (0.0, 0.5):
+        eng, *_ = deepspeed.initialize(model=net(), config=CONFIG | {"gradient_clipping": norm})
+        assert eng.gradient_clipping() == norm
 
 
 def test_parameters_have_deepspeeds_marks_at_zero_3_until_destroy() -> None:

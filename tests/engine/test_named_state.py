@@ -42,16 +42,20 @@ Snapshot = dict[str, dict[str, Tensor]]
 
 
 def in_one_process(dp: int) -> list[Snapshot]:
-    """Gradients before and after clipping, and moments, of three steps in which some gradients are set to zero and
-    after the first of which the moments are halved.
+    """Gradients of the first microbatches and of all, before and after clipping, and moments, of three steps in which
+    some gradients are set to zero and after the first of which the moments are halved.
     """
     model, found = models.decoder(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
     named = dict(model.named_parameters())
     for index, batch in enumerate(data(dp)):
         optimizer.zero_grad()
+        begun = torch.cat([ids.chunk(2)[0] for ids in batch.chunk(dp)])
+        (loss_of(model(begun), begun) / 2).backward()  # type: ignore[no-untyped-call]
+        seen: Snapshot = {"begun": {name: p.grad.clone() for name, p in named.items() if p.grad is not None}}
+        optimizer.zero_grad()
         loss_of(model(batch), batch).backward()  # type: ignore[no-untyped-call]
-        seen: Snapshot = {"gradient": {name: p.grad.clone() for name, p in named.items() if p.grad is not None}}
+        seen |= {"gradient": {name: p.grad.clone() for name, p in named.items() if p.grad is not None}}
         for name, p in named.items():
             if name.startswith("blocks.0.") and p.grad is not None:
                 p.grad.zero_()
@@ -92,10 +96,10 @@ def on_ranks(config: dict[str, Any]) -> list[str]:
 
         for step, (batch, seen) in enumerate(zip(data(dp), expected, strict=True)):
             ids = batch.chunk(dp)[coord.dp]
-            for half in ids.chunk(2):
+            for index, half in enumerate(ids.chunk(2)):
                 eng.backward(loss_of(eng(half), half))
-            with eng.gradients() as gradients, torch.no_grad():
-                compare(gradients, "gradient", seen, step)
+                with eng.gradients() as gradients, torch.no_grad():
+                    compare(gradients, "gradient" if index else "begun", seen, step)
             with eng.gradients(SILENCED) as gradients, torch.no_grad():
                 assert all(name.startswith("blocks.0.") for name in gradients)
                 for gradient in gradients.values():
@@ -229,7 +233,7 @@ def mistakes(stage: int) -> list[str]:
     with engine.initialize(models.decoder(), settings({"data": 2}, stage), loss_of, example_batch=batch[:2]) as eng:
         refused(lambda: opened(eng.gradients))
         eng.backward(loss_of(eng(batch[:2]), batch[:2]))
-        refused(lambda: opened(eng.gradients))
+        refused(lambda: eng.clip_gradients(1.0))
         eng.backward(loss_of(eng(batch[2:]), batch[2:]))
         refused(lambda: opened(eng.gradients, "nose.*"))
         refused(lambda: opened(eng.gradients, factor=1.0 + rank))
@@ -253,10 +257,10 @@ def test_mistakes_are_sentences_and_spoil_nothing(stage: int, run_ranks: RunRank
     assert first == second
     starts = [
         "gradients before the first step: there is none yet; call backward",
-        "gradients inside an unfinished accumulation (1 of 2 microbatches): they are",
+        "clip_gradients inside an unfinished accumulation (1 of 2 microbatches): the norm",
         "gradients: 'nose.*' matches no trained parameter; ",
         "gradients: data ranks have written different values into",
-        "a backward after eng.gradients() in the same step, which has reduced",
+        "backward was called for 3 microbatches; gradient_accumulation_steps is 2",
         "gradients were written after the step that used them, which changes nothing",
         "masters: data ranks have written different values into",
         "gradients after close(), which has given back",

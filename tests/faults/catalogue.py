@@ -30,6 +30,7 @@ from tests.faults.quantized_base import QUANTIZED_BASE
 from tests.faults.reliability import RELIABILITY
 from tests.faults.replica_copies import REPLICA_COPIES
 from tests.faults.rounds_and_second_runs import ROUNDS_AND_SECOND_RUNS
+from tests.faults.scripts_of_deepspeed import SCRIPTS_OF_DEEPSPEED
 from tests.faults.secondary_shards import SECONDARY_SHARDS
 from tests.faults.shard_groups import SHARD_GROUPS
 from tests.faults.state_between_places import STATE_BETWEEN_PLACES
@@ -71,7 +72,7 @@ AREAS = {
     "data": DATA,
     "expert load": EXPERT_LOAD,
     "caught failures": CAUGHT_FAILURES,
-    "deepspeed door": DEEPSPEED_DOOR,
+    "deepspeed door": (*DEEPSPEED_DOOR, *SCRIPTS_OF_DEEPSPEED),
     "first GPU": FIRST_GPU,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

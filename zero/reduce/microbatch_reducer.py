@@ -140,6 +140,7 @@ class MicrobatchReducer(SharedReduction):
         self._add_replicas()
         for filling in self._fillings:
             self._add_ties(filling.flat, filling.flat.shard)
+        self._add_kept()
         self._free.clear()
         self.reset()
 
@@ -149,12 +150,16 @@ class MicrobatchReducer(SharedReduction):
         self._flights.clear()
         self._kept.clear()
         self._seen.clear()
+        self._forget_kept()
         self._forget_products()
         self._rounds = dict.fromkeys(self._rounds, 0)
         for filling in self._fillings:
             filling.touched = False
             self._begin(filling)
         self._next = 0
+
+    def _part(self, flat: FlatBucket) -> slice:
+        return flat.shard
 
     def _add(self, name: str, grad: Tensor) -> None:
         """Add a gradient to its bucket, or keep it for the second part of its backward."""

@@ -181,6 +181,9 @@ class Reducer(Protocol):
     def finish(self) -> None:
         """Complete every sum; communicates."""
 
+    def keep(self) -> None:
+        """Let further backwards add to the sums that ``finish`` has completed, and the next ``finish`` complete all."""
+
     @property
     def names(self) -> frozenset[str]:
         """Names of the parameters of this rank whose gradients are reduced."""
@@ -241,7 +244,7 @@ class SharedReduction:
     """Base of the reducers: hooks, partial and tied gradients, dtype on the wire, collectives of unfinished steps."""
 
     def __init__(self, setup: ReducerSetup) -> None:
-        self._comm = setup.comm
+        self._comm, self._buckets = setup.comm, setup.buckets
         self._copies = setup.copies
         self._dtype = setup.wire if setup.comm.grid.row_ranks > 1 else None
         self._encoded = setup.encoded
@@ -251,6 +254,10 @@ class SharedReduction:
         trained = {name: setup.parameters[name] for name in names}
         self.names, self.unused = frozenset(names), frozenset[str]()
         self._seen: set[str] = set()
+        self._kept_sums: list[tuple[FlatBucket, slice, Tensor]] = []
+        """Sums of this step that were completed before its end."""
+        self._kept_names: frozenset[str] = frozenset()
+        """Parameters with a gradient in them."""
         self._watched: list[Tensor] | None = None
         """While not None: for each gradient of a backward, whether it is finite, on the device."""
         self._observer: Take | None = None
@@ -314,9 +321,28 @@ class SharedReduction:
         """The running backward adds nothing more to the sum of a parameter."""
         raise NotImplementedError
 
+    def keep(self) -> None:
+        """Keep completed sums aside; see :class:`Reducer`."""
+        self._kept_sums = [(flat, self._part(flat), flat.gradient(self._part(flat)).clone()) for flat in self._buckets]
+        self._kept_names = self.names - self.unused
+
+    def _part(self, flat: FlatBucket) -> slice:
+        """The elements whose completed sums this rank has."""
+        raise NotImplementedError
+
+    def _add_kept(self) -> None:
+        """Add the sums that were completed before the end of the step."""
+        for flat, part, sums in self._kept_sums:
+            flat.gradient(part).add_(sums)
+            self._copies.changed(flat)
+        self._copies.join()
+
+    def _forget_kept(self) -> None:
+        self._kept_sums, self._kept_names = [], frozenset()
+
     def _end_step(self) -> None:
         """Note which parameters had no gradient."""
-        self.unused = self.names - self._seen
+        self.unused = self.names - self._seen - self._kept_names
 
     def _forget_products(self) -> None:
         for product in self._products:

@@ -114,7 +114,8 @@ class GradientReducer(SharedReduction):
         self._end_step()
         self._reduce_all()
         for progress in self._progress:
-            self._add_ties(progress.flat, self._kept(progress.flat))
+            self._add_ties(progress.flat, self._part(progress.flat))
+        self._add_kept()
         self._whole_step_seen = self._whole_step_seen or self._backward_seen
         self.reset()
 
@@ -125,6 +126,7 @@ class GradientReducer(SharedReduction):
         error of this step, because a peer may never have joined the collective.
         """
         self._seen.clear()
+        self._forget_kept()
         self._forget_products()
         self._empty()
 
@@ -150,7 +152,7 @@ class GradientReducer(SharedReduction):
             if progress.received is not None:
                 progress.received()
             if progress.sums is not None:
-                progress.flat.gradient(self._kept(progress.flat)).add_(progress.sums)
+                progress.flat.gradient(self._part(progress.flat)).add_(progress.sums)
             if progress.received is not None or progress.sums is not None:
                 self._copies.changed(progress.flat)
             progress.reduction = progress.received = progress.sums = None
@@ -162,7 +164,7 @@ class GradientReducer(SharedReduction):
         Every rank reduces every bucket here, since which ones it has reduced already depends on its own hooks.
         """
         self._reduce_all()
-        sums = [progress.flat.gradient(self._kept(progress.flat)).clone() for progress in self._progress]
+        sums = [progress.flat.gradient(self._part(progress.flat)).clone() for progress in self._progress]
         self._empty()
         for progress, done in zip(self._progress, sums, strict=True):
             progress.sums = done
@@ -206,8 +208,7 @@ class GradientReducer(SharedReduction):
                 place.touched = True
         self._sum_partial({place.name: place.view for place in places})
 
-    def _kept(self, flat: FlatBucket) -> slice:
-        """Return the elements whose sums this rank needs."""
+    def _part(self, flat: FlatBucket) -> slice:
         return flat.shard if self._scatter else flat.held
 
     def _launch(self) -> None:
@@ -231,7 +232,7 @@ class GradientReducer(SharedReduction):
         else:
             progress.reduction = self._comm.all_reduce(wire, self._comm.grid.rows, "gradients")
         if wire is not grads:
-            kept = self._kept(progress.flat)
+            kept = self._part(progress.flat)
             progress.received = partial(grads[kept].copy_, wire[kept])
         self._copies.changed(progress.flat)
         alone = progress.received is None and progress.sums is None and self._launched is None

@@ -100,7 +100,7 @@ _NOTED = MappingProxyType({
                    " stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance"
                    " max_reuse_distance stage3_module_granularity_threshold module_granularity_threshold"
                    " stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params"
-                   " stage3_allgather_sequential allgather_sequential",
+                   " stage3_allgather_sequential allgather_sequential parameter_alignment",
         _NO_EFFECT: "load_from_fp32_weights elastic_checkpoint legacy_stage1 memory_efficient_linear"
                     " pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings leaf_module"
                     " fast_sharding_for_leaf_module"
@@ -142,6 +142,8 @@ _NOTED = MappingProxyType({
         "Trine finds the styles from the model, or reads parallel.tensor_plan": "preset_model dtype partition_config"
                    " injection_policy_tuple tp_grain_size keep_module_on_host replace_with_kernel_inject",
         _OWN_PLAN: "tp_overlap_comm",
+        "a head and its loss are cut by vocabulary where the plan finds it": "vocab_parallel_lm_head"
+                   " vocab_parallel_ce_backend",
     },
     "tensor_parallel.tp": {"Trine finds the styles from the model": "tp_grain_size"},
     "flops_profiler": {
@@ -152,7 +154,7 @@ _NOTED = MappingProxyType({
         _NO_EFFECT: "free_activation offload_activation offload_opt_states offload_parameters double_buffer"
                     " symmetric_memory debug_log sync_before_reduce sync_after_reduce sync_before_allgather"
                     " sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"
-                    " backend kwargs",
+                    " backend kwargs autoep_non_moe free_activation_threshold offload_activation_pin_memory",
     },
 })  # fmt: skip
 
@@ -182,7 +184,6 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "use_data_before_expert_parallelism": Only(_OFF, "Trine has no expert axis; remove it"),
         "wandb": Feature(_LOGGERS, noted=True),
         "comet": Feature(_LOGGERS, noted=True),
-        "csv_monitor": Feature(_LOGGERS, noted=True),
         "autotuning": Feature("nothing is tuned by trial runs; `trine plan --search` ranks layouts", noted=True),
         "nebula": Feature("checkpoints are written in the background anyway", noted=True),
         "hybrid_engine": Feature("eng.generate uses the weights that are trained", noted=True),
@@ -207,9 +208,9 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "cpu_offload": Moved(
             "zero_optimization.offload_optimizer.device", Flag(), _OFF, MappingProxyType({True: "cpu"})
         ),
-        "cpu_offload_params": Moved(
+        **dict.fromkeys(("cpu_offload_params", "cpu_offload_param"), Moved(
             "zero_optimization.offload_param.device", Flag(), _OFF, MappingProxyType({True: "cpu"})
-        ),
+        )),
         "mics_shard_size": Moved("zero_optimization.shard_size", Int(low=1), (-1, None)),
         "mics_hierarchical_params_gather": Noted(
             "zero_optimization.zero_hpz_partition_size gathers within nodes where a shard group lies on several", _OFF
@@ -266,7 +267,9 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     },
 })  # fmt: skip
 
-TENSORBOARD = MappingProxyType({"enabled": Flag(), "output_path": Text(null=True), "job_name": Text(null=True)})
+LOG = MappingProxyType({"enabled": Flag(), "output_path": Text(null=True), "job_name": Text(null=True)})
+LOGS = MappingProxyType({"tensorboard": ("monitor.tensorboard", ""), "csv_monitor": ("monitor.csv", ".csv")})
+"""Sections of folder and job name: our key, and the ending of its file, empty for a folder."""
 TABLE: Mapping[str, Treatment] = MappingProxyType(
     {
         join_path(at, key): Noted(why)
@@ -282,8 +285,8 @@ TABLE: Mapping[str, Treatment] = MappingProxyType(
 )
 KEYS = (
     *TABLE,
-    *(f"tensorboard.{key}" for key in TENSORBOARD),
-    *("tensorboard", "bfloat16", "amp", "elasticity", "sequence_parallel_size"),
+    *(f"{section}.{key}" for section in LOGS for key in LOG),
+    *(*LOGS, "bfloat16", "amp", "elasticity", "sequence_parallel_size"),
 )
 DERIVED: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.config.deepspeed.forms import move, rewritten
 from engine.config.deepspeed.forward_keywords import read_keywords
-from engine.config.deepspeed.keys import DERIVED, TABLE, TENSORBOARD, Feature, Moved, Noted, Only, Treatment, WithMode
+from engine.config.deepspeed.keys import DERIVED, LOG, LOGS, TABLE, Feature, Moved, Noted, Only, Treatment, WithMode
 from engine.config.other_engines import other_engines_word
 from engine.config.rules import Flag, Problems
 from engine.config.wording import join_path, kind, shown_value
@@ -61,8 +61,8 @@ class _Walk:
                 self.notes.append(
                     f'{path}: "auto", which elsewhere the Hugging Face Trainer fills in, is {DERIVED[path]}.'
                 )
-            elif path == "tensorboard":
-                self._tensorboard(value)
+            elif path in LOGS:
+                self._log(path, value)
             elif isinstance(value, Mapping) and path in self._theirs:
                 self.section(value, path)
             elif isinstance(value, Mapping) and path in self._sections:
@@ -133,23 +133,25 @@ class _Walk:
             path, f"{shown_value(value)} is {kind(value)}; DeepSpeed's section is an object, or leave it out.{hint}"
         )
 
-    def _tensorboard(self, value: object) -> None:
-        """Convert DeepSpeed's folder and job name to monitor.tensorboard."""
+    def _log(self, path: str, value: object) -> None:
+        """Convert DeepSpeed's folder and job name to a log of ours."""
         if not isinstance(value, Mapping):
-            return self._not_an_object("tensorboard", value)
+            return self._not_an_object(path, value)
         read = {}
         for key, entry in value.items():
-            if key in TENSORBOARD:
-                read[key] = TENSORBOARD[key].read(entry, f"tensorboard.{key}", self._problems)
+            if key in LOG:
+                read[key] = LOG[key].read(entry, f"{path}.{key}", self._problems)
             else:
-                self._problems.unknown("tensorboard", key, tuple(TENSORBOARD))
+                self._problems.unknown(path, key, tuple(LOG))
         if not read.get("enabled"):
             return None
         if "output_path" not in value:
-            self._problems.add("tensorboard.output_path", "missing; give a folder.")
-        folder = "/".join(str(read[key]).rstrip("/") for key in ("output_path", "job_name") if read.get(key))
+            self._problems.add(f"{path}.output_path", "missing; give a folder.")
+        target, ending = LOGS[path]
+        parts = [str(read[key]).rstrip("/") for key in ("output_path", "job_name") if read.get(key)]
+        parts += ["steps"] * bool(ending and not read.get("job_name"))
         if read.get("output_path"):
-            self._moves.append(("monitor.tensorboard", "tensorboard.output_path", folder))
+            self._moves.append((target, f"{path}.output_path", "/".join(parts) + ending))
         return None
 
 

@@ -57,6 +57,7 @@ deepspeed.init_distributed()
 rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
 with open(args.deepspeed_config) as file:
     ds_config = json.load(file)
+args.deepspeed_config = None
 torch.manual_seed(0)
 net = Decoder()
 optimizer = FusedAdam(net.parameters(), lr=5e-3, betas=(0.9, 0.95))

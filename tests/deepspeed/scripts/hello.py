@@ -14,7 +14,7 @@ args, _ = parser.parse_known_args()
 ds_config = {
     "train_micro_batch_size_per_gpu": 8 // int(os.environ["WORLD_SIZE"]),
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-    "fp16": {"enabled": get_accelerator().is_fp16_supported()},
+    "fp16": {"enabled": bool(get_accelerator().is_fp16_supported())},
     "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
 }
 

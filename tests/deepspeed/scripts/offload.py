@@ -43,6 +43,7 @@ for include in (None, list(OffloadStateTypeEnum), [OffloadStateTypeEnum.optim_st
     before = get_accelerator().memory_allocated()
     engine.offload_states(include=include, device=OffloadDeviceEnum.cpu, pin_memory=args.pin_memory, non_blocking=False)
     get_accelerator().empty_cache()
-    assert get_accelerator().memory_allocated() <= before
+    if get_accelerator().device_name() != "cpu":
+        assert get_accelerator().memory_allocated() <= before
     engine.reload_states()
     train()

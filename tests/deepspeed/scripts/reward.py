@@ -44,6 +44,7 @@ deepspeed.init_distributed()
 args.global_rank = torch.distributed.get_rank()
 with open(args.deepspeed_config) as file:
     ds_config = json.load(file)
+args.deepspeed_config = None
 torch.manual_seed(0)
 torch.distributed.barrier()
 rm_model = RewardModel()

@@ -53,6 +53,19 @@ def _refusal(raw: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("section", "file"),
+    [
+        ({"output_path": "logs/", "job_name": "run"}, "logs/run.csv"),
+        ({"output_path": "logs"}, "logs/steps.csv"),
+        ({"output_path": "logs", "enabled": False}, None),
+    ],
+)
+def test_a_csv_monitor_writes_the_engines_file(section: dict[str, Any], file: str | None) -> None:
+    assert load_config({"csv_monitor": {"enabled": True} | section, "train_batch_size": 1}, 1).monitor.csv == file
+    assert "csv_monitor.output_path: missing; give a folder." in _refusal({"csv_monitor": {"enabled": True}})
+
+
 def test_full_zero2_bf16_file() -> None:
     config = load_config(ZERO2, 8)
     assert (config.dp, config.tp, config.micro, config.accumulation) == (4, 2, 8, 8)

@@ -19,6 +19,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "job.py").touch()
+    (tmp_path / "alone").write_text("localhost slots=2\n")
+    (tmp_path / "six").write_text("[fe80::1]:2\nme@fe80::2 slots=2\nw1:1\n")
     (tmp_path / "hosts").write_text("w0 slots=4 gpu=h100\nw1 slots=4\nw2 slots=2\n")
     return tmp_path
 
@@ -48,9 +50,17 @@ def dry(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, list[str]
         (["--num_gpus=1", "-m", "pack.train"], "--nproc-per-node=1 --module pack.train", ""),
         (["--num_gpus=1", "--no_python", "bash", "-c", "x"], "--nproc-per-node=1 --no-python bash -c x",
          "--no_python: taken as --no-python."),
-        (["--num_gpus=1", "--bind_cores_to_rank", "job.py"], "--nproc-per-node=1 job.py",
-         "--bind_cores_to_rank: without effect, since cores are not bound; "
-         "--no-python numactl ... python script binds them."),
+        (["--num_gpus=2", "--bind_cores_to_rank", "job.py", "--x"], "-m engine.launch.jobs.bound_cores ",
+         "--bind_cores_to_rank: taken as --bind-cores."),
+        (["--num_gpus=2", "--bind_core_list", "0-3,8", "-m", "pack.train"],
+         "-m engine.launch.jobs.bound_cores --cores 0-3,8 ", "--bind_core_list 0-3,8: taken as --bind-cores-to 0-3,8."),
+        (["-H", "alone", "job.py"], "--standalone --nproc-per-node=2 job.py",
+         "alone names this host alone, so nothing goes over ssh."),
+        (["-H", "alone", "--include", "localhost:1", "job.py"], "CUDA_VISIBLE_DEVICES=1 ", ""),
+        (["-H", "alone", "--ssh", "ssh -p 2222", "job.py"], "ssh -p 2222 -o BatchMode=yes", ""),
+        (["-H", "six", "--master_port", "29501", "job.py"], "'--rdzv-endpoint=[fe80::1]:29501' ", ""),
+        (["-H", "six", "-i", "me@fe80::2:1", "job.py"], "CUDA_VISIBLE_DEVICES=1 ", ""),
+        (["-H", "six", "-e", "[fe80::1]:0@w1", "job.py"], "CUDA_VISIBLE_DEVICES=1 ", ""),
         (["--include", "localhost:1,3", "job.py"], "CUDA_VISIBLE_DEVICES=1,3 ", ""),
         (["-H", "hosts", "-i", "w0@w1:0,2", "job.py"], "CUDA_VISIBLE_DEVICES=0,2 ", ""),
         (["-H", "hosts", "--exclude", "w2@w1:0", "job.py"], "CUDA_VISIBLE_DEVICES=1,2,3 ", ""),
@@ -101,6 +111,14 @@ def test_what_is_otherwise_here_is_one_sentence(
 ) -> None:
     assert main(["launch", *words, "job.py"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith(sentence)
+
+
+def test_a_file_of_variables_is_said_to_be_for_other_jobs_on_one_host(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / ".deepspeed_env").write_text("A=1\n")
+    out, err = dry(capsys, "--num_gpus=1", "job.py")
+    assert "A=1" not in out and ".deepspeed_env is read for jobs over ssh, as in DeepSpeed; --export NAME=" in err[-1]
 
 
 def test_hosts_without_slots_cannot_lose_some() -> None:

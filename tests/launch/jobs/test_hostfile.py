@@ -25,6 +25,10 @@ def hosts_of(folder: Path, text: str) -> list[Host]:
         ("10.0.0.7 slots=1", "10.0.0.7", 1),
         ("node0 slots=4 gpu=h100 rack = 7", "node0", 4),
         ("node0 gpu=h100", "node0", None),
+        ("[fe80::1] slots=2", "fe80::1", 2),
+        ("fe80::1%eth0 slots=2 gpu=h100", "fe80::1%eth0", 2),
+        ("me@[2001:db8::7]:4", "me@2001:db8::7", 4),
+        ("::1", "::1", None),
     ],
 )
 def test_forms_of_a_line(tmp_path: Path, line: str, name: str, slots: int | None) -> None:

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from engine.deepspeed.runtime.pipe.topology import ProcessTopology
+from engine.errors import EngineError
 
 Layer = nn.Module | Callable[..., Any]
+PipelineError = EngineError
 
 
 class LayerSpec:
@@ -50,14 +52,16 @@ class PipelineModule(nn.Sequential):
         loss_fn: (output, label) -> 0-dim loss.
         activation_checkpoint_interval: above 0, every block is recomputed.
 
-    ``partition_method`` and ``seed_layers`` change nothing: the partition balances cost.
+    ``partition_method`` changes nothing: the partition balances cost. So do the last three arguments: every block is
+    recomputed by torch's own function, and shapes may differ between batches anyway.
     """
 
     def __init__(
         self, layers: Iterable[Any], num_stages: int | None = None, topology: ProcessTopology | None = None,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None, seed_layers: bool = False,
         seed_fn: Callable[[int], None] | None = None, base_seed: int = 1234, partition_method: str = "parameters",
-        activation_checkpoint_interval: int = 0, **_: Any,
+        activation_checkpoint_interval: int = 0, activation_checkpoint_func: Any = None,
+        checkpointable_layers: list[str] | None = None, dynamic_shape: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if num_stages is None and topology is None:

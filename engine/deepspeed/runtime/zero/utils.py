@@ -1,0 +1,5 @@
+"""``deepspeed.runtime.zero.utils``: the error of ZeRO."""
+
+from engine.errors import EngineError
+
+ZeRORuntimeException = EngineError
