@@ -31,7 +31,7 @@ from engine.program.expert_load import ExpertCounter
 from engine.program.program import Program
 from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.trace_cache import TraceCache
-from engine.zero.flat_buckets import FlatBucket
+from engine.zero.flat_buckets import FlatBucket, leave
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
@@ -225,6 +225,8 @@ class RankRuntime:
             self.absent.retire()
         if self.gatherer is not None:
             self.gatherer.retire()
+        for flat in (*self.buckets, *self.frozen):
+            leave(flat)
         if self.optimizer.disk is not None:
             self.optimizer.disk.close()
 
