@@ -304,7 +304,7 @@ class Engine(TrainingLoop, NamedState, Inference):
         """
         self._resources.refuse_closed("save_checkpoint")
         self._note_unfinished("save_checkpoint")
-        self._comm.announce(f"save_checkpoint{'(without_frozen=True)' * without_frozen}")
+        self._comm.join(f"save_checkpoint{'(without_frozen=True)' * without_frozen}")
         return self._checkpoints.save(folder, client_state if client_state is not None else {}, without_frozen)
 
     def load_checkpoint(

@@ -87,7 +87,7 @@ class NamedState(ABC):
         runtime = self._runtime
         if runtime.gatherer is not None:
             runtime.gatherer.refuse_opened("load_full_state_dict")
-        runtime.comm.announce("load_full_state_dict")
+        runtime.comm.join("load_full_state_dict")
         with runtime.changing():
             self._checkpoints.load_state(state, strict)
 
@@ -160,7 +160,7 @@ class NamedState(ABC):
             self._check_average("save_pretrained(ema=True)")
         averaged = self._built.averaged if self._built is not None else None
         inside = averaged is not None and averaged.inside
-        self._runtime.comm.announce("save_pretrained")
+        self._runtime.comm.join("save_pretrained")
         with self._runtime.averaging() if ema and not inside else self._evaluated():
             self._checkpoints.save_pretrained(folder, shards)
 

@@ -15,8 +15,11 @@ needs no copy of parameters that have no master. If parameters are fp32, or bf16
 gathered; views of it, also those that autograd has saved, become valid again with every gather.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +29,13 @@ from engine.kernels.device import host_zeros, is_host
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.squared_norm import squared_norm as sum_of_squares
 from engine.kernels.wire.block_codec import BlockCodec
+from engine.parallel.model.placeholders import PLANNED_TRAINABLE
 from engine.zero.layout import Bucket, FlatLayout, Slot
+
+_OURS = ("__reduce_ex__", PLANNED_TRAINABLE)
+"""What the engine keeps on a parameter."""
+Storages = MutableMapping[tuple[int, int], torch.UntypedStorage]
+"""Storages over parts of others, by address and number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +75,8 @@ class FlatBucket:
     """Gradients [owned] in host memory, where the master then lies too and the update is made; else None."""
     kept_on_host: bool = False
     """``kept`` lies in host memory."""
+    apart: WeakValueDictionary[tuple[int, int], torch.UntypedStorage] = field(default_factory=WeakValueDictionary)
+    """Storages of single parameters over the memory of ``params``, which pickles and state dicts have."""
 
     @property
     def rounds_in_gathers(self) -> bool:
@@ -105,9 +116,10 @@ class FlatBucket:
     def release(self) -> None:
         """Free the memory of a sharded ``params``; views of it stay, and are valid again after ``reserve``.
 
-        Memory whose size is fixed, because NumPy or another process has it, stays with its holders (``move``).
+        Memory whose size is fixed, because NumPy or another process has it, stays with its holders (``move``), and so
+        does memory over which a parameter has a storage of its own.
         """
-        if not self.params.untyped_storage().resizable():
+        if self.apart or not self.params.untyped_storage().resizable():
             self.move()
         self.params.untyped_storage().resize_(0)
 
@@ -126,6 +138,40 @@ class FlatBucket:
             with torch._C.DisableTorchFunctionSubclass():
                 parameter.data = view.data = slot_view(fresh, slot).data
         self.params.data = fresh
+
+
+def lay_apart(tensor: Tensor, storages: Storages) -> None:
+    """Put ``tensor`` into a storage of its own bytes alone, over the memory that it has, which pickles and copies take.
+
+    Tensors over the same bytes get one storage, as long as ``storages`` has it. Nothing is copied.
+    """
+    whole, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+    start = tensor.storage_offset() * tensor.element_size()
+    if tensor.is_meta or not tensor.is_contiguous() or not 0 < size < whole.nbytes() or start + size > whole.nbytes():
+        return
+    key = (tensor.data_ptr(), size)
+    own = storages.get(key)
+    if own is None:
+        own = storages[key] = whole[start : start + size]
+    # by ``data``: the tensor keeps its counter of versions, which tells of writes
+    tensor.data = tensor.new_empty(0).set_(own, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+
+def storages_of(parameter: nn.Parameter) -> Storages | None:
+    """Storages over single parameters of the bucket in which ``parameter`` lies; None if it lies in none."""
+    made = vars(parameter).get("__reduce_ex__")
+    return made.args[1] if isinstance(made, partial) and made.func is _reduce else None
+
+
+def _reduce(reference: "ref[nn.Parameter]", storages: Storages, protocol: int) -> Any:
+    """How pickle and ``copy.copy`` make the parameter anew: from its own bytes, and not from all of its bucket."""
+    parameter = reference()
+    assert parameter is not None  # whoever asks it to reduce itself has it
+    own = parameter.detach()
+    lay_apart(own, storages)
+    alone = nn.Parameter(own, parameter.requires_grad)
+    vars(alone).update({name: value for name, value in vars(parameter).items() if name not in _OURS})
+    return nn.Parameter.__reduce_ex__(alone, protocol)
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:
@@ -188,11 +234,23 @@ def allocate(
 
 
 def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
-    """Move the parameters of a bucket into it, except those in ``placed``, whose values are there already."""
+    """Move the parameters of a bucket into it, except those in ``placed``, whose values are there already.
+
+    Each one is pickled alone afterwards, where torch would write the whole bucket.
+    """
     for slot, parameter, view in zip(flat.bucket.slots, flat.parameters, flat.views, strict=True):
         if slot.name not in placed:
             flat.place(slot, parameter.detach())
             parameter.data = view
+        if type(parameter).__reduce_ex__ is nn.Parameter.__reduce_ex__:
+            vars(parameter)["__reduce_ex__"] = partial(_reduce, ref(parameter), flat.apart)
+
+
+def leave(flat: FlatBucket) -> None:
+    """Leave full parameters their values when the engine is over: each one in a storage of its own bytes."""
+    for parameter in flat.parameters if not flat.sharded else ():
+        vars(parameter).pop("__reduce_ex__", None)
+        lay_apart(parameter, flat.apart)
 
 
 def _reserve(

@@ -15,7 +15,7 @@ from engine.build.forward_changes import (
     leave_out_of_compilation,
     make_heads_lazy,
 )
-from engine.build.held_module import refuse_pickles
+from engine.build.held_module import lay_entries_apart, refuse_pickles
 from engine.build.overlap import set_overlap
 from engine.build.place_model import place_model, place_on_disk
 from engine.build.request import Request
@@ -265,6 +265,7 @@ def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatch
 
     patches.own(model, PatchLayer.PARAMETERS, take_off, _REDUCER_NOTE)
     refuse_pickles(model, patches)
+    lay_entries_apart(model, patches)
     return guard
 
 

@@ -3,6 +3,8 @@
 load_state_dict        where this rank holds a part of the module, which full tensors do not fit
 save_pretrained        where this rank holds a part of the module, which it would write alone
 pickle, torch.save     hooks and forwards belong to the engine: pickle would end at one of them
+
+An entry of ``state_dict()`` is pickled: it has a storage of its own bytes, where the parameter lies in a bucket.
 """
 
 import copy
@@ -10,15 +12,52 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import EngineError, PlanError
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.planning.budgets import shards_parameters
+from engine.zero.flat_buckets import lay_apart, storages_of
 
 _NOTE = "is not pickled while an engine trains it"
 _NAMES = ("__reduce_ex__", "__deepcopy__")
+
+
+def lay_entries_apart(model: nn.Module, patches: ForwardPatches) -> None:
+    """Let an entry of ``state_dict()`` be pickled and copied without the bucket in which its parameter lies."""
+    for module in model.modules():
+        if any(parameter is not None for parameter in module._parameters.values()):
+            handle = module.register_state_dict_post_hook(_lay_entries)  # type: ignore[no-untyped-call]
+            patches.hook(module, PatchLayer.PARAMETERS, handle, "state_dict() gives entries that are pickled alone")
+
+
+def _lay_entries(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    for name, parameter in module._parameters.items():
+        entry, storages = state.get(prefix + name), storages_of(parameter) if parameter is not None else None
+        if storages is not None and type(entry) is Tensor:
+            lay_apart(entry, storages)
+
+
+class _Held:
+    """A module in training, as the argument of its reconstruction: ``copy.copy`` reads it, and pickle is refused."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise EngineError(
+            f"the {type(self.model).__name__} is trained by an engine, whose hooks and shards cannot be pickled; save "
+            "eng.full_state_dict() or eng.save_pretrained(folder), or the module itself after eng.close()."
+        )
+
+
+def _shallow_copy(held: _Held) -> nn.Module:
+    """Another module over the same parameters, buffers and modules, as ``copy.copy`` makes it of any module."""
+    kind = type(held.model)
+    copied = kind.__new__(kind)
+    vars(copied).update({name: value for name, value in vars(held.model).items() if name not in _NAMES})
+    return copied
 
 
 def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
@@ -27,11 +66,8 @@ def refuse_pickles(model: nn.Module, patches: ForwardPatches) -> None:
     if kind.__setstate__ is not nn.Module.__setstate__ or hasattr(kind, "__deepcopy__"):
         return
 
-    def reduce(protocol: object) -> NoReturn:
-        raise EngineError(
-            f"the {kind.__name__} is trained by an engine, whose hooks and shards cannot be pickled; save "
-            "eng.full_state_dict() or eng.save_pretrained(folder), or the module itself after eng.close()."
-        )
+    def reduce(protocol: object) -> tuple[Any, ...]:
+        return _shallow_copy, (_Held(model),)
 
     def duplicate(memo: dict[int, Any]) -> nn.Module:
         copied = kind.__new__(kind)

@@ -389,13 +389,8 @@ class CheckpointCoordinator:
 
     def _group(self) -> TorchHostGroup:
         if self._host is None:
-            grid, seconds = self._comm.grid, timeout_seconds()
-            try:
-                self._host = TorchHostGroup(grid.rank, grid.world_size, seconds)
-            except EngineError as error:
-                if missing := self._comm.missing(seconds):
-                    raise EngineError(f"{error} {missing[0].upper()}{missing[1:]}") from error
-                raise
+            grid = self._comm.grid
+            self._host = TorchHostGroup(grid.rank, grid.world_size, timeout_seconds())
         return self._host
 
     def _renew_group(self) -> None:

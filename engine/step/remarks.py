@@ -11,11 +11,13 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from engine.program.batch import Batch, named_tensors
-from engine.step.batch_check import small_digest
+from engine.step.batch_check import glimpse, small_digest
 
 logger = logging.getLogger("trine")
 _ALIKE = 8
-"""So many equal batches at the start are no chance, and more than the passes over one batch of most algorithms."""
+"""So many equal batches in a row are no chance, and more than the passes over one batch of most algorithms."""
+_EVERY = 32
+"""After the start, a batch of so many steps is glanced at, and the next one: a few kilobytes that lie on the host."""
 
 
 class Remarks:
@@ -28,7 +30,10 @@ class Remarks:
         self._modes_told = False
         self._digest = 0
         self._alike: int | None = 0
-        """Steps so far with the batch of the first; None: it is known whether batches differ."""
+        """Steps in a row with one batch; None: batches differ, and are compared at the next glance."""
+        self._steps = 0
+        self._glimpse: int | None = None
+        self._batches_told = False
 
     def look(self, microbatches: Sequence[Batch]) -> None:
         """Look at a step before its first forward; ``microbatches``: its batch, or the first part of it."""
@@ -36,8 +41,11 @@ class Remarks:
             return
         if not self._modes_told and self._model.training is not self._training:
             self._look_at_modes()
+        self._steps += 1
         if self._alike is not None:
             self._look_at_batch(microbatches)
+        elif self._steps % _EVERY < 2 and not self._batches_told:
+            self._glance(microbatches)
 
     def _look_at_modes(self) -> None:
         self._training, idle = self._model.training, list(idle_in_eval_mode(self._model))
@@ -50,14 +58,20 @@ class Remarks:
                 f" and {len(idle) - 1} more" * (len(idle) > 1),
             )
 
+    def _glance(self, microbatches: Sequence[Batch]) -> None:
+        before, self._glimpse = self._glimpse, glimpse(microbatches[0])
+        if self._steps % _EVERY and self._glimpse is not None and self._glimpse == before:
+            self._alike = self._digest = 0
+            self._look_at_batch(microbatches)
+
     def _look_at_batch(self, microbatches: Sequence[Batch]) -> None:
         digest = small_digest(microbatches) if any(True for part in microbatches for _ in named_tensors(part)) else 0
         self._digest = self._digest or digest
         self._alike = self._alike + 1 if digest and digest == self._digest and self._alike is not None else None
         if self._alike == _ALIKE:
-            self._alike = None
+            self._alike, self._batches_told = None, True
             logger.warning(
-                "the first %d steps were given the same batch; if the data has more, make the iterator once: batches = "
+                "%d steps in a row were given the same batch; if the data has more, make the iterator once: batches = "
                 "iter(loader), then train_batch(batches) or train_batch(next(batches)).",
                 _ALIKE,
             )

@@ -30,7 +30,7 @@ from engine.program.program import Program
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import AverageOfWeights
 from engine.step.trace_cache import TraceCache
-from engine.zero.flat_buckets import FlatBucket
+from engine.zero.flat_buckets import FlatBucket, leave
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.gather.left_shards import leave_shards
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
@@ -216,6 +216,8 @@ class RankRuntime:
         if self.gatherer is not None:
             self.gatherer.retire()
             leave_shards((*self.buckets, *self.frozen), self.comm.grid)
+        for flat in (*self.buckets, *self.frozen):
+            leave(flat)
         if self.optimizer.disk is not None:
             self.optimizer.disk.close()
 

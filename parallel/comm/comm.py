@@ -213,20 +213,11 @@ class Comm:
         """
         self.failures.note(call, error, f"{call} after {self._sequence} collectives" if alike else None)
 
-    def announce(self, call: str) -> None:
-        """Write down that this rank makes a call of the engine, for ``missing``."""
-        if self.joint is not None:
-            self.joint.announce(call)
-
-    def missing(self, seconds: float) -> str:
-        """Words about ranks that do not make the last announced call; empty if all do or nobody knows."""
-        return self.joint.missing(seconds) if self.joint is not None else ""
-
     def join(self, call: str) -> None:
         """Wait until every rank of the world makes this call of the engine, the first few times.
 
         Raises:
-            EngineError: a rank does not come.
+            EngineError: a rank does not come, or has closed its engine or ended.
         """
         with self.noted(call):
             if self.joint is not None:
@@ -355,6 +346,8 @@ class Comm:
         """
         self._closed = True
         self.failures.close()
+        if self.joint is not None:
+            self.joint.leave()
         for pending in list(self._in_flight) if self.failures.noted else ():
             pending.drop()
         for buffer in self._symmetric:

@@ -10,15 +10,17 @@ written, addresses too. A rank takes an answer for its own only if it contains i
 over can be mistaken for an answer, and the name is new each time, however often and on which nodes a job was restarted.
 """
 
+import atexit
 import json
 import logging
 import secrets
+import sys
 import threading
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import sha256
@@ -36,6 +38,7 @@ SLOW_SECONDS = 10.0
 _MOST_PAUSE_SECONDS = 0.25
 JOINED_CALLS = 3
 """Calls of a kind that are joined."""
+_ALL = "every rank calls it; take it out of `if rank == 0:`, where only printing belongs."
 _REPORT_SECONDS = 2.0
 """How long a rank whose communication has failed waits for the reports of others, which notice at the same time."""
 
@@ -271,9 +274,9 @@ class FailureReports:
 class JointCalls:
     """Finds ranks that do not make a call which every rank has to make, such as a save or an evaluation.
 
-    announce   a rank writes that it is in the call; if the call then fails, ``missing`` says who has not come
     join       nobody begins before all have come: ``if rank == 0: eng.eval_batch()`` would let messages of two calls
                meet in one group, where gloo ends the process without a word for Python
+    leave      a rank writes that it makes no call any more, so that nobody waits for it
 
     Nothing is asked of training, where it would cost every step. A program that joins its first calls has the right
     form, so later ones are free; and a rank that ends while others wait for it in a collective is noticed at once,
@@ -289,8 +292,21 @@ class JointCalls:
         self._made: Counter[str] = Counter()
         self._last = ""
         """Name of the last call."""
+        atexit.register(self.leave)
 
-    def announce(self, call: str) -> None:
+    def leave(self) -> None:
+        """Write that this rank makes no call any more, unless an error ends it, which then is the first one to read.
+
+        A second call does nothing more. The store may be gone.
+        """
+        atexit.unregister(self.leave)
+        if sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None:
+            return
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self._rank}", "")
+            self._store.set("left", "")
+
+    def _announce(self, call: str) -> None:
         """Write that this rank makes the call; a message or two to the store."""
         self._made[call], self._last = self._made[call] + 1, call
         with self._in_store(call):
@@ -302,31 +318,45 @@ class JointCalls:
         """Return when every rank has made this call; the first ``JOINED_CALLS`` times.
 
         Raises:
-            EngineError: a rank did not come in time.
+            EngineError: a rank did not come in time, or has left.
         """
         if self._made[call] == JOINED_CALLS:
             return
-        self.announce(call)
+        self._announce(call)
         began = time.monotonic()
         with self._in_store(call):
             if self._store.add(f"{self._here()}/count", 1) == self._size:
                 self._store.set(f"{self._here()}/all", "")
             if not self._wait(min(SLOW_SECONDS, self._seconds)):
-                logger.warning("%s", self.missing(time.monotonic() - began))
+                logger.warning("%s", self._missing(time.monotonic() - began))
                 if not self._wait(self._seconds - SLOW_SECONDS):
-                    raise EngineError(self.missing(time.monotonic() - began))
+                    raise EngineError(self._missing(time.monotonic() - began))
 
-    def missing(self, seconds: float) -> str:
-        """Words about the ranks that have not made the last call; empty if all have. ``seconds``: waited so far."""
-        with self._in_store(self._last):
-            came = [rank for rank in range(self._size) if self._store.check([f"{self._here()}/{rank}"])]
+    def _came(self) -> list[int]:
+        """Ranks that have made the last call."""
+        return [rank for rank in range(self._size) if self._store.check([f"{self._here()}/{rank}"])]
+
+    def _missing(self, seconds: float) -> str:
+        """Words about the ranks that have not made the last call in ``seconds``."""
+        came = self._came()
         others = [rank for rank in range(self._size) if rank not in came]
-        if not others:
-            return ""
         return (
-            f"{self._last} was called on {name_ranks(came)} and for {seconds:.0f} s not on {name_ranks(others)}: every "
-            "rank calls it; take it out of `if rank == 0:`, where only printing belongs."
+            f"{self._last} was called on {name_ranks(came)} and for {seconds:.0f} s not on {name_ranks(others)}: {_ALL}"
         )
+
+    def _refuse_left(self) -> None:
+        """Refuse to wait for ranks that make no call any more.
+
+        Raises:
+            EngineError: names them.
+        """
+        left = [rank for rank in range(self._size) if self._store.check([f"left/{rank}"])]
+        came = self._came()  # after the others: a rank makes its last call before it leaves
+        if gone := [rank for rank in left if rank not in came]:
+            raise EngineError(
+                f"{self._last} was called on {name_ranks(came)} and not on {name_ranks(gone)}, where the engine is "
+                f"closed or the script has ended: {_ALL}"
+            )
 
     def _here(self) -> str:
         return f"{self._last}/{self._made[self._last]}"
@@ -335,6 +365,8 @@ class JointCalls:
         """Whether all came in time. The store is asked more and more seldom: its own wait keeps Ctrl-C waiting too."""
         deadline, pause = time.monotonic() + seconds, 1e-3
         while not self._store.check([f"{self._here()}/all"]):
+            if self._store.check(["left"]):
+                self._refuse_left()
             if time.monotonic() >= deadline:
                 return False
             time.sleep(pause)

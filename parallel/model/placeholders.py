@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-_TRAINABLE = "_planned_trainable"
+PLANNED_TRAINABLE = "_planned_trainable"
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -60,7 +60,7 @@ def replace_absent(model: nn.Module, present: Collection[str], device: torch.dev
 
 def trainable(parameter: Tensor) -> bool:
     """True if a parameter requires a gradient, or did when it was planned: it may be a placeholder or frozen since."""
-    return bool(getattr(parameter, _TRAINABLE, parameter.requires_grad))
+    return bool(getattr(parameter, PLANNED_TRAINABLE, parameter.requires_grad))
 
 
 def plan_as_trainable(parameter: nn.Parameter, planned: bool) -> None:
@@ -69,13 +69,13 @@ def plan_as_trainable(parameter: nn.Parameter, planned: bool) -> None:
     What ranks send follows from traces, so all of them trace with the flags of the plan, also for what others hold.
     """
     if planned:
-        setattr(parameter, _TRAINABLE, True)
-    elif hasattr(parameter, _TRAINABLE):
-        delattr(parameter, _TRAINABLE)
+        setattr(parameter, PLANNED_TRAINABLE, True)
+    elif hasattr(parameter, PLANNED_TRAINABLE):
+        delattr(parameter, PLANNED_TRAINABLE)
 
 
 def _take(parameter: nn.Parameter, device: torch.device) -> None:
-    setattr(parameter, _TRAINABLE, trainable(parameter))
+    setattr(parameter, PLANNED_TRAINABLE, trainable(parameter))
     parameter.requires_grad_(False)
     parameter.grad = None
     stand_in = placeholder(parameter.shape, parameter.dtype, device)

@@ -130,6 +130,8 @@ class Value:
     """False for memory that has several names and is written in place, since one name cannot be sent alone."""
     rewritten: bool = False
     """True if a later operation writes this memory."""
+    hooked: bool = field(default=False, compare=False)
+    """True if code between units registers a hook for its gradient, which one stage alone may call."""
 
     @property
     def bytes(self) -> int:

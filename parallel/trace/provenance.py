@@ -150,6 +150,12 @@ class TensorProvenance:
             self.values[number] = replace(self.values[number], rewritten=True)
         return number
 
+    def hook(self, tensor: Tensor) -> None:
+        """Note a hook of the user's on ``tensor``, if it is a value."""
+        number = self.number.get(id(tensor))
+        if number is not None:
+            self.values[number] = replace(self.values[number], hooked=True)
+
     def output_leaf(self, leaf: Any, arguments: list[Any]) -> Leaf:
         """How a stage that skips an event rebuilds a leaf of its output."""
         if isinstance(leaf, Tensor) and id(leaf) in self.parameters:

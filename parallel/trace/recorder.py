@@ -141,6 +141,8 @@ class Recorder(TorchFunctionMode):
             return name == f"get is_{self._device.type}"
         if operation.asks_for_the_object:
             return operation.run()
+        if operation.hooks and self._call is None:
+            self.provenance.hook(operation.tensors[0])
         return operation.run_with(self._twins.swap(operation.args), operation.kwargs)
 
     def _run_free(self, operation: Operation) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.parallel.model.user_code import call_user_code
+from engine.parallel.model.user_code import call_user_code, is_engine_hook
 from engine.parallel.trace.leaves import plain_leaves
 
 Function = Callable[..., Any]
@@ -158,6 +158,11 @@ class Operation:
     def asks_for_the_object(self) -> bool:
         """True if the answer is a property of the Python object, not of the value that it stands for."""
         return self.name in _OF_THE_OBJECT
+
+    @property
+    def hooks(self) -> bool:
+        """True if it registers a hook of the user's for the gradient of its first argument."""
+        return self.name == "register_hook" and not is_engine_hook(plain_leaves((self.args[1:], self.kwargs))[0])
 
     @property
     def is_blank(self) -> bool:

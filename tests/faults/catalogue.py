@@ -23,6 +23,7 @@ from tests.faults.loops_of_hosts import LOOPS_OF_HOSTS
 from tests.faults.matrix_optimizers import MATRIX_OPTIMIZERS
 from tests.faults.offload import OFFLOAD
 from tests.faults.optimizers_and_schedules import OPTIMIZERS_AND_SCHEDULES
+from tests.faults.pickled_weights import PICKLED_WEIGHTS
 from tests.faults.pipeline import PIPELINE
 from tests.faults.plain_torch import PLAIN_TORCH
 from tests.faults.products_into_buckets import PRODUCTS_INTO_BUCKETS
@@ -63,6 +64,7 @@ AREAS = {
     "replica copies": REPLICA_COPIES,
     "step and precision": STEP_AND_PRECISION,
     "plain torch": PLAIN_TORCH,
+    "pickled weights, lone calls and remarks": PICKLED_WEIGHTS,
     "checkpoint": CHECKPOINT,
     "reliability": (*RELIABILITY, *JOB_ENDS),
     "host memory": HOST_MEMORY,

@@ -99,7 +99,7 @@ ALONE = {
     "eval_batch(batch)": "eval_batch was called on rank 0 and for 3 s not on rank 1: every rank calls it; take it",
     "predict(batch[0])": "predict was called on rank 0 and for 3 s not on rank 1: every rank calls it; take it",
     "load_checkpoint('run')": "load_checkpoint was called on rank 0 and for 3 s not on rank 1: every rank calls it;",
-    "save_checkpoint('run')": "rank 0 could not reach all ranks within 3 s to read or write a checkpoint",
+    "save_checkpoint('run')": "save_checkpoint was called on rank 0 and for 3 s not on rank 1: every rank calls it;",
 }
 MISTAKES |= {
     f"{call} on rank 0 alone": (
@@ -112,6 +112,12 @@ MISTAKES |= {
     )
     for call, sentence in ALONE.items()
 }
+MISTAKES["save_checkpoint on rank 0, where rank 1 has ended"] = (
+    "eng = engine.initialize(model, CONFIG)\n"
+    "eng.train_batch(batch)\n"
+    "if eng.grid.rank == 0:\n    eng.save_checkpoint('run')",
+    "save_checkpoint was called on rank 0 and not on rank 1, where the engine is closed or the script has ended: every",
+)
 QUICK = ("a misspelt key", "rows that do not fit")
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels, Mode
-from engine.zero.flat_buckets import FlatBucket, Ownership, allocate, gradient_squared_norm
+from engine.zero.flat_buckets import FlatBucket, Ownership, allocate, gradient_squared_norm, lay_apart
 from tests.zero.rig import Setting, build, lay_out
 
 MODES: tuple[Mode, ...] = ("reference", "triton")
@@ -107,3 +107,27 @@ def test_a_squared_norm_neither_overflows_nor_hides_what_is_not_finite(value: fl
     found = float(gradient_squared_norm(flat_gradients(value, 64), Kernels(mode)))
     expected = 64 * float(Tensor([value])) ** 2
     assert found == pytest.approx(expected, rel=1e-9, nan_ok=True)
+
+
+def test_memory_of_a_sharded_bucket_stays_with_what_lies_apart_in_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    layout, parameters = lay_out(model, Setting(stage=3, bucket_elements=10**6)), dict(model.named_parameters())
+    who = Ownership(0, 2, sharded=True, sharded_parameters=True)
+    (flat,) = allocate(layout, parameters, who, torch.device("cpu"))
+    flat.reserve()
+    flat.params.fill_(2.0)
+    entry, again = flat.views[0].detach(), flat.views[0].detach()
+    for tensor in (entry, again):
+        lay_apart(tensor, flat.apart)
+    assert entry.untyped_storage()._cdata == again.untyped_storage()._cdata
+    assert entry.untyped_storage().nbytes() == entry.nbytes and entry.data_ptr() == flat.views[0].data_ptr()
+    shared = flat.params.untyped_storage()._cdata
+    flat.release()
+    assert flat.params.untyped_storage().nbytes() == 0 and flat.params.untyped_storage()._cdata != shared
+    assert bool((entry == 2.0).all())
+
+    del entry, again, tensor
+    flat.reserve()
+    shared = flat.params.untyped_storage()._cdata
+    flat.release()
+    assert flat.params.untyped_storage()._cdata == shared

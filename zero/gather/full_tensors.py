@@ -20,7 +20,7 @@ from engine.parallel.comm.agreement import bit_sum, gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.parallel.shard_table import ShardRow, ShardTable
-from engine.zero.flat_buckets import FlatBucket, slot_view
+from engine.zero.flat_buckets import FlatBucket, lay_apart, slot_view
 from engine.zero.layout import Slot
 
 LABEL = "full tensors"
@@ -95,6 +95,8 @@ def full_tensors(shards: NamedShards, pattern: str) -> Iterator[dict[str, Tensor
             for slot in flat.bucket.slots
             if slot.name in chosen
         }
+        for view in views.values():
+            lay_apart(view, {})
         firsts = {flat.bucket.slots[0].name: whole for flat, whole in wholes.values()}
         before, before_views = _digests(firsts), _digests(views)
     yield views

@@ -200,8 +200,13 @@ class OffloadedStates:
             )
 
     def _wholes(self, kind: str) -> list[Tensor]:
-        """Views of the storages of a kind, each once; those whose size is fixed (of NumPy, of a mapped file) stay."""
+        """Views of the storages of a kind, each once.
+
+        Those whose size is fixed (of NumPy, of a mapped file) stay, and those over which entries of a state dict have
+        storages.
+        """
         taken = {_place(each.whole) for away in self._away.values() for each in away}
+        taken |= {_place(flat.params) for flat in (*self._tensors.trained, *self._tensors.frozen) if flat.apart}
         found: dict[int, Tensor] = {}
         for tensor in self._tensors.of(kind):
             storage = _storage(tensor)

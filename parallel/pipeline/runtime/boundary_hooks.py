@@ -5,12 +5,12 @@ the output goes to another stage, the one gradient arrives there and the other i
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from engine.errors import EngineError
+from engine.parallel.model.user_code import is_engine_hook
 from engine.parallel.pipeline.partition.partition import Partition
 from engine.parallel.trace.model_trace import ModelTrace
 
@@ -30,15 +30,10 @@ class UserHooks(NamedTuple):
         forward, backward = list[tuple[str, int]](), list[str]()
         for name, module in model.named_modules():
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                forward += [(name, number) for number, hook in hooks.items() if not _is_ours(hook)]
+                forward += [(name, number) for number, hook in hooks.items() if not is_engine_hook(hook)]
             if name and (module._backward_hooks or module._backward_pre_hooks or everywhere):
                 backward.append(name)
         return cls(tuple(forward), tuple(backward))
-
-
-def _is_ours(hook: Any) -> bool:
-    function = hook.func if isinstance(hook, partial) else hook
-    return str(getattr(function, "__module__", "")).startswith("engine.")
 
 
 def check_boundary_hooks(hooked: Sequence[str], trace: ModelTrace, partition: Partition) -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from engine.errors import EngineError
 from engine.parallel.model.placeholders import PlaceholderPool, is_expanded
+from engine.parallel.model.user_code import is_engine_hook
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.trace.model_trace import (
     Constant,
@@ -35,6 +36,12 @@ _REMEDY = "its path depends on more than the shapes of the input; make it the sa
 def leaves_of(out: Any) -> list[Any]:
     """Leaves of an output, which is usually a single tensor."""
     return [out] if type(out) is Tensor else tree_leaves(out)
+
+
+def _has_hook(tensor: Tensor) -> bool:
+    """True if the user's code has hooked the tensor."""
+    hooks = tensor._backward_hooks
+    return bool(hooks) and not all(map(is_engine_hook, hooks.values()))
 
 
 class StopForward(BaseException):
@@ -65,6 +72,8 @@ class StageForward:
         self.regions: list[dict[str, Any]] = []
         """Options of the checkpointed regions around the current code; see ``torch_checkpoint``."""
         self.sent: dict[int, Tensor] = {}
+        self._apart: set[int] = set()
+        """Sent values over whose memory the program has another tensor."""
         self._received, self._parameters, self._placeholders = received, parameters, placeholders
         self._calls = 0
         for number, tensor in received.items():
@@ -105,11 +114,17 @@ class StageForward:
         return self.keep(call.output, call.writes, leaves, out)
 
     def finish(self) -> None:
-        """Check that the program made every planned value.
+        """Check that the program made every planned value, and hooked none that the trace does not.
 
         Raises:
-            EngineError: the program ended early.
+            EngineError: the program ended early, or has another hook.
         """
+        for number, tensor in self.sent.items():
+            if number not in self._apart and _has_hook(tensor):
+                raise EngineError(
+                    f"{self.trace.describe(number)} has a hook (register_hook) where its trace has none, and goes to "
+                    f"another stage: {_REMEDY}"
+                )
         missing = [number for number in self.plan.sends if number not in self.sent]
         if missing:
             what = self.trace.describe(missing[0])
@@ -137,6 +152,7 @@ class StageForward:
 
         A hook that this code registers on a sent tensor is registered on the received one too, and is called there:
         so the code gets another tensor over the same memory than the one in which the backward of this stage begins.
+        Without a hook it gets the tensor itself, whose gradients are then summed in the order of one process.
         """
         leaves = leaves_of(out)
         if len(leaves) != len(output.leaves):
@@ -150,11 +166,18 @@ class StageForward:
             if isinstance(leaf, FromValue):
                 tensor = leaves[place]
                 self._keep(leaf.value, tensor)
-                if self.sent.get(leaf.value) is tensor and type(tensor) is Tensor and tensor.requires_grad:
+                if self._is_hooked(leaf.value, tensor):
+                    self._apart.add(leaf.value)
                     leaves[place], apart = tensor.view_as(tensor), True
         if not apart:
             return out
         return leaves[0] if output.spec.is_leaf() else tree_unflatten(leaves, output.spec)
+
+    def _is_hooked(self, number: int, tensor: Any) -> bool:
+        """True if the unit or the code after it hooks a tensor that this stage sends as it is."""
+        if self.sent.get(number) is not tensor or type(tensor) is not Tensor or not tensor.requires_grad:
+            return False
+        return self.trace.values[number].hooked or _has_hook(tensor)
 
     @contextmanager
     def _in_unit(self) -> Iterator[None]:

@@ -106,11 +106,20 @@ def test_hooks_change_training_as_in_one_process(grid: dict[str, int], stage: An
         assert found == dict.fromkeys(HOOKS, "")
 
 
-def refused() -> list[str]:
-    """Body of a rank: what is said of hooks at the boundary, and of one around it; then training goes on."""
-    texts = []
+def refused() -> tuple[list[str], str]:
+    """Body of a rank: what is said of hooks at the boundary, and of one around it; then training goes on.
+
+    Then what is said of a hook on a tensor that crosses, and that the forward has not registered before.
+    """
+    texts, later = list[str](), list[Any]()
     config = settings({"data": 1, "pipeline": 2}, 0)
     model = models.decoder()
+
+    def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+        for function in later:
+            out.register_hook(function)
+
+    model.get_submodule("blocks.0").register_forward_hook(hook)
     with engine.initialize(model, config, loss_of, example_batch=data(1)[0][: ROWS // 2]) as eng:
         for name, register in (
             ("blocks.0", "register_full_backward_hook"),
@@ -122,12 +131,18 @@ def refused() -> list[str]:
                 eng.train_batch(data(1)[0])
             texts.append(str(caught.value))
             handle.remove()
-        return [*texts, f"{eng.train_batch(data(1)[0]).loss:.6f}"]
+        texts.append(f"{eng.train_batch(data(1)[0]).loss:.6f}")
+        later.append(print)
+        with pytest.raises(engine.EngineError) as caught:
+            eng.train_batch(data(1)[0])
+        return texts, str(caught.value)
 
 
 def test_backward_hooks_that_a_pipeline_cannot_call_are_refused_on_all_ranks(run_ranks: RunRanks) -> None:
-    first, second = run_ranks(refused, 2)
+    (first, here), (second, there) = run_ranks(refused, 2)
     assert first == second
+    assert here.startswith("the output of unit 'blocks.0' has a hook (register_hook) where its trace has none"), here
+    assert "has a hook (register_hook) where its trace has none" in there
     for text, why in zip(
         first[:3], ("gives its output to another", "gives its output", "lies on several"), strict=True
     ):

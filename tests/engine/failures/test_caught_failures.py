@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,3 +245,34 @@ def test_a_second_failure_is_judged_by_itself() -> None:
         for failures in ranks:
             with pytest.raises(engine.EngineError, match="this engine is over") if over else nullcontext():
                 failures.refuse("train_batch")
+
+
+def alone(folder: str) -> tuple[bool, str]:
+    """Body of a rank: the last stage fails alone and keeps its engine and error until the other one has failed too.
+
+    Returns whether it has, and what the other one says.
+    """
+    model, failing, ended = models.decoder(), Failing(), Path(folder, "ended")
+    model.get_submodule("blocks.1").register_forward_pre_hook(lambda *_: failing.at("forward"))
+    config, rows = settings({"data": 1, "pipeline": 2}, 0), data(1)[0]
+    eng = engine.initialize(model, config, loss_of, example_batch=rows[: ROWS // 2])
+    eng.train_batch(rows)
+    if eng.grid.rank == 0:
+        with pytest.raises(engine.EngineError) as caught:
+            eng.train_batch(rows)
+        ended.touch()
+        return True, str(caught.value)
+    failing.arm("forward")
+    with pytest.raises(ValueError, match="own mistake") as kept:
+        eng.train_batch(rows)
+    deadline = time.monotonic() + 20.0
+    while not ended.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return ended.exists(), str(kept.value)
+
+
+def test_a_rank_that_fails_alone_frees_the_others_though_it_keeps_its_engine(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    (_, said), (freed, _) = run_ranks(alone, 2, str(tmp_path), seconds=60.0)
+    assert freed and "so this engine is over" in said, said

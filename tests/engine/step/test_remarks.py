@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import engine
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
+from engine.step import batch_check, remarks
 from engine.step.remarks import idle_in_eval_mode
 from engine.verify import verify
 from tests import models
@@ -116,7 +117,15 @@ def right_loop(eng: engine.Engine, loader: Any) -> None:
             eng.train_batch(batches)
 
 
-@pytest.mark.parametrize(("train", "count"), [(loop, 1), (own_loop, 1), (right_loop, 0)])
+def later_loop(eng: engine.Engine, loader: Any) -> None:
+    """Good steps, in another phase the wrong loop, and the same once more."""
+    for _ in range(12):
+        right_loop(eng, loader)
+    for _ in range(5):
+        loop(eng, loader)
+
+
+@pytest.mark.parametrize(("train", "count"), [(loop, 1), (own_loop, 1), (right_loop, 0), (later_loop, 1)])
 def test_one_batch_for_ever_is_said_once(
     train: Callable[[engine.Engine, Any], None], count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,7 +134,23 @@ def test_one_batch_for_ever_is_said_once(
     with engine.initialize(net(), CONFIG) as eng, caplog.at_level(logging.WARNING, "trine"):
         train(eng, loader)
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == count and all("the first 8 steps were given the same batch" in text for text in said)
+    assert len(said) == count and all("8 steps in a row were given the same batch" in text for text in said)
+
+
+def test_after_the_start_batches_are_glanced_at_twice_in_32_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, first = list[object](), list[object]()
+    monkeypatch.setattr(remarks, "small_digest", lambda given: whole.append(given) or len(whole))
+    monkeypatch.setattr(remarks, "glimpse", lambda given: first.append(given) or len(first))
+    with engine.initialize(net(), CONFIG) as eng:
+        for _ in range(100):
+            eng.train_batch(torch.randn(4, 3))
+    assert len(whole) == 2 and len(first) == 2 * 3
+
+
+def test_a_batch_that_is_not_on_the_host_is_not_read() -> None:
+    assert batch_check.glimpse({"x": torch.ones(4), "y": torch.ones(4, device="meta")}) is None
+    ones, zeros = (batch_check.glimpse({"x": torch.full((4,), value)}) for value in (1.0, 0.0))
+    assert None not in (ones, zeros) and ones != zeros
 
 
 GRIDS: dict[str, tuple[dict[str, int], int, int]] = {

@@ -64,16 +64,29 @@ def test_a_rank_in_another_call_is_named() -> None:
         assert ABSENT in found[0]
 
 
-def test_announced_calls_do_not_wait_and_tell_who_is_missing() -> None:
+def test_nobody_waits_for_a_rank_that_has_left_but_for_its_last_call() -> None:
     store = HashStore()
-    ranks = [JointCalls(store, rank, 3, 20.0) for rank in range(3)]
-    for number in range(10):
-        for joint in ranks[:2]:
-            joint.announce("save_checkpoint")
-        assert ranks[0].missing(4.0) == f"save_checkpoint was called on ranks 0, 1 and for 4 s not on rank 2: {ABSENT}"
-        ranks[2].announce("save_checkpoint")
-        assert [joint.missing(4.0) for joint in ranks] == [""] * 3, number
-    assert store.num_keys() <= 2 * 3
+    ranks = [JointCalls(store, rank, 3, 5.0) for rank in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(said, ranks, [["save_checkpoint"]] * 3)) == [[""]] * 3
+        late = threads.submit(said, ranks[0], ["eval_batch"])
+        early = threads.submit(said, ranks[1], ["eval_batch"])
+        ranks[2].join("eval_batch")
+        ranks[2].leave()
+        assert late.result(20) == early.result(20) == [""]
+        (text,) = said(ranks[0], ["save_checkpoint"])
+    where = "where the engine is closed or the script has ended"
+    assert text == f"save_checkpoint was called on rank 0 and not on rank 2, {where}: {ABSENT}"
+
+
+def test_a_rank_that_an_error_ends_leaves_the_word_to_it() -> None:
+    store = HashStore()
+    try:
+        raise ValueError("odd")
+    except ValueError:
+        JointCalls(store, 1, 2, 1.0).leave()
+    (text,) = said(JointCalls(store, 0, 2, 0.1), ["eval_batch"])
+    assert text.startswith("eval_batch was called on rank 0 and for 0 s not on rank 1")
 
 
 def test_waiting_is_said_before_it_is_given_up(
