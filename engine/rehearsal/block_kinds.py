@@ -18,14 +18,9 @@ class AlikeRun:
     """Name of the list."""
     start: int
     """Its first block that belongs to the run."""
-    kinds: tuple[int, ...]
-    """Of the blocks of a period; alike blocks have the same number."""
+    period: int
+    """Blocks after which the kinds repeat."""
     periods: int
-
-    @property
-    def period(self) -> int:
-        """Blocks after which the kinds repeat."""
-        return len(self.kinds)
 
 
 def longest_run(model: nn.Module, called: Container[int] | None = None) -> AlikeRun | None:
@@ -63,8 +58,7 @@ def _run_of_period(name: str, kinds: Sequence[int], period: int) -> AlikeRun:
     while start > 0 and start - 1 + period < len(kinds) and kinds[start - 1] == kinds[start - 1 + period]:
         start -= 1
     periods = (len(kinds) - start) // period
-    start = len(kinds) - periods * period
-    return AlikeRun(blocks=name, start=start, kinds=tuple(kinds[start : start + period]), periods=periods)
+    return AlikeRun(blocks=name, start=len(kinds) - periods * period, period=period, periods=periods)
 
 
 def _blocks(run: AlikeRun) -> int:

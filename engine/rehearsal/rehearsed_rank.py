@@ -107,7 +107,9 @@ class RehearsedRank:
         """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self._plan.schedule.per_rank[self._pp]
-        with self._counting():
+        self._runtime.traces.refresh()
+        self._runner(1).trace_all()  # here, since there are no operators to count: all microbatches are alike
+        with _cycles_end_with_actions(), self._attention(), self.live, MissingShapes(), torch.enable_grad():
             self._play(short_row(row, 1, splits=True))
             self._reduce()
             base = self.live.bytes
@@ -117,26 +119,6 @@ class RehearsedRank:
                 found |= self._play(actions)
                 end_rise = max(end_rise, self._reduce())
         return RehearsedStep(actions=found, base=base, end_rise=end_rise)
-
-    def left_by_forward(self) -> int:
-        """Bytes that a forward leaves on the one stage of this rank, once another has filled caches.
-
-        The rank plays nothing else, since no backward follows.
-        """
-        (stage,) = {action.stage for action in self._plan.schedule.per_rank[self._pp]}
-        forward = Action(Op.FORWARD, stage, 0)
-        with self._counting():
-            self._play([forward])
-            gc.collect()  # what the first has kept
-            return self._play([forward])[Op.FORWARD, stage, LAST].left
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Inside, storages are counted, and operators run as on the planned device."""
-        self._runtime.traces.refresh()
-        self._runner(1).trace_all()  # here, since there are no operators to count: all microbatches are alike
-        with _cycles_end_with_actions(), self._attention(), self.live, MissingShapes(), torch.enable_grad():
-            yield
 
     def _play(self, actions: Sequence[Action]) -> dict[tuple[Op, int, int], ActionMemory]:
         runtime = self._runtime

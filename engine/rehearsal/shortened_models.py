@@ -25,7 +25,7 @@ from engine.errors import EngineError
 from engine.parallel.grid import Coord
 from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.plan import Plan
-from engine.rehearsal.block_kinds import KindNames, longest_run
+from engine.rehearsal.block_kinds import AlikeRun, KindNames, longest_run
 from engine.rehearsal.rehearsed_rank import RehearsedStep
 
 PERIODS = (2, 3, 4)
@@ -45,7 +45,7 @@ def shortened_step(
     given = list[tuple[nn.Module, Plan]]()
     try:
         for periods in PERIODS:
-            short = shorten(model, run.blocks, run.start + periods * run.period)
+            short = shorten(model, run, periods)
             made = plan_of(short)
             if _pinned(made) != _pinned(plan):
                 return None
@@ -58,12 +58,12 @@ def shortened_step(
     return continued(steps, run.periods)
 
 
-def shorten(model: nn.Module, name: str, length: int) -> nn.Module:
-    """A copy with the first ``length`` blocks of the list ``name``."""
+def shorten(model: nn.Module, run: AlikeRun, periods: int) -> nn.Module:
+    """A copy with so many periods of the run; blocks in front of it stay."""
     short = deepcopy(model)
-    blocks = short.get_submodule(name)
+    blocks = short.get_submodule(run.blocks)
     if isinstance(blocks, nn.ModuleList | nn.Sequential):
-        del blocks[length:]
+        del blocks[run.start + periods * run.period :]
     return short
 
 

@@ -1,5 +1,7 @@
 """The shard table: one row per logical parameter, whatever shares, freezes or cuts it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -120,6 +122,11 @@ def test_shared_rows_beside_own_ones_are_counted_once() -> None:
     assert by_rows.copies(0) == () and by_rows.copies(1) == ((2 * 6, 6 * 6),)
     assert by_columns.copies(1) == tuple((4 * row + 2, 4 * row + 4) for row in range(8))
     assert cut("k", (0,), 0, Range(0, 8, (0, 1))).copies(1) == ()  # not counted at all
+
+
+def test_a_row_that_holds_no_copies_is_not_walked_through() -> None:
+    by_columns = replace(cut("experts", (0,), 1, Range(0, 3, (0,)), Range(3, 6, (1,))), shape=(2**50, 6))
+    assert by_columns.copies(0) == by_columns.copies(1) == ()
 
 
 def test_the_grid_divides_what_it_names_and_nothing_else() -> None:

@@ -22,27 +22,27 @@ class Stack(nn.Module):
 
 def test_the_position_makes_no_kind() -> None:
     model = Stack(*(Layer(at) for at in range(5)))
-    assert longest_run(model) == AlikeRun(blocks="layers", start=0, kinds=(0,), periods=5)
+    assert longest_run(model) == AlikeRun(blocks="layers", start=0, period=1, periods=5)
 
 
 def test_a_setting_that_is_a_position_once_is_a_setting() -> None:
     model = Stack(*(Layer(at, window=2) for at in range(5)))
-    assert longest_run(model) == AlikeRun(blocks="layers", start=0, kinds=(0,), periods=5)
+    assert longest_run(model) == AlikeRun(blocks="layers", start=0, period=1, periods=5)
 
 
 def test_blocks_in_front_are_not_of_the_run() -> None:
     model = Stack(Layer(0, 8), *(Layer(at) for at in range(1, 7)))
-    assert longest_run(model) == AlikeRun(blocks="layers", start=1, kinds=(1,), periods=6)
+    assert longest_run(model) == AlikeRun(blocks="layers", start=1, period=1, periods=6)
 
 
 def test_kinds_by_turns_are_one_period() -> None:
     model = Stack(Layer(0, 8), *(Layer(at, window=7 if at % 2 else None) for at in range(1, 8)))
-    assert longest_run(model) == AlikeRun(blocks="layers", start=2, kinds=(2, 1), periods=3)
+    assert longest_run(model) == AlikeRun(blocks="layers", start=2, period=2, periods=3)
 
 
 def test_the_period_of_most_blocks_is_found_though_the_last_blocks_are_alike() -> None:
     model = Stack(*(Layer(at, window=None if at % 3 == 2 else 7) for at in range(11)))
-    assert longest_run(model) == AlikeRun(blocks="layers", start=2, kinds=(1, 0, 0), periods=3)
+    assert longest_run(model) == AlikeRun(blocks="layers", start=2, period=3, periods=3)
 
 
 def test_no_run_where_the_last_blocks_differ() -> None:

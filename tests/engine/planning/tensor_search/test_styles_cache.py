@@ -17,6 +17,7 @@ from engine.models.decoder import Decoder, DecoderConfig
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning import tensor_plan_search
 from engine.planning.analysis import PlanRequest, search_styles
+from engine.planning.example_trace import trace_example
 from engine.planning.tensor_plan_search import SearchedProgram
 from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.planning.tensor_search.search_digest import ProgramDigest
@@ -219,11 +220,10 @@ def test_two_ranks_search_once_and_the_next_job_not_at_all(searches: list[FoundS
 
 def test_searches_for_several_tensor_ranks_share_traces_and_most_of_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = list[int]()
-    trace = tensor_plan_search.trace_example
 
     def noted(program: Program, example: Any, *given: Any, **named: Any) -> ModelTrace:
         lengths.append(example["input_ids"].shape[1])
-        return trace(program, example, *given, **named)
+        return trace_example(program, example, *given, **named)
 
     program, example, _ = parts_of(decoder())
     alone = [SearchedProgram(program, example).find_styles(tp) for tp in (2, 4)]
