@@ -19,6 +19,9 @@ from engine.config.optim_sections import OptimizerConfig
 from engine.errors import ConfigError
 from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory, refuse_own_step
 
+_OF_TORCH = ("params", "param_names")
+"""Keys of a group by which torch keeps its parameters."""
+
 
 @dataclass(frozen=True, slots=True)
 class GivenOptimizer:
@@ -51,6 +54,7 @@ def read_optimizer(
             f"optimizer is a {kind} that has made steps, whose state an engine cannot take; pass a new one, and load "
             "the state with eng.load_checkpoint."
         )
+    _refuse_parallel_lists(optimizer)
     assigned = _assigned(optimizer, model)
     groups = tuple(GroupOptions(others=tuple(_options(group).items())) for group in optimizer.param_groups)
     return GivenOptimizer(optimizer, _factory(optimizer), assigned, groups)
@@ -124,9 +128,22 @@ def _assigned(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, i
     return {name: held[id(parameter)] for name, parameter in named.items()}
 
 
+def _refuse_parallel_lists(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a group option with an entry for each parameter, as LoRA-FA's ``names``: buckets have another order."""
+    for index, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            beside = isinstance(value, list) and len(value) == len(group["params"]) and name not in _OF_TORCH
+            if beside and not any(isinstance(entry, int | float) for entry in value):
+                raise ConfigError(
+                    f"optimizer is a {type(optimizer).__name__} whose group {index} has an entry of {name!r} for each "
+                    "parameter, and an engine gives its optimizer those that are trained, in an order of its own; "
+                    "choose an optimizer that reads each parameter alone."
+                )
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a group; a scheduler that was made for the optimizer has moved lr away from ``initial_lr``."""
-    options = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
+    options = {name: value for name, value in group.items() if name not in (*_OF_TORCH, "initial_lr")}
     return options | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
 
 

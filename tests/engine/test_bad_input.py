@@ -264,7 +264,8 @@ def test_a_parameter_that_forward_makes_is_named_before_the_first_update() -> No
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.scale = nn.Linear(4, 4), None
+            self.inner = nn.Linear(4, 4)
+            self.scale: nn.Parameter | None = None
 
         def forward(self, x: Tensor) -> Tensor:
             if self.scale is None:

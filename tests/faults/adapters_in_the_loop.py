@@ -71,4 +71,12 @@ ADAPTERS_IN_THE_LOOP = (
         new="            return first\n",
         tests=("tests/engine/program/test_batch.py::test_outputs_are_joined_along_rows",),
     ),
+    Fault(
+        name="names-beside-parameters-taken",
+        about="An optimizer that pairs parameters by a list of names gets others than its list has.",
+        file="engine/optim/given_optimizer.py",
+        old="    _refuse_parallel_lists(optimizer)\n",
+        new="",
+        tests=("tests/engine/optim/test_given_optimizer.py::test_a_group_with_an_entry_for_each_parameter_is_refused",),
+    ),
 )

@@ -95,6 +95,17 @@ def halved(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
 
 
+def test_a_group_with_an_entry_for_each_parameter_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    named = torch.optim.AdamW(list(model.named_parameters()), lr=0.1)  # torch's own names are left to torch
+    engine.initialize(model, {"train_batch_size": 1}, optimizer=named).close()
+    paired = torch.optim.AdamW([{"params": list(model.parameters()), "names": ["weight", "bias"]}], lr=0.1)
+    with pytest.raises(ConfigError, match="group 0 has an entry of 'names' for each parameter"):  # as PEFT's LoRA-FA
+        engine.initialize(model, {"train_batch_size": 1}, optimizer=paired)
+    whole = torch.optim.AdamW([{"params": list(model.parameters()), "betas": [0.8, 0.9]}], lr=0.1)
+    engine.initialize(model, {"train_batch_size": 1}, optimizer=whole).close()
+
+
 @pytest.mark.parametrize("passed", [True, False], ids=["engine steps it", "user steps it"])
 def test_a_scheduler_over_the_users_optimizer_sets_the_rates(passed: bool, recwarn: Any) -> None:
     model = Net()

@@ -49,12 +49,17 @@ class Hooked(nn.Module):
         self.first, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.plain = nn.ModuleList(Block() for _ in range(2))
         self.gated = nn.ModuleList(Block() for _ in range(2))
-        self.plain.get_submodule("0").inner.up.weight.requires_grad_(False)
+        self.frozen.requires_grad_(False)
+
+    @property
+    def frozen(self) -> nn.Parameter:
+        """A weight that tensor ranks share."""
+        return self.plain.get_parameter("0.inner.up.weight")
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         gate = torch.sigmoid(self.gate(x))
-        self.plain.get_submodule("0").inner.up.weight.requires_grad = False
+        self.frozen.requires_grad = False
 
         def add(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             return args, {**kwargs, "gate": gate}
