@@ -254,7 +254,7 @@ def test_every_group_waits_as_long_as_it_was_told(run_ranks: RunRanks, given: bo
 # agreement on gathers
 
 
-def agree(within: int | None) -> tuple[bool, list[list[bytes]], list[tuple[str, str, int, int]]]:
+def agree(within: int | None) -> tuple[bool, list[list[bytes]], list[tuple[Axis, str, int, int]]]:
     """Body of a rank: whether memory is shared, what others say in three rounds, and what was counted."""
     comm = open_comm(1, 4, 1, within)
     comm.open_gathers()
