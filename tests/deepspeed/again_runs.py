@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import engine
 import engine.deepspeed as deepspeed
 
-ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}}
+ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.01}}
 CONFIG: dict[str, Any] = {"train_batch_size": 8, "gradient_clipping": 0.1, "optimizer": ADAM}
 STEPS = 2
 

@@ -235,19 +235,6 @@ def gradients_inside_an_accumulation(stage: int, ds: Any) -> list[Any]:
     return [*found, seen(eng)]
 
 
-def without_the_key(kind: str, stage: int, ds: Any) -> list[Any]:
-    """Neither clipping nor weight decay in the configuration, and gradients with a norm far above 1 at times."""
-    optimizer = {"type": kind, "params": {"lr": 1e-2, "eps": 1e-6}}
-    config = {"train_batch_size": 2, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
-    model, found = net(), list[Any]()
-    eng = ds.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    for step in range(3):
-        eng.backward(eng(rows(step)).square().mean() * 100 ** (step % 2))
-        eng.step()
-        found.append(seen(eng))
-    return [*found, eng.gradient_clipping()]
-
-
 def some_of_the_parameters(stage: int, ds: Any) -> list[Any]:
     model = net()
     own = {"model_parameters": list(model.get_submodule("0").parameters())}
@@ -413,8 +400,6 @@ def _cases() -> Iterator[tuple[str, Case]]:
         yield f"gradients inside an accumulation, stage {stage}", partial(gradients_inside_an_accumulation, stage)
     for stage in (0, 1, 2, 3):
         yield f"initialize after destroy, stage {stage}", partial(twice, stage)
-    for kind, stage in (("Adam", 0), ("Adam", 1), ("AdamW", 0), ("AdamW", 3)):
-        yield f"defaults of {kind}, stage {stage}", partial(without_the_key, kind, stage)
     yield "sizes from the total", partial(sizes, {"train_batch_size": 8, "gradient_accumulation_steps": 2})
     yield "sizes from the parts", partial(sizes, {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.5})
     yield "sizes with a stage", partial(sizes, {"train_batch_size": 4, "zero_optimization": {"stage": 2}})

@@ -111,7 +111,7 @@ def test_groups_of_model_parameters() -> None:
     ]
     eng, *_ = deepspeed.initialize(model=model, config=CONFIG, model_parameters=groups)
     found = {(group["lr"], group["weight_decay"]) for group in eng.optimizer.param_groups}
-    assert found == {(1e-2, 0.3), (5e-3, 0.01)}
+    assert found == {(1e-2, 0.3), (5e-3, 0.0)}
     eng.destroy()
 
 
@@ -216,6 +216,24 @@ def test_the_norm_is_clipped_at_1_unless_the_configuration_says_otherwise() -> N
     for norm in (0.0, 0.5):
         eng, *_ = deepspeed.initialize(model=net(), config=CONFIG | {"gradient_clipping": norm})
         assert eng.gradient_clipping() == norm
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "decay"),
+    [
+        ("AdamW", {}, 0.0),
+        ("Adam", {}, 0.0),
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("AdamW", {"weight_decay": 0.2}, 0.2),
+    ],
+)
+def test_weights_decay_without_the_key_as_by_deepspeeds_own_optimizers(
+    kind: str, params: dict[str, Any], decay: float
+) -> None:
+    section = {"optimizer": {"type": kind, "params": {"lr": 1e-2} | params}}
+    eng, *_ = deepspeed.initialize(model=net(), config=CONFIG | section)
+    assert {group["weight_decay"] for group in eng.optimizer.param_groups} == {decay}
+    eng.destroy()
 
 
 def test_parameters_have_deepspeeds_marks_at_zero_3_until_destroy() -> None:

@@ -132,7 +132,7 @@ DEEPSPEED_DOOR = (
         file="engine/deepspeed/setup.py",
         old='"params": {"weight_decay": 0.0, **params}}',
         new='"params": {**params}}',
-        tests=(_RESTATED,),
+        tests=("tests/deepspeed/test_names.py::test_weights_decay_without_the_key_as_by_deepspeeds_own_optimizers",),
     ),
     Fault(
         name="door-clips-nothing-without-the-key",
