@@ -32,6 +32,7 @@ from engine.planning.plan import Plan
 from engine.program.batch import Batch, join_outputs
 from engine.program.batch_rows import BatchRows
 from engine.reporting.banner import compare_traffic
+from engine.reporting.compilations import say_what_compiles
 from engine.reporting.console import say_if_slow
 from engine.reporting.sinks import StepReporter
 from engine.reporting.step_report import StepReport
@@ -235,7 +236,8 @@ class Engine(TrainingLoop, NamedState, Inference):
             batch = self._completed(batch)
             if self._reports.attempts:
                 return self._report(self._runner.train(batch))
-            with say_if_slow(f"the first step{', which compiles blocks' * self._config.compile}", self._grid.rank):
+            first = f"the first step{', which compiles blocks' * self._config.compile}"
+            with say_what_compiles(self.device, self._grid.rank), say_if_slow(first, self._grid.rank):
                 return self._report(self._runner.train(batch))
 
     @overload

@@ -94,6 +94,7 @@ TESTED = {
         "tests/zero/test_secondary_shards.py::test_each_parameter_crosses_nodes_once_a_step",
     "python -m tests.cluster.fewer_bits --write-figures":
         "tests/zero/test_fewer_bits.py::test_bytes_and_calls_are_those_of_the_plan",
+    "python -m tests.versions FOLDER": "tests/test_versions.py::test_a_row_says_what_fails_and_why_it_is_not_here",
     "python -m benchmarks first_contact":
         "tests/benchmarks/first_contact/test_command.py::test_every_part_that_needs_no_gpu_is_right_on_a_cpu",
     "python -m benchmarks first_contact --only correctness":

@@ -70,7 +70,8 @@ class StreamedBackend:
             for tensor in late:
                 spoil(tensor)
 
-        def finish() -> None:
+        def finish(kept: Callable[[], Wait] = issue) -> None:
+            """Complete it; ``kept`` has its tensors, whose memory NCCL too keeps until the wait."""
             with stream:
                 complete()
             if not self.forgets(call):
