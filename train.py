@@ -49,7 +49,7 @@ def run(options: Namespace) -> None:
         windows = window_count(len(training_text.tokens), shape.context)
         rows = eng.config.train_batch_size
         assert rows is not None
-        sampler = Sampler(windows, rows, eng.config.seed, eng.grid.coord().dp, eng.grid.dp)
+        sampler = Sampler(windows, rows, eng.config.seed, eng.grid.row_rank, eng.grid.row_ranks)
         batches = Batches(training_text, shape.context, sampler)
         eng.register_for_checkpointing(data=sampler)
         eng.load_checkpoint(missing_ok=True)

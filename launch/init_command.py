@@ -104,7 +104,7 @@ loss_fn = rest[0] if rest else None
 _LOOP = Template("""
 with engine.initialize(build, config$loss) as eng:
     count = len($counted)
-    sampler = Sampler(count, eng.config.train_batch_size, eng.config.seed, eng.grid.coord().dp, eng.grid.dp)
+    sampler = Sampler(count, eng.config.train_batch_size, eng.config.seed, eng.grid.row_rank, eng.grid.row_ranks)
     eng.register_for_checkpointing(data=sampler)
     eng.load_checkpoint(missing_ok=True)
     while eng.step_count < STEPS:

@@ -149,9 +149,8 @@ def assemble_rank(
     experts, on_host, streams = _within_gathers(model, plan, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
     made = PartRequest(
-        model=model, plan=plan, comm=comm, device=device, buckets=buckets, frozen=frozen,
-        optimizer=optimizer, reducer=reducer, encoder=encoder, gatherer=gatherer,
-    )  # fmt: skip
+        model=model, plan=plan, comm=comm, device=device, buckets=buckets, frozen=frozen, optimizer=optimizer,
+        reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
     return RankRuntime(
         plan=plan,
         comm=comm,

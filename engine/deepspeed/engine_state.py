@@ -63,7 +63,7 @@ class EngineState:
 
     def get_data_parallel_rank(self) -> int:
         """Number of this rank among the data ranks."""
-        return self.engine.grid.coord().dp
+        return self.engine.grid.row_rank
 
     def get_model_parallel_rank(self) -> int:
         """Number of this rank among the tensor ranks."""

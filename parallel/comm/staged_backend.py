@@ -54,7 +54,7 @@ class StagedBackend:
         """Prepare as the inner backend does."""
         self._inner.connect_data(members)
 
-    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis = "dp") -> Wait:
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
         """Exchange into ``received``."""
         host = host_memory_like(received)
         return _brought(self._inner.all_to_all(host, _on_host(given), members, axis), (received, host))

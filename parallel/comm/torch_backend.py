@@ -144,9 +144,9 @@ class TorchBackend:
         self._groups[_DataGathers("gathers", size)] = group = self._open(groups, own)
         hosts = self._owned.open(own, backend="gloo") if self._linked else group
         self._groups[_DataGathers("agreement", size)] = hosts
-        if hosts is not None and size == (self._grid.shard_size or self._grid.dp):  # parts of it agree on nothing
+        if hosts is not None and size == self._grid.size(self._grid.sharding):  # parts of it agree on nothing
             seconds, exchange = _timeout(hosts, _HOST), partial(_exchange, hosts)
-            here = self._grid.index("dp") - first
+            here = self._grid.index(axis) - first
             self._agreement = open_shared_memory(here, size, shares_memory(), seconds, exchange)
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:

@@ -35,7 +35,7 @@ def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
         return
     for flat in buckets:
         for parameter in flat.parameters:
-            setattr(parameter, _LEFT, LeftBucket(flat, grid.peers("dp_shard")))
+            setattr(parameter, _LEFT, LeftBucket(flat, grid.peers(grid.sharding)))
 
 
 @torch.no_grad()
