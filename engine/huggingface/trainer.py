@@ -214,7 +214,8 @@ class Trainer(TrlLoop):
             super().save_model(output_dir, _internal_call)
             return
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        if isinstance(self.model, transformers.PreTrainedModel) or is_peft_model(self.model):
+        model: Any = self.model
+        if isinstance(model, transformers.PreTrainedModel) or is_peft_model(model):
             self.engine.save_pretrained(folder)
             if self.args.should_save:
                 self._save_beside_weights(folder)

@@ -87,7 +87,7 @@ def llava() -> Any:
         LlavaConfig(
             vision_config=vision,
             text_config=LlamaConfig(**_TEXT),
-            image_token_id=PICTURE,
+            image_token_index=PICTURE,
             image_seq_length=TOKENS_OF_A_PICTURE,
         )
     )
@@ -101,7 +101,7 @@ def gemma3() -> Any:
     vision = SiglipVisionConfig(**_SIGHT, vision_use_head=False)
     return Gemma3ForConditionalGeneration(
         Gemma3Config(
-            text_config=text, vision_config=vision, mm_tokens_per_image=TOKENS_OF_A_PICTURE, image_token_id=PICTURE
+            text_config=text, vision_config=vision, mm_tokens_per_image=TOKENS_OF_A_PICTURE, image_token_index=PICTURE
         )
     )
 
@@ -292,7 +292,7 @@ def _fitted(name: str, run: Pictured) -> list[float]:
     if run.config is not None:
         from engine.lightning import Strategy
 
-        strategy = Strategy(run.config, whole=() if name in APART else run.whole)  # type: ignore[assignment]
+        strategy = Strategy(run.config, whole=() if name in APART else run.whole)
     trainer: Any = L.Trainer(
         strategy=strategy, devices=int(os.environ["WORLD_SIZE"]), accelerator="cpu", max_epochs=1,
         accumulate_grad_batches=2, gradient_clip_val=0.5, logger=False, enable_progress_bar=False,

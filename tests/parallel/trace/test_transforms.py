@@ -70,8 +70,11 @@ def test_an_activation_inside_a_transform_is_refused_with_its_line() -> None:
 
 def test_a_mask_that_a_transform_makes_of_positions_is_traced() -> None:
     def masked(out: Tensor) -> Tensor:
-        rows: Any = torch.func.vmap(lambda row: row.new_ones((), dtype=torch.bool) & (row >= 1))
-        return out * rows(torch.arange(out.shape[0]))[:, None]
+        def later(row: Tensor) -> Tensor:
+            return row.new_ones((), dtype=torch.bool) & (row >= 1)
+
+        kept: Tensor = torch.func.vmap(later)(torch.arange(out.shape[0]))
+        return out * kept[:, None]
 
     model = Transformed(lambda block, x: block(x), masked)  # transformers makes the masks of Gemma 3 so
     assert len(trace_model(model, lambda: square(model(torch.ones(2, 8)), torch.ones(2, 8))).calls) == 4
