@@ -154,13 +154,14 @@ def lay_apart(tensor: Tensor, storages: Storages) -> None:
     if own is None:
         own = storages[key] = whole[start : start + size]
     # by ``data``: the tensor keeps its counter of versions, which tells of writes
-    tensor.data = tensor.new_empty(0).set_(own, 0, tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    tensor.data = tensor.new_empty(0).set_(own, 0, tensor.shape, tensor.stride())
 
 
 def storages_of(parameter: nn.Parameter) -> Storages | None:
     """Storages over single parameters of the bucket in which ``parameter`` lies; None if it lies in none."""
     made = vars(parameter).get("__reduce_ex__")
-    return made.args[1] if isinstance(made, partial) and made.func is _reduce else None
+    storages: Storages | None = made.args[1] if isinstance(made, partial) and made.func is _reduce else None
+    return storages
 
 
 def _reduce(reference: "ref[nn.Parameter]", storages: Storages, protocol: int) -> Any:

@@ -128,7 +128,11 @@ def test_a_shallow_copy_of_a_module_shares_its_parameters_and_is_as_little_pickl
         assert torch.equal(copied(BATCH), model(BATCH))
         shared = copy.copy(model.first.weight)
         assert type(shared) is nn.Parameter and shared.data_ptr() == model.first.weight.data_ptr()
-        for pickled in (pickle.dumps, ForkingPickler.dumps):  # the second one: arguments of a spawned process
+        ways: tuple[Callable[[Any], Any], ...] = (
+            pickle.dumps,
+            ForkingPickler.dumps,
+        )  # the latter for spawned processes
+        for pickled in ways:
             with pytest.raises(engine.EngineError, match=r"^the Tied is trained by an engine, whose hooks and shards"):
                 pickled(model)
         eng.train_batch(BATCH)

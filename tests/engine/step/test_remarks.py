@@ -139,8 +139,16 @@ def test_one_batch_for_ever_is_said_once(
 
 def test_after_the_start_batches_are_glanced_at_twice_in_32_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, first = list[object](), list[object]()
-    monkeypatch.setattr(remarks, "small_digest", lambda given: whole.append(given) or len(whole))
-    monkeypatch.setattr(remarks, "glimpse", lambda given: first.append(given) or len(first))
+
+    def counting(seen: list[object]) -> Callable[[object], int]:
+        def digest(given: object) -> int:
+            seen.append(given)
+            return len(seen)
+
+        return digest
+
+    monkeypatch.setattr(remarks, "small_digest", counting(whole))
+    monkeypatch.setattr(remarks, "glimpse", counting(first))
     with engine.initialize(net(), CONFIG) as eng:
         for _ in range(100):
             eng.train_batch(torch.randn(4, 3))
