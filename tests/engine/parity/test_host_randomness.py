@@ -19,6 +19,7 @@ from tests.engine.every_grid import GRIDS
 from tests.engine.parity.launches import settings
 
 WIDTH = 16
+WIDER = GRIDS | {"tp2-pp2": ({"data": 1, "tensor": 2, "pipeline": 2}, 0)}
 PLAN = {"*.up": "column", "*.down": "row", "embed": "vocabulary", "head": "vocabulary"}
 
 
@@ -105,7 +106,7 @@ class SpecAugment(Decoder):
 
 def parity(model: type[Decoder], grid: str, **changes: Any) -> None:
     """Train on a grid and in one process that draws by the same keys."""
-    axes, stage = GRIDS[grid]
+    axes, stage = WIDER[grid]
     parallel = axes | ({"tensor_plan": PLAN} if "tensor" in axes else {})
     config = settings(axes.get("pipeline", 1), parallel=parallel, zero_optimization={"stage": stage}) | changes
     batches = [(t[:, :-1], t[:, 1:]) for t in models.token_batches(config["train_batch_size"], 3)]
@@ -127,7 +128,7 @@ FULL = {"activation_checkpointing": {"mode": "full"}}
         *(
             pytest.param(model, grid, changes, marks=pytest.mark.long)
             for model in (LayerDrop, SpecAugment, NoisyBlocks, StochasticDepth)
-            for grid in ("dp2-zero1", "dp2-zero3", "tp2", "pp2", "dp2-tp2-zero3", "dp2-pp2-zero3")
+            for grid in ("dp2-zero1", "dp2-zero3", "tp2", "pp2", "dp2-tp2-zero3", "dp2-pp2-zero3", "tp2-pp2")
             for changes in ({}, FULL, {"activation_checkpointing": {"mode": "selective"}})
             if not (model is LayerDrop and "pp" in grid)
         ),

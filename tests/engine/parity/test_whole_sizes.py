@@ -80,6 +80,11 @@ def config(plan: Any, stage: int = 0, **axes: int) -> dict[str, Any]:
     return settings(axes.get("pipeline", 1), parallel=parallel, zero_optimization={"stage": stage})
 
 
+def plain(stage: int = 0, **axes: int) -> dict[str, Any]:
+    """Settings of a run without tensor ranks."""
+    return settings(axes.get("pipeline", 1), parallel=axes, zero_optimization={"stage": stage})
+
+
 @pytest.mark.parametrize(
     ("ranks", "made"),
     [
@@ -89,8 +94,11 @@ def config(plan: Any, stage: int = 0, **axes: int) -> dict[str, Any]:
         pytest.param(4, config(PLAN, 3, data=2), marks=pytest.mark.long),
         pytest.param(4, config(PLAN, 1, data=2) | {"activation_checkpointing": {"mode": "full"}},
                      marks=pytest.mark.long),
+        pytest.param(2, plain(1, data=2), marks=pytest.mark.long),
+        pytest.param(2, plain(3, data=2), marks=pytest.mark.long),
+        pytest.param(2, plain(pipeline=2), marks=pytest.mark.long),
     ],
-    ids=["tp2", "tp2 x pp2", "tp2 searched", "dp2 x tp2 ZeRO 3", "dp2 x tp2 recomputed"],
+    ids=["tp2", "tp2 x pp2", "tp2 searched", "dp2 x tp2 ZeRO 3", "dp2 x tp2 recomputed", "dp2", "dp2 ZeRO 3", "pp2"],
 )  # fmt: skip
 def test_glue_and_loss_read_whole_sizes(ranks: int, made: dict[str, Any]) -> None:
     batches = [(t[:, :-1], t[:, 1:]) for t in models.token_batches(made["train_batch_size"], 3)]

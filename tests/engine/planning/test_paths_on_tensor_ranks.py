@@ -95,6 +95,30 @@ def notes(made: dict[str, Any], model: type[Decoder] = Decoder) -> list[str]:
     return run_thread_ranks(2, body)[0]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("model", [EarlyExit, Sensitivity, LayerDrop])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_data_ranks_take_every_path_that_one_process_takes(model: type[Decoder], stage: int) -> None:
+    made = settings(1, parallel={"data": 2}, zero_optimization={"stage": stage})
+    batches = [(t[:, :-1], t[:, 1:]) for t in models.token_batches(made["train_batch_size"], 3)]
+    result = verify(model, made, batches, threads=2)
+    assert result is not None and result.holds(), str(result)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", [EarlyExit, Sensitivity])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_stages_refuse_such_a_path_on_all_ranks(model: type[Decoder], tensor: int) -> None:
+    def body(world: World) -> str:
+        made = settings(2, parallel={"tensor": tensor} | ({"tensor_plan": PLAN} if tensor > 1 else {}))
+        with pytest.raises(PlanError) as caught:
+            engine.initialize(model(), made, example_batch=tuple(torch.zeros(2, 2, 4, dtype=torch.int64)), world=world)
+        return str(caught.value)
+
+    (said,) = set(run_thread_ranks(2 * tensor, body))
+    assert "between units" in said
+
+
 @pytest.mark.parametrize("model", [EarlyExit, Sensitivity])
 def test_where_a_plan_follows_the_forward_the_reason_is_that_of_tensor_ranks(model: type[Decoder]) -> None:
     said = refused(model, config(PLAN, sequence_parallel=True))

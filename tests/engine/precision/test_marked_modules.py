@@ -148,6 +148,7 @@ def test_a_loaded_model_and_the_engine_choose_the_same_experts(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("parallel", "stage", "ranks"),
     [
+        pytest.param({"data": 2}, 1, 2, marks=pytest.mark.long, id="dp2"),
         pytest.param({"data": 2}, 3, 2, marks=pytest.mark.long, id="dp2 zero 3"),
         pytest.param({"data": 1, "tensor": 2}, 0, 2, marks=pytest.mark.long, id="tp2"),
         pytest.param({"data": 1, "pipeline": 2}, 0, 2, marks=pytest.mark.long, id="pp2"),

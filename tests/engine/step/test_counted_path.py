@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import engine
+from engine.verify import verify
 from tests import models
 from tests.engine.parity.launches import settings
 
@@ -35,10 +36,10 @@ class Counted(nn.Module):
         return loss
 
 
-def counted(left_out: int, loop: bool) -> tuple[float, list[str]]:
+def counted(left_out: int, loop: bool, tensor: int) -> tuple[float, list[str]]:
     """The first loss, and what the next two steps say."""
     batches = [(t[:, :-1], t[:, 1:]) for t in models.token_batches(2, 2)]
-    config = settings(2, train_batch_size=2, watchdog={"timeout_seconds": 10})
+    config = settings(2, train_batch_size=2, parallel={"tensor": tensor}, watchdog={"timeout_seconds": 10})
     with engine.initialize(Counted(left_out), config, example_batch=tuple(t[:2] for t in batches[0])) as eng:
         if loop:
             eng.open_pipeline()
@@ -59,9 +60,26 @@ def counted(left_out: int, loop: bool) -> tuple[float, list[str]]:
         return first, said
 
 
-@pytest.mark.parametrize(("left_out", "loop"), [(0, False), (2, True)], ids=["block-train_batch", "start-loop"])
-def test_ranks_that_count_for_themselves_refuse_the_step_alike(run_ranks: RunRanks, left_out: int, loop: bool) -> None:
-    told = run_ranks(counted, 2, left_out, loop)
-    assert told[0][1] == told[1][1] and told[0][0] > 0
+@pytest.mark.parametrize(
+    ("left_out", "loop", "tensor"),
+    [(0, False, 1), (2, True, 1), pytest.param(0, False, 2, marks=pytest.mark.long)],
+    ids=["block-train_batch", "start-loop", "tp2-pp2"],
+)
+def test_ranks_that_count_for_themselves_refuse_the_step_alike(
+    run_ranks: RunRanks, left_out: int, loop: bool, tensor: int
+) -> None:
+    told = run_ranks(counted, 2 * tensor, left_out, loop, tensor)
+    assert all(sentences == told[0][1] for _, sentences in told) and told[0][0] > 0
     for sentence in told[0][1]:
-        assert sentence.startswith("the forward takes different paths through the modules on rank 0 and on rank 1: ")
+        assert sentence.startswith("the forward takes different paths through the modules on rank 0 and on rank ")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("parallel", "stage"), [({"data": 2}, 1), ({"data": 2}, 3), ({"tensor": 2}, 0)], ids=["dp2", "dp2-zero3", "tp2"]
+)
+def test_ranks_that_all_count_alike_train_as_one_process(parallel: dict[str, int], stage: int) -> None:
+    config = settings(1, parallel=parallel, zero_optimization={"stage": stage})
+    batches = [(t[:, :-1], t[:, 1:]) for t in models.token_batches(config["train_batch_size"], 3)]
+    result = verify(lambda: Counted(0), config, batches, threads=2)
+    assert result is not None and result.holds(), str(result)

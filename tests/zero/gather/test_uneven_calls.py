@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import engine
-from engine.verify import Parity, TrainingRecord, train_alone
+from engine.verify import Parity, TrainingRecord, train_alone, verify
 from tests.models import take_rows
 from tests.selection import wide
 from tests.zero.awkward import VOCABULARY, Block, Chain
@@ -219,3 +219,26 @@ def three_calls() -> tuple[list[float], list[float]]:
 def test_they_do_in_a_loop_of_three_calls(run_ranks: RunRanks) -> None:
     for sharded, whole in run_ranks(three_calls, 2):
         assert sharded == pytest.approx(whole, rel=1e-6)
+
+
+PLAN = {"*.up": "column", "*.down": "row"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("data", "stage"), [(1, 0), (2, 3)], ids=["tp2", "dp2-tp2-zero3"])
+def test_tensor_ranks_make_the_calls_that_the_data_choose(name: str, data: int, stage: int) -> None:
+    config = settings(data, {"stage": stage}) | {"parallel": {"data": data, "tensor": 2, "tensor_plan": PLAN}}
+    parity = verify(KINDS[name], config, batches(), threads=2 * data)
+    assert parity is not None and parity.holds(), str(parity)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("tensor", [1, 2], ids=["pp2", "tp2-pp2"])
+def test_stages_refuse_calls_that_the_data_choose(name: str, tensor: int) -> None:
+    parallel = {"data": 1, "pipeline": 2} | ({"tensor": 2, "tensor_plan": PLAN} if tensor > 1 else {})
+    with pytest.raises(
+        engine.EngineError, match=r"(depends on more than the|choose its path only by) shapes of the input"
+    ):
+        verify(KINDS[name], settings(1, {"stage": 0}) | {"parallel": parallel}, batches(), threads=2 * tensor)
