@@ -105,6 +105,7 @@ CRUMBS = {
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.wire.sign_codec": "a code of its own, beside the blocks with which it shares only their names",
     "engine.launch.train_options": "answers --help without torch",
+    "engine.reporting.compilations": "asks Triton, which the console does without",
     "engine.zero.gather.outside_calls": "calls beside the passes of a step, apart from those",
     "engine.parallel.tensor.global_tensor.fallback": "what happens to every function that the table of rules lacks",
     "engine.rehearsal.plan_rehearsal": "which ranks and blocks are rehearsed, apart from what is said of them",

@@ -13,6 +13,8 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from torch.backends import cudnn
+from torch.cuda import nccl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -97,8 +99,8 @@ def _device() -> Finding:
         "sms": found.multi_processor_count,
         "smi": told.stdout.strip(),
         "cuda": torch.version.cuda,
-        "nccl": str(torch.cuda.nccl.version()),
-        "cudnn": torch.backends.cudnn.version(),
+        "nccl": str(nccl.version()),  # type: ignore[no-untyped-call]
+        "cudnn": cudnn.version(),  # type: ignore[no-untyped-call]
         "shared_bytes": getattr(found, "shared_memory_per_block_optin", None),
     }
 

@@ -127,8 +127,8 @@ def _checks(tiny: bool) -> list[Part]:
 def _benches(tiny: bool, scratch: Path) -> tuple[Part, Part]:
     """Make the parts that are benchmarks of their own: kernels, and products that communicate."""
     bench = (sys.executable, "-m", "benchmarks")
-    tuning = (*bench, "kernels", "--quick", "--minutes", "2.2", "--out", str(scratch / "k"))
-    tuning += ("--device", "cpu", "--operators", "gated") if tiny else ()
+    less = ("--device", "cpu", "--operators", "gated") if tiny else ()
+    tuning = (*bench, "kernels", "--quick", "--minutes", "2.2", "--out", str(scratch / "k"), *less)
     overlap = (*bench, "overlap", "--quick", "--ranks", "2", "--minutes", "1.2", "--out", str(scratch / "o"))
     return (
         Part("kernels", "each kernel beside its peers", 150, tuning, keeps=("k/kernels.json", "k/tuned.json")),

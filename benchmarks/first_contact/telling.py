@@ -66,7 +66,7 @@ def event_ms(work: Callable[[], object], count: int) -> float:
         work()
     pairs = []
     for _ in range(count):
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
         work()
         last.record()

@@ -163,5 +163,6 @@ def profiled(jobs: Sequence[Job], answers: Sequence[Mapping[str, Any]]) -> list[
             waits = ", ".join(f"{place} {count}x" for place, count in found["waits"].items()) or "nothing"
             name = job.contender.name
             lines.append(f"{name}: busy {share}, {found['launches']} launches; the host waits at {waits}.")
-    first = next((answer["profile"] for answer in answers if "top_ms" in answer.get("profile", {})), {"top_ms": {}})
-    return lines + [f"{milliseconds} ms {kernel}" for kernel, milliseconds in first["top_ms"].items()]
+    tops = (answer["profile"]["top_ms"] for answer in answers if "top_ms" in answer.get("profile", {}))
+    longest: Mapping[str, float] = next(tops, {})
+    return lines + [f"{milliseconds} ms {kernel}" for kernel, milliseconds in longest.items()]

@@ -14,14 +14,6 @@ FIRST_GPU = (
         tests=("tests/kernels/ops/test_linear.py::test_a_fresh_wide_sum_is_one_operator_that_reads_no_zeros",),
     ),
     Fault(
-        name="pinned-memory-given-back-unread",
-        about="The pinned copy of a microbatch is freed before the device has read it.",
-        file="kernels/device.py",
-        old="            self._unread.append((event, pinned))\n",
-        new="            del event\n",
-        tests=("tests/emulated_device/test_training.py::test_every_grid_trains_to_the_bits_of_the_cpu",),
-    ),
-    Fault(
         name="batches-from-pageable-memory",
         about="Batches in pageable memory go through a buffer of the driver, for which the host may wait.",
         file="kernels/device.py",
