@@ -109,7 +109,6 @@ CRUMBS = {
     "engine.zero.gather.outside_calls": "calls beside the passes of a step, apart from those",
     "engine.parallel.tensor.global_tensor.fallback": "what happens to every function that the table of rules lacks",
     "engine.rehearsal.plan_rehearsal": "which ranks and blocks are rehearsed, apart from what is said of them",
-    "engine.reporting.compilations": "listens to Triton, which the engine itself does not know",
     "engine.parallel.pipeline.report.measured": "the report of a run; its importer is the engine itself",
 }
 """Files of fewer than 60 lines with one importer, and why they do not live in it."""

@@ -172,7 +172,7 @@ def _reduce(reference: "ref[nn.Parameter]", storages: Storages, protocol: int) -
     lay_apart(own, storages)
     alone = nn.Parameter(own, parameter.requires_grad)
     vars(alone).update({name: value for name, value in vars(parameter).items() if name not in _OURS})
-    return nn.Parameter.__reduce_ex__(alone, protocol)
+    return nn.Parameter.__reduce_ex__(alone, protocol)  # type: ignore[no-untyped-call]
 
 
 def slot_view(flat: Tensor, slot: Slot) -> Tensor:

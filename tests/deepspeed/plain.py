@@ -35,7 +35,8 @@ class Lamb(torch.optim.Optimizer):
         update: Tensor = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * weight
         if not weight.norm() or not update.norm():
             return update
-        return update * (weight.norm() / update.norm()).clamp(group["min_coeff"], group["max_coeff"])
+        ratio: Tensor = (weight.norm() / update.norm()).clamp(group["min_coeff"], group["max_coeff"])
+        return update * ratio
 
 
 class Plain:

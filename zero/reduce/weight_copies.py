@@ -50,7 +50,9 @@ class WeightCopies:
         self._comm, self._steps, self._told = comm, 0, False
         self._rows = {row.name: row for row in table}
         self._parts = [part for flat in buckets for part in self._of_bucket(flat)]
-        self._factors: Tensor | None = None
+        device = self._parts[0].memory.kept.device if self._parts else None
+        self._factors = torch.tensor([part.factor for part in self._parts], device=device)
+        """Made here, because a copy to the device is a wait of the host."""
 
     def _of_bucket(self, flat: FlatBucket) -> Iterator[_Part]:
         held = flat.owned if flat.sharded else slice(0, flat.bucket.elements)
@@ -81,8 +83,6 @@ class WeightCopies:
         if not self._parts:
             return 0.0
         sums = torch.stack([_bits(part) for part in self._parts])
-        if self._factors is None:  # made once: a copy to the device is a wait of the host
-            self._factors = torch.tensor([part.factor for part in self._parts], device=sums.device)
         return (sums.remainder(_PRIME) * self._factors).remainder(_PRIME).sum().remainder(_PRIME).double()
 
     @torch.no_grad()

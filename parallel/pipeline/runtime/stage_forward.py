@@ -41,7 +41,7 @@ def leaves_of(out: Any) -> list[Any]:
 def _has_hook(tensor: Tensor) -> bool:
     """True if the user's code has hooked the tensor."""
     hooks = tensor._backward_hooks
-    return bool(hooks) and not all(map(is_engine_hook, hooks.values()))
+    return hooks is not None and not all(map(is_engine_hook, hooks.values()))
 
 
 class StopForward(BaseException):

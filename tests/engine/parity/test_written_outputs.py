@@ -60,13 +60,13 @@ def scaled(block: Block, x: Tensor) -> Tensor:
 
 
 def first_word(block: Block, x: Tensor) -> Tensor:
-    out = block.down(F.gelu(block.up(block.norm(x))))
+    out: Tensor = block.down(F.gelu(block.up(block.norm(x))))
     out[:, 0] = 0
     return x + out
 
 
 def other_words(block: Block, x: Tensor) -> Tensor:
-    out = block.down(F.gelu(block.up(block.norm(x))))
+    out: Tensor = block.down(F.gelu(block.up(block.norm(x))))
     out[:, 1:] += x[:, :-1]
     return x + out
 
@@ -86,7 +86,7 @@ def normed(block: Block, x: Tensor) -> Tensor:
 
 
 def copied(block: Block, x: Tensor) -> Tensor:
-    out = block.down(F.gelu(block.up(block.norm(x))))
+    out: Tensor = block.down(F.gelu(block.up(block.norm(x))))
     out[:, -1].copy_(x[:, 0])
     return x + out
 
