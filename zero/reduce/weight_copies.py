@@ -50,7 +50,7 @@ class WeightCopies:
         self._comm, self._steps, self._told = comm, 0, False
         self._rows = {row.name: row for row in table}
         self._parts = [part for flat in buckets for part in self._of_bucket(flat)]
-        device = self._parts[0].memory.kept.device if self._parts else None
+        device = _memory(self._parts[0]).device if self._parts else None
         self._factors = torch.tensor([part.factor for part in self._parts], device=device)
         """Made here, because a copy to the device is a wait of the host."""
 
@@ -98,7 +98,7 @@ class WeightCopies:
         sharded = any(part.memory.sharded for part in self._parts)
         alike = self._comm.grid.shard_copies if sharded else self._comm.grid.copies
         first = torch.tensor([self._first_differing("tp", sharded), self._first_differing(alike)])
-        device = self._parts[0].memory.kept.device if self._parts else first.device
+        device = _memory(self._parts[0]).device if self._parts else first.device
         first = first.to(device)
         self._comm.all_reduce(first, "world", COPIES, "max").wait()
         for row in self._comm.tally.since(before).rows():
@@ -135,9 +135,13 @@ def _factor(index: int, count: int) -> int:
     return 0 if count == 1 else 1 if index < count - 1 else 1 - count
 
 
+def _memory(part: _Part) -> Tensor:
+    """The memory of a bucket in which this rank's part lies."""
+    return part.memory.kept if part.memory.sharded else part.memory.params
+
+
 def _bits(part: _Part) -> Tensor:
-    memory = part.memory.kept if part.memory.sharded else part.memory.params
-    held = memory[part.start : part.stop]
+    held = _memory(part)[part.start : part.stop]
     if held.element_size() == 8:  # whose sum could leave 64 bits
         return held.detach().view(torch.int64).remainder(_PRIME).sum()
     return bit_sum(held)
