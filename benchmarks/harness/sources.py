@@ -39,7 +39,6 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ),
             ("engine/planning/cost_model", "benchmarks/planning"),
         ),
-        "planning-cpu": ("engine/planning", "benchmarks/planning", "launch/planner"),
         "planning-search": ("engine/planning", "benchmarks/planning"),
         "scale": (
             "engine/build",
