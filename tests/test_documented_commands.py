@@ -186,7 +186,6 @@ REASONS = {
     "python -m tests.cluster.goodput --write-figures": "disturbs a job for twenty minutes",
     "python -m tests.cluster.soak --write-figures": "slows a job for half an hour",
     "python -m tests.reliability --write-figures": "runs long tests for an hour",
-    "python -m tests.cluster.scaling --write-figures": "measures every grid for a quarter of an hour",
     "python -m tests.recorded record RUNS.json --checkpoints FOLDER": "trains for minutes",
 }
 """Command -> why no test runs it."""

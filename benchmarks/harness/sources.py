@@ -25,7 +25,6 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),
         **dict.fromkeys(("soak", "watchdog-cost", "watchdog-faults"), ("engine/watchdog", "parallel/comm")),
         "reliability": (),  # each row tells its own commit
-        **dict.fromkeys(("scaling", "scaling-verdict"), (*RUN, "engine/planning", "benchmarks/scaling")),
         "protocol-defects": ("kernels/gpu/overlap", "tests/kernels/gpu/overlap"),
         **dict.fromkeys(
             (
