@@ -73,7 +73,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             frozenset({"write_figures"}),
         ),
         "planning": Benchmark(
-            "planning.command", "the cost model of trine plan beside published figures, and measured on processors",
+            "planning.command", "the cost model of trine plan beside published figures",
             frozenset({"write_figures"}),
         ),
         "kernels": Benchmark("kernels.command", "every kernel on one GPU beside its peers", frozenset({"out"})),

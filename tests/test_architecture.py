@@ -103,6 +103,7 @@ CRUMBS = {
     "engine.deepspeed.zero": "deepspeed.zero, a door",
     "engine.kernels.gpu.quantized.dequantize": "a GPU kernel, imported only where Triton runs it",
     "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",
+    "engine.kernels.ops.squared_norm": "an operator beside the others, which picks its GPU kernel",
     "engine.kernels.wire.sign_codec": "a code of its own, beside the blocks with which it shares only their names",
     "engine.launch.train_options": "answers --help without torch",
     "engine.reporting.compilations": "asks Triton, which the console does without",

@@ -70,16 +70,10 @@ TESTED = {
         f"{PLANNER}test_plan_command.py::test_a_folder_with_a_configuration",
     "trine plan runs/llama --world 1024 --search --out best.json":
         f"{PLANNER}test_plan_command.py::test_a_search_writes_a_configuration_that_loads",
-    "trine plan --calibrate here.json": f"{PLANNER}calibration/test_calibrate.py::test_this_machine",
+    "trine plan --calibrate here.json": f"{PLANNER}test_calibrate.py::test_an_unknown_kind_has_its_measured_rates",
     "trine plan --calibrate here.json --links links.json":
-        f"{PLANNER}calibration/test_calibrate.py::test_a_known_kind_keeps_its_data_sheet",
-    "trine plan --calibrate here.json --world 2":
-        f"{PLANNER}calibration/test_operator_seconds.py::test_two_ranks_measure_this_host",
-    "trine plan run.json --world 2 --gpu here.json":
-        f"{PLANNER}calibration/test_operator_seconds.py::test_two_ranks_measure_this_host",
-    "python -m benchmarks planning --cpu --write-figures":
-        "tests/benchmarks/planning/test_host_report.py::test_the_documents_show_twelve_steps_within_the_goal",
-    "trine plan --calibrate FILE": f"{PLANNER}calibration/test_calibrate.py::test_this_machine",
+        f"{PLANNER}test_calibrate.py::test_a_known_kind_keeps_its_data_sheet",
+    "trine plan --calibrate FILE": f"{PLANNER}test_calibrate.py::test_products_passes_and_attention_are_measured",
     "pytest -m long tests/engine/rehearsal --write-figures":
         "tests/engine/rehearsal/test_rank_forecast.py::test_a_decoder_holds_what_is_predicted",
     "pytest -m long tests/engine/parity/test_fewer_bits_training.py --write-figures":
@@ -201,7 +195,6 @@ REASONS = {
     "python -m tests.cluster.goodput --write-figures": "disturbs a job for twenty minutes",
     "python -m tests.cluster.soak --write-figures": "slows a job for half an hour",
     "python -m tests.reliability --write-figures": "runs long tests for an hour",
-    "python -m tests.cluster.scaling --write-figures": "measures every grid for a quarter of an hour",
     "python -m tests.recorded record RUNS.json --checkpoints FOLDER": "trains for minutes",
 }
 """Command -> why no test runs it."""

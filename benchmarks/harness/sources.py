@@ -26,7 +26,6 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),
         **dict.fromkeys(("soak", "watchdog-cost", "watchdog-faults"), ("engine/watchdog", "parallel/comm")),
         "reliability": (),  # each row tells its own commit
-        **dict.fromkeys(("scaling", "scaling-verdict"), (*RUN, "engine/planning", "benchmarks/scaling")),
         "protocol-defects": ("kernels/gpu/overlap", "tests/kernels/gpu/overlap"),
         **dict.fromkeys(
             (
@@ -40,7 +39,6 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ),
             ("engine/planning/cost_model", "benchmarks/planning"),
         ),
-        "planning-cpu": ("engine/planning", "benchmarks/planning", "launch/planner"),
         "planning-search": ("engine/planning", "benchmarks/planning"),
         "scale": (
             "engine/build",

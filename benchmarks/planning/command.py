@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import mean
 from types import MappingProxyType
 
@@ -46,12 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fit", action="store_true", help="choose the factors of each kind of GPU anew and print them")
     parser.add_argument("--write-figures", action="store_true", help="keep the tables in docs/figures and show them")
     parser.add_argument("--search", action="store_true", help="time searches for 1,024 GPUs instead")
-    parser.add_argument("--cpu", action="store_true", help="calibrate this host and measure twelve steps instead")
-    parser.add_argument("--seconds", type=float, default=200, help="with --cpu: of rounds; starts come besides")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="with --cpu: what was measured, written or read")
     asked = parser.parse_args(arguments)
-    if asked.cpu:
-        return _on_this_host(asked)
     rows = read_rows()
     if asked.search:
         cells = search_cells()
@@ -81,22 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record_text("placement-stages", f"```\n{placement_picture(stages, 4)}\n```")
         record_text("plan-example", f"```\n$ trine {shlex.join(EXAMPLE)}\n{example()}\n```")
     return 0
-
-
-def _on_this_host(asked: argparse.Namespace) -> int:
-    """Predictions beside measured steps of this host; 1 if one is further off than the goal."""
-    from benchmarks.planning import host_report  # torch
-
-    kept = asked.keep is not None and asked.keep.exists()
-    measured = json.loads(asked.keep.read_text(encoding="utf-8")) if kept else host_report.measure_host(asked.seconds)
-    if asked.keep is not None and not kept:
-        asked.keep.write_text(json.dumps(measured), encoding="utf-8")
-    cases = host_report.compared(measured)
-    cells, run = host_report.host_cells(cases), host_report.run_cells(measured, cases)
-    print(*(f"{row:70} {column:20} {text}" for (row, column), text in (*cells.items(), *run.items())), sep="\n")
-    if asked.write_figures:
-        record_cells("planning-cpu", "blocks x width, grid, batch", cells)
-    return int(max(abs(one.off) for one in cases) > host_report.GOAL)
 
 
 def search_cells() -> Mapping[tuple[str, str], str]:

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import engine
 from benchmarks.scaling.record import AxisMeasurement, Machine, Sample
 from benchmarks.scaling.task import Mode, Task
 from engine.launch.doctor.links import AxisTimes, measure_axes
-from engine.models.decoder import DecoderConfig, loss_sum
+from engine.models.decoder import loss_sum
 from engine.parallel.comm.agreement import from_first, gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.torch_backend import TorchBackend
@@ -30,10 +30,11 @@ from engine.planning.step_time.ranking import GridChoice
 
 _PATIENCE = 20.0
 """Seconds between two signs of life of rank 0, for which others wait."""
-_Clock = Callable[[], float]
 _NAME_BYTES = 64
 _LONG = 4
 """Microbatches of the longer step, whose seconds less those of a step of one give those of a microbatch."""
+_LEAST = 1e-9
+"""Seconds of a microbatch, where the difference of two medians is lost in noise."""
 _FOREVER = LinkSpeed(0.0, 1e15)
 """A link that a job of one rank or one host lacks."""
 
@@ -152,59 +153,28 @@ class Ranks:
             between = LinkSpeed(line.latency / (2 * (nodes - 1)), line.rate * local)
         if (ring := inside.get("dp")) is not None:
             within = LinkSpeed(ring.latency / (2 * (local - 1)), ring.rate)
-        memory = across.get("tp") if self.device.type == "cpu" else None
-        speed = None if memory is None else LinkSpeed(memory.latency, memory.rate)
-        return HostLinks(within=within, between=between, memory=speed, direct=self.device.type == "cpu")
+        return HostLinks(within=within, between=between)
 
     # ------------------------------------------------------------------ computation
 
     def machine(self, task: Task, effort: Effort) -> Machine:
-        """What the prediction needs to know, measured with the engine itself on one rank each: all ranks at once, and
-        rank 0 while the others wait.
-
-        Ranks of one thread on processors are timed by what they use of a processor, which their neighbours do not
-        alter; and by the clock when all of them compute, which tells how much of a processor each one gets.
-        """
-        together = self._computed(task, effort, time.perf_counter)
-        (crowded,) = self.slowest([together.forward + together.backward])
-        computed = self._of_first(task, effort)
-        processors = self.world.size * (computed.forward + computed.backward) / crowded
+        """What the prediction needs to know: the links, and what a rank computes by itself while all others do so
+        too, measured with the engine; the slowest rank counts."""
         return Machine(
-            nodes=self.nodes,
-            ranks=self.of_node,
-            computation=replace(
-                computed,
-                handover=self._handover(effort) if self._counts_processors else 0.0,
-                processors=max(1.0, min(float(self.world.size), processors)),
-                hides_column_inputs=self.device.type == "cuda",
-            ),
-            links=self.host_links(),
+            nodes=self.nodes, ranks=self.of_node, computation=self._computed(task, effort), links=self.host_links()
         )
 
-    @property
-    def _counts_processors(self) -> bool:
-        return self.device.type == "cpu" and torch.get_num_threads() == 1
-
-    def _of_first(self, task: Task, effort: Effort) -> Computation:
-        """What rank 0 computes while the others wait, on every rank."""
-        clock = time.process_time if self._counts_processors else time.perf_counter
-        return Computation(**self.share(lambda: asdict(self._computed(task, effort, clock))))
-
-    def _computed(self, task: Task, effort: Effort, clock: _Clock) -> Computation:
+    def _computed(self, task: Task, effort: Effort) -> Computation:
         """What a rank computes that has the whole model, and in ``fixed`` how it compares with one that has half."""
-        short, long = (self._lone_step((task, 1), effort, count, clock) for count in (1, _LONG))
-        half = [self._lone_step((task, 2), effort, count, clock) for count in (1, _LONG)]
-        whole, of_half = ((b.trained - a.trained) / (_LONG - 1) for a, b in ((short, long), half))
-        forward = (long.evaluated - short.evaluated) / (_LONG - 1)
-        return Computation(
-            forward=forward,
-            backward=whole - forward,
-            fixed=min(1.0, max(0.0, 2 * of_half / whole - 1)),
-            update=max(0.0, short.trained - whole),
-            processors=float(self.world.size),
-        )
+        short, long = (self._lone_step((task, 1), effort, count) for count in (1, _LONG))
+        half = [self._lone_step((task, 2), effort, count) for count in (1, _LONG)]
+        whole, of_half = (max(_LEAST, (b.trained - a.trained) / (_LONG - 1)) for a, b in ((short, long), half))
+        forward = min(whole, max(0.0, (long.evaluated - short.evaluated) / (_LONG - 1)))
+        fixed = min(1.0, max(0.0, 2 * of_half / whole - 1))
+        found = self.slowest([forward, whole - forward, fixed, max(0.0, short.trained - whole)])
+        return Computation(forward=found[0], backward=found[1], fixed=found[2], update=found[3])
 
-    def _lone_step(self, model: tuple[Task, int], effort: Effort, count: int, clock: _Clock) -> "_LoneStep":
+    def _lone_step(self, model: tuple[Task, int], effort: Effort, count: int) -> "_LoneStep":
         """A step and an evaluation of ``count`` microbatches of a model's part, in an engine of this rank alone."""
         task, parts = model
         settings = task.settings(GridChoice(dp=1, tp=1, pp=1), count)
@@ -213,33 +183,17 @@ class Ranks:
         trained, evaluated = list[float](), list[float]()
         with engine.initialize(given, settings, loss_sum, task.example(), world=self._alone) as eng:
             for _ in range(effort.warmup + effort.steps):
-                trained.append(self._timed(lambda: eng.train_batch(next(batches)), clock))
+                trained.append(self._timed(lambda: eng.train_batch(next(batches))))
             for _ in range(1 + effort.steps):
-                evaluated.append(self._timed(lambda: eng.eval_batch(next(batches)), clock))
+                evaluated.append(self._timed(lambda: eng.eval_batch(next(batches))))
         return _LoneStep(median(trained[effort.warmup :]), median(evaluated[1:]))
 
-    def _handover(self, effort: Effort) -> float:
-        """What an action of a pipeline takes of a processor besides: of all ranks together in a pipeline of a block
-        each that computes next to nothing, less what one rank takes for the same microbatches."""
-        ranks = self.world.size
-        if ranks == 1:
-            return 0.0
-        choice = GridChoice(dp=1, tp=1, pp=ranks)
-        tiny = Task(decoder=DecoderConfig(vocabulary=16, layers=ranks, width=16, heads=2, context=1), micro=1, rows=1)
-        alone = self._of_first(tiny, effort)
-        short, long = (
-            self.steps(replace(tiny, rows=count * ranks), choice, "strong", effort).processor_seconds
-            for count in (1, 3)
-        )
-        actions = 2 * ranks * (2 * ranks)  # F and B of the microbatches that the longer step has more
-        return max(0.0, (long - short - 2 * ranks * (alone.forward + alone.backward)) / actions)
-
-    def _timed(self, call: Any, clock: _Clock = time.perf_counter) -> float:
-        began = clock()
+    def _timed(self, call: Any) -> float:
+        began = time.perf_counter()
         call()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return clock() - began
+        return time.perf_counter() - began
 
     # ------------------------------------------------------------------ steps
 
@@ -256,18 +210,16 @@ class Ranks:
             warm = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(effort.warmup)]
             (slow,) = self.slowest(warm[-1:] or [0.0])  # all are here
             before, count = dict(eng.waits), effort.count(slow)
-            used = time.process_time()
             own = [self._timed(lambda: eng.train_batch(next(batches))) for _ in range(count)]
-            used = time.process_time() - used
             waited = [eng.waits.get(axis, 0.0) - before.get(axis, 0.0) for axis in before]
             sizes = {axis: eng.grid.size(axis) for axis in before}
         seconds = median(self.slowest(own))
-        told = torch.tensor([used, *waited], dtype=torch.float64, device=self.device)
+        told = torch.tensor(waited, dtype=torch.float64, device=self.device)
         self._comm.all_reduce(told, "world", "scaling").wait()
-        processor_seconds, *sums = (float(each) / count for each in told.cpu())
+        sums = [float(each) / count for each in told.cpu()]
         axes: list[Axis] = list(before)
         waits = {str(axis): each / self.world.size for axis, each in zip(axes, sums, strict=True) if sizes[axis] > 1}
-        return Sample(seconds=seconds, processor_seconds=processor_seconds, waits=waits)
+        return Sample(seconds=seconds, waits=waits)
 
 
 class _LoneStep(NamedTuple):

@@ -14,10 +14,10 @@ from typing import Any, Self
 
 from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.step_time.axis_links import HostLinks
-from engine.planning.step_time.prediction import Computation, StageSeconds, StepTime
+from engine.planning.step_time.prediction import Computation, StepTime
 from engine.planning.step_time.ranking import GridChoice
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,6 @@ class Sample:
 
     seconds: float
     """Of a step, the median of the round."""
-    processor_seconds: float = 0.0
-    """That all ranks together use in a step, threads of communication too."""
     waits: Mapping[str, float] = field(default_factory=dict)
     """Seconds a step for which a rank has waited, by axis; the mean of all ranks."""
 
@@ -170,12 +168,12 @@ def _middle(found: Sequence[Machine]) -> Machine:
             name: median(given) for name, given in values.items() if isinstance(given[0], float)
         })  # fmt: skip
 
-    def link(name: str) -> Any:
-        known = [speed for machine in found if (speed := getattr(machine.links, name)) is not None]
-        return of(known) if known else None
-
-    links = replace(found[0].links, **{name: link(name) for name in ("within", "between", "memory")})
-    return replace(found[0], computation=of([machine.computation for machine in found]), links=links)
+    links = [machine.links for machine in found]
+    return replace(
+        found[0],
+        computation=of([machine.computation for machine in found]),
+        links=HostLinks(within=of([each.within for each in links]), between=of([each.between for each in links])),
+    )
 
 
 # ------------------------------------------------------------------ the file
@@ -211,12 +209,8 @@ def write_record(record: ScalingRecord, path: Path) -> None:
 
 
 def _machine(given: Mapping[str, Any]) -> Machine:
-    links = given["links"]
-    speeds = {name: LinkSpeed(**links[name]) if links[name] else None for name in ("within", "between", "memory")}
-    built: Any = {**links, **speeds}
-    stages = tuple(StageSeconds(**stage) for stage in given["computation"].get("stages", ()))
-    computation = Computation(**{**given["computation"], "stages": stages})
-    return Machine(**{**given, "computation": computation, "links": HostLinks(**built)})
+    links = HostLinks(**{name: LinkSpeed(**speed) for name, speed in given["links"].items()})
+    return Machine(**{**given, "computation": Computation(**given["computation"]), "links": links})
 
 
 def _row(given: Mapping[str, Any]) -> ScalingRow:

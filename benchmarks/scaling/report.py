@@ -83,13 +83,11 @@ def efficiency(row: ScalingRow, record: ScalingRecord) -> float | None:
 def _machine(machine: Machine) -> str:
     computed, links = machine.computation, machine.links
     microbatch = 1e3 * (computed.forward + computed.backward)
-    memory = f", through memory {_speed(links.memory)}" if links.memory is not None else ""
     return (
-        f"{machine.nodes} nodes of {machine.ranks} ranks: a microbatch of the whole model takes a rank alone "
+        f"{machine.nodes} nodes of {machine.ranks} ranks: a microbatch of the whole model takes a rank "
         f"{microbatch:.1f} ms, {computed.fixed:.0%} of it on every tensor rank; the rest of a step takes "
-        f"{1e3 * computed.update:.1f} ms, an action of a pipeline {1e3 * computed.handover:.2f} ms more; "
-        f"{computed.processors:.1f} ranks compute at full speed at once; "
-        f"between ranks of a host {_speed(links.within)}{memory}, out of a host {_speed(links.between)}"
+        f"{1e3 * computed.update:.1f} ms; between ranks of a host {_speed(links.within)}, "
+        f"out of a host {_speed(links.between)}"
     )
 
 

@@ -51,9 +51,13 @@ def run_plan(options: Namespace) -> None:
         EngineError: the request, the model or the configuration is wrong; one sentence.
     """
     if options.calibrate is not None:
-        from engine.launch.planner.calibration.calibrate import calibrate
+        from engine.launch.planner.calibrate import calibrate
 
-        calibrate(options.calibrate, options.links, options.world)
+        if options.world is not None:
+            raise ConfigError(
+                f"--calibrate with --world {options.world}: it measures one GPU of this machine; leave --world out."
+            )
+        calibrate(options.calibrate, options.links)
         return
     asked = read_request(options)
     config = None if asked.config is None else load_config(asked.config, asked.world)
@@ -150,8 +154,6 @@ def _costed(
     estimated = not counts or model.why_not_counted(plan)
     sample = model.samples.of(planned_layout(plan)) if estimated else None
     costs = plan_costs(plan, model.workload(config), asked.gpu, asked.node, sample)
-    if asked.host is not None and asked.world == asked.host.ranks and plan.precision.compute is None:
-        costs = replace(costs, time=model.built.host_time(plan, asked.host))
     made = Planned(
         asked=asked,
         plan=plan,

@@ -13,7 +13,6 @@ from engine.config.overrides import OVERRIDES_HELP, is_override
 from engine.errors import ConfigError, GridError
 from engine.planning.cost_model.decoder_shape import DecoderShape, decoder_shape_of, is_model_config
 from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
-from engine.planning.host_step.host_rates import HostRates, load_host_rates
 
 STEP_TOKENS = 1 << 22
 """Of a step for which nobody has said how many rows it has."""
@@ -47,8 +46,6 @@ class PlanAsked:
     config: Mapping[str, Any] | None
     rows: int | None
     """Of a step; None: those of the configuration, or as many as give STEP_TOKENS tokens."""
-    host: HostRates | None
-    """Measured operators of a host, where the hardware file has them."""
     dollars: float | None
     """Of a GPU and hour."""
     counts: bool
@@ -83,7 +80,7 @@ def add_plan_options(command: ArgumentParser) -> None:
     ))  # fmt: skip
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_argument("--calibrate", type=Path, metavar="FILE", help=(
-        "measure products, attention and passes over memory here, and write such a file for --gpu"
+        "measure products, attention and passes over memory on the GPU here, and write such a file for --gpu"
     ))  # fmt: skip
     command.add_argument("--links", type=Path, metavar="FILE", help=(
         "with --calibrate: what trine doctor --json FILE has measured of the links of a job, by axis"
@@ -130,7 +127,6 @@ def read_request(options: Namespace) -> PlanAsked:
         gpu=gpu,
         config=settings,
         rows=options.batch,
-        host=load_host_rates(Path(options.gpu)),
         dollars=options.price,
         counts=not options.estimate,
     )

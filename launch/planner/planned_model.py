@@ -20,11 +20,8 @@ from engine.parallel.model.user_code import is_own_mistake
 from engine.planning.analysis import PlanRequest, needs_search, search_styles
 from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.workload import Workload
-from engine.planning.host_step.host_prediction import predict_on_host
-from engine.planning.host_step.host_rates import HostRates
 from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import needs_profiling, profile_run
-from engine.planning.step_time.prediction import StepTime
 from engine.planning.step_time.traced_workload import traced_workload
 from engine.planning.tensor_plan_search import CalledModules, SearchedProgram, calls_of_modules
 from engine.planning.tensor_search.found_styles import FoundStyles
@@ -113,10 +110,6 @@ class PlannedModel:
     def workload(self, config: Config) -> Workload:
         """The workload, from one forward on shapes."""
         return traced_workload(self._program(config), self.row)
-
-    def host_time(self, plan: Plan, rates: HostRates) -> StepTime:
-        """The seconds of a step on the processors of a host, operator by operator."""
-        return predict_on_host(self._program(plan.config), plan, self._example(plan.config), rates)
 
     def _search(self, config: Config) -> FoundStyles:
         """The tensor plan of a configuration; rows of a microbatch and the rest of the grid do not change it."""

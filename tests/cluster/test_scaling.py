@@ -11,9 +11,14 @@ from benchmarks.scaling.record import ScalingRecord, read_record
 from tests.benchmarks.scaling.test_command import TINY
 from tests.cluster.jobs import Job
 from tests.cluster.network import Cluster, missing
-from tests.cluster.scaling import JOB, rank_correlation
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.long]
+
+JOB = """
+import sys
+from benchmarks.scaling.command import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def wait_for_samples(out: Path, count: int, seconds: float = 120.0) -> ScalingRecord:
@@ -55,8 +60,3 @@ def test_a_job_that_lost_a_node_goes_on(
         assert again is not None and again.samples[: len(row.samples)] == row.samples
     made = re.findall(r"^strong (.*): .* s$", ended[0].text, flags=re.MULTILINE)  # of both jobs
     assert len(made) == sum(rounds.values()) and len(set(made)) == len(made)
-
-
-def test_correlation_of_ranks() -> None:
-    assert rank_correlation([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]) == 1.0
-    assert rank_correlation([1.0, 2.0, 3.0], [30.0, 20.0, 10.0]) == -1.0

@@ -105,7 +105,6 @@ def host_links(gpu: GpuSpec, node: int) -> HostLinks:
     return HostLinks(
         within=LinkSpeed(gpu.link_latency, gpu.link_rate * gpu.reached.link),
         between=LinkSpeed(gpu.network_latency, node * gpu.network_rate * gpu.reached.network),
-        direct=False,
     )
 
 
@@ -119,7 +118,6 @@ def _seconds(plan: Plan, work: Workload, gpu: GpuSpec, node: int, roofline: Roof
         forward=whole * (work.blocks * block.forward + head / 3),
         backward=whole * (work.blocks * (block.backward + roofline.recomputed(block)) + head * 2 / 3),
         update=besides * work.parameters * UPDATE_BYTES / roofline.memory_rate,
-        hides_column_inputs=True,
     )
     return predict_step(plan, computation, place_axes(grid, hosts, host_links(gpu, node)))
 

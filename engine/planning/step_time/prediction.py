@@ -3,10 +3,9 @@
 A step as the engine runs it, and what of it counts:
 
     pipeline   the schedule's actions. A stage computes its share of the model's FLOPs; of that, tensor ranks share all
-               but a fixed part (norms, residuals, launches, Python), and every action takes a handover besides. Sums
-               over tensor ranks are waited for where they stand: in the forward, but for those of column inputs, which
-               are in the backward. On GPUs (``hides_column_inputs``) these run beside the weight gradients, half of a
-               backward, and only what exceeds them counts. Through memory they are work of the processors.
+               but a fixed part (norms, residuals, launches, Python). Sums over tensor ranks are waited for where they
+               stand: in the forward, but for those of column inputs, which are in the backward, run beside the weight
+               gradients, half of a backward, and count where they exceed them.
                Parameters of ZeRO 3 are gathered one group ahead, so a pass waits for the first group, or for all of
                them less what it computes meanwhile, whichever is longer.
                Messages between stages travel while their sender computes, one after another out of a pipeline rank; a
@@ -19,23 +18,22 @@ A step as the engine runs it, and what of it counts:
     control    the check of the batch and the control sum: the latency of their axes. Every rank waits for the slowest.
     update     every rank updates what it owns; ZeRO 1 and 2 then gather the parameters, which nothing hides.
 
-Ranks that share processors compute as :mod:`~engine.planning.step_time.contention` says: a rank that waits
-leaves its share to others.
+Every rank has a device of its own.
 
-What is left out: the processor time of what goes through a network, of encoding and decoding, that sums in fewer bits
-do not go through memory, axes that send at the same moment over one link,
-stages that the schedule gives to one rank and that tie parameters, and the first steps, which reduce nothing early.
+What is left out: the time of encoding and decoding, axes that send at the same moment over one link, stages that the
+schedule gives to one rank and that tie parameters, and the first steps, which reduce nothing early.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from engine.parallel.comm.traffic import Traffic
 from engine.parallel.grid import Axis, Coord
 from engine.parallel.pipeline.partition.cost_model import flops_of_calls
-from engine.parallel.pipeline.schedule.actions import Action, Op
-from engine.parallel.pipeline.schedule.simulate import StepTimeline
+from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
+from engine.parallel.pipeline.schedule.simulate import Span, StepTimeline
+from engine.parallel.pipeline.schedule.validate import complete_rules
 from engine.parallel.tensor.collectives import COLUMN_INPUTS
 from engine.planning.budgets import (
     pipeline_format,
@@ -46,28 +44,20 @@ from engine.planning.budgets import (
     tensor_format,
     wire_formats,
 )
-from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.plan import Plan
 from engine.planning.step_time.axis_links import AxisLinks, Pattern
-from engine.planning.step_time.contention import Contention, Hop, Task, simulate_contention
 
 _Key = tuple[Op, int]
 """Operation and stage."""
+Hop = Callable[[Action, int], tuple[float, float]]
+"""(seconds on the way out of its rank, seconds more until it arrives) of the result of an action, sent to a rank."""
 _COMPLETING = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 """Actions after which a stage has its weight gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageSeconds:
-    """Of a microbatch on one tensor rank of a stage."""
-
-    forward: float
-    backward: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """Seconds that a rank computes which has the whole model and a processor of its own."""
+    """Seconds that a rank computes which has the whole model."""
 
     forward: float
     """Of a microbatch."""
@@ -75,22 +65,8 @@ class Computation:
     """Of a microbatch; with split backwards half of it is W."""
     fixed: float = 0.0
     """Part of both, from 0 to 1, that stays whatever part of each layer a rank holds: what tensor ranks repeat."""
-    handover: float = 0.0
-    """Beside each action of a pipeline, before its W: messages, the cut graph, the schedule."""
     update: float = 0.0
     """Of all that a step computes once: norm, clipping, optimizer."""
-    processors: float = float("inf")
-    """Ranks that compute at full speed at the same time; infinite: all of them."""
-    hides_column_inputs: bool = False
-    """Sums of the gradients of column inputs run beside weight gradients, as they do on GPUs."""
-    stages: tuple[StageSeconds, ...] = ()
-    """Of each stage, where they are known one by one; they take the place of shares of ``forward`` and ``backward``."""
-    owned_update: float | None = None
-    """The same as ``update`` for what a rank owns, where that is known; None: its share of ``update``."""
-    overlap: float = 1.0
-    """Of a collective beside computation: the part that costs nothing, from 0 to 1."""
-    gather: float = 0.0
-    """For each group of parameters that is gathered and freed (ZeRO 3), beside the collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +74,7 @@ class StepTime:
     """Predicted seconds of a step; the parts add up to ``total``."""
 
     computation: float
-    """Of the rank that computes longest, or of all where they share processors."""
+    """Of the rank that computes longest."""
     bubble: float
     """That ranks of a pipeline wait for each other's computation."""
     communication: Mapping[Axis, float] = field(default_factory=dict)
@@ -115,31 +91,58 @@ def predict_step(plan: Plan, computation: Computation, links: AxisLinks) -> Step
     return _Prediction(plan, computation, links).step()
 
 
+def play_schedule(
+    schedule: Schedule, seconds: Mapping[tuple[Op, int], float], hop: Hop = lambda action, target: (0.0, 0.0)
+) -> StepTimeline:
+    """Start every action as soon as its rank is free and its need has arrived; messages leave a rank one by one.
+
+    Without messages that take time this is :func:`~engine.parallel.pipeline.schedule.simulate.simulate`.
+
+    Args:
+        seconds: by operation and stage.
+
+    Raises:
+        ScheduleError: the schedule is incomplete or stuck.
+    """
+    rules = complete_rules(schedule)
+    takers: dict[int, list[int]] = {}
+    for taker, need in enumerate(rules.needs[1]):
+        if need >= 0 and rules.rank[need] != rules.rank[taker]:
+            takers.setdefault(need, []).append(taker)
+    begins, ends, arrived = ([0.0] * len(rules.actions) for _ in range(3))
+    free, out_free = ([0.0] * len(rules.rows) for _ in range(2))
+    for number in rules.needs_order:
+        action, rank = rules.actions[number], rules.rank[number]
+        begins[number] = max(free[rank], arrived[number])
+        free[rank] = ends[number] = begins[number] + seconds[action.op, action.stage]
+        for taker in takers.get(number, ()):
+            out, further = hop(action, rules.rank[taker])
+            out_free[rank] = max(ends[number], out_free[rank]) + out
+            arrived[taker] = out_free[rank] + further
+    spans = list(map(Span, rules.actions, begins, ends))
+    return StepTimeline(schedule, tuple(tuple(spans[row.start : row.stop]) for row in rules.rows))
+
+
 class _Prediction:
     """What the parts of one prediction share."""
 
     def __init__(self, plan: Plan, computation: Computation, links: AxisLinks) -> None:
         self._plan, self._computation, self._links = plan, computation, links
         self._config, self._grid = plan.config, plan.grid(0)
-        self._copies = self._grid.dp * self._grid.tp
-        self._crowd = max(1.0, self._grid.world_size / computation.processors)
-        """How much slower a rank computes while all of them do."""
 
     def step(self) -> StepTime:
-        tasks = self._tasks()
-        bare = {key: Task(task.work) for key, task in tasks.items()}
-        tensor = self._with_tensor(tasks)
-        gathers = _with_waits(tensor, self._gather_waits(tasks))
-        ends = [self._play(bare), self._play(tensor), self._play(gathers)]
-        played = self._play(gathers, self._hop)
-        spans = [*(each.makespan for each in ends), played.makespan]
+        schedule, seconds = self._plan.schedule, self._seconds_by_action()
+        tensor = _with_waits(seconds, self._tensor_waits(seconds))
+        gathers = _with_waits(tensor, self._gather_waits(seconds))
+        played = play_schedule(schedule, gathers, self._hop)
+        spans = [play_schedule(schedule, each).makespan for each in (seconds, tensor, gathers)] + [played.makespan]
         reduced = [self._reduced(pp, played) for pp in range(self._grid.pp)]
         ties = max(self._late(pp, "pp") for pp in range(self._grid.pp))
         partial = max(self._late(pp, "tp") for pp in range(self._grid.pp))
-        computed = self._busiest(bare)
+        computed = max(sum(seconds[op, stage] for op, stage, _ in row) for row in schedule.per_rank)
         communication: dict[Axis, float] = {
             "tp": spans[1] - spans[0] + partial,
-            self._grid.sharding: spans[2] - spans[1] + self._reductions(reduced, spans[3]) + self._gathered(),
+            self._grid.sharding: spans[2] - spans[1] + max(0.0, max(reduced) - spans[3]) + self._gathered(),
             "dp_replicate": max(self._replica_sums(pp) for pp in range(self._grid.pp)),
             "pp": spans[3] - spans[2] + ties,
             "replica": self._latency("replica"),
@@ -163,90 +166,58 @@ class _Prediction:
             flops[stage] += count
         return [count / sum(flops) for count in flops]
 
-    def _tasks(self) -> dict[_Key, Task]:
-        one = self._computation
+    def _seconds_by_action(self) -> dict[_Key, float]:
+        """The computation of every action, without what it waits for."""
+        one, found = self._computation, {}
         left = one.fixed + (1 - one.fixed) / self._grid.tp
-        found = {}
         for stage, share in enumerate(self._shares()):
             forward, backward = one.forward * share * left, one.backward * share * left
-            if one.stages:
-                forward, backward = one.stages[stage].forward, one.stages[stage].backward
-            extra = one.handover if self._grid.pp > 1 else 0.0
-            parts = (forward + extra, backward + extra, backward / 2 + extra, backward / 2)
-            for op, seconds in zip(Op, parts, strict=True):
-                found[op, stage] = Task(seconds)
+            for op, seconds in zip(Op, (forward, backward, backward / 2, backward / 2), strict=True):
+                found[op, stage] = seconds
         return found
-
-    def _busiest(self, tasks: Mapping[_Key, Task]) -> float:
-        """Seconds of the longest row if no rank ever waits."""
-        rows = [sum(tasks[op, stage].work for op, stage, _ in row) for row in self._plan.schedule.per_rank]
-        return max(max(rows), sum(rows) * self._copies / self._computation.processors)
 
     def _update(self) -> float:
         """Every rank at once; of sharded states each has its part."""
-        if self._computation.owned_update is not None:
-            return self._computation.owned_update
         whole = max(1, sum(row.elements for row in self._plan.table))
         parts = self._config.shards if self._config.zero_optimization.stage else 1
         held = max(sum(bucket.elements for bucket in self._layout(pp)) for pp in range(self._grid.pp))
-        return self._computation.update * min(1.0, held / whole) / parts * self._crowd
-
-    def _play(self, tasks: Mapping[_Key, Task], hop: Hop | None = None) -> StepTimeline:
-        contention = Contention(copies=self._copies, processors=self._computation.processors, hop=hop)
-        return simulate_contention(self._plan.schedule, tasks, contention)
+        return self._computation.update * min(1.0, held / whole) / parts
 
     # ------------------------------------------------------------------ what is sent between their computations
 
     def _seconds(self, row: Traffic, pattern: Pattern) -> float:
-        return self._link(row.axis, pattern).seconds(row.calls, row.bytes)
-
-    def _link(self, axis: Axis, pattern: Pattern) -> LinkSpeed:
-        """Gathers go as direct messages where they were not measured apart."""
-        known = self._links.collectives
-        return known[axis, "direct"] if (axis, pattern) not in known else known[axis, pattern]
+        return self._links.collectives[row.axis, pattern].seconds(row.calls, row.bytes)
 
     def _sums(self, row: Traffic) -> Pattern:
-        """How tensor ranks send: what is in fewer bits goes by exchanges and gathers."""
+        """The collective of tensor ranks: what is in fewer bits goes by exchanges and gathers."""
         form = tensor_format(self._config)
-        return "direct" if form is not None and row.label in form.labels else "ring"
+        return "all_gather" if form is not None and row.label in form.labels else "all_reduce"
 
     def _latency(self, axis: Axis) -> float:
-        link = self._links.collectives.get((axis, "ring"))
+        link = self._links.collectives.get((axis, "all_reduce"))
         return link.latency if link is not None else 0.0
 
-    def _tensor_waits(self) -> dict[_Key, float]:
+    def _tensor_waits(self, computed: Mapping[_Key, float]) -> dict[_Key, float]:
         waits: dict[_Key, float] = {}
         for stage, tally in self._plan.tensor_traffic.items():
             seconds = [(row.label == COLUMN_INPUTS, self._seconds(row, self._sums(row))) for row in tally.rows()]
             backward = sum(one for is_input, one in seconds if is_input)
-            forward = sum(one for is_input, one in seconds if not is_input)
-            if self._computation.hides_column_inputs:
-                backward = max(0.0, backward - self._tasks()[Op.BACKWARD_WEIGHT, stage].work)
-            waits[Op.FORWARD, stage] = forward
+            backward = max(0.0, backward - computed[Op.BACKWARD_WEIGHT, stage])
+            waits[Op.FORWARD, stage] = sum(one for is_input, one in seconds if not is_input)
             waits[Op.BACKWARD, stage] = waits[Op.BACKWARD_INPUT, stage] = backward
         return waits
 
-    def _with_tensor(self, tasks: Mapping[_Key, Task]) -> dict[_Key, Task]:
-        """The tasks with their sums over tensor ranks; those through memory were measured on all ranks at once."""
-        waits = self._tensor_waits()
-        if not self._links.through_memory:
-            return _with_waits(tasks, waits)
-        return {key: Task(task.work + waits.get(key, 0.0) / self._crowd) for key, task in tasks.items()}
-
-    def _gather_waits(self, tasks: Mapping[_Key, Task]) -> dict[_Key, float]:
+    def _gather_waits(self, computed: Mapping[_Key, float]) -> dict[_Key, float]:
         """ZeRO 3: of each pass, what prefetching one group ahead does not hide; the passes of a rank share alike."""
         waits: dict[_Key, float] = {}
         for pp in range(self._grid.pp) if shards_parameters(self._config) else ():
             passes = self._plan.schedule.passes(pp)
             groups = max(1, len(self._layout(pp)))
             whole = sum(
-                self._seconds(row, "gather") for row in self._rows(pp, self._grid.sharding, "parameters")
+                self._seconds(row, "all_gather") for row in self._rows(pp, self._grid.sharding, "parameters")
             ) / len(passes)
             for op, stage, _ in passes:
-                hidden = tasks[op, stage].work * self._crowd * (groups - 1) / groups
-                waited = max(whole / groups, whole - hidden)
-                lost = (1 - self._computation.overlap) * (whole - waited)
-                waits[op, stage] = waited + lost + groups * self._computation.gather
+                waits[op, stage] = max(whole / groups, whole - computed[op, stage] * (groups - 1) / groups)
         return waits
 
     def _hop(self, action: Action, target: int) -> tuple[float, float]:
@@ -287,7 +258,7 @@ class _Prediction:
         if self._config.shards == 1:
             return last.end
         sharded = self._config.zero_optimization.stage > 0
-        link = self._links.collectives[self._grid.sharding, "direct" if sharded else "ring"]
+        link = self._links.collectives[self._grid.sharding, "all_gather" if sharded else "all_reduce"]
         buckets = sorted(self._layout(pp), key=lambda bucket: bucket.late)
         sizes = [bucket.sent for bucket in buckets]
         free, made, eager = 0.0, 0, sum(bucket.elements for bucket in buckets if not bucket.late)
@@ -299,20 +270,9 @@ class _Prediction:
             free = max(free, ready) + link.seconds(1, size)
         return max(free, last.end)
 
-    def _reductions(self, ends: Sequence[float], computed: float) -> float:
-        """What is waited for of reductions that are over at ``ends``, and what those beside computation take of it."""
-        waited = max(0.0, max(ends) - computed)
-        lost = 1 - self._computation.overlap
-        if self._grid.dp == 1 or not lost:
-            return waited
-        rows = [list(self._rows(pp, self._grid.sharding, "gradients")) for pp in range(self._grid.pp)]
-        pattern: Pattern = "direct" if self._config.zero_optimization.stage else "ring"
-        longest = max(sum(self._seconds(row, pattern) for row in found) for found in rows)
-        return waited + lost * max(0.0, longest - waited)
-
     def _replica_sums(self, pp: int) -> float:
         """Sums of the shards over shard groups; that those before the last one may run beside backward is left out."""
-        return sum(self._seconds(row, "ring") for row in self._rows(pp, "dp_replicate", "gradients"))
+        return sum(self._seconds(row, "all_reduce") for row in self._rows(pp, "dp_replicate", "gradients"))
 
     def _earlier(self, pp: int, played: StepTimeline, seconds: float) -> float:
         """When what was reduced before the last backward is over; all stages of a rank together send ``seconds``."""
@@ -328,7 +288,9 @@ class _Prediction:
             found = self._plan.rank(self._grid.rank_at(pp=pp)).traffic
             stages = {(row.axis, row.label) for tally in self._plan.tensor_traffic.values() for row in tally.rows()}
             return sum(
-                self._seconds(row, "ring") for row in found if row.axis == "tp" and (row.axis, row.label) not in stages
+                self._seconds(row, "all_reduce")
+                for row in found
+                if row.axis == "tp" and (row.axis, row.label) not in stages
             )
         hops = [link for (source, _), link in self._links.hops.items() if source == pp]
         return sum(hops[0].seconds(2 * row.calls, row.bytes) for row in self._rows(pp, "pp", "ties")) if hops else 0.0
@@ -338,7 +300,7 @@ class _Prediction:
         if shards_parameters(self._config):
             return 0.0
         found = [
-            sum(self._seconds(row, "gather") for row in self._rows(pp, self._grid.sharding, "parameters"))
+            sum(self._seconds(row, "all_gather") for row in self._rows(pp, self._grid.sharding, "parameters"))
             for pp in range(self._grid.pp)
         ]
         return max(found)
@@ -349,8 +311,8 @@ class _Prediction:
                 yield row
 
 
-def _with_waits(tasks: Mapping[_Key, Task], waits: Mapping[_Key, float]) -> dict[_Key, Task]:
-    return {key: task._replace(wait=task.wait + waits.get(key, 0.0)) for key, task in tasks.items()}
+def _with_waits(seconds: Mapping[_Key, float], waits: Mapping[_Key, float]) -> dict[_Key, float]:
+    return {key: each + waits.get(key, 0.0) for key, each in seconds.items()}
 
 
 @dataclass(frozen=True, slots=True)

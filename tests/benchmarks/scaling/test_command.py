@@ -52,14 +52,14 @@ def test_two_ranks_measure_every_grid_and_go_on(run_ranks: Callable[..., list[An
 
 def test_a_file_of_another_task_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "scaling.json"
-    out.write_text(json.dumps({"version": 1, "task": {"micro": 3}, "peak_flops": None, "machines": [], "rows": []}))
+    out.write_text(json.dumps({"version": 2, "task": {"micro": 3}, "peak_flops": None, "machines": [], "rows": []}))
     assert main([*TINY, f"--out={out}"]) == 1
     assert "give another --out" in capsys.readouterr().err
 
 
 def test_a_render_needs_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "scaling.json"
-    out.write_text(json.dumps({"version": 1, "task": {}, "peak_flops": None, "machines": [], "rows": []}))
+    out.write_text(json.dumps({"version": 2, "task": {}, "peak_flops": None, "machines": [], "rows": []}))
     assert main(["--render", str(out), "--svg", str(tmp_path / "scaling.svg")]) == 0
     assert capsys.readouterr().out.startswith("nodes  ranks")
     assert (tmp_path / "scaling.svg").read_text().startswith("<svg")

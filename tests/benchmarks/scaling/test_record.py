@@ -26,8 +26,8 @@ DP4 = GridChoice(dp=4, tp=1, pp=1, stage=1)
 
 
 def machine(forward: float = 1.0, nodes: int = 2) -> Machine:
-    links = HostLinks(within=LINK, between=LinkSpeed(1e-3, 1e7), memory=None)
-    computed = Computation(forward=forward, backward=2.0, processors=2.0)
+    links = HostLinks(within=LINK, between=LinkSpeed(1e-3, 1e7))
+    computed = Computation(forward=forward, backward=2.0)
     return Machine(nodes=nodes, ranks=2, computation=computed, links=links)
 
 

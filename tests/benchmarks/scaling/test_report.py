@@ -23,7 +23,7 @@ def test_a_row_says_rates_and_the_error_of_its_prediction() -> None:
 def test_links_and_machine_are_shown() -> None:
     told = table(record(row()))
     assert "dp4, ZeRO 1  dp    4                 2                 1000        10.0" in told
-    assert "2.0 ranks compute at full speed at once" in told and "out of a host 1000 us and 10.0 MB/s" in told
+    assert "takes a rank 3000.0 ms" in told and "out of a host 1000 us and 10.0 MB/s" in told
 
 
 def test_a_refused_grid_says_why() -> None:

@@ -7,40 +7,36 @@ from engine.parallel.grid import Grid
 from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.step_time.axis_links import HostLinks, place_axes
 
-LINKS = HostLinks(
-    within=LinkSpeed(1e-5, 1000.0), between=LinkSpeed(1e-3, 120.0), memory=LinkSpeed(2e-6, 5000.0)
-)  # fmt: skip
+LINKS = HostLinks(within=LinkSpeed(1e-5, 1000.0), between=LinkSpeed(1e-3, 120.0))
 FOUR_BY_TWO = tuple("aabbccdd")
 
 
 def test_a_ring_of_neighbours_leaves_each_host_once() -> None:
     links = place_axes(Grid(dp=8), FOUR_BY_TWO, LINKS)
-    assert links.collectives["dp", "ring"] == LinkSpeed(14 * 1e-3, 120.0)
+    assert links.collectives["dp", "all_reduce"] == LinkSpeed(14 * 1e-3, 120.0)
 
 
-def test_direct_messages_leave_a_host_from_each_of_its_ranks() -> None:
-    # each of two ranks sends 6 of its 7 parts to other hosts
+def test_a_gather_goes_around_the_ring_once() -> None:
     links = place_axes(Grid(dp=8), FOUR_BY_TWO, LINKS)
-    assert links.collectives["dp", "direct"].rate == pytest.approx(120 / (2 * 6 / 7))
-    assert links.collectives["dp", "direct"].latency == pytest.approx(7e-3)
+    assert links.collectives["dp", "all_gather"] == LinkSpeed(7e-3, 120.0)
 
 
 def test_groups_share_the_way_out_of_a_host() -> None:
     links = place_axes(Grid(dp=4, tp=2), FOUR_BY_TWO, LINKS)
-    assert links.collectives["dp", "ring"] == LinkSpeed(6e-3, 60.0)
-    assert links.collectives["tp", "ring"] == LINKS.memory and links.through_memory
+    assert links.collectives["dp", "all_reduce"] == LinkSpeed(6e-3, 60.0)
+    assert links.collectives["tp", "all_reduce"] == LinkSpeed(2e-5, 1000.0)
 
 
 def test_shard_groups_of_a_host_leave_it_with_their_replicas_only() -> None:
     links = place_axes(Grid(dp=8, shard_size=2), FOUR_BY_TWO, LINKS)
-    assert links.collectives["dp_shard", "direct"] == LinkSpeed(1e-5, 1000.0)
-    assert links.collectives["dp_replicate", "ring"] == LinkSpeed(6e-3, 60.0)  # both ranks of a host send
+    assert links.collectives["dp_shard", "all_gather"] == LinkSpeed(1e-5, 1000.0)
+    assert links.collectives["dp_replicate", "all_reduce"] == LinkSpeed(6e-3, 60.0)  # both ranks of a host send
 
 
 def test_tensor_ranks_of_two_hosts_send_messages() -> None:
     links = place_axes(Grid(dp=2, tp=4), FOUR_BY_TWO, LINKS)
-    assert links.collectives["tp", "ring"] == LinkSpeed(6e-3, 120.0) and not links.through_memory
-    assert links.collectives["dp", "ring"] == LinkSpeed(2e-3, 60.0)  # ranks r and r + 4
+    assert links.collectives["tp", "all_reduce"] == LinkSpeed(6e-3, 120.0)
+    assert links.collectives["dp", "all_reduce"] == LinkSpeed(2e-3, 60.0)  # ranks r and r + 4
 
 
 def test_hops_are_as_fast_as_what_they_cross() -> None:
@@ -50,14 +46,9 @@ def test_hops_are_as_fast_as_what_they_cross() -> None:
     assert shared.hops[0, 1] == LinkSpeed(1e-3, 60.0)
 
 
-def test_nccl_reduces_and_gathers_in_rings() -> None:
-    links = place_axes(Grid(dp=8), FOUR_BY_TWO, HostLinks(within=LINKS.within, between=LINKS.between, direct=False))
-    assert links.collectives["dp", "direct"] == LinkSpeed(7e-3, 120.0)
-
-
 def test_one_host_needs_no_network() -> None:
     links = place_axes(Grid(dp=2), ("a", "a"), LINKS)
-    assert links.collectives["dp", "ring"] == LinkSpeed(2e-5, 1000.0)
+    assert links.collectives["dp", "all_reduce"] == LinkSpeed(2e-5, 1000.0)
     assert not links.hops
 
 

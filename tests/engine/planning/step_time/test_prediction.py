@@ -11,17 +11,23 @@ from engine.config import load_config
 from engine.errors import PlanError
 from engine.parallel.comm.traffic import Traffic
 from engine.parallel.grid import Grid
+from engine.parallel.pipeline.schedule.actions import Action, Op
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
+from engine.parallel.pipeline.schedule.simulate import Cost, simulate
 from engine.planning.analysis import PlanRequest
 from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.plan import Plan, build_plan
 from engine.planning.step_time.axis_links import AxisLinks, HostLinks, place_axes
-from engine.planning.step_time.prediction import Computation, predict_step
+from engine.planning.step_time.prediction import Computation, play_schedule, predict_step
 from engine.planning.step_time.ranking import GridChoice, grid_choices, rank_grids
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 
 WIDTH, ROWS, BLOCKS = 64, 4, 4
 ONE = Computation(forward=1.0, backward=2.0, update=0.5)
+BARE = Computation(forward=1.0, backward=0.0)
+"""Without weight gradients that sums over tensor ranks could run beside."""
+OPS = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
 FREE = HostLinks(within=LinkSpeed(0.0, 1e30), between=LinkSpeed(0.0, 1e30))
 
 
@@ -98,45 +104,17 @@ def test_a_pipeline_has_its_bubble() -> None:
     assert time.communication == pytest.approx({"pp": 0.0, "replica": 0.0, "world": 0.0})
 
 
-def test_shared_processors_have_no_bubble_but_take_as_long() -> None:
-    choice = GridChoice(dp=1, tp=1, pp=4)
-    shared = Computation(forward=1.0, backward=2.0, processors=1.0)
-    time = predict_step(planned(choice), shared, links(choice))
-    assert time.computation == pytest.approx(12.0) and time.bubble == pytest.approx(0.0)
-
-
 def test_tensor_ranks_share_all_but_the_fixed_part() -> None:
     choice = GridChoice(dp=1, tp=2, pp=1)
     time = predict_step(planned(choice), Computation(forward=1.0, backward=2.0, fixed=0.5), links(choice))
     assert time.computation == pytest.approx(12 * 0.75)
 
 
-def test_actions_of_a_pipeline_take_a_handover_more() -> None:
-    choice = GridChoice(dp=1, tp=1, pp=2)
-    plan, more = planned(choice), Computation(forward=1.0, backward=2.0, handover=0.1)
-    plain = predict_step(plan, Computation(forward=1.0, backward=2.0), links(choice))
-    time = predict_step(plan, more, links(choice))
-    assert time.computation - plain.computation == pytest.approx(4 * 2 * 0.1)
-    alone = GridChoice(dp=1, tp=1, pp=1)
-    assert predict_step(planned(alone), more, links(alone)).total == pytest.approx(12.0)
-
-
-def test_sums_through_memory_are_work_of_processors() -> None:
-    choice = GridChoice(dp=1, tp=2, pp=1)
-    plan, speeds = planned(choice), HostLinks(within=FREE.within, between=FREE.between, memory=LinkSpeed(0.01, 1e30))
-    grid = Grid(tp=2)
-    calls = sum(row.calls for row in plan.rank(0).traffic if row.axis == "tp")
-    shared = Computation(forward=1.0, backward=2.0, processors=1.0)
-    for computation in (ONE, shared):  # measured on all ranks at once: as long on shared processors
-        time = predict_step(plan, computation, place_axes(grid, ("a", "a"), speeds))
-        assert time.communication["tp"] == pytest.approx(calls * 0.01)
-
-
 def test_sums_over_tensor_ranks_are_waited_for() -> None:
     choice = GridChoice(dp=1, tp=2, pp=1)
     plan, slow = planned(choice), HostLinks(within=FREE.within, between=LinkSpeed(0.01, 1e5))
     rows = [row for row in plan.rank(0).traffic if row.axis == "tp"]
-    time = predict_step(plan, ONE, links(choice, slow))
+    time = predict_step(plan, BARE, links(choice, slow))
     steps = 2 * (2 - 1)  # of a ring of two
     assert rows and time.communication["tp"] == pytest.approx(
         sum(row.calls * steps * 0.01 + row.bytes / 1e5 for row in rows)
@@ -149,17 +127,16 @@ def test_sums_in_fewer_bits_are_exchanges_and_gathers() -> None:
     slow = HostLinks(within=FREE.within, between=LinkSpeed(0.01, 1e5))
     rows = [row for row in plan.rank(0).traffic if row.axis == "tp"]
     assert {row.label for row in rows} == {"column inputs", "row outputs"}
-    time = predict_step(plan, ONE, links(choice, slow))
+    time = predict_step(plan, BARE, links(choice, slow))
     assert time.communication["tp"] == pytest.approx(sum(row.calls * 0.01 + row.bytes / 1e5 for row in rows))
     assert [row.calls for row in rows] == [2 * row.calls for row in exact.rank(0).traffic if row.axis == "tp"]
 
 
-def test_what_exceeds_weight_gradients_counts_where_they_hide_it() -> None:
+def test_sums_of_column_inputs_count_where_they_exceed_weight_gradients() -> None:
     choice = GridChoice(dp=1, tp=2, pp=1)
     slow = HostLinks(within=FREE.within, between=LinkSpeed(0.0, 1e4))
-    hidden = Computation(forward=1.0, backward=2.0, hides_column_inputs=True)
     plan = planned(choice)
-    shown, left = (predict_step(plan, one, links(choice, slow)).communication["tp"] for one in (ONE, hidden))
+    shown, left = (predict_step(plan, one, links(choice, slow)).communication["tp"] for one in (BARE, ONE))
     column = sum(row.bytes for row in plan.rank(0).traffic if row.label == "column inputs") / 1e4
     assert shown - left == pytest.approx(min(column, 4 * 0.5))  # half of a backward of 1 s, four times
 
@@ -263,3 +240,33 @@ def test_grids_are_ranked_and_refused_ones_come_last() -> None:
     assert times == sorted(times) and len(times) == 3
     assert [grid.refused for grid in ranked[3:]] == ["no tensor ranks here."] * 3
     assert str(ranked[0].choice) == "pp4"  # 14 s of gradients are more than a bubble of 2.25 s
+
+
+def seconds(stages: int) -> dict[tuple[Op, int], float]:
+    return {(op, stage): each for op, each in OPS.items() for stage in range(stages)}
+
+
+@pytest.mark.parametrize("kind", SCHEDULE_KINDS)
+def test_a_message_that_shares_nothing_is_the_plain_simulation(kind: str) -> None:
+    schedule = make_schedule(kind, 4, 8, 2 if kind in ("interleaved", "looped-bfs", "zb-v", "dualpipe-v") else 1)
+    plain = simulate(schedule, Cost(1, 2, 1, 1, transfer=0.5))
+    found = play_schedule(schedule, seconds(schedule.stages), lambda action, to: (0.0, 0.5))
+    assert found.spans == plain.spans
+
+
+def test_a_stage_has_seconds_of_its_own() -> None:
+    found = play_schedule(make_schedule("gpipe", 2, 1, 1), seconds(2) | {(Op.FORWARD, 1): 5.0})
+    assert [(span.start, span.end) for span in found.spans[1]] == [(1.0, 6.0), (6.0, 8.0)]
+    assert found.makespan == 10.0
+
+
+def test_messages_leave_a_rank_one_after_another() -> None:
+    # gpipe, 2 stages, 2 microbatches: forwards end at 1 and 2, and each takes 5 on the way out
+    schedule = make_schedule("gpipe", 2, 2, 1)
+
+    def hop(action: Action, to: int) -> tuple[float, float]:
+        assert to == (1 if action.op is Op.FORWARD else 0)
+        return (5.0, 1.0) if action.op is Op.FORWARD else (0.0, 0.0)
+
+    found = play_schedule(schedule, seconds(2), hop)
+    assert [span.start for span in found.spans[1][:2]] == [7.0, 12.0]

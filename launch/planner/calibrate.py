@@ -1,19 +1,15 @@
-"""``trine plan --calibrate``: measures what the device at hand reaches, and writes a hardware file for ``--gpu``.
+"""``trine plan --calibrate``: measures what the GPU at hand reaches, and writes a hardware file for ``--gpu``.
 
     products    square ones of growing width w: their seconds for each FLOP are 1 / R x (1 + w0 / w), a straight line
     attention   causal, forward, by the FLOPs that it executes
     passes      a copy of more bytes than any cache holds
     links       taken from what ``trine doctor --json FILE`` has measured on the ranks of a job, by axis
 
-On a GPU of a known kind the data sheet stays and the shares are measured; elsewhere the rates are measured and the
-shares of them are 1. What was not measured is copied from that kind and says so.
+On a GPU of a known kind the data sheet stays and the shares are measured; on other GPUs the rates are measured and the
+shares of them are 1. What was not measured is copied from that kind, or from h100, and says so.
 """
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,35 +20,40 @@ import torch
 from torch.nn import functional
 
 from engine.errors import ConfigError
-from engine.kernels.device import device_name, find_accelerator, finish, is_host
+from engine.kernels.device import device_name, find_accelerator, finish
 from engine.planning.cost_model.hardware import FOLDER, known_gpus, spec_of
-from engine.planning.host_step.host_rates import KEY
 
 REPEATS = 5
-WIDTHS = {True: (64, 128, 256, 512), False: (256, 512, 1024, 2048, 4096, 8192)}
-"""Of the products, on the host and on an accelerator."""
-COPIED = {True: 1 << 26, False: 1 << 31}
+WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
+"""Of the products."""
+COPIED = 1 << 31
 """Bytes of the pass."""
+TOKENS, HEADS, HEAD_WIDTH = 8192, 32, 128
+"""Of the attention."""
+FALLBACK = "h100"
+"""Kind of GPU whose file lends what was not measured of an unknown kind."""
 
 
-def calibrate(path: Path, links: Path | None = None, ranks: int | None = None) -> None:
+def calibrate(path: Path, links: Path | None = None) -> None:
     """Measure, write ``path`` and say what is in it.
 
-    Args:
-        ranks: on the host, so many processes measure every operator and collective besides, all at once.
-
     Raises:
-        ConfigError: a file cannot be read or written.
+        ConfigError: there is no GPU, or a file cannot be read or written.
     """
     axes = [] if links is None else _axes(links)
-    device = torch.device(find_accelerator() or "cpu")
+    found = find_accelerator()
+    if found is None:
+        raise ConfigError(
+            f"--calibrate {path}: it measures a GPU, and this machine has none; run it on a machine with the GPUs that "
+            "are to train."
+        )
+    device = torch.device(found)
     name = device_name(device)
-    base = gpu_kind_of(name)
-    content = filled(json.loads((FOLDER / f"{base}.json").read_text(encoding="utf-8")), name, is_host(device))
+    kind = gpu_kind_of(name)
+    base = kind or FALLBACK
+    content = filled(json.loads((FOLDER / f"{base}.json").read_text(encoding="utf-8")), name)
     for key, value, source in (*measured(device), *link_entries(axes)):
-        _put(content, key, value, source, known=not is_host(device))
-    if ranks is not None:
-        content[KEY] = host_rates(ranks, device)
+        _put(content, key, value, source, known=kind is not None)
     spec_of(content, str(path))
     try:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -64,19 +65,17 @@ def calibrate(path: Path, links: Path | None = None, ranks: int | None = None) -
             print(f"  {key:<15} {entry['value']:.4g}  {entry['source']}")
 
 
-def gpu_kind_of(name: str) -> str:
-    """The known kind of GPU in a vendor's name; h100 where there is none."""
-    return next((kind for kind in known_gpus() if kind in name.lower().replace(" ", "")), "h100")
+def gpu_kind_of(name: str) -> str | None:
+    """The known kind of GPU in a vendor's name."""
+    return next((kind for kind in known_gpus() if kind in name.lower().replace(" ", "")), None)
 
 
-def filled(content: dict[str, Any], name: str, host: bool) -> dict[str, Any]:
+def filled(content: dict[str, Any], name: str) -> dict[str, Any]:
     """The file of a known kind as the start of another one."""
     for entry in (*content.values(), *content["reached"].values()):
         if isinstance(entry, dict) and "source" in entry:
             entry["source"] = f"not measured, as in the file of its kind: {entry['source']}"
-    if host:
-        content["reached"]["fp8"] = {"value": 0, "source": "not measured: no fp8 on the host"}
-    return content | {"name": name}
+    return content | {"name": name, "reached_of": ""}
 
 
 def _put(content: dict[str, Any], key: str, value: float, source: str, known: bool) -> None:
@@ -104,27 +103,23 @@ _Entry = tuple[str, float, str]
 
 def measured(device: torch.device) -> list[_Entry]:
     """What this device reaches alone."""
-    host = is_host(device)
-    dtype = torch.float32 if host else torch.bfloat16
-    kind = str(dtype).removeprefix("torch.")
-    times = {width: _product_seconds(width, device, dtype) for width in WIDTHS[host]}
+    dtype = torch.bfloat16
+    times = {width: _product_seconds(width, device, dtype) for width in WIDTHS}
     rate, half = line_of(times)
-    size = COPIED[host]
-    data = torch.empty(size // 4, dtype=torch.float32, device=device)
+    data = torch.empty(COPIED // 4, dtype=torch.float32, device=device)
     other = torch.empty_like(data)
     copied = _seconds(lambda: other.copy_(data), device)
-    tokens, heads = (512, 4) if host else (8192, 32)
-    query = torch.randn(1, heads, tokens, 128, device=device, dtype=dtype)
+    query = torch.randn(1, HEADS, TOKENS, HEAD_WIDTH, device=device, dtype=dtype)
     attended = _seconds(lambda: functional.scaled_dot_product_attention(query, query, query, is_causal=True), device)
-    widths = f"{min(times)} to {max(times)}"
+    products = f"bfloat16 products of widths {min(times)} to {max(times)}"
     return [
-        ("product", rate, f"{kind} products of widths {widths}"),
-        ("product_half", half, f"{kind} products of widths {widths}"),
-        ("memory", 2 * size / copied, f"a copy of {size / 2**20:.0f} MiB"),
+        ("product", rate, products),
+        ("product_half", half, products),
+        ("memory", 2 * COPIED / copied, f"a copy of {COPIED / 2**20:.0f} MiB"),
         (
             "attention",
-            2 * heads * tokens * tokens * 128 / attended,
-            f"{kind}, causal, {tokens} tokens of {heads} heads",
+            2 * HEADS * TOKENS * TOKENS * HEAD_WIDTH / attended,
+            f"bfloat16, causal, {TOKENS} tokens of {HEADS} heads",
         ),
     ]
 
@@ -164,31 +159,6 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
         finish(device)
         found.append((time.perf_counter() - began) / count)
     return median(found)
-
-
-def host_rates(ranks: int, device: torch.device) -> dict[str, Any]:
-    """What so many busy ranks of this host reach, of one thread each; they are started by torchrun and end here.
-
-    Raises:
-        ConfigError: the device is no host, or the ranks have failed.
-    """
-    if not is_host(device) or ranks < 1:
-        raise ConfigError(
-            f"--calibrate with --world {ranks}: it measures 1 or more ranks on the processors of a host, and here is "
-            f"{device.type}; leave --world out."
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rates.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        command += ["-m", "engine.launch.planner.calibration.rank_measurements", str(out)]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
-        if done.returncode or not out.is_file():
-            raise ConfigError(
-                f"--calibrate with --world {ranks}: the ranks ended with {done.returncode}; see their error above, or "
-                "give a smaller --world."
-            )
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return found
 
 
 def link_entries(axes: Sequence[Mapping[str, Any]]) -> list[_Entry]:

@@ -1,1 +1,0 @@
-"""Rates of a machine at hand, measured for ``trine plan --calibrate``."""
