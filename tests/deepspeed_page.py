@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from engine.config import Config, load_config
-from engine.config.deepspeed.keys import KEYS, TABLE, Feature, Moved, Noted, Only, WithMode
+from engine.config.deepspeed.keys import KEYS, LOGS, TABLE, Feature, Moved, Noted, Only, WithMode
 from engine.config.deepspeed.translate import translate
 from engine.config.reader import paths
 from engine.config.rules import Problems
@@ -110,7 +110,9 @@ def outcome(path: str, value: object, said: Told) -> Outcome | None:
         case Noted(idle=idle):
             return "off" if value in idle else None
     params = path.split(".params.")[0] + ".type" if ".params." in path else path
-    if path in OURS or path in ("bfloat16", "tensorboard"):
+    if path in LOGS and isinstance(value, Mapping) and not value.get("enabled"):
+        return "off"
+    if path in OURS or path in ("bfloat16", *LOGS):
         return "refused" if any(about(line, params) for line in said.refusals) else "acted on"
     return "refused" if any(about(line, params) for line in said.refusals) else None
 

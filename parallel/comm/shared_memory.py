@@ -29,6 +29,8 @@ from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
 
 SLOT_BYTES = 1 << 19
 """Size of a slot. Smaller slots need more barriers; larger ones exceed the processor's cache and cost memory."""
+MESSAGE_BYTES = 1 << 12
+"""Bytes of a message that ranks exchange at a time."""
 _MANY_RANKS = 4
 _IN_PARTS = 1 << 19
 """With at least ``_MANY_RANKS`` ranks, bytes of a piece from which a sum in parts costs less."""
@@ -169,6 +171,51 @@ class SharedMemory:
             slots = yield from self._exchange(shard_s[piece])
             for row_s, slot in zip(full_Rs, slots, strict=True):
                 row_s[piece].copy_(slot)
+
+
+class HostMessages:
+    """Small messages that all ranks of a group on one host exchange in memory; no tensor takes part.
+
+    All methods raise RuntimeError if a rank has ended or does not arrive in time; every later call then fails too.
+    """
+
+    def __init__(self, barrier: HostBarrier) -> None:
+        self._barrier, self._turn, self._failure = barrier, 0, ""
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """The messages of all ranks, in order of index; all give the same number of bytes."""
+        if self._failure:
+            raise RuntimeError(self._failure)
+        try:
+            pieces = [self._piece(data[start : start + MESSAGE_BYTES]) for start in range(0, len(data), MESSAGE_BYTES)]
+        except BaseException as error:
+            self._failure = str(error) or type(error).__name__
+            self.close()
+            raise
+        return [b"".join(parts) for parts in zip(*pieces, strict=True)] or [b""] * self._barrier.size
+
+    def _piece(self, own: bytes) -> list[bytes]:
+        self._turn ^= 1  # a rank that is ahead by one piece writes into the other half
+        memory, first = self._barrier.memory, self._turn * self._barrier.size * MESSAGE_BYTES
+        starts = [first + index * MESSAGE_BYTES for index in range(self._barrier.size)]
+        memory[starts[self._barrier.index] : starts[self._barrier.index] + len(own)] = own
+        self._barrier.arrive()
+        self._barrier.meet()
+        return [memory[start : start + len(own)] for start in starts]
+
+    def close(self) -> None:
+        """Leave the other ranks and release the memory. A second call does nothing."""
+        self._barrier.close()
+
+
+def open_host_messages(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> HostMessages | None:
+    """Messages in memory; None on all ranks if one of them does not want them or is on another host.
+
+    Every rank of the group calls it; see :func:`open_neighbours`.
+    """
+    host = host_identity() if wanted else NO_HOST
+    barrier = open_neighbours(index, ranks, host, 2 * ranks * MESSAGE_BYTES, seconds, exchange)
+    return None if barrier is None else HostMessages(barrier)
 
 
 def open_shared_memory(index: int, ranks: int, wanted: bool, seconds: float, exchange: Exchange) -> SharedMemory | None:

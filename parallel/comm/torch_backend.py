@@ -14,7 +14,13 @@ from engine.errors import EngineError, first_line
 from engine.kernels.device import collectives_for, finish, is_host
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait, link_rounds
 from engine.parallel.comm.host_barrier import NO_HOST, host_identity, open_neighbours
-from engine.parallel.comm.shared_memory import SharedMemory, open_shared_bytes, open_shared_memory
+from engine.parallel.comm.shared_memory import (
+    HostMessages,
+    SharedMemory,
+    open_host_messages,
+    open_shared_bytes,
+    open_shared_memory,
+)
 from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
 from engine.parallel.comm.world import OwnedGroups, color_rounds, shares_memory
 from engine.parallel.grid import Axis, Grid, axis_groups
@@ -66,7 +72,7 @@ class TorchBackend:
         self._owned = OwnedGroups()
         self._groups: dict[_Key, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
         self._shared: dict[Axis, SharedMemory] = {}
-        self._agreement: SharedMemory | None = None
+        self._agreement: HostMessages | None = None
         """Of the data ranks that gather together; None where they are on several hosts."""
         atexit.register(self._groups.clear)
         try:
@@ -147,7 +153,7 @@ class TorchBackend:
         if hosts is not None and size == self._grid.size(self._grid.sharding):  # parts of it agree on nothing
             seconds, exchange = _timeout(hosts, _HOST), partial(_exchange, hosts)
             here = self._grid.index(axis) - first
-            self._agreement = open_shared_memory(here, size, shares_memory(), seconds, exchange)
+            self._agreement = open_host_messages(here, size, shares_memory(), seconds, exchange)
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
         """All-gather each pair in the group that ``open_gathers`` has created for it."""
@@ -164,7 +170,7 @@ class TorchBackend:
         """Exchange bytes in the group that ``open_gathers`` has created for them."""
         group = self._groups[_DataGathers("agreement", within)]
         assert group is not None
-        return _exchange(group, data) if self._agreement is None else _exchange_through(self._agreement, data)
+        return _exchange(group, data) if self._agreement is None else self._agreement.exchange(data)
 
     def connect(self, stages: tuple[int, ...]) -> None:
         """Create the groups of these stages, for every data and tensor coordinate."""
@@ -327,14 +333,6 @@ def _exchange(group: dist.ProcessGroup, data: bytes, device: torch.device | None
     own = torch.tensor(list(data), dtype=torch.uint8, device=device)
     full = own.new_empty(dist.get_world_size(group), len(data))
     _ALL_GATHER(full.view(-1), own, group=group)
-    return [bytes(row) for row in full.tolist()]
-
-
-def _exchange_through(shared: SharedMemory, data: bytes) -> list[bytes]:
-    """The bytes of all ranks that share memory, in order of index."""
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    full = own.new_empty(shared.ranks, len(data))
-    shared.all_gather(full, own)()
     return [bytes(row) for row in full.tolist()]
 
 

@@ -49,8 +49,8 @@ ADAPTERS_IN_THE_LOOP = (
         name="activation-hidden-in-a-transform",
         about="A trace takes an activation inside vmap for a tensor without gradient.",
         file="parallel/trace/recorder.py",
-        old="_transforming() and any(self.provenance.knows(_unwrapped(tensor)) for tensor in operation.tensors):\n",
-        new="_transforming() and not operation.tensors:\n",
+        old="inside_transform() and any(self.provenance.knows(_unwrapped(tensor)) for tensor in operation.tensors):\n",
+        new="inside_transform() and not operation.tensors:\n",
         tests=(
             "tests/parallel/trace/test_transforms.py::test_an_activation_inside_a_transform_is_refused_with_its_line",
         ),

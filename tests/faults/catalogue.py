@@ -64,7 +64,6 @@ AREAS = {
     "replica copies": REPLICA_COPIES,
     "step and precision": STEP_AND_PRECISION,
     "plain torch": PLAIN_TORCH,
-    "pickled weights, lone calls and remarks": PICKLED_WEIGHTS,
     "checkpoint": CHECKPOINT,
     "reliability": (*RELIABILITY, *JOB_ENDS),
     "host memory": HOST_MEMORY,
@@ -73,7 +72,7 @@ AREAS = {
     "communicating kernels": COMMUNICATING_KERNELS,
     "data": DATA,
     "expert load": EXPERT_LOAD,
-    "caught failures": CAUGHT_FAILURES,
+    "caught failures": (*CAUGHT_FAILURES, *PICKLED_WEIGHTS),
     "deepspeed door": (*DEEPSPEED_DOOR, *SCRIPTS_OF_DEEPSPEED),
     "first GPU": FIRST_GPU,
 }

@@ -11,8 +11,8 @@ HOST_MEMORY = (
         name="activation-read-before-it-is-back",
         about="A backward does not wait for the copies that bring its activations back.",
         file="kernels/device.py",
-        old="        event.wait()\n        current = ",
-        new="        current = ",
+        old="    event.wait()\n    current = ",
+        new="    current = ",
         tests=(f"{_DEVICE}[activations on the host-policies1]",),
     ),
     Fault(

@@ -11,7 +11,7 @@ ZERO = (
         name="tied-gradients-not-summed",
         about="The gradients of a tied weight are not summed over the stages that hold it, so its copies drift apart.",
         file="zero/reduce/step_reducer.py",
-        old="            self._add_ties(progress.flat, self._kept(progress.flat))\n",
+        old="            self._add_ties(progress.flat, self._part(progress.flat))\n",
         new="            continue\n",
         tests=(f"{_STEP}::test_late_buckets_wait_for_finish_and_are_summed_around_their_reduction",),
     ),

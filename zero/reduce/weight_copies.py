@@ -50,9 +50,6 @@ class WeightCopies:
         self._comm, self._steps, self._told = comm, 0, False
         self._rows = {row.name: row for row in table}
         self._parts = [part for flat in buckets for part in self._of_bucket(flat)]
-        device = _memory(self._parts[0]).device if self._parts else None
-        self._factors = torch.tensor([part.factor for part in self._parts], device=device)
-        """Made here, because a copy to the device is a wait of the host."""
 
     def _of_bucket(self, flat: FlatBucket) -> Iterator[_Part]:
         held = flat.owned if flat.sharded else slice(0, flat.bucket.elements)
@@ -82,8 +79,9 @@ class WeightCopies:
         """This rank's summand of a comparison, fp64."""
         if not self._parts:
             return 0.0
-        sums = torch.stack([_bits(part) for part in self._parts])
-        return (sums.remainder(_PRIME) * self._factors).remainder(_PRIME).sum().remainder(_PRIME).double()
+        # factors are numbers of the host: a tensor of them would be copied to the device, for which the host waits
+        sums = torch.stack([_bits(part).remainder(_PRIME) * part.factor for part in self._parts])
+        return sums.remainder(_PRIME).sum().remainder(_PRIME).double()
 
     @torch.no_grad()
     def compare(self, total: float, sent: Tally) -> None:

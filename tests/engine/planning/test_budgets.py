@@ -66,7 +66,7 @@ def train(name: str, config: dict[str, Any]) -> Found:
         sent = eng.sent.since(before).rows()
         plan, layout = eng.plan.rank(eng.grid.rank), eng.plan.layout(eng.grid.coord())
         return Found(
-            tuple(eng.grid.coord()),  # type: ignore[arg-type]
+            (eng.grid.coord().pp, eng.grid.coord().dp, eng.grid.coord().tp),
             {(row.axis, row.label): (row.calls // STEPS, row.bytes // STEPS) for row in sent},
             {(row.axis, row.label): (row.calls, row.bytes) for row in plan.traffic},
             layout.elements,

@@ -26,7 +26,7 @@ ELEMENTS = 1000
 
 
 def formats(ranks: int, within: int, wire: BlockFormat = WIRE, feedback: bool = False) -> WireFormats:
-    return WireFormats(ranks=ranks, within=within, gradients=wire, feedback=feedback)
+    return WireFormats(ranks=ranks, within=within, axis="dp", gradients=wire, feedback=feedback)
 
 
 def bucket(given: WireFormats, rank: int) -> FlatBucket:
