@@ -70,7 +70,8 @@ def in_loop(eng: engine.Engine, rows: Tensor, loss: Callable[[Tensor, Tensor], T
         raise
 
 
-CASES = [
+Case = tuple[str, str, type[BaseException], str]
+CASES: list[Case] = [
     *(("train_batch", place, ValueError, who) for place in PLACES for who in ("all", "one")),
     ("train_batch", "forward", KeyboardInterrupt, "all"),
     ("train_batch", "backward", KeyboardInterrupt, "one"),
@@ -78,16 +79,26 @@ CASES = [
     ("eval_batch", "forward", ValueError, "all"),
     ("eval_batch", "forward", ValueError, "one"),
 ]
-OFTEN = [
-    ("train_batch", "forward", ValueError, "all"),
-    ("train_batch", "backward", KeyboardInterrupt, "one"),
-    ("loop", "backward", ValueError, "all"),
-    ("eval_batch", "forward", ValueError, "one"),
+DP2, TP2, PP2 = {"data": 2}, {"data": 1, "tensor": 2}, {"data": 1, "pipeline": 2}
+OFTEN: list[tuple[dict[str, int], int, list[Case]]] = [
+    (DP2, 3, [("train_batch", "forward", ValueError, "all"), ("train_batch", "backward", KeyboardInterrupt, "one")]),
+    (TP2, 0, [("loop", "backward", ValueError, "all"), ("eval_batch", "forward", ValueError, "one")]),
+    (
+        PP2,
+        0,
+        [
+            ("loop", "backward", ValueError, "all"),
+            ("train_batch", "forward", ValueError, "all"),
+            ("train_batch", "backward", KeyboardInterrupt, "one"),
+            ("eval_batch", "forward", ValueError, "one"),
+        ],
+    ),
 ]
-assert all(case in CASES for case in OFTEN)
+"""Grid, ZeRO stage and cases, all of which share one job."""
+assert all(case in CASES for *_, cases in OFTEN for case in cases)
 
 
-def name_of(case: tuple[str, str, type[BaseException], str]) -> str:
+def name_of(case: Case) -> str:
     return f"{case[0]}, {case[1]}, {case[2].__name__}, {case[3]}"
 
 
@@ -97,14 +108,19 @@ def differs(norms: list[float], weights: dict[str, Tensor], expected: tuple[list
     return "" if norm <= 1e-5 and far <= 1e-5 else f"norms differ by {norm:.1e}, weights by {far:.1e}"
 
 
-def caught(grid: dict[str, int], stage: Any, often: bool) -> dict[str, str]:
+def caught(grid: dict[str, int], stage: Any, cases: list[Case]) -> dict[str, str]:
     """Body of a rank: by case, what the call after the failure says; empty where training goes on well."""
     failed_calls._ALIKE_SECONDS = 4.0
     expected = in_one_process(lambda *_: None, (), grid["data"])
-    return {name_of(case): one_case(case, grid, stage, expected) for case in (OFTEN if often else CASES)}
+    return {name_of(case): one_case(case, grid, stage, expected) for case in cases}
 
 
-def one_case(case: tuple[str, str, type[BaseException], str], grid: dict[str, int], stage: Any, expected: Any) -> str:
+def caught_often() -> list[dict[str, str]]:
+    """Body of a rank: one grid after another."""
+    return [caught(*each) for each in OFTEN]
+
+
+def one_case(case: Case, grid: dict[str, int], stage: Any, expected: Any) -> str:
     way, place, kind, who = case
     failing, norms = Failing(), list[float]()
     model = models.decoder()
@@ -135,7 +151,7 @@ def one_case(case: tuple[str, str, type[BaseException], str], grid: dict[str, in
         return differs(norms, weights, expected) if eng.grid.rank == 0 else ""
 
 
-def is_over(case: tuple[str, str, type[BaseException], str], grid: dict[str, int], stage: Any) -> bool:
+def is_over(case: Case, grid: dict[str, int], stage: Any) -> bool:
     """Whether others wait for what the rank that fails does not send."""
     way, place, _, who = case
     if grid.get("pipeline", 1) > 1:
@@ -143,32 +159,33 @@ def is_over(case: tuple[str, str, type[BaseException], str], grid: dict[str, int
     return who == "one" and (grid.get("tensor", 1) > 1 or stage == 3)
 
 
-def holds(grid: dict[str, int], stage: Any, often: bool, run_ranks: RunRanks) -> None:
-    ranks = run_ranks(caught, math.prod(grid.values()), grid, stage, often, seconds=300.0)
-    for case in OFTEN if often else CASES:
+def holds(grid: dict[str, int], stage: Any, cases: list[Case], ranks: Sequence[dict[str, str]]) -> None:
+    for case in cases:
         told = {found[name_of(case)] for found in ranks}
         if not is_over(case, grid, stage):
-            assert told == {""}, f"{name_of(case)}: {told}"
+            assert told == {""}, f"{grid}, {name_of(case)}: {told}"
             continue
-        assert len(told) == 1, f"{name_of(case)}: {told}"
+        assert len(told) == 1, f"{grid}, {name_of(case)}: {told}"
         (sentence,) = told
         assert "so this engine is over: make it anew on all ranks with engine.initialize" in sentence, sentence
         assert "see the error of the rank that failed: " in sentence and case[2].__name__ in sentence, sentence
 
 
+WIDEST = pytest.param({"data": 1, "tensor": 2, "pipeline": 2}, 0, id="tp2-pp2")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("grid", "stage"), every_grid())
+@pytest.mark.parametrize(("grid", "stage"), [*every_grid(), WIDEST])
 def test_training_goes_on_as_if_the_step_had_not_been_or_the_engine_is_over_on_all_ranks(
     grid: dict[str, int], stage: Any, run_ranks: RunRanks
 ) -> None:
-    holds(grid, stage, False, run_ranks)
+    holds(grid, stage, CASES, run_ranks(caught, math.prod(grid.values()), grid, stage, CASES, seconds=300.0))
 
 
-@pytest.mark.parametrize(
-    ("grid", "stage"), [({"data": 2}, 3), ({"data": 1, "tensor": 2}, 0), ({"data": 1, "pipeline": 2}, 0)]
-)
-def test_some_failures_do_so_on_the_smallest_grids(grid: dict[str, int], stage: Any, run_ranks: RunRanks) -> None:
-    holds(grid, stage, True, run_ranks)
+def test_some_failures_do_so_on_the_smallest_grids(run_ranks: RunRanks) -> None:
+    ranks = run_ranks(caught_often, 2)
+    for number, each in enumerate(OFTEN):
+        holds(*each, [found[number] for found in ranks])
 
 
 class Store:
