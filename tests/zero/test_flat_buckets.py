@@ -123,10 +123,12 @@ def test_memory_of_a_sharded_bucket_stays_with_what_lies_apart_in_it() -> None:
     assert entry.untyped_storage().nbytes() == entry.nbytes and entry.data_ptr() == flat.views[0].data_ptr()
     shared = flat.params.untyped_storage()._cdata
     flat.release()
-    assert flat.params.untyped_storage().nbytes() == 0 and flat.params.untyped_storage()._cdata != shared
-    assert bool((entry == 2.0).all())
+    freed = flat.params.untyped_storage()._cdata == shared
+    values = None if freed else entry.clone()
+    del entry, again, tensor  # a failed assertion would print them, and read freed memory
+    assert not freed and flat.params.untyped_storage().nbytes() == 0
+    assert values is not None and bool((values == 2.0).all())
 
-    del entry, again, tensor
     flat.reserve()
     shared = flat.params.untyped_storage()._cdata
     flat.release()

