@@ -34,7 +34,7 @@ def left_by_a_step(mode: str, world: World) -> int:
         eng.train_batch(batch)
         with LiveStorages() as live:
             eng.train_batch(batch)
-            return live.bytes
+        return int(live.bytes)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
