@@ -82,7 +82,7 @@ class RehearsedRank:
         example: Batch,
         kernels: Kernels | None = None,
     ) -> None:
-        self._plan, self._mode = plan, shape_mode()
+        self.plan, self._mode = plan, shape_mode()
         copied = deepcopy(model)
         example = map_tensors(example, _real)
         most = 4 if reduces_each_microbatch(plan.config) else 3
@@ -106,10 +106,8 @@ class RehearsedRank:
     def step(self) -> RehearsedStep:
         """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
-        end_rise, row = 0, self._plan.schedule.per_rank[self._pp]
-        self._runtime.traces.refresh()
-        self._runner(1).trace_all()  # here, since there are no operators to count: all microbatches are alike
-        with _cycles_end_with_actions(), self._attention(), self.live, MissingShapes(), torch.enable_grad():
+        end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
+        with self._rehearsing():
             self._play(short_row(row, 1, splits=True))
             self._reduce()
             base = self.live.bytes
@@ -120,12 +118,26 @@ class RehearsedRank:
                 end_rise = max(end_rise, self._reduce())
         return RehearsedStep(actions=found, base=base, end_rise=end_rise)
 
+    def forward(self) -> ActionMemory:
+        """Play the forward of the first stage to warm up, then one that counts, as the forward of a step does."""
+        row = short_row(self.plan.schedule.per_rank[self._pp], 1, splits=True)[:1]
+        with self._rehearsing():
+            self._play(row)
+            return self._play(row)[row[0].op, row[0].stage, FIRST]
+
+    @contextmanager
+    def _rehearsing(self) -> Iterator[None]:
+        self._runtime.traces.refresh()
+        self._runner(1).trace_all()  # here, since there are no operators to count: all microbatches are alike
+        with _cycles_end_with_actions(), self._attention(), self.live, MissingShapes(), torch.enable_grad():
+            yield
+
     def _play(self, actions: Sequence[Action]) -> dict[tuple[Op, int, int], ActionMemory]:
         runtime = self._runtime
         microbatches = 1 + max(action.microbatch for action in actions)
         runner = self._runner(microbatches)
         runner.trace_all()
-        transport = RehearsedTransport(self._plan.schedule.rank_of_stage, self.live, lambda: self._mode)
+        transport = RehearsedTransport(self.plan.schedule.rank_of_stage, self.live, lambda: self._mode)
         executor, found = Executor(transport), {}
         row = RankSchedule(tuple(actions), tuple(one for one in actions if one.op is not Op.BACKWARD_WEIGHT), ())
         with runtime.running(), runtime.passes(row):

@@ -1,7 +1,9 @@
 """``trine plan``: plans a run on GPUs that are not here, says what it holds and costs, and searches the best layout."""
 
+import ctypes
 import gc
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,6 +42,8 @@ SLOW_SECONDS = 5.0
 """After which a part of the work is said."""
 OBJECTS = 50_000
 """New objects after which Python looks for cycles during a plan, in place of 700."""
+TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**30), (-3, 2**25)
+"""Parameters of glibc's mallopt, and their values in bytes; the second one has its largest."""
 BUCKET = 64_000_000
 """Elements of a reduction: few calls, whose latency grows with the data ranks."""
 
@@ -62,6 +66,7 @@ def run_plan(options: Namespace) -> None:
     asked = read_request(options)
     config = None if asked.config is None else load_config(asked.config, asked.world)
     quiet = open_console(0)  # says what takes long
+    _keep_freed_memory()
     try:
         with _collecting_seldom():
             _run(asked, config, options)
@@ -81,6 +86,17 @@ def _collecting_seldom() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep what is freed, until the process ends: the masks of each forward on shapes come and go.
+
+    The system would take their pages back and clear them again for the next ones, a tenth of the time of a plan.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:  # glibc
+        for parameter, value in (TRIM_THRESHOLD, MMAP_THRESHOLD):
+            mallopt(parameter, value)
 
 
 def _run(asked: PlanAsked, config: Config | None, options: Namespace) -> None:

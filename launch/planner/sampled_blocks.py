@@ -1,7 +1,7 @@
 """What one more block keeps for its backward, counted on models of a few blocks without a pipeline; takes a second.
 
-    blocks     | first | A A | last       two periods of alike blocks
-               | first | A A A | last     three: the difference is one period
+    blocks     | first | A A | last       two periods of alike blocks: plays a step, whose peak is counted
+               | first | A A A | last     three: plays a forward; the difference of both is one period
     layouts    with the same tensor ranks, sequence parallelism and recomputation share a sample
 
 So a layout whose whole plan takes long to count has an estimate that rests on the code of the model, and the first
@@ -58,7 +58,9 @@ class SampledBlocks:
         self._samples: dict[Hashable, BlockSample | None] = {}
 
     def of(self, layout: TrainingLayout, fresh: bool = True) -> BlockSample | None:
-        """The sample of ``layout``; None if the model has no run of alike blocks, or does not run on shapes.
+        """The sample of ``layout``.
+
+        None if the model has no run of alike blocks, does not run on shapes, or holds less with more blocks.
 
         ``fresh``: make it if there is none yet.
         """
@@ -70,19 +72,22 @@ class SampledBlocks:
     def _sample(self, layout: TrainingLayout) -> BlockSample | None:
         if self._run is None or self._run.periods < PERIODS[-1]:
             return None
-        last = self._periods[-1]
         alone = replace(
             layout, dp=1, pp=1, stage=0, reduction="step", micro=1, microbatches=1, schedule="1f1b", virtual=1
         )
         try:
             config = self._config_of(alone)
-            (few, _), (more, peak) = (self._played(short, config) for short in self._shorts)
+            few, more = (self._rank(short, config) for short in self._shorts)
+            step = few.step()
+            peak = forecast_of(few.plan, 0, step).peak.bytes
+            period = more.forward().left - step.actions[Op.FORWARD, 0, FIRST].left
         except Exception as error:  # the model's own code may raise anything on shapes; its estimate stays
             if is_own_mistake(error):
                 raise
             return None
-        period = more - few
-        return BlockSample(kept=period / self._run.period, around=max(0.0, peak - last * period))
+        if period < 0:  # code whose forwards depend on those before them; the estimate stays
+            return None
+        return BlockSample(kept=period / self._run.period, around=max(0.0, peak - self._periods[0] * period))
 
     @property
     def _periods(self) -> tuple[int, int]:
@@ -97,14 +102,13 @@ class SampledBlocks:
             model = shorten(model, run, 1)
         return tuple(shorten(model, self._run, periods) for periods in self._periods)
 
-    def _played(self, model: nn.Module, config: Config) -> tuple[int, int]:
-        """Bytes that the forward of a short model leaves, and the peak of its step."""
+    def _rank(self, model: nn.Module, config: Config) -> RehearsedRank:
+        """The only rank of a short model."""
         short = self._planned.shortened(model, config)
         plan = short.plan(config)
         example = map_tensors(short.row, lambda row: row.new_empty((1, *row.shape[1:])))
         request = Request(short.loss_fn)
-        step = RehearsedRank(short.model, plan, 0, request, example, kernels_of(config, self._gpu)).step()
-        return step.actions[Op.FORWARD, 0, FIRST].left, forecast_of(plan, 0, step).peak.bytes
+        return RehearsedRank(short.model, plan, 0, request, example, kernels_of(config, self._gpu))
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:

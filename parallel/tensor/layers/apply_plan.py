@@ -162,7 +162,8 @@ class _Installer:
                 parent = self.modules[path.rpartition(".")[0]]
                 parents[id(parent)] = parent
         for parent in parents.values():
-            handle = parent.register_forward_hook(lambda *_: self.context.clear())
+            # always: the second run of a recomputed block may stop inside, and these tensors would hold its whole graph
+            handle = parent.register_forward_hook(lambda *_: self.context.clear(), always_call=True)
             self.patches.hook(parent, PatchLayer.TENSOR, handle, "forgets its global tensors at the end of its forward")
 
     def wrap_layers(self) -> None:

@@ -19,6 +19,7 @@ from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.schedule.actions import Op
 from engine.planning import flat_layouts
+from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.analysis import PlanRequest, search_styles
 from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.estimate import StepModel
@@ -26,6 +27,7 @@ from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.layout import TrainingLayout
 from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.program.batch import map_tensors
+from engine.rehearsal.rank_forecast import forecast_of
 from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank
 from engine.rehearsal.shortened_models import shorten
 from engine.zero.layout import FlatLayout, build_layout
@@ -62,13 +64,21 @@ def test_a_sample_is_what_each_block_of_a_longer_model_keeps(name: str) -> None:
     sample = SampledBlocks(planned, config_of, GPU).of(layout)
     assert sample is not None and sample.kept > 0 and sample.around > 0
 
-    def left(layers: int) -> int:
+    def whole(layers: int) -> tuple[int, int]:
         one, config = decoder(layers), config_of(layout)
         example = map_tensors(one.row, lambda row: row.new_empty((1, *row.shape[1:])))
         rank = RehearsedRank(one.model, one.plan(config), 0, Request(loss_sum), example, kernels_of(config, GPU))
-        return rank.step().actions[Op.FORWARD, 0, FIRST].left
+        step = rank.step()
+        return step.actions[Op.FORWARD, 0, FIRST].left, forecast_of(rank.plan, 0, step).peak.bytes
 
-    assert left(5) - left(4) == sample.kept
+    (left, _), (more, peak) = whole(4), whole(5)
+    assert more - left == sample.kept and peak == sample.around + 5 * sample.kept
+
+
+def test_models_that_hold_less_with_more_blocks_have_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = ActionMemory(rise=0, left=0, sent=0, taken=(), given_back=(), kept=())
+    monkeypatch.setattr(RehearsedRank, "forward", lambda rank: nothing)
+    assert SampledBlocks(decoder(), config_of, GPU).of(TrainingLayout()) is None
 
 
 def test_layouts_with_equal_blocks_share_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +95,7 @@ def test_layouts_with_equal_blocks_share_a_sample(monkeypatch: pytest.MonkeyPatc
     assert samples.of(layout, fresh=False) is None and not played
     first = samples.of(layout)
     assert samples.of(replace(layout, pp=4, schedule="zb-v", virtual=2, microbatches=8), fresh=False) == first
-    assert first is not None and len(played) == 2
+    assert first is not None and len(played) == 1
     assert samples.of(replace(layout, recomputation="none"), fresh=False) is None
 
 
