@@ -50,15 +50,8 @@ def make_parts(request: PartRequest) -> StepParts:
 
 
 def _delayed(request: PartRequest) -> StepPart | None:
-    optimizer, gatherer = request.optimizer, request.gatherer
-    if optimizer.delayed is None:
-        return None
-
-    def bring() -> None:
-        if optimizer.delayed is not None and optimizer.delayed.finish() and gatherer is not None:
-            gatherer.forget()
-
-    return DelayedUpdates(optimizer, bring)
+    delayed = request.optimizer.delayed
+    return DelayedUpdates(delayed, request.gatherer) if delayed is not None else None
 
 
 def _integrity(request: PartRequest) -> StepPart | None:

@@ -1,10 +1,11 @@
 """Parts of a step that act on what this rank holds: gradients and weights of several ranks, averages, residuals."""
 
-from collections.abc import Callable
-
+from engine.errors import EngineError
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.step.parts import PartOrder, StepPart
 from engine.step.state import StepState, StepTotals
+from engine.zero.gather.gatherer import ParameterGatherer
+from engine.zero.offload.delayed_update import DelayedUpdate
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.phases.averaged_weights import AveragedWeights
 from engine.zero.reduce.reducer import Reducer
@@ -13,26 +14,35 @@ from engine.zero.reduce.weight_copies import WeightCopies
 
 
 class DelayedUpdates(StepPart):
-    """Brings the update that has run beside a step.
-
-    Args:
-        optimizer: its ``delayed`` is there.
-        bring: finishes the update, and brings its weights to the device; collective over the data ranks.
-    """
+    """Brings the update that has run beside a step."""
 
     order = PartOrder.DELAYED_UPDATE
 
-    def __init__(self, optimizer: ShardedOptimizer, bring: Callable[[], None]) -> None:
-        self._optimizer, self._bring = optimizer, bring
+    def __init__(self, delayed: DelayedUpdate, gatherer: ParameterGatherer | None) -> None:
+        self._delayed, self._gatherer = delayed, gatherer
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is an update whose weights are not brought."""
+        return self._delayed.pending
+
+    def problem(self) -> EngineError | None:
+        """Wait for the update; return why it cannot be brought."""
+        return self._delayed.problem()
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Wait for the update; return why it cannot be brought."""
-        late = self._optimizer.delayed.problem() if self._optimizer.delayed is not None else None
+        """Wait for the update; return the problem of the step."""
+        late = self.problem()
         return step.problem or late
 
     def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
         """Bring the weights, on which the next update builds."""
-        self._bring()
+        self.bring()
+
+    def bring(self) -> None:
+        """Finish the update, and bring its weights to the device. Collective over the data ranks."""
+        if self._delayed.finish() and self._gatherer is not None:
+            self._gatherer.forget()
 
 
 class EqualGradients(StepPart):

@@ -28,7 +28,7 @@ from engine.planning.plan import Plan
 from engine.program.expert_load import ExpertCounter
 from engine.program.program import Program
 from engine.step.parts import StepPart, StepParts
-from engine.step.rank_parts import AverageOfWeights
+from engine.step.rank_parts import AverageOfWeights, DelayedUpdates
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket, leave
 from engine.zero.gather.gatherer import ParameterGatherer
@@ -230,21 +230,17 @@ class RankRuntime:
         """Return when no update runs beside a step; its weights may still wait to be brought."""
         self.optimizer.join_delayed()
 
-    def bring_update(self) -> None:
-        """Finish the update that runs beside a step, and bring its weights to the device. Collective over dp."""
-        if self.optimizer.delayed is not None and self.optimizer.delayed.finish():
-            self.weights_written()
-
     def settle(self) -> None:
         """End what runs beside the calls of a user: an update, and copies of parameters that lie on the host.
 
         Collective if there is an update; if that of one rank cannot be brought, all raise.
         """
-        if self.optimizer.delayed is not None and self.optimizer.delayed.pending:
+        delayed = self.parts.find(DelayedUpdates)
+        if delayed is not None and delayed.pending:
             with all_or_none(self.comm, self.program.device, "has an update that cannot be brought"):
-                if (problem := self.optimizer.delayed.problem()) is not None:
+                if (problem := delayed.problem()) is not None:
                     raise problem
-            self.bring_update()
+            delayed.bring()
         if self.gatherer is not None:
             self.gatherer.settle()
 
