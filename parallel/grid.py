@@ -19,7 +19,7 @@ mean the same, their names joined by "+".
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,10 +101,6 @@ class Coord(Mapping[str, int]):
         """Tensor rank."""
         return self._indices["tp"]
 
-    def moved(self, **indices: int) -> "Coord":
-        """The position with other indices along some axes."""
-        return Coord(**{**self._indices, **indices})
-
 
 class Grid:
     """The box of ranks, and this rank's position in it. Immutable.
@@ -119,7 +115,7 @@ class Grid:
         GridError: a size below 1, an axis that is not in the table, or a rank outside the box.
     """
 
-    __slots__ = ("_coord", "_digits", "order", "rank", "shard_size", "sizes", "world_size")
+    __slots__ = ("_coord", "_digits", "_known", "order", "rank", "shard_size", "sizes", "world_size")
 
     def __init__(
         self, *, rank: int = 0, order: Order = "tp-dp-pp", shard_size: int | None = None, **sizes: int
@@ -144,6 +140,7 @@ class Grid:
             )
         self.rank, self.order, self.shard_size = rank, order, shard_size
         self._digits = _digits(self.sizes, order, shard_size or self.dp)
+        self._known: dict[Axis, tuple[tuple[int, int], ...]] = {}
         self._coord = self.coord(rank)
 
     @property
@@ -265,10 +262,13 @@ class Grid:
             return [name for name in self._digits if name not in others]
         return [name for part in axis.split("+") for name in (_DATA_PARTS if part == "dp" else (part,))]
 
-    def _digits_of(self, axis: Axis) -> list[tuple[int, int]]:
-        """(size, stride) of those digits, from the farthest to the nearest."""
-        names = set(self._names(axis))
-        return [digit for name, digit in self._digits.items() if name in names]
+    def _digits_of(self, axis: Axis) -> Sequence[tuple[int, int]]:
+        """(size, stride) of those digits, from the farthest to the nearest; every collective asks for them."""
+        found = self._known.get(axis)
+        if found is None:
+            names = set(self._names(axis))
+            found = self._known[axis] = tuple(digit for name, digit in self._digits.items() if name in names)
+        return found
 
     def _joined(self, names: Iterable[str]) -> Axis:
         """The axes of several ranks among ``names`` as one; the first of them if there are none."""

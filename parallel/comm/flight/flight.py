@@ -187,9 +187,10 @@ class FlightFile:
 
     def _known(self) -> Mapping[str, Any]:
         """The identity, which the writer has completed before it writes the magic word."""
-        magic, *_, length, _ = layout.START.unpack_from(self._map, layout.START_AT)
-        if not self._identity and magic == layout.MAGIC:
-            self._identity = json.loads(self._map[layout.IDENTITY_AT : layout.IDENTITY_AT + length])
+        if not self._identity:
+            magic, *_, length, _ = layout.START.unpack_from(self._map, layout.START_AT)
+            if magic == layout.MAGIC:
+                self._identity = json.loads(self._map[layout.IDENTITY_AT : layout.IDENTITY_AT + length])
         return self._identity
 
     def _names(self) -> tuple[str, ...]:

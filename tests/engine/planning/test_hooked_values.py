@@ -11,8 +11,7 @@ import engine
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
-
-WIDTH, ROWS = 16, 4
+from tests.engine.planning.tensor_runs import CONFIG, WIDTH, drawn_batches, recorded
 
 
 class Inner(nn.Module):
@@ -86,21 +85,15 @@ def loss(out: Tensor, _: Tensor) -> Tensor:
 def trained(config: Mapping[str, Any], batches: list[Tensor], world: World) -> tuple[TrainingRecord, frozenset[str]]:
     """Body of a rank: the run, and the layers that are cut."""
     with engine.initialize(build, dict(config), loss_fn=loss, example_batch=batches[0][:2], world=world) as eng:
-        reports = [eng.train_batch(batch) for batch in batches]
-        losses, norms = tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports)
+        record = recorded(eng, batches)
         assert eng.plan.tensor is not None
-        return TrainingRecord(losses, norms, eng.full_state_dict()), frozenset(eng.plan.tensor.layers)
+        return record, frozenset(eng.plan.tensor.layers)
 
 
 def test_tensor_ranks_leave_a_block_whole_that_reads_other_values_than_its_arguments() -> None:
-    drawn = torch.Generator().manual_seed(2)
-    batches = [torch.randn(ROWS, WIDTH, generator=drawn) for _ in range(3)]
-    config: dict[str, Any] = {
-        "train_batch_size": ROWS, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.01,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5}},
-    }  # fmt: skip
-    alone = train_alone(build, config, batches, VerifyOptions(loss))
-    record, cut = run_thread_ranks(2, partial(trained, config | {"parallel": {"tensor": 2}}, batches))[0]
+    batches = drawn_batches()
+    alone = train_alone(build, CONFIG, batches, VerifyOptions(loss))
+    record, cut = run_thread_ranks(2, partial(trained, CONFIG | {"parallel": {"tensor": 2}}, batches))[0]
     parity = Parity(record, alone)
     assert parity.holds() and min(alone.norms) > 0.01, str(parity)
     assert "plain.0.inner.up" in cut and not any(name.startswith("gated") for name in cut)

@@ -12,8 +12,7 @@ from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.planning.tensor_plan_search import blocks_with_shared_layers
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
-
-WIDTH, ROWS = 16, 4
+from tests.engine.planning.tensor_runs import CONFIG, WIDTH, drawn_batches, recorded
 
 
 class Block(nn.Module):
@@ -54,24 +53,16 @@ def loss(out: Tensor, _: Tensor) -> Tensor:
 def trained(config: dict[str, Any], batches: list[Tensor], world: World) -> tuple[TrainingRecord, str]:
     """Body of a rank: the run, and why blocks are whole."""
     with engine.initialize(build, config, loss_fn=loss, example_batch=batches[0][:2], world=world) as eng:
-        reports = [eng.train_batch(batch) for batch in batches]
-        record = TrainingRecord(
-            tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict()
-        )
+        record = recorded(eng, batches)
         tensor = eng.plan.tensor
         assert tensor is not None and "1.up" in tensor.layers and "2.up" not in tensor.layers
         return record, " ".join(reason.why for reason in tensor.reasons)
 
 
 def test_tensor_ranks_train_blocks_that_hold_one_layer_together() -> None:
-    drawn = torch.Generator().manual_seed(2)
-    batches = [torch.randn(ROWS, WIDTH, generator=drawn) for _ in range(3)]
-    config: dict[str, Any] = {
-        "train_batch_size": ROWS, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.01,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5}},
-    }  # fmt: skip
-    alone = train_alone(build, config, batches, VerifyOptions(loss))
-    body = partial(trained, config | {"parallel": {"tensor": 2}}, batches)
+    batches = drawn_batches()
+    alone = train_alone(build, CONFIG, batches, VerifyOptions(loss))
+    body = partial(trained, CONFIG | {"parallel": {"tensor": 2}}, batches)
     for record, why in run_thread_ranks(2, body)[:1]:
         parity = Parity(record, alone)
         assert parity.holds() and min(alone.norms) > 0.01, str(parity)
