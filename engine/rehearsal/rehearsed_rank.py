@@ -83,7 +83,7 @@ class RehearsedRank:
         kernels: Kernels | None = None,
     ) -> None:
         self.plan, self._mode = plan, shape_mode()
-        copied = deepcopy(model)
+        self._model = copied = deepcopy(model)
         example = map_tensors(example, _real)
         most = 4 if reduces_each_microbatch(plan.config) else 3
         played = min(most, plan.schedule.microbatches)
@@ -118,12 +118,18 @@ class RehearsedRank:
                 end_rise = max(end_rise, self._reduce())
         return RehearsedStep(actions=found, base=base, end_rise=end_rise)
 
-    def forward(self) -> ActionMemory:
-        """Play the forward of the first stage to warm up, then one that counts, as the forward of a step does."""
-        row = short_row(self.plan.schedule.per_rank[self._pp], 1, splits=True)[:1]
-        with self._rehearsing():
-            self._play(row)
-            return self._play(row)[row[0].op, row[0].stage, FIRST]
+    def watch(self, modules: Sequence[str]) -> list[int]:
+        """Return a list that receives the bytes that live as each of ``modules`` returns in a forward."""
+        levels = list[int]()
+
+        def note(*_: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:  # a backward that recomputes calls it again
+                gc.collect()
+                levels.append(self.live.bytes)
+
+        for name in modules:
+            self._model.get_submodule(name).register_forward_hook(note)
+        return levels
 
     @contextmanager
     def _rehearsing(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ Parameters are FakeTensors that claim the CPU, so that torch and the model take 
 attention). What code makes without a parameter, such as masks and positions, is real: its content may choose a path.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,8 +101,13 @@ class AlikeRanks(RecordingBackend):
         super().all_gather(full, shard, axis)
         if isinstance(full, FakeTensor):
             return lambda: None  # which has no content
-        own = self._own(full, axis)
-        for index, part in enumerate(full.view(self._grid.size(axis), -1)):
-            if index != self._grid.index(axis):
-                part.copy_(own)
+        full.view(self._grid.size(axis), -1).copy_(shard.view(-1))
+        return lambda: None
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+        """Copy each shard to every slice of its full tensor."""
+        super().gather_parameters(pairs, within)
+        for full, shard in pairs:
+            if not isinstance(full, FakeTensor):
+                full.view(-1, shard.numel()).copy_(shard.view(-1))
         return lambda: None

@@ -85,6 +85,7 @@ def _collecting_seldom() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.set_threshold(*before)
 
 
@@ -365,6 +366,7 @@ class _Model:
 
             with say_if_slow("building the model on the meta device", 0, SLOW_SECONDS):
                 self._built = build_model(self.asked.model)
+            gc.freeze()  # what is imported by now stays: no look for cycles visits it
         return self._built
 
     @property

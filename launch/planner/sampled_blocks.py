@@ -1,7 +1,7 @@
-"""What one more block keeps for its backward, counted on models of a few blocks without a pipeline; takes a second.
+"""What one more block keeps for its backward, counted on a model of a few blocks without a pipeline; takes a second.
 
-    blocks     | first | A A | last       two periods of alike blocks: plays a step, whose peak is counted
-               | first | A A A | last     three: plays a forward; the difference of both is one period
+    blocks     | first | A A | last       plays a step, whose peak is counted; what lives more behind the last block
+                                          of a period than behind that of the period before is what a period keeps
     layouts    with the same tensor ranks, sequence parallelism and recomputation share a sample
 
 So a layout whose whole plan takes long to count has an estimate that rests on the code of the model, and the first
@@ -19,7 +19,6 @@ from engine.config import Config
 from engine.launch.planner.counted_memory import kernels_of
 from engine.launch.planner.planned_model import PlannedModel
 from engine.parallel.model.user_code import is_own_mistake
-from engine.parallel.pipeline.schedule.actions import Op
 from engine.planning.cost_model.estimate import LayoutEstimate
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import TrainingLayout
@@ -29,13 +28,8 @@ from engine.planning.cost_model.workload import Workload
 from engine.program.batch import map_tensors
 from engine.rehearsal.block_kinds import is_called, longest_run, outer_runs
 from engine.rehearsal.rank_forecast import forecast_of
-from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank
+from engine.rehearsal.rehearsed_rank import RehearsedRank
 from engine.rehearsal.shortened_models import shorten
-
-PERIODS = (2, 3)
-"""Of the short models."""
-LONG_PERIODS = (1, 2)
-"""Of those whose period is of several blocks: it has neighbours of its own."""
 
 
 class SampledBlocks:
@@ -70,37 +64,41 @@ class SampledBlocks:
         return self._samples.get(key)
 
     def _sample(self, layout: TrainingLayout) -> BlockSample | None:
-        if self._run is None or self._run.periods < PERIODS[-1]:
+        if self._run is None or self._short is None:
             return None
+        run, periods = self._run, self._periods
         alone = replace(
             layout, dp=1, pp=1, stage=0, reduction="step", micro=1, microbatches=1, schedule="1f1b", virtual=1
         )
         try:
             config = self._config_of(alone)
-            few, more = (self._rank(short, config) for short in self._shorts)
-            step = few.step()
-            peak = forecast_of(few.plan, 0, step).peak.bytes
-            period = more.forward().left - step.actions[Op.FORWARD, 0, FIRST].left
+            rank = self._rank(self._short, config)
+            last = run.start + periods * run.period - 1
+            levels = rank.watch([f"{run.blocks}.{index}" for index in (last - run.period, last)])
+            peak = forecast_of(rank.plan, 0, rank.step()).peak.bytes
+            period = levels[-1] - levels[-2]
         except Exception as error:  # the model's own code may raise anything on shapes; its estimate stays
             if is_own_mistake(error):
                 raise
             return None
         if period < 0:  # code whose forwards depend on those before them; the estimate stays
             return None
-        return BlockSample(kept=period / self._run.period, around=max(0.0, peak - self._periods[0] * period))
+        return BlockSample(kept=period / run.period, around=max(0.0, peak - periods * period))
 
     @property
-    def _periods(self) -> tuple[int, int]:
-        return PERIODS if self._run is None or self._run.period == 1 else LONG_PERIODS
+    def _periods(self) -> int:
+        """Periods of the short model: one is enough where other blocks are in front of it."""
+        return 1 if self._run is not None and self._run.start else 2
 
     @cached_property
-    def _shorts(self) -> tuple[nn.Module, ...]:
-        """The short models; plans and rehearsals leave them as they are."""
-        assert self._run is not None
+    def _short(self) -> nn.Module | None:
+        """The short model, which plans and rehearsals leave as it is; None if no run is longer."""
+        if self._run is None or self._run.periods <= self._periods:
+            return None
         model = self._planned.model
         for run in self._idle:
             model = shorten(model, run, 1)
-        return tuple(shorten(model, self._run, periods) for periods in self._periods)
+        return shorten(model, self._run, self._periods)
 
     def _rank(self, model: nn.Module, config: Config) -> RehearsedRank:
         """The only rank of a short model."""

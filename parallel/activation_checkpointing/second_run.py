@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _LEFT = frozenset((*vars(nn.Module()), "forward")) - {"training"}
@@ -161,7 +162,9 @@ class _Copied:
         """
         if self.tensor._version != self.version:
             return True
-        return exactly and self.content is not None and not torch.equal(self.content, self.tensor)
+        if not exactly or self.content is None or isinstance(self.tensor, FakeTensor):  # which has no content
+            return False
+        return not torch.equal(self.content, self.tensor)
 
 
 class _Walk:

@@ -9,7 +9,7 @@ random       draws from a generator: a stage that skips it must draw as much, or
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import BuiltinFunctionType, FrameType, MappingProxyType, MethodDescriptorType, WrapperDescriptorType
@@ -121,18 +121,18 @@ def writes_in_place(name: str) -> bool:
     return name in _IN_PLACE_SIGNS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_IN_PLACE)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Operation:
     """A torch function and its arguments."""
 
     function: Function
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    name: str = field(init=False)
+    """Name of the operation, see :func:`function_name`."""
 
-    @cached_property
-    def name(self) -> str:
-        """Name of the operation, see :func:`function_name`."""
-        return function_name(self.function)
+    def __post_init__(self) -> None:
+        self.name = function_name(self.function)
 
     @cached_property
     def leaves(self) -> list[Any]:

@@ -1,9 +1,9 @@
 """The result of a search for a tensor plan, as data that one rank makes and all ranks of the job read."""
 
+import fnmatch
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -45,9 +45,9 @@ def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}
+    hits: dict[str, list[str]] = {}
     for name, style in styles.items():
-        pattern = starred(name)
-        hits = [other for other in modules if fnmatchcase(other, pattern)]
-        hits = hits or [other for other in parameters if fnmatchcase(other, pattern)]
-        found[pattern if all(styles.get(other) == style for other in hits) else name] = style
+        if (pattern := starred(name)) not in hits:
+            hits[pattern] = fnmatch.filter(modules, pattern) or fnmatch.filter(parameters, pattern)
+        found[pattern if all(styles.get(other) == style for other in hits[pattern]) else name] = style
     return found

@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -67,7 +67,7 @@ def _take_program(digest: "_Digest", program: Program, example: Batch) -> bool:
         return False
     for name in _SOURCES:
         for file in sorted(Path(str(import_module(f"engine.{name}").__file__)).parent.rglob("*.py")):
-            digest.take((str(file), file.read_bytes()))
+            digest.take_file(str(file), file)
     return True
 
 
@@ -81,11 +81,15 @@ def _users_modules() -> set[str]:
     """Names of the modules that belong to neither Python, an installed library nor the engine."""
     folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]  # as .pth files add
     installed = tuple({os.path.realpath(path) + os.sep for path in (*sysconfig.get_paths().values(), *folders)})
+    real = cache(os.path.realpath)
     found = set()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) and _top(name) != "engine" else None
-        if isinstance(file, str) and file.endswith(".py") and not os.path.realpath(file).startswith(installed):
-            found.add(name)
+        if isinstance(file, str) and file.endswith(".py"):
+            folder, leaf = os.path.split(file)
+            there = os.path.realpath(file) if os.path.islink(file) else os.path.join(real(folder), leaf)
+            if not there.startswith(installed):
+                found.add(name)
     return found
 
 
@@ -112,6 +116,12 @@ class _Digest:
         whole.update(text.encode())
         return whole.hexdigest()
 
+    def take_file(self, name: str, file: Path) -> None:
+        """Take the content of a file."""
+        content = file.read_bytes()
+        self._text("file", name, str(len(content)))
+        self._feed(content)
+
     def take_modules(self) -> bool:
         """The modules that were noted, those whose functions and classes they use, and all modules of the user.
 
@@ -128,8 +138,7 @@ class _Digest:
                     continue
                 if (file := _file(module)) is None:
                     return False
-                self._text(name, str(vars(sys.modules.get(_top(name), module)).get("__version__", "")))
-                self._feed(file.read_bytes())
+                self.take_file(f"{name} {vars(sys.modules.get(_top(name), module)).get('__version__', '')}", file)
                 self._take_names(vars(module), _globals_read(module))
         return True
 

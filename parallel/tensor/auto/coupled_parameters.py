@@ -39,7 +39,7 @@ from engine.parallel.shard_table import Range
 from engine.parallel.tensor.auto.matmul_trace import MatmulRecord, MatmulTrace
 from engine.parallel.tensor.auto.needed_rows import Needed, NeededRows, SharedInput, is_partition
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor
-from engine.parallel.tensor.plan.ranges import cut_parts, ranges_of
+from engine.parallel.tensor.plan.ranges import cut_parts, ranges_of_runs
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -237,7 +237,7 @@ class GradientSparsity:
             for dim in range(self._parameters[name].dim()):
                 rows = [by_dim[dim] for by_dim in ranks]
                 if is_partition(rows):
-                    yield name, ParameterCut(dim, ranges_of([own.tolist() for own in rows]))
+                    yield name, ParameterCut(dim, ranges_of_runs([_runs(own) for own in rows]))
                     break
 
     def _draws_beside(self, columns: Sequence[str], cuts: Collection[str]) -> bool:
@@ -285,6 +285,12 @@ class GradientSparsity:
             return ()
         total: Tensor = torch.stack([x.sum() for x in inputs]).sum()
         return tuple(self._rows.gradients(total, names))
+
+
+def _runs(own: Tensor) -> list[tuple[int, int]]:
+    """Return the runs [start, stop) of rows where ``own`` is true."""
+    edges = torch.diff(own.int(), prepend=own.new_zeros(1).int(), append=own.new_zeros(1).int()).nonzero().flatten()
+    return [(start, stop) for start, stop in edges.view(-1, 2).tolist()]
 
 
 def _is_peft(weight: str, columns: Sequence[str]) -> bool:

@@ -10,7 +10,8 @@ The ranks share a size evenly, in whole heads; a plan for other sizes is refused
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 from engine.errors import PlanError
 from engine.parallel.shard_table import Range
@@ -82,24 +83,26 @@ def held(ranges: tuple[Range, ...], index: int) -> int:
     return sum(part.stop - part.start for part in ranges if index in part.holders)
 
 
-def ranges_of(rows: Sequence[Sequence[bool]]) -> tuple[Range, ...]:
-    """The ranges of a dim of which rank r holds the rows where ``rows[r]`` is true; every row has a holder."""
-    holders = [tuple(rank for rank, held in enumerate(by_rank) if held) for by_rank in zip(*rows, strict=True)]
-    starts = [0, *(row for row in range(1, len(holders)) if holders[row] != holders[row - 1]), len(holders)]
-    return tuple(Range(start, stop, holders[start]) for start, stop in pairwise(starts))
-
-
-def ranges_of_rows(rows: Sequence[Sequence[tuple[int, int]]], size: int) -> tuple[Range, ...]:
-    """The ranges of a dim of ``size`` rows of which rank r holds the runs [start, stop) in ``rows[r]``."""
-    held_by = [[False] * size for _ in rows]
-    for held_rows, runs in zip(held_by, rows, strict=True):
-        for start, stop in runs:
-            held_rows[start:stop] = [True] * (stop - start)
-    return ranges_of(held_by)
+def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ...]:
+    """Return the ranges of a dim of which rank r holds the runs [start, stop) in ``runs[r]``: each row has a holder."""
+    edges = [
+        (row, rank, step)
+        for rank, own in enumerate(runs)
+        for run in own
+        for row, step in zip(run, (1, -1), strict=True)
+    ]
+    depth, found = [0] * len(runs), list[tuple[int, tuple[int, ...]]]()
+    for row, changed in groupby(sorted(edges), key=itemgetter(0)):
+        for _, rank, step in changed:
+            depth[rank] += step
+        holders = tuple(rank for rank, open_runs in enumerate(depth) if open_runs)
+        if not found or found[-1][1] != holders:
+            found.append((row, holders))
+    return tuple(Range(start, stop, holders) for (start, holders), (stop, _) in pairwise(found))
 
 
 def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
-    """The runs [start, stop) that each rank holds, by rank; the inverse of :func:`ranges_of_rows`."""
+    """The runs [start, stop) that each rank holds, by rank; the inverse of :func:`ranges_of_runs`."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(tp)]
     for part in sorted(ranges, key=lambda part: part.start):
         for holder in part.holders:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from engine.errors import PlanError
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
-from engine.parallel.tensor.plan.ranges import Divisibility, check_fits, cut_parts, cut_unevenly, held, ranges_of_rows
+from engine.parallel.tensor.plan.ranges import Divisibility, check_fits, cut_parts, cut_unevenly, held, ranges_of_runs
 from engine.parallel.tensor.plan.styles import Style
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, LayerKind, ParameterCut, TensorPlan
 
@@ -183,7 +183,7 @@ class _Cutting:
         if self.kinds.get(name) in ("embedding", "head"):
             return ParameterCut(target.dim, cut_unevenly(size, self.tp))
         if style.rows is not None:
-            return ParameterCut(target.dim, ranges_of_rows(style.rows, size))
+            return ParameterCut(target.dim, ranges_of_runs(style.rows))
         return ParameterCut(target.dim, cut_parts(size, self.tp, style.parts, self._unit(name)))
 
     def _check_ties(self, cuts: Mapping[str, ParameterCut]) -> None:

@@ -1,4 +1,4 @@
-"""What a block keeps, by models of two and three periods: what a longer model holds for each further block."""
+"""What a block keeps, by a model of two periods: what a longer model holds for each further block."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,6 @@ from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.schedule.actions import Op
 from engine.planning import flat_layouts
-from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.analysis import PlanRequest, search_styles
 from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.estimate import StepModel
@@ -76,8 +75,7 @@ def test_a_sample_is_what_each_block_of_a_longer_model_keeps(name: str) -> None:
 
 
 def test_models_that_hold_less_with_more_blocks_have_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = ActionMemory(rise=0, left=0, sent=0, taken=(), given_back=(), kept=())
-    monkeypatch.setattr(RehearsedRank, "forward", lambda rank: nothing)
+    monkeypatch.setattr(RehearsedRank, "watch", lambda rank, modules: [2, 1])
     assert SampledBlocks(decoder(), config_of, GPU).of(TrainingLayout()) is None
 
 
@@ -154,8 +152,8 @@ def test_a_longer_list_that_rows_do_not_call_is_not_sampled() -> None:
         both = of_model(Towers(text.model, 20))
     samples = SampledBlocks(both, config_of, GPU)
     assert samples.of(TrainingLayout()) == SampledBlocks(text, config_of, GPU).of(TrainingLayout())
-    shorts: Any = samples._shorts
-    assert [(len(one.tower), len(one.text.blocks)) for one in shorts] == [(1, 2), (1, 3)]
+    short: Any = samples._short
+    assert (len(short.tower), len(short.text.blocks)) == (1, 2)
 
 
 def test_deeper_models_search_once_and_play_as_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,5 +194,5 @@ def test_deeper_models_search_once_and_play_as_few_blocks(monkeypatch: pytest.Mo
         counts[layers] = spied(layers)
     assert counts[4] == counts[6]
     assert counts[6].count(("search", 2)) == 1 == sum(kind == "search" for kind, _ in counts[6])
-    assert [count for kind, count in counts[6] if kind == "blocks"] == [2, 3, 2, 3]
-    assert counts[6][-1] == ("layout", 1) and sum(kind == "layout" for kind, _ in counts[6]) == 5
+    assert [count for kind, count in counts[6] if kind == "blocks"] == [2, 2]
+    assert counts[6][-1] == ("layout", 1) and sum(kind == "layout" for kind, _ in counts[6]) == 3
