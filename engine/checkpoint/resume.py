@@ -35,7 +35,7 @@ from engine.checkpoint.huggingface import PretrainedFolder
 from engine.checkpoint.load import Loader, TensorSource, share_moments, share_weights
 from engine.checkpoint.run_state import RunState
 from engine.errors import CheckpointError, EngineError
-from engine.optim.update_scheduler import UpdateScheduler
+from engine.optim.lr_schedules import UpdateScheduler
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 from engine.parallel.grid import saved_grid

@@ -59,7 +59,7 @@ QUANTIZED_BASE = (
     Fault(
         name="foreign-codes-on-tensor-ranks",
         about="Codes of bitsandbytes are cut and traced as if they were values.",
-        file="engine/precision/foreign_codes.py",
+        file="engine/precision/frozen_weights.py",
         old="    if asked is not None:\n",
         new="    if False:\n",
         tests=("tests/engine/precision/test_foreign_codes.py::test_what_needs_more_than_whole_weights_is_refused",),
@@ -67,7 +67,7 @@ QUANTIZED_BASE = (
     Fault(
         name="foreign-codes-in-a-checkpoint",
         about="A checkpoint stores codes of bitsandbytes without their scales.",
-        file="engine/precision/foreign_codes.py",
+        file="engine/precision/frozen_weights.py",
         old="    if config.checkpoint.frozen:\n",
         new="    if False:\n",
         tests=("tests/engine/precision/test_foreign_codes.py::test_a_checkpoint_of_codes_without_scales_is_refused",),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.config import load_config
-from engine.precision.foreign_codes import refuse_foreign_codes
+from engine.precision.frozen_weights import refuse_foreign_codes
 
 BASE: Mapping[str, Any] = {"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "checkpoint": {"frozen": False}}
 
