@@ -1,4 +1,4 @@
-"""Groups of an optimizer: those of one that the user has built, and those that name patterns of the configuration assign.
+"""Groups of an optimizer: those of one that the user has built, and those that patterns of the configuration assign.
 
 The engine moves parameters into flat buckets, shards them, or leaves them to other stages, so an optimizer that holds
 the user's parameters cannot be used itself: its class, groups and options build it anew. While the engine lives, the

@@ -1,4 +1,4 @@
-"""Modules and tensors that stay in fp32 in a bf16 or fp16 model, and casts of inputs to the dtype of a layer's parameters.
+"""Modules and tensors that stay in fp32 in a bf16 or fp16 model, and casts of inputs to the dtype of a layer.
 
     bf16  --> | to fp32 -> the module's own forward, parameters in fp32 -> to bf16 | --> bf16
     999.3 --> the model's own code, in fp32 --> | to bf16 -> nn.Linear with bf16 parameters | --> bf16

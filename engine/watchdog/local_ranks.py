@@ -1,5 +1,7 @@
-"""The ranks of one host, seen from its monitor: their files, whether they run and how they ended, their stacks, and their
-last events on one clock, as text and as a trace for ui.perfetto.dev.
+"""The ranks of one host, seen from its monitor: their files, whether they run and how they ended, their stacks.
+
+Their last events are shown on one clock, as text and as a trace for ui.perfetto.dev:
+
 
 -5.312 s  rank 1  forward of stage 0, microbatch 0                      not ended
 -5.310 s  rank 0  gradients over dp (#70 of 'dp', 5120 bytes float32)   not ended
