@@ -9,15 +9,16 @@ precedence over rows of "*", which are estimates: nobody has measured them, and 
 """
 
 import importlib.util
+import inspect
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from engine.kernels.device import compiles_triton, device_name, is_host
 from engine.kernels.main_gradient import MainGradients
 
 logger = logging.getLogger("trine")
+
 
 Mode = Literal["auto", "reference", "triton"]
 
@@ -155,3 +157,73 @@ def rows_of(x: Tensor) -> Tensor:
     """View [.., H] as [N, H] with contiguous rows; copies only where the leading dims cannot be merged."""
     x_NH = x.reshape(-1, x.shape[-1])
     return x_NH if x_NH.stride(1) == 1 or x_NH.shape[1] == 1 else x_NH.contiguous()
+
+
+R = TypeVar("R")
+_PLAIN: Any = Tensor.__torch_dispatch__
+"""Marks a tensor class that runs no Python code of its own below autograd."""
+
+
+class FusedOperator(Generic[R]):
+    """A function of tensors, registered with torch as ``name``.
+
+    It takes positional arguments. It returns new tensors, apart from those named in ``mutates``, which it writes.
+    """
+
+    def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
+        self.registered = torch.library.custom_op(name, function, mutates_args=mutates)
+        self._function = function
+        self._written = [index for index, one in enumerate(inspect.signature(function).parameters) if one in mutates]
+        self._differentiable: type[torch.autograd.Function] | None = None
+
+    def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
+        """Register the function that makes outputs without content from inputs without content."""
+        self.registered.register_fake(fake)
+        return fake
+
+    def register_autograd(self, gradients: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+        """Register the backward: ``setup_context(ctx, inputs, output)``, then ``gradients(ctx, *slopes)``."""
+        self.registered.register_autograd(gradients, setup_context=setup_context)
+        function: Callable[..., R] = self._function
+
+        class Eager(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> R:
+                output = function(*args)
+                setup_context(ctx, args, output)
+                return output
+
+            @staticmethod
+            def backward(ctx: Any, *slopes: Any) -> Any:
+                return gradients(ctx, *slopes)
+
+        self._differentiable = Eager
+
+    def __call__(self, *args: Any) -> R:
+        """Run the function on ``args``."""
+        if torch.compiler.is_compiling() or _is_watched():
+            return cast(R, self.registered(*args))
+        differentiable = False
+        for one in args:
+            if isinstance(one, Tensor):
+                if type(one).__torch_dispatch__ is not _PLAIN or one.is_meta:
+                    return cast(R, self.registered(*args))
+                differentiable = differentiable or one.requires_grad
+        if differentiable and torch.is_grad_enabled():
+            if self._differentiable is None:  # torch refuses the backward of this operator by its name
+                return cast(R, self.registered(*args))
+            return cast(R, self._differentiable.apply(*args))  # type: ignore[no-untyped-call]
+        output = self._function(*args)
+        for index in self._written:  # autograd compares versions of what it has saved; a kernel's write changes none
+            torch.autograd.graph.increment_version(cast(Tensor, args[index]))
+        return output
+
+
+def fused_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], FusedOperator[R]]:
+    """Register the decorated function as the operator ``name``; ``mutates`` names the arguments that it writes."""
+    return lambda function: FusedOperator(name, function, mutates)
+
+
+def _is_watched() -> bool:
+    """Return whether a dispatch mode or a transform of torch.func has to see the call."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())

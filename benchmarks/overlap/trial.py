@@ -12,7 +12,7 @@ from benchmarks.overlap.places import SPARE_PROCESSORS, Place, Turns
 from benchmarks.overlap.virtual_axis import VirtualAxis
 from engine.kernels.device import is_host
 from engine.kernels.gpu.launch_shapes import Tile
-from engine.kernels.gpu.linear import Follows, launch_matmul
+from engine.kernels.gpu.matmul import Follows, launch_matmul
 from engine.kernels.gpu.overlap.launches import (
     KernelCall,
     launch_gather_product,

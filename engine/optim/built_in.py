@@ -14,10 +14,8 @@ import torch
 from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
 from engine.kernels.optim.eight_bit_codes import StateFormat
-from engine.kernels.optim.matrix_rule import MatrixRule
-from engine.kernels.optim.muon_rule import MuonRule
-from engine.kernels.optim.shampoo_rule import ShampooRule
-from engine.kernels.optim.soap_rule import SoapRule
+from engine.kernels.optim.matrix_rule import MatrixRule, MuonRule
+from engine.kernels.optim.preconditioned_rules import ShampooRule, SoapRule
 from engine.parallel.comm.traffic import Traffic
 from engine.parallel.grid import Axis, Coord
 from engine.parallel.shard_table import ShardRow

@@ -17,7 +17,7 @@ from torch import nn
 
 from engine.config import Config
 from engine.errors import ConfigError, PlanError
-from engine.kernels.quantized.weight_format import QuantizedShape, WeightFormat, dequantize, quantize
+from engine.kernels.codecs.weight_format import QuantizedShape, WeightFormat, dequantize, quantize
 from engine.parallel.kernel_injection.inject import find_heads
 from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.parallel.shard_table import ShardTable

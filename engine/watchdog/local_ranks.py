@@ -2,7 +2,6 @@
 
 Their last events are shown on one clock, as text and as a trace for ui.perfetto.dev:
 
-
 -5.312 s  rank 1  forward of stage 0, microbatch 0                      not ended
 -5.310 s  rank 0  gradients over dp (#70 of 'dp', 5120 bytes float32)   not ended
 """

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
-from engine.kernels.ops.gated_unit import gated
+from engine.kernels.ops.activations import ACTIVATIONS, Activation, gated
 from engine.parallel.kernel_injection.equivalence import (
     agrees_in_use,
     is_hooked,

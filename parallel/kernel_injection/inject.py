@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.activation_functions import Activation
+from engine.kernels.ops.activations import Activation
 from engine.parallel.kernel_injection.equivalence import is_linear_layer
 from engine.parallel.kernel_injection.gated_mlp import find_gated, injected_gated_mlp
 from engine.parallel.kernel_injection.linear_activation import find_activated, injected_activation, pass_through

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
-from engine.kernels.ops.bias_activation import activate
+from engine.kernels.ops.activations import ACTIVATIONS, Activation, activate
 from engine.parallel.kernel_injection.equivalence import (
     SCALES,
     agrees,

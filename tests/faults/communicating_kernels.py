@@ -23,7 +23,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="signal-before-its-tile",
         about="Rows are signalled before they are written.",
-        file="kernels/gpu/overlap/gather_matmul.py",
+        file="kernels/gpu/overlap/launches.py",
         old="        slot = slot_of(slots, target, rank, epoch, capacity, RANKS, part)\n",
         new="        slot = slot_of(slots, target, rank, epoch, capacity, RANKS, part)\n"
         "        signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)\n",
@@ -56,7 +56,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="sum-of-all-ranks-but-one",
         about="A reduce-scatter inside a kernel leaves the last rank out.",
-        file="kernels/gpu/overlap/matmul_scatter.py",
+        file="kernels/gpu/overlap/launches.py",
         old="        for source in range(RANKS):\n",
         new="        for source in range(RANKS - 1):\n",
         tests=(_CALLS,),
@@ -64,7 +64,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="rows-of-the-wrong-rank",
         about="Gathered rows are multiplied into the place of another rank.",
-        file="kernels/gpu/overlap/gather_matmul.py",
+        file="kernels/gpu/overlap/launches.py",
         old="target = out + (sequence * RANKS + source) * L * N",
         new="target = out + (sequence * RANKS + rank) * L * N",
         tests=(_CALLS,),
@@ -88,7 +88,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="tile-read-unasked",
         about="A tile is multiplied whether it has come or not.",
-        file="kernels/gpu/overlap/gather_matmul.py",
+        file="kernels/gpu/overlap/launches.py",
         old="            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):\n",
         new="            if epoch > 0:\n",
         tests=(_CONFORMANCE,),
@@ -154,7 +154,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="sum-without-a-rank-sent",
         about="A sum by the switch is given to all ranks although one of them has not written its part.",
-        file="kernels/gpu/overlap/multicast_sum.py",
+        file="kernels/gpu/overlap/launches.py",
         old="        if missing == 0:\n",
         new="        if missing >= 0:\n",
         tests=(f"{_FOLDER}/test_turns.py::test_a_sum_that_lacks_a_rank_is_not_sent",),
@@ -162,7 +162,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="sums-over-the-parts",
         about="The switch gives sums to the slots that other owners still read their parts from.",
-        file="kernels/gpu/overlap/multicast_sum.py",
+        file="kernels/gpu/overlap/launches.py",
         old="    given = ((epoch + 1) % 2 * RANKS + own) * capacity\n",
         new="    given = ((epoch + 2) % 2 * RANKS + own) * capacity\n",
         tests=(_CONFORMANCE,),

@@ -101,7 +101,7 @@ KERNELS_AND_PLANNING = (
     Fault(
         name="copies-in-the-sum-of-squares",
         about="Copies that another rank counts are added to the gradient norm.",
-        file="kernels/ops/squared_norm.py",
+        file="kernels/ops/norm.py",
         old="* (1.0 if counts else 0.0)",
         new="* 1.0",
         tests=("tests/kernels/ops/test_squared_norm.py::test_what_is_not_counted_adds_nothing",),

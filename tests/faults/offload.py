@@ -160,7 +160,7 @@ OFFLOAD = (
     Fault(
         name="damaged-library-loaded",
         about="A compiled kernel that was damaged on disk is loaded into every rank of the next run.",
-        file="kernels/optim/host_library.py",
+        file="kernels/optim/host_update.py",
         old='        if found.stem == f"{stem}-{_hashed(found.read_bytes())}":\n',
         new="        if found.exists():\n",
         tests=(f"{_LIBRARY}::test_a_damaged_library_is_made_anew",),
@@ -168,7 +168,7 @@ OFFLOAD = (
     Fault(
         name="every-rank-compiles",
         about="All ranks of a host compile the same kernel at once.",
-        file="kernels/optim/host_library.py",
+        file="kernels/optim/host_update.py",
         old="        fcntl.flock(lock, fcntl.LOCK_EX)\n",
         new="",
         tests=(f"{_LIBRARY}::test_of_two_processes_one_compiles",),

@@ -19,7 +19,7 @@ QUANTIZED_BASE = (
     Fault(
         name="values-kept-for-backward",
         about="A transposed weight is made of its codes at once, so that autograd keeps the values of every layer.",
-        file="kernels/quantized/quantized_weight.py",
+        file="kernels/codecs/weight_format.py",
         old="    _aten.t.default, _aten.transpose.int, ",
         new="    ",
         tests=(f"{_WEIGHT}::test_autograd_saves_codes",),
@@ -27,7 +27,7 @@ QUANTIZED_BASE = (
     Fault(
         name="scale-that-codes-do-not-give-back",
         about="The largest number of a block does not come back, so that a base that is read again has other codes.",
-        file="kernels/quantized/weight_format.py",
+        file="kernels/codecs/weight_format.py",
         old="codes_RL.view(torch.int8).float().div_(127)",
         new="codes_RL.view(torch.int8).float().div_(128)",
         tests=(f"{_FORMAT}::test_values_of_codes_have_the_same_codes",),
@@ -35,7 +35,7 @@ QUANTIZED_BASE = (
     Fault(
         name="nibbles-the-other-way",
         about="Two codes of a byte are read in the wrong order.",
-        file="kernels/quantized/weight_format.py",
+        file="kernels/codecs/weight_format.py",
         old="[book[byte % 16], book[byte // 16]]",
         new="[book[byte // 16], book[byte % 16]]",
         tests=(f"{_FORMAT}::test_an_error_is_at_most_half_a_step_of_its_block",),

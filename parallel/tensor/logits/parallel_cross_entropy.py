@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.ops.cross_entropy import CrossEntropy
-from engine.kernels.ops.linear_cross_entropy import Conditions, Head, LinearTerms, linear_cross_entropy, linear_terms
-from engine.kernels.ops.parallel_softmax import (
+from engine.kernels.ops.cross_entropy import (
+    CrossEntropy,
     Question,
     Slopes,
     Softmax,
@@ -37,6 +36,7 @@ from engine.kernels.ops.parallel_softmax import (
     place_in,
     uses_triton,
 )
+from engine.kernels.ops.linear_cross_entropy import Conditions, Head, LinearTerms, linear_cross_entropy, linear_terms
 from engine.parallel.tensor.collectives import LOSS, refuse_second_derivatives
 from engine.parallel.tensor.logits.logit_shard import LateProduct, LogitShard, SharedSoftmax, SoftmaxParts, Vocabulary
 from engine.parallel.tensor.tp_axis import TensorAxis

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.kernels.dispatch import Kernels
-from engine.kernels.experts.grouped_product import grouped_product, grouped_weight_gradient
+from engine.kernels.ops.grouped_product import grouped_product, grouped_weight_gradient
 from tests.kernels.error import check_error
 from tests.selection import wide
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from engine.kernels.gpu.bias_activation import activation_backward, activation_forward
+from engine.kernels.gpu.activations import activation_backward, activation_forward
 from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels.expert_rows import ExpertRows
 from engine.kernels.gpu.grouped_matmul import launch_grouped_product, launch_grouped_weight_gradient
-from engine.kernels.gpu.overlap.expert_launches import (
+from engine.kernels.gpu.overlap.expert_matmul import (
     launch_collect_rows,
     launch_dispatch_product,
     launch_product_return,

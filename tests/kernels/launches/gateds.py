@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from engine.kernels.gpu.gated_unit import gated_backward, gated_forward
+from engine.kernels.gpu.activations import gated_backward, gated_forward
 from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
 
 

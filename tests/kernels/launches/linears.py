@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from engine.kernels.gpu.launch_shapes import EXACT, TF32, Tile, tiles_for
-from engine.kernels.gpu.linear import Follows, launch_matmul
+from engine.kernels.gpu.matmul import Follows, launch_matmul
 from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
 
 FP16 = torch.float16

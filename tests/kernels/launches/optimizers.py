@@ -5,9 +5,8 @@ from functools import partial
 
 import torch
 
-from engine.kernels.gpu.adamw import adamw
-from engine.kernels.gpu.optim.adamw_8bit import adamw_8bit
-from engine.kernels.gpu.squared_norm import squared_norm
+from engine.kernels.gpu.adamw import adamw, adamw_8bit
+from engine.kernels.gpu.norm import squared_norm
 from engine.kernels.optim.eight_bit_codes import BlockCodes
 from engine.kernels.optim.stochastic_rounding import Lines, StochasticRounding
 from engine.kernels.optim.update_rules import AdamRule

@@ -5,9 +5,8 @@ from functools import partial
 
 import torch
 
-from engine.kernels.gpu.quantized.dequantize import launch_dequantize
-from engine.kernels.gpu.wire.block_codec import launch_decode, launch_encode, launch_sum
-from engine.kernels.wire.block_codec import BlockFormat
+from engine.kernels.codecs.block_codec import BlockFormat
+from engine.kernels.gpu.codecs import launch_decode, launch_dequantize, launch_encode, launch_sum
 from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
 
 ROWS, BLOCKS = 8, 4096

@@ -11,10 +11,11 @@ from torch.nn import functional
 
 from engine.errors import EngineError
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.cross_entropy import CrossEntropy, cross_entropy
-from engine.kernels.ops.parallel_softmax import (
+from engine.kernels.ops.cross_entropy import (
+    CrossEntropy,
     Question,
     Slopes,
+    cross_entropy,
     find_gradient,
     find_statistics,
     gradient_reference,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.dispatch import Kernels, Mode
-from engine.kernels.ops.squared_norm import squared_norm
+from engine.kernels.ops.norm import squared_norm
 
 MODES: tuple[Mode, ...] = ("reference", "triton")
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels.optim import host_library, host_update
-from engine.kernels.optim.host_library import CompileError, library
-from engine.kernels.optim.host_update import host_kernel, update_adam_
+from engine.kernels.optim import host_update
+from engine.kernels.optim.host_update import CompileError, host_kernel, library, update_adam_
 from engine.kernels.optim.update_rules import AdamRule, adam_
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -51,7 +50,7 @@ def test_it_is_compiled_once(source: Path, compilations: Path) -> None:
 
 def test_another_source_or_cpu_is_another_library(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = library(source)
-    monkeypatch.setattr(host_library, "_cpu", lambda: b"another")
+    monkeypatch.setattr(host_update, "_cpu", lambda: b"another")
     second = library(source)
     source.write_text(SOURCE.replace("42", "43"))
     third = library(source)
@@ -69,7 +68,7 @@ def test_a_damaged_library_is_made_anew(source: Path, damage: bytes | None) -> N
 
 
 def test_of_two_processes_one_compiles(source: Path, compilations: Path) -> None:
-    module = "engine.kernels.optim.host_library"
+    module = "engine.kernels.optim.host_update"
     code = f"from pathlib import Path; from {module} import library; print(library(Path({str(source)!r})))"
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     made = [process.communicate()[0].strip() for process in both]

@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from engine.kernels.optim import host_update
-from engine.kernels.optim.host_library import library
-from engine.kernels.optim.host_update import HostKernel, host_kernel, rounds_to, update_adam_, update_lion_, update_sgd_
+from engine.kernels.optim.host_update import (
+    HostKernel,
+    host_kernel,
+    library,
+    rounds_to,
+    update_adam_,
+    update_lion_,
+    update_sgd_,
+)
 from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 

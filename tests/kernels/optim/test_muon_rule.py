@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.config.optim_sections import MuonParams
 from engine.config.reader import stored
-from engine.kernels.optim.muon_rule import MuonRule, orthogonal
+from engine.kernels.optim.matrix_rule import MuonRule, orthogonal
 from engine.zero.optim.matrix.matrix_optimizers import FlatMuon
 
 SHAPES = ((6, 10), (10, 6), (7, 7), (1, 5))

@@ -7,7 +7,7 @@ import torch
 
 from engine.config.optim_sections import ScheduleFreeAdamWParams
 from engine.config.reader import stored
-from engine.kernels.optim.schedule_free_rule import ScheduleFreeRule, averaged, count, schedule_free_
+from engine.kernels.optim.update_rules import ScheduleFreeRule, averaged, count, schedule_free_
 
 
 @pytest.mark.parametrize(

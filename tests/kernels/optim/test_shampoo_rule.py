@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.config.optim_sections import ShampooParams
 from engine.config.reader import stored
-from engine.kernels.optim.shampoo_rule import ShampooRule
+from engine.kernels.optim.preconditioned_rules import ShampooRule
 from engine.zero.optim.matrix.matrix_optimizers import FlatShampoo
 from tests.kernels.optim.test_soap_rule import SHAPES, STEPS, grads, train, weight_of
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.config.optim_sections import SOAPParams
 from engine.config.reader import stored
-from engine.kernels.optim.soap_rule import _FIRST_STEPS, _SHIFT
+from engine.kernels.optim.preconditioned_rules import _FIRST_STEPS, _SHIFT
 from engine.zero.optim.matrix.matrix_optimizers import FlatSOAP
 
 SHAPES = ((6, 10), (10, 6), (7, 7), (1, 5))

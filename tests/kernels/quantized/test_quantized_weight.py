@@ -9,10 +9,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from engine.errors import EngineError
+from engine.kernels.codecs.weight_format import QuantizedShape, QuantizedWeight, WeightFormat, dequantize, quantize
 from engine.kernels.dispatch import REFERENCE
 from engine.kernels.ops.linear import LinearForm, linear
-from engine.kernels.quantized.quantized_weight import QuantizedWeight
-from engine.kernels.quantized.weight_format import QuantizedShape, WeightFormat, dequantize, quantize
 
 SHAPE = (24, 16)
 FORM = QuantizedShape(format=WeightFormat("nf4", 8), shape=SHAPE)

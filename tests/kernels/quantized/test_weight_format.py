@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.dispatch import Kernels
-from engine.kernels.quantized.weight_format import (
+from engine.kernels.codecs.weight_format import (
     QuantizedShape,
     WeightFormat,
     WeightKind,
@@ -16,6 +15,7 @@ from engine.kernels.quantized.weight_format import (
     normal_book,
     quantize,
 )
+from engine.kernels.dispatch import Kernels
 
 PUBLISHED = (
     -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0,
@@ -87,7 +87,7 @@ def test_large_matrices_are_the_same_in_slabs(kind: WeightKind, monkeypatch: pyt
     form, values = whole(kind, (9, 128)), matrix((9, 128))
     packed = quantize(values, form)
     decoded = dequantize(packed, form, torch.float32)
-    monkeypatch.setattr("engine.kernels.quantized.weight_format.AT_ONCE", 256)
+    monkeypatch.setattr("engine.kernels.codecs.weight_format.AT_ONCE", 256)
     assert torch.equal(quantize(values, form), packed)
     assert torch.equal(dequantize(packed, form, torch.float32), decoded)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.codecs.block_codec import SMALLEST_SCALE, BlockCodec, BlockFormat, encode_blocks, sum_blocks
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.wire.block_codec import SMALLEST_SCALE, BlockCodec, BlockFormat, encode_blocks, sum_blocks
 from tests.selection import wide
 
 FORMATS = [BlockFormat(8, 256), BlockFormat(4, 256), BlockFormat(8, 64), BlockFormat(4, 2048)]

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from engine.kernels.codecs.block_codec import BlockCodec, BlockFormat, encode_blocks
 from engine.kernels.dispatch import REFERENCE
-from engine.kernels.wire.block_codec import BlockCodec, BlockFormat, encode_blocks
 
 SIGNS = BlockFormat(1, 64)
 

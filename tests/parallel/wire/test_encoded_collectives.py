@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.codecs.block_codec import BlockFormat, CastFormat, NumberFormat, make_codec
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.wire.block_codec import BlockFormat, CastFormat, NumberFormat, make_codec
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.encoded_collectives import ActivationFormat, EncodedCollectives
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.traffic import Traffic, sent_bytes
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
-from engine.parallel.wire.activation_format import ActivationFormat
-from engine.parallel.wire.encoded_collectives import EncodedCollectives
 from tests.kernels.wire.test_block_codec import DISTRIBUTIONS, ROUNDED
 
 INT8, INT4, BF16 = BlockFormat(8, 64), BlockFormat(4, 64), CastFormat(torch.bfloat16)

@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from engine.kernels.device import ACCELERATORS
 from engine.kernels.ops import vendor_ops
-from engine.kernels.ops.bias_activation import activate
-from engine.kernels.ops.gated_unit import gated
+from engine.kernels.ops.activations import activate, gated
 from engine.kernels.ops.linear import linear as fused
 from engine.kernels.ops.norm import add_norm, norm
 from engine.kernels.ops.rotary import rotary

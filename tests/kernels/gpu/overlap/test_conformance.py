@@ -11,7 +11,7 @@ import torch
 
 from engine.kernels.expert_rows import ExpertRows
 from engine.kernels.gpu.launch_shapes import Tile
-from engine.kernels.gpu.overlap.expert_launches import (
+from engine.kernels.gpu.overlap.expert_matmul import (
     launch_collect_rows,
     launch_dispatch_product,
     launch_product_return,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.kernels.dispatch import Kernels, is_narrow
-from engine.kernels.fused_operator import fused_operator
+from engine.kernels.dispatch import Kernels, fused_operator, is_narrow
 
 _ALIGNED = 16
 """Bytes of which rows of all operands are a multiple."""

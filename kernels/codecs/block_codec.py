@@ -14,6 +14,17 @@ One message holds the codes and then the scales of a run of whole blocks:
     | 0, 1   | 2, 3   | .. |          | scale 0 | ..                        4 bits: two a byte, the first one low
 
 Shape suffixes: R messages, s elements of a message, m bytes of a message, B elements of a block, K blocks.
+
+Signs: numbers in one bit, with the mean of their sizes as the scale of a block (signSGD, Bernstein et al. 2018).
+
+    scale = mean |block|,  value = + scale or - scale
+
+A sign alone says little of a number, so it is for sums with error feedback (Karimireddy et al. 2019): what a message
+leaves out is added to the next one. A block with a number that is not finite arrives as NaN altogether, and leaves
+nothing. A message holds a bit for each number, eight a byte, the first one lowest, and then the scales in fp32. There
+is no kernel for it: torch runs it on any device.
+
+Shape suffixes: R messages, s elements of a message, m bytes of a message, B elements of a block, K blocks.
 """
 
 from dataclasses import dataclass
@@ -23,7 +34,43 @@ import torch
 from torch import Tensor
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.wire.sign_codec import decoded_signs, encode_signs
+
+SMALLEST_MEAN = 2.0**-126
+"""The smallest normal number of fp32: a scale that no device flushes to zero."""
+_BITS = 8
+
+
+@torch.no_grad()
+def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = None) -> Tensor:
+    """Return the messages of ``values_Rs``, uint8 [R, m]; the residual is added before and left behind, as in
+    :func:`~engine.kernels.codecs.block_codec.encode_blocks`."""
+    rows, elements = values_Rs.shape
+    given = values_Rs.float()
+    if residual_Rs is not None:
+        given = given.add(residual_Rs)
+    x_RKB = given.reshape(rows, -1, block)
+    finite_RK1 = x_RKB.isfinite().all(dim=2, keepdim=True)
+    mean_RK1 = torch.where(finite_RK1, x_RKB, 0.0).abs().mean(dim=2, keepdim=True)
+    scale_RK1 = torch.where(mean_RK1 > 0, mean_RK1.clamp_min(SMALLEST_MEAN), 0.0)
+    negative_RKB = x_RKB < 0
+    if residual_Rs is not None:
+        left = torch.where(finite_RK1, x_RKB - torch.where(negative_RKB, -scale_RK1, scale_RK1), 0.0)
+        residual_Rs.copy_(left.view(rows, elements))
+    weights = 2 ** torch.arange(_BITS, dtype=torch.uint8, device=values_Rs.device)
+    codes = (negative_RKB.view(rows, -1, _BITS).to(torch.uint8) * weights).sum(dim=2, dtype=torch.uint8)
+    scales = torch.where(finite_RK1, scale_RK1, torch.nan).reshape(rows, -1)
+    return torch.cat([codes, scales.view(torch.uint8)], dim=1)
+
+
+def decoded_signs(messages_Rm: Tensor, block: int, elements: int) -> Tensor:
+    """The values of all messages, fp32 [R, s]."""
+    rows, end = messages_Rm.shape[0], elements // _BITS
+    places = torch.arange(_BITS, dtype=torch.uint8, device=messages_Rm.device)
+    bits = messages_Rm[:, :end].unsqueeze(2).bitwise_right_shift(places).bitwise_and(1)
+    scale_RK1 = messages_Rm[:, end:].contiguous().view(torch.float32).view(rows, -1, 1)
+    negative_RKB = bits.view(rows, -1, block).bool()
+    return torch.where(negative_RKB, -scale_RK1, scale_RK1).view(rows, -1)
+
 
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal number of fp32 and bf16: a scale that no device flushes to zero."""
@@ -183,7 +230,7 @@ def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residu
         return encode_signs(values_Rs, wire.block, residual_Rs)
     if not _fits(values_Rs, kernels):
         return encode_blocks_reference(values_Rs, wire, residual_Rs)
-    from engine.kernels.gpu.wire.block_codec import launch_encode
+    from engine.kernels.gpu.codecs import launch_encode
 
     return launch_encode(values_Rs, wire.bits, wire.block, wire.message_bytes(values_Rs.shape[1]), residual_Rs)
 
@@ -194,7 +241,7 @@ def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernel
     if wire.bits == 1 or not _fits(out_Rs, kernels):
         out_Rs.copy_(_decoded(messages_Rm, wire))
         return
-    from engine.kernels.gpu.wire.block_codec import launch_decode
+    from engine.kernels.gpu.codecs import launch_decode
 
     launch_decode(messages_Rm, out_Rs, wire.bits, wire.block)
 
@@ -205,7 +252,7 @@ def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: K
     if wire.bits == 1 or not _fits(out_s, kernels):
         sum_blocks_reference(messages_Rm, out_s, wire)
         return
-    from engine.kernels.gpu.wire.block_codec import launch_sum
+    from engine.kernels.gpu.codecs import launch_sum
 
     launch_sum(messages_Rm, out_s, wire.bits, wire.block)
 
