@@ -20,8 +20,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "api", "verify", "deepspeed", "huggingface", "lightning",
     ),
     "engine.checkpoint": (
-        "locks", "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign",
-        "run_state", "weights_transfer", "given_state", "resume", "rank_report", "save", "writer", "coordinator",
+        "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state",
+        "weights_transfer", "resume", "save", "writer", "coordinator",
     ),
     "engine.zero": (
         "layout", "wire_formats", "flat_buckets", "attachment", "own_backward", "offload", "gather", "reduce",

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
+from engine.parallel.comm.symmetric_memory import SharedBytes
 from engine.parallel.grid import Axis, Grid
 
 Wait = Callable[[], object]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kernels.device import host_memory_like
 from engine.parallel.comm.backend import Backend, Channel, Link, Reduction, Wait
-from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
+from engine.parallel.comm.symmetric_memory import SharedBytes
 from engine.parallel.comm.torch_backend import TorchBackend, carries_tensors_of
 from engine.parallel.grid import Axis, Grid
 

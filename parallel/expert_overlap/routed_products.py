@@ -22,7 +22,7 @@ from engine.kernels.device import is_host
 from engine.kernels.dispatch import Kernels
 from engine.kernels.expert_rows import ExpertRows
 from engine.kernels.ops.grouped_product import grouped_product_reference, grouped_weight_gradient
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ALIGNED = 16

@@ -14,7 +14,7 @@ from engine.kernels.overlap_choices import OverlapChoices
 from engine.parallel.comm.backend import Reduction, Wait
 from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.comm.encoded_collectives import ActivationFormat, EncodedCollectives
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 from engine.parallel.comm.traffic import Op
 
 

@@ -142,7 +142,7 @@ CHECKPOINT = (
     Fault(
         name="foreign-loss-scale-forgives-anew",
         about="A loss scale that DeepSpeed has saved forgives overflows again that it has forgiven.",
-        file="engine/checkpoint/foreign/deepspeed_counters.py",
+        file="engine/checkpoint/foreign/deepspeed_folder.py",
         old="max(0, counts[3] - counts[4])",
         new="0 * counts[3]",
         tests=("tests/engine/checkpoint/foreign/test_loss_scale.py::test_it_goes_on_from_any_moment",),

@@ -24,9 +24,9 @@ COMMUNICATING_KERNELS = (
         name="signal-before-its-tile",
         about="Rows are signalled before they are written.",
         file="kernels/gpu/overlap/launches.py",
-        old="        slot = slot_of(slots, target, rank, epoch, capacity, RANKS, part)\n",
-        new="        slot = slot_of(slots, target, rank, epoch, capacity, RANKS, part)\n"
-        "        signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)\n",
+        old="RANKS, part)\n        for column",
+        new="RANKS, part)\n        signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)\n"
+        "        for column",
         tests=(_CONFORMANCE,),
     ),
     Fault(
@@ -57,8 +57,8 @@ COMMUNICATING_KERNELS = (
         name="sum-of-all-ranks-but-one",
         about="A reduce-scatter inside a kernel leaves the last rank out.",
         file="kernels/gpu/overlap/launches.py",
-        old="        for source in range(RANKS):\n",
-        new="        for source in range(RANKS - 1):\n",
+        old="        for source in range(RANKS):\n            if came",
+        new="        for source in range(RANKS - 1):\n            if came",
         tests=(_CALLS,),
     ),
     Fault(
@@ -72,7 +72,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="missing-tile-unreported",
         about="Training goes on with rows that did not come.",
-        file="parallel/comm/symmetric/symmetric_buffer.py",
+        file="parallel/comm/symmetric_memory.py",
         old="        if missing is None:\n",
         new="        if missing is None or missing.tile >= 0:\n",
         tests=("tests/parallel/comm/symmetric/test_symmetric_buffer.py::test_a_rank_that_does_not_come_is_named",),
@@ -89,8 +89,9 @@ COMMUNICATING_KERNELS = (
         name="tile-read-unasked",
         about="A tile is multiplied whether it has come or not.",
         file="kernels/gpu/overlap/launches.py",
-        old="            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):\n",
-        new="            if epoch > 0:\n",
+        old="            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):\n"
+        "                sequence",
+        new="            if epoch > 0:\n                sequence",
         tests=(_CONFORMANCE,),
     ),
     Fault(
@@ -179,7 +180,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="end-of-a-rank-unseen",
         about="Ranks wait for a dead one until their time is over.",
-        file="parallel/comm/symmetric/peer_watch.py",
+        file="parallel/comm/symmetric_memory.py",
         old="                    self._ended[indices[descriptor]] = count\n",
         new="                    self._ended[indices[descriptor]] = 0\n",
         tests=(f"{_SYMMETRIC}/test_killed_rank.py::test_whoever_ends_is_written_down_alone",),
@@ -187,7 +188,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="children-hide-the-end-of-a-rank",
         about="Ranks wait for a dead one as long as a process that it has started holds its sockets open.",
-        file="parallel/comm/symmetric/peer_watch.py",
+        file="parallel/comm/symmetric_memory.py",
         old="return [os.pidfd_open(process)] if process > 0 else []",
         new="return [os.pidfd_open(process)] if process < 0 else []",
         tests=(f"{_SYMMETRIC}/test_killed_rank.py::test_children_that_a_rank_leaves_behind_do_not_hide_its_end",),

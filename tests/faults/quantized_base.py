@@ -68,8 +68,8 @@ QUANTIZED_BASE = (
         name="foreign-codes-in-a-checkpoint",
         about="A checkpoint stores codes of bitsandbytes without their scales.",
         file="engine/precision/frozen_weights.py",
-        old="    if config.checkpoint.frozen:\n",
-        new="    if False:\n",
+        old='    if config.checkpoint.frozen:\n        raise ConfigError(\n            f"checkpoint',
+        new='    if False:\n        raise ConfigError(\n            f"checkpoint',
         tests=("tests/engine/precision/test_foreign_codes.py::test_a_checkpoint_of_codes_without_scales_is_refused",),
     ),
 )

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from engine.kernels.device import PostedCopy, device_generator, is_host, use_device
 from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
-from engine.parallel.comm.threads.rounds import Rounds
-from engine.parallel.comm.threads.turns import Turns
+from engine.parallel.comm.threads.turns import Rounds, Turns
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Axis, Grid
 

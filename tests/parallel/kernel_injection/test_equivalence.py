@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.kernel_injection.equivalence import agrees, random
-from engine.parallel.kernel_injection.norm import find_norm
+from engine.parallel.kernel_injection.replacements import find_norm
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -28,6 +28,6 @@ def test_a_module_that_cannot_be_compared_does_not_agree(module: object) -> None
 
 
 def test_a_mistake_in_an_operator_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.parallel.kernel_injection.norm.norm", None)
+    monkeypatch.setattr("engine.parallel.kernel_injection.replacements.norm", None)
     with pytest.raises(TypeError, match="not callable"):
         find_norm(torch.nn.LayerNorm(8))

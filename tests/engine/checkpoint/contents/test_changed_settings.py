@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.checkpoint.contents.changed_settings import changed_settings, kept_options
+from engine.checkpoint.contents.trainer_state import changed_settings, kept_options
 from engine.config import load_config
 
 BASE: dict[str, Any] = {

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.checkpoint.format import repack as module
+from engine.checkpoint.format import safetensors_file as module
 from engine.checkpoint.format.filesystem import Files
-from engine.checkpoint.format.repack import repack, shard_bytes
+from engine.checkpoint.format.safetensors_file import repack, shard_bytes
 from engine.errors import EngineError
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.locks.folder_locks import LOCK, FolderLocks
+from engine.checkpoint.format.step_folders import LOCK, FolderLocks
 from engine.errors import CheckpointError
 from tests.ranks import ROOT
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from engine.checkpoint.locks.folder_locks import FolderLocks
+from engine.checkpoint.format.step_folders import FolderLocks
 locks = FolderLocks()
 locks.hold(Path(sys.argv[1]))
 if os.fork() == 0:

@@ -10,22 +10,168 @@ with all programs of all ranks at once; on a CPU the ranks take turns.
 
 An *epoch* is one call. It is counted on every rank, and all ranks make the same calls in one order, as they do with
 collectives; there is nothing else that a call has to agree on.
+
+Who has ended is known by a thread that the operating system wakes, and a word that kernels look at:
+
+    a rank ends, however    the system closes its sockets, and tells those who hold a descriptor of its process
+    every other rank        poll returns at once, the thread writes ended[index] = 1, of the next one that ends 2, ..
+    a kernel that waits     looks at the word every so often, and gives up
+
+The descriptor is for a rank that leaves children behind, such as workers that load data: they keep its sockets open.
+The socket is for a rank that closes its engine and goes on, and where processes are hidden from each other. It costs
+nothing while nobody ends. Ranks of other hosts are not watched; their end is found by time.
 """
 
 import logging
-from collections.abc import Sequence
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from engine.kernels.device import SideStream, host_words
+from engine.kernels.device import SideStream, host_words, is_host
 from engine.kernels.mailbox import Mailbox, read_status
-from engine.parallel.comm.symmetric.peer_watch import PeerEndedError, PeerWatch
-from engine.parallel.comm.symmetric.shared_bytes import SharedBytes, SlotSizes, padded_bytes, virtual_bytes
 
 logger = logging.getLogger("trine")
+
+
+class PeerEndedError(RuntimeError):
+    """What was waited for cannot come: the rank that had to send it has ended."""
+
+
+class PeerWatch:
+    """Watches the other ranks of an axis until ``close``.
+
+    Args:
+        links: by index of a rank, the descriptor of a socket whose other end that rank alone holds.
+        ended: int32 [W] in memory of the host, zeros; a word is set when its rank has ended, or closed its end, to how
+            many had by then.
+    """
+
+    def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:
+        self._ended, self._indices = ended, {link: index for index, link in links.items()}
+        self._processes = {process: index for index, link in links.items() for process in _process_of(link)}
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="trine-peers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; call it before the links are closed. A second call does nothing."""
+        if self._thread.is_alive():
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            for descriptor in (self._wake, *self._processes):
+                os.close(descriptor)
+
+    def _run(self) -> None:
+        poll, indices, count = select.poll(), self._indices | self._processes, 0
+        for descriptor in (self._wake, *indices):
+            poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._wake:
+                    return
+                poll.unregister(descriptor)
+                if self._ended[indices[descriptor]] == 0:
+                    count += 1
+                    self._ended[indices[descriptor]] = count
+
+
+def _process_of(link: int) -> list[int]:
+    """A descriptor of the process at the other end, or none where it is not visible from here."""
+    with suppress(OSError), socket.socket(fileno=os.dup(link)) as other:
+        process, _, _ = struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return [os.pidfd_open(process)] if process > 0 else []
+    return []
+
+
+_LOOKS_A_SECOND: Final = (1e4, 1e6)
+"""Of an interpreted kernel at memory of its host, and of a GPU's at that of a peer, about."""
+_WORD: Final = 4
+_ALIGNED: Final = 256
+"""Bytes; parts of the memory begin at multiples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBytes:
+    """Memory of equal size on every rank of an axis, which all of them can write; zeros at first."""
+
+    parts: tuple[Tensor, ...]
+    """Each rank's part, uint8 [n], as this rank reaches it."""
+    index: int
+    """Of this rank."""
+    close: Callable[[], None]
+    """Release the memory; a second call does nothing."""
+    multicast: int = 0
+    """Address of all parts at once, for loads that add and stores that reach all (NVLink SHARP); 0: there is none."""
+    links: Mapping[int, int] = field(default_factory=dict)
+    """By index of another rank, the descriptor of a socket that the system closes when that rank ends; ranks without
+    one are not watched."""
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's part."""
+        return self.parts[self.index]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of each rank's part, as this rank reaches it."""
+        return tuple(part.data_ptr() for part in self.parts)
+
+    @property
+    def looks_a_second(self) -> float:
+        """How often a kernel can look at a signal, about."""
+        return _LOOKS_A_SECOND[not is_host(self.own.device)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotSizes:
+    """How much a rank can send to another in one call."""
+
+    ranks: int
+    capacity: int
+    """Bytes."""
+    most: int
+    """Tiles."""
+
+    @property
+    def slots(self) -> int:
+        """Bytes of all slots of a rank."""
+        return 2 * self.ranks * padded_bytes(self.capacity)
+
+    @property
+    def total(self) -> int:
+        """Bytes of a rank's part."""
+        return self.slots + self.arrivals
+
+    @property
+    def arrivals(self) -> int:
+        """Bytes of the arrivals of a rank."""
+        return padded_bytes(2 * _WORD * self.ranks * self.most)
+
+
+def virtual_bytes(ranks: int, size: int, device: torch.device) -> tuple[SharedBytes, ...]:
+    """Memory of ranks that are parts of this process and share ``device``: an allocation for each of them."""
+    parts = tuple(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks))
+    return tuple(SharedBytes(parts=parts, index=index, close=_nothing) for index in range(ranks))
+
+
+def _nothing() -> None:
+    """Memory that goes with its tensors."""
+
+
+def padded_bytes(size: int) -> int:
+    """``size`` rounded up to where the next part of the memory may begin."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 class SymmetricBuffer:
