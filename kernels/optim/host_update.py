@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.device import is_host
-from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
+from engine.kernels.optim.update_rules import AdamRule, LionRule, adam_, lion_
 
 logger = logging.getLogger("trine")
 
@@ -146,17 +146,6 @@ def update_adam_(
         kernel.adam(w, g, m, v, step, rule)
 
 
-def update_sgd_(
-    weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor | None], rule: SGDRule
-) -> list[Tensor | None]:
-    """``sgd_``, with the same bits: with momentum by the kernel on the host, else by torch."""
-    known = [momentum for momentum in momenta if momentum is not None]
-    kernel = _kernel_for((*weights, *grads, *known), len(weights)) if rule.momentum else None
-    if kernel is None:
-        return sgd_(weights, grads, momenta, rule)
-    return [kernel.sgd(w, g, m, rule) for w, g, m in zip(weights, grads, momenta, strict=True)]
-
-
 def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
     """``lion_``, with the same bits: by the kernel on the host, by torch elsewhere."""
     kernel = _kernel_for((*weights, *grads, *momenta), len(weights))
@@ -196,14 +185,6 @@ class HostKernel:
         )
         decay = (1 if rule.decoupled else 2) if rule.weight_decay else 0
         self.compiled.trine_adam(*_places(w, g, m, v), numbers, decay, *self._spans())
-
-    def sgd(self, w: Tensor, g: Tensor, m: Tensor | None, rule: SGDRule) -> Tensor:
-        """Update ``w``, and return the momentum: ``m``, or a new one at the first update."""
-        first = m is None
-        momentum = torch.empty_like(g) if m is None else m
-        numbers = _floats(rule.lr, rule.momentum, 1 - rule.dampening, rule.weight_decay)
-        self.compiled.trine_sgd(*_places(w, g, momentum), numbers, first, rule.nesterov, *self._spans())
-        return momentum
 
     def lion(self, w: Tensor, g: Tensor, m: Tensor, rule: LionRule) -> None:
         """Update ``w`` and its momentum."""
@@ -258,8 +239,6 @@ def _pairs(kernel: HostKernel) -> Iterator[tuple[_Update, _Update]]:
         yield partial(kernel.adam, step=3, rule=adam), lambda w, g, m, v, by=adam: adam_([w], [g], [m], [v], 3, by)
         lion = LionRule(0.1, (first, 0.99), 0.1)
         yield lambda w, g, m, v, by=lion: kernel.lion(w, g, m, by), lambda w, g, m, v, by=lion: lion_([w], [g], [m], by)
-        sgd = SGDRule(0.1, first, 0.0, 0.1, decoupled)
-        yield lambda w, g, m, v, by=sgd: kernel.sgd(w, g, m, by), lambda w, g, m, v, by=sgd: sgd_([w], [g], [m], by)
 
 
 def _agree(ours: _Update, theirs: _Update, given: Sequence[Tensor]) -> bool:

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.optim.matrix_rule import MatrixState, add_gram_, both_sides, eigen, side_shapes, transposed
+from engine.kernels.optim.update_rules import rule_of
 
 LEFT, RIGHT, LEFT_ROOT, RIGHT_ROOT = "shampoo_left", "shampoo_right", "shampoo_left_root", "shampoo_right_root"
 MOMENTUM, SQUARES = "shampoo_exp_avg", "shampoo_grafting_sq"
@@ -68,19 +69,8 @@ class ShampooRule:
     def of(cls, group: Mapping[str, Any]) -> "ShampooRule":
         """The rule of a group of the optimizer."""
         begin = group["start_preconditioning_step"]
-        return cls(
-            lr=float(group["lr"]),
-            betas=tuple(group["betas"]),
-            epsilon=group["epsilon"],
-            weight_decay=group["weight_decay"],
-            precondition_frequency=group["precondition_frequency"],
-            start_preconditioning_step=group["precondition_frequency"] if begin is None else begin,
-            max_preconditioner_dim=group["max_preconditioner_dim"],
-            use_bias_correction=group["use_bias_correction"],
-            grafting=group["grafting"],
-            grafting_beta2=group["grafting_beta2"],
-            grafting_epsilon=group["grafting_epsilon"],
-        )
+        begin = group["precondition_frequency"] if begin is None else begin
+        return rule_of(cls, group, start_preconditioning_step=begin)
 
     def cost(self, shape: tuple[int, ...]) -> int:
         """Two products for each side that has a preconditioner, and its share of a decomposition."""
@@ -174,17 +164,7 @@ class SoapRule:
     def of(cls, group: Mapping[str, Any]) -> "SoapRule":
         """The rule of a group of the optimizer, by the names of the authors' implementation."""
         own = group["shampoo_beta"]
-        return cls(
-            lr=float(group["lr"]),
-            betas=tuple(group["betas"]),
-            shampoo_beta=group["betas"][1] if own is None else own,
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            precondition_frequency=group["precondition_frequency"],
-            max_precond_dim=group["max_precond_dim"],
-            normalize_grads=group["normalize_grads"],
-            correct_bias=group["correct_bias"],
-        )
+        return rule_of(cls, group, shampoo_beta=group["betas"][1] if own is None else own)
 
     def cost(self, shape: tuple[int, ...]) -> int:
         """Three products for each side that has a basis, and its share of a refresh of that."""

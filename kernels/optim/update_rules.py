@@ -2,8 +2,8 @@
 whole; LARS and LAMB take the norms of whole parameters.
 
 Adam, AdamW and SGD run torch's fused kernels (one pass over memory, on CPU and GPU). Step counts are Python ints, and
-the moments are the only tensors in the caller's state. Large updates on the host have a kernel of our own, with the
-same bits (``host_update``).
+the moments are the only tensors in the caller's state. Large updates of Adam and Lion on the host have a kernel of
+our own, with the same bits (``host_update``).
 
 Schedule-free AdamW (Defazio et al. 2024, https://arxiv.org/abs/2405.15682): an average replaces a schedule.
 
@@ -27,15 +27,25 @@ Shape suffix: n elements of a part.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+Rule = TypeVar("Rule")
 _UNBIASED = 10**9  # beta ** this is 0 for every beta that fp32 tells from 1
+
+
+def rule_of(kind: type[Rule], group: Mapping[str, Any], **others: Any) -> Rule:
+    """Make the rule of a group of the optimizer: a dataclass, whose fields but ``others`` have the names of options."""
+    given = {field.name: group[field.name] for field in fields(cast(Any, kind)) if field.name not in others}
+    given["lr"] = float(given["lr"])
+    if "betas" in given:
+        given["betas"] = tuple(given["betas"])
+    return kind(**given, **others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,15 +230,7 @@ class LambRule:
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "LambRule":
         """The rule of a group of the optimizer."""
-        return cls(
-            float(group["lr"]),
-            tuple(group["betas"]),
-            group["eps"],
-            group["weight_decay"],
-            group["bias_correction"],
-            group["eps_inside_sqrt"],
-            (group["min_coeff"], group["max_coeff"]),
-        )
+        return rule_of(cls, group, bounds=(group["min_coeff"], group["max_coeff"]))
 
     @property
     def moment_names(self) -> tuple[str, ...]:
@@ -270,8 +272,7 @@ class LarsRule:
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> "LarsRule":
         """The rule of a group of the optimizer."""
-        own = (group["momentum"], group["weight_decay"], group["trust_coefficient"], group["eps"])
-        return cls(float(group["lr"]), *own)
+        return rule_of(cls, group)
 
     @property
     def moment_names(self) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,10 +17,9 @@ from engine.kernels.optim.host_update import (
     rounds_to,
     update_adam_,
     update_lion_,
-    update_sgd_,
 )
-from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
-from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
+from engine.kernels.optim.update_rules import AdamRule, LionRule, adam_, lion_
+from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion
 
 SIZES = (0, 1, 7, 8, 15, 16, 33, 129, 1023, 20_011)
 Update = Callable[[Tensor, Tensor, Tensor, Tensor], object]
@@ -45,10 +43,6 @@ def used(kernel: HostKernel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def adam(self, *arguments: Any) -> None:
             called.append("adam")
             super().adam(*arguments)
-
-        def sgd(self, *arguments: Any) -> Tensor:
-            called.append("sgd")
-            return super().sgd(*arguments)
 
         def lion(self, *arguments: Any) -> None:
             called.append("lion")
@@ -106,11 +100,6 @@ ADAM = [
     )
     for decay, decoupled in ((0.0, True), (0.1, True), (0.1, False))
 ]
-SGD = [
-    SGDRule(3e-3, 0.9, dampening, decay, nesterov)
-    for dampening, decay, nesterov in product((0.0, 0.3), (0.0, 0.1), (True, False))
-    if not (nesterov and dampening)
-]
 LION = [LionRule(3e-4, betas, decay) for betas in ((0.9, 0.99), (0.4, 0.3)) for decay in (0.0, 0.1)]
 
 
@@ -126,16 +115,6 @@ def test_adam_has_torchs_bits(kernel: HostKernel, rule: AdamRule) -> None:
 
     for step in (1, 1000):
         compare(partial(kernel.adam, step=step, rule=rule), partial(theirs, step=step))
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("rule", SGD, ids=str)
-def test_sgd_has_torchs_bits(kernel: HostKernel, rule: SGDRule) -> None:
-    compare(lambda w, g, m, v: kernel.sgd(w, g, m, rule), lambda w, g, m, v: sgd_([w], [g], [m], rule))
-    compare(
-        lambda w, g, m, v: m.copy_(kernel.sgd(w, g, None, rule)),
-        lambda w, g, m, v: m.copy_(torch.cat([made for made in sgd_([w], [g], [None], rule) if made is not None])),
-    )
 
 
 @pytest.mark.usefixtures("threads")
@@ -183,12 +162,12 @@ def test_every_root_is_divided_as_torch_does(kernel: HostKernel, step: int) -> N
     assert_same_bits(ours[0], theirs[0])
 
 
-@pytest.mark.parametrize(("kind", "name"), [(FlatAdam, "adam"), (FlatSGD, "sgd"), (FlatLion, "lion")])
+@pytest.mark.parametrize(("kind", "name"), [(FlatAdam, "adam"), (FlatLion, "lion")])
 def test_optimizers_update_by_it(kind: type, name: str, used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def trained() -> Tensor:
         torch.manual_seed(0)
         weights = torch.nn.Parameter(torch.randn(77))
-        optimizer = kind([weights], lr=0.1, weight_decay=0.1, **({"momentum": 0.9} if name == "sgd" else {}))
+        optimizer = kind([weights], lr=0.1, weight_decay=0.1)
         for _ in range(3):
             weights.grad = torch.randn(77)
             optimizer.step()
@@ -206,7 +185,5 @@ def test_what_it_does_not_support_is_torchs(used: list[str]) -> None:
         w, g, m, v = (given.clone(memory_format=torch.preserve_format) for _ in range(4))
         update_adam_([w], [g], [m], [v], 1, rule)
         assert (w < 1).all()
-    w, g = torch.ones(9), torch.ones(9)
-    assert update_sgd_([w], [g], [None], SGDRule(0.1, 0.0, 0.0, 0.0, False)) == [None]
     update_lion_([], [], [], LionRule(0.1, (0.9, 0.99), 0.0))
     assert not used
