@@ -69,9 +69,7 @@ CHECKPOINT = (
         file="engine/checkpoint/contents/local_tensors.py",
         old="piece = Piece(own.part, start - slot.start, stop - slot.start)",
         new="piece = Piece(own.part, 0, stop - start)",
-        tests=(
-            "tests/engine/checkpoint/contents/test_local_tensors.py::test_moments_of_data_ranks_tile_every_parameter",
-        ),
+        tests=("tests/engine/checkpoint/contents/test_contents.py::test_moments_of_data_ranks_tile_every_parameter",),
     ),
     Fault(
         name="moments-not-restored",

@@ -8,7 +8,7 @@ _MISSING = f"{_FOLDER}/test_turns.py::test_what_does_not_come_is_written_down"
 _CALLS = f"{_FOLDER}/test_turns.py::test_every_call_equals_the_plain_products"
 _EXPERTS = f"{_FOLDER}/test_experts.py::test_every_call_equals_exchange_and_plain_products"
 _WITHOUT_ROWS = f"{_FOLDER}/test_experts.py::test_a_rank_without_rows_for_another_is_waited_for_all_the_same"
-_GROUPED = "tests/kernels/experts/test_grouped_product.py"
+_GROUPED = "tests/kernels/ops/test_grouped_product.py"
 _SYMMETRIC = "tests/parallel/comm/symmetric"
 
 COMMUNICATING_KERNELS = (

@@ -36,7 +36,7 @@ DATA = (
         file="engine/data/packed_rows.py",
         old="            labels[at + 1 : end] = tokens[1:]",
         new="            labels[at:end] = tokens",
-        tests=("tests/engine/data/test_packing.py::test_borders_of_documents",),
+        tests=("tests/engine/data/test_loader.py::test_borders_of_documents",),
     ),
     Fault(
         name="rows-past-the-end-count",
@@ -60,6 +60,6 @@ DATA = (
         file="engine/data/packed_rows.py",
         old="return self._shuffled.stream(epoch * self.samples, self.samples)",
         new="return self._shuffled.stream(0, self.samples)",
-        tests=("tests/engine/data/test_packing.py::test_every_epoch_has_its_own_order",),
+        tests=("tests/engine/data/test_loader.py::test_every_epoch_has_its_own_order",),
     ),
 )

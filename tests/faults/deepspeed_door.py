@@ -70,7 +70,7 @@ DEEPSPEED_DOOR = (
         old="left = [name for name, parameter in trained.items() if id(parameter) not in held]",
         new="left = list[str]()",
         tests=(
-            "tests/engine/optim/test_given_optimizer.py::test_an_optimizer_over_some_of_the_parameters_trains_those_alone",
+            "tests/engine/optim/test_param_groups.py::test_an_optimizer_over_some_of_the_parameters_trains_those_alone",
         ),
     ),
     Fault(

@@ -2,7 +2,7 @@
 
 from tests.faults.fault import Fault
 
-_CODEC = "tests/kernels/wire/test_block_codec.py"
+_CODEC = "tests/kernels/codecs/test_block_codec.py"
 _REDUCTION = "tests/zero/reduce/test_encoded_reduction.py"
 _ENGINES = "tests/zero/test_fewer_bits.py"
 _FORMATS = "tests/zero/test_wire_formats.py"

@@ -104,7 +104,7 @@ KERNELS_AND_PLANNING = (
         file="kernels/ops/norm.py",
         old="* (1.0 if counts else 0.0)",
         new="* 1.0",
-        tests=("tests/kernels/ops/test_squared_norm.py::test_what_is_not_counted_adds_nothing",),
+        tests=("tests/kernels/ops/test_norm.py::test_what_is_not_counted_adds_nothing",),
     ),
     Fault(
         name="replicated-parameter-counted-by-all",

@@ -7,8 +7,8 @@ _OWNERS = "tests/zero/optim/matrix/test_owner_exchange.py"
 _AVERAGE = "tests/zero/optim/test_weight_average.py"
 _KEPT = "tests/engine/parity/test_parity_preconditioned.py"
 _ROUNDS = "tests/zero/optim/matrix/test_matrix_updates.py"
-_SOAP = "tests/kernels/optim/test_soap_rule.py"
-_SHAMPOO = "tests/kernels/optim/test_shampoo_rule.py"
+_SOAP = "tests/kernels/optim/test_preconditioned_rules.py"
+_SHAMPOO = "tests/kernels/optim/test_preconditioned_rules.py"
 _GROUPS = "tests/engine/optim/test_param_groups.py"
 
 MATRIX_OPTIMIZERS = (

@@ -6,7 +6,7 @@ _COPIES = "tests/zero/offload/test_host_copies.py"
 _TRAINING = "tests/zero/offload/test_offloaded_training.py"
 _DISK = "tests/zero/offload/test_disk.py"
 _KERNEL = "tests/kernels/optim/test_host_update.py"
-_LIBRARY = "tests/kernels/optim/test_host_library.py"
+_LIBRARY = "tests/kernels/optim/test_host_update.py"
 _SAVED = "tests/engine/checkpoint/test_offloaded_state.py"
 
 OFFLOAD = (

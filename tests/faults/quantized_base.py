@@ -2,8 +2,8 @@
 
 from tests.faults.fault import Fault
 
-_FORMAT = "tests/kernels/quantized/test_weight_format.py"
-_WEIGHT = "tests/kernels/quantized/test_quantized_weight.py"
+_FORMAT = "tests/kernels/codecs/test_weight_format.py"
+_WEIGHT = "tests/kernels/codecs/test_weight_format.py"
 _PARITY = "tests/engine/parity/test_quantized_base.py"
 _CHECKPOINT = "tests/engine/checkpoint/test_quantized_base.py"
 
@@ -62,7 +62,7 @@ QUANTIZED_BASE = (
         file="engine/precision/frozen_weights.py",
         old="    if asked is not None:\n",
         new="    if False:\n",
-        tests=("tests/engine/precision/test_foreign_codes.py::test_what_needs_more_than_whole_weights_is_refused",),
+        tests=("tests/engine/precision/test_frozen_weights.py::test_what_needs_more_than_whole_weights_is_refused",),
     ),
     Fault(
         name="foreign-codes-in-a-checkpoint",
@@ -70,6 +70,6 @@ QUANTIZED_BASE = (
         file="engine/precision/frozen_weights.py",
         old='    if config.checkpoint.frozen:\n        raise ConfigError(\n            f"checkpoint',
         new='    if False:\n        raise ConfigError(\n            f"checkpoint',
-        tests=("tests/engine/precision/test_foreign_codes.py::test_a_checkpoint_of_codes_without_scales_is_refused",),
+        tests=("tests/engine/precision/test_frozen_weights.py::test_a_checkpoint_of_codes_without_scales_is_refused",),
     ),
 )

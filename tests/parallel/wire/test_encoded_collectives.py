@@ -16,7 +16,7 @@ from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.traffic import Traffic, sent_bytes
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
-from tests.kernels.wire.test_block_codec import DISTRIBUTIONS, ROUNDED
+from tests.kernels.codecs.test_block_codec import DISTRIBUTIONS, ROUNDED
 
 INT8, INT4, BF16 = BlockFormat(8, 64), BlockFormat(4, 64), CastFormat(torch.bfloat16)
 FORMATS: list[NumberFormat] = [INT8, INT4, BF16]

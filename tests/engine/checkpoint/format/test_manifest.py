@@ -14,8 +14,8 @@ from engine.checkpoint.format.manifest import Checksum, Manifest, StoredPiece, S
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import DTYPES, TensorKind
 from engine.errors import CheckpointError
+from tests.engine.checkpoint.format.test_hostile import ANY
 from tests.engine.checkpoint.format.test_pieces import covers
-from tests.engine.checkpoint.format.test_strict_json import ANY
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 FILES = st.from_regex(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,9}", fullmatch=True)

@@ -15,7 +15,7 @@ from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.parallel.pipeline.runtime.transport import CommTransport, Message
-from tests.kernels.wire.test_block_codec import DISTRIBUTIONS, ROUNDED
+from tests.kernels.codecs.test_block_codec import DISTRIBUTIONS, ROUNDED
 
 PLACE = (5, 0, 1)
 

@@ -6,6 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.kernels.expert_rows import ExpertRows
+from engine.kernels.gpu.grouped_matmul import launch_grouped_product, launch_grouped_weight_gradient
+from engine.kernels.gpu.overlap.expert_matmul import (
+    launch_collect_rows,
+    launch_dispatch_product,
+    launch_product_return,
+)
 from engine.kernels.gpu.overlap.launches import (
     KernelCall,
     launch_collect_slots,
@@ -16,12 +23,12 @@ from engine.kernels.gpu.overlap.launches import (
     launch_sum_slots,
 )
 from engine.kernels.mailbox import Mailbox
-from tests.kernels.launches.shapes import BF16, FP32, Launch, meta
+from tests.kernels.local_launches import BF16, FP32, Launch, meta
 
 RANKS, SEQUENCES, ROWS, DEPTH, COLUMNS = 8, 2, 512, 4096, 1024
 
 
-def launches() -> Iterator[tuple[str, Launch]]:
+def communicating_launches() -> Iterator[tuple[str, Launch]]:
     for dtype, name in ((BF16, "bf16"), (FP32, "fp32")):
         for half in ("both", "multiply"):
             yield f"column {half} {name}", partial(_gather, dtype, half)
@@ -63,3 +70,47 @@ def _scatter(dtype: torch.dtype, plus: bool, everywhere: bool, stays: bool = Fal
     whole = meta(SEQUENCES, *ranks, ROWS, DEPTH, dtype=dtype)
     added = meta(SEQUENCES, *ranks, ROWS, COLUMNS, dtype=dtype) if plus else None
     launch_product_scatter(whole, _matrix(dtype), added, KernelCall(mailbox(), 17), dtype, stays)
+
+
+EXPERTS, INPUTS, OUTPUTS, EXPERT_ROWS = 8, 2048, 1536, 100
+"""Of a rank; rows are those for each expert of each rank."""
+
+
+def expert_launches() -> Iterator[tuple[str, Launch]]:
+    rows = ExpertRows(counts=torch.full((RANKS, RANKS * EXPERTS), EXPERT_ROWS), rank=3)
+    for dtype, name in ((BF16, "bf16"), (FP32, "fp32")):
+        for transposed in (False, True):
+            how = " transposed" * transposed
+            yield f"experts{how} {name}", partial(_product, dtype, transposed)
+            yield f"dispatch both{how} {name}", partial(_dispatch, rows, dtype, transposed)
+            yield f"return{how} {name}", partial(_return, rows, dtype, transposed)
+        yield f"experts {name}", partial(_gradient, dtype)
+        yield f"collect rows {name}", partial(launch_collect_rows, OUTPUTS, rows, KernelCall(mailbox(), 17), dtype)
+
+
+def _matrices(dtype: torch.dtype, transposed: bool) -> Tensor:
+    if transposed:
+        return meta(EXPERTS, OUTPUTS, INPUTS, dtype=dtype).transpose(1, 2)
+    return meta(EXPERTS, INPUTS, OUTPUTS, dtype=dtype)
+
+
+def _ends() -> Tensor:
+    return meta(EXPERTS, dtype=torch.int32)
+
+
+def _product(dtype: torch.dtype, transposed: bool) -> None:
+    launch_grouped_product(meta(4096, INPUTS, dtype=dtype), _matrices(dtype, transposed), _ends())
+
+
+def _gradient(dtype: torch.dtype) -> None:
+    launch_grouped_weight_gradient(meta(4096, INPUTS, dtype=dtype), meta(4096, OUTPUTS, dtype=dtype), _ends())
+
+
+def _dispatch(rows: ExpertRows, dtype: torch.dtype, transposed: bool) -> None:
+    tokens = meta(rows.own, INPUTS, dtype=dtype)
+    launch_dispatch_product(tokens, _matrices(dtype, transposed), rows, KernelCall(mailbox(), 17))
+
+
+def _return(rows: ExpertRows, dtype: torch.dtype, transposed: bool) -> None:
+    whole = meta(rows.here, INPUTS, dtype=dtype)
+    launch_product_return(whole, _matrices(dtype, transposed), rows, KernelCall(mailbox(), 17))
