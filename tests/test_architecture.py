@@ -37,8 +37,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
     "engine.kernels": (
-        "device", "main_gradient", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim", "gpu", "ops",
-        "codecs",
+        "device", "dispatch", "overlap", "optim", "gpu", "ops", "codecs",
     ),
     "engine.planning.cost_model": (
         "workload", "decoder_shape", "layout", "hardware", "placement", "links", "roofline", "stages", "memory",

@@ -8,7 +8,7 @@ import torch
 
 from engine.config import Config
 from engine.kernels.codecs.block_codec import BlockFormat, CastFormat, NumberFormat
-from engine.kernels.optim.adafactor_rule import mean_elements
+from engine.kernels.optim.update_rules import mean_elements
 from engine.optim.built_in import GroupState
 from engine.parallel.comm.encoded_collectives import ActivationFormat
 from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes

@@ -7,7 +7,7 @@ the activation's derivative needs it and gradients are wanted. ``tuned.json`` ca
 products of the backward "linear_backward"; each runs in Triton or in the vendor library (cuBLAS). After a product of
 the library, bias, activation and residual run as the pointwise operator ("activation").
 
-A weight with a main gradient (``kernels/main_gradient.py``) gets no dW: d' x is added to the main gradient as the last
+A weight with a main gradient (``kernels/dispatch.py``) gets no dW: d' x is added to the main gradient as the last
 thing that the backward of the layer launches.
 
 Shape suffixes: M rows (all leading dims together), I inputs, O outputs.
@@ -24,8 +24,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.kernels.device import is_host, multiplies_wide
-from engine.kernels.dispatch import Kernels, fused_operator, is_narrow
-from engine.kernels.main_gradient import MainGradient, open_sum
+from engine.kernels.dispatch import Kernels, MainGradient, fused_operator, is_narrow, open_sum
 from engine.kernels.ops.activations import ACTIVATIONS, Activation, activate, activate_backward
 
 _ALIGNED = 16

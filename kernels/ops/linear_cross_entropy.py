@@ -29,8 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.dispatch import Kernels
-from engine.kernels.main_gradient import OpenSum, open_sum
+from engine.kernels.dispatch import Kernels, OpenSum, open_sum
 from engine.kernels.ops.cross_entropy import (
     CrossEntropy,
     Exchange,

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.device import SideStream, host_words, is_host
-from engine.kernels.mailbox import Mailbox, read_status
+from engine.kernels.overlap import Mailbox, read_status
 
 logger = logging.getLogger("trine")
 

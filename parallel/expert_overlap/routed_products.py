@@ -20,8 +20,8 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.kernels.device import is_host
 from engine.kernels.dispatch import Kernels
-from engine.kernels.expert_rows import ExpertRows
 from engine.kernels.ops.grouped_product import grouped_product_reference, grouped_weight_gradient
+from engine.kernels.overlap import ExpertRows
 from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.kernels.device import ACCELERATORS
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.overlap_choices import OverlapChoices
+from engine.kernels.overlap import OverlapChoices
 from engine.parallel.comm.backend import Reduction, Wait
 from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.comm.encoded_collectives import ActivationFormat, EncodedCollectives

@@ -6,7 +6,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.kernels.expert_rows import ExpertRows
 from engine.kernels.gpu.grouped_matmul import launch_grouped_product, launch_grouped_weight_gradient
 from engine.kernels.gpu.overlap.expert_matmul import (
     launch_collect_rows,
@@ -22,7 +21,7 @@ from engine.kernels.gpu.overlap.launches import (
     launch_product_scatter,
     launch_sum_slots,
 )
-from engine.kernels.mailbox import Mailbox
+from engine.kernels.overlap import ExpertRows, Mailbox
 from tests.kernels.local_launches import BF16, FP32, Launch, meta
 
 RANKS, SEQUENCES, ROWS, DEPTH, COLUMNS = 8, 2, 512, 4096, 1024

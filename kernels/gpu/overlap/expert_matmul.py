@@ -6,7 +6,7 @@
 Each expert has a matrix; a tile lies within the rows that one rank sends to one expert, so it waits for one signal, and
 its sums are those of ``kernels/gpu/matmul``, which these kernels call. Which tiles there are is a table of
 :class:`ExpertRows`. Two ranks that have no rows for each other still give each other a signal, of a tile without rows:
-that every rank waits for all others in each call is what lets slots be written again (:mod:`engine.kernels.mailbox`).
+that every rank waits for all others in each call is what lets slots be written again (:mod:`engine.kernels.overlap`).
 Numbers that change from call to call are not specialised, since others wait while a rank compiles.
 
 Shape suffixes: T rows of a rank, R rows that its experts get, X experts of a rank, K the dim that is summed over, N
@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.expert_rows import ExpertRows
 from engine.kernels.gpu.grouped_matmul import stack_as_it_lies
 from engine.kernels.gpu.launch_shapes import GROUP
 from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_place, tile_product
 from engine.kernels.gpu.overlap.launches import Half, KernelCall, precision, tile_shape
 from engine.kernels.gpu.overlap.signals import arrival_of, came, signal, slot_of
+from engine.kernels.overlap import ExpertRows
 
 
 @triton.jit

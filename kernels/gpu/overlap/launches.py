@@ -66,7 +66,7 @@ from engine.kernels.gpu.matmul import (
     tile_product,
 )
 from engine.kernels.gpu.overlap.signals import arrival_of, came, signal, slot_of
-from engine.kernels.mailbox import Mailbox
+from engine.kernels.overlap import Mailbox
 
 
 @triton.jit
