@@ -48,7 +48,7 @@ from engine.parallel.model.forward_patch import with_global
 from engine.parallel.tensor.deferred_linear import is_linear
 from engine.parallel.tensor.layers.linear import has_plain_forward
 
-_SCALES = (1.0, 1e-3, 1e2, 0.0)
+_NORM_SCALES = (1.0, 1e-3, 1e2, 0.0)
 """Scales of the trial's rows: among small values one eps differs from another."""
 
 
@@ -75,7 +75,7 @@ def find_norm(module: nn.Module) -> NormModule | None:
     names = [name for name, p in module._parameters.items() if p is not None]
     parameters = {name: random(*sizes[0], seed=number) for number, name in enumerate(names)}
     copy = twin(module, parameters, {})
-    x = random(len(_SCALES), 2, *sizes[0], seed=3) * torch.tensor(_SCALES, dtype=torch.float64)[:, None, None]
+    x = random(len(_NORM_SCALES), 2, *sizes[0], seed=3) * torch.tensor(_NORM_SCALES, dtype=torch.float64)[:, None, None]
     for form in _norm_forms(module, names):
         operator = _operator(copy, form)
         if agrees(lambda x: forward(copy, x), operator, [x], list(copy.parameters())):

@@ -2,9 +2,9 @@
 
 from tests.faults.fault import Fault
 
-_COLLECTIVES = "tests/parallel/wire/test_encoded_collectives.py"
+_COLLECTIVES = "tests/parallel/comm/test_encoded_collectives.py"
 _MESSAGES = "tests/parallel/pipeline/runtime/test_encoded_messages.py"
-_ENGINES = "tests/parallel/wire/test_wire_engines.py"
+_ENGINES = "tests/parallel/comm/test_encoded_engines.py"
 
 WIRE = (
     Fault(

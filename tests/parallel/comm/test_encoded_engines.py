@@ -14,7 +14,7 @@ from engine.models.decoder import Decoder, loss_sum
 from engine.parallel.comm.agreement import bit_sum
 from engine.parallel.tensor.tp_axis import Overlap
 from engine.reporting.banner import banner_text
-from tests.parallel.wire.small_decoder import SIZES, batch, on_threads
+from tests.parallel.comm.small_decoder import SIZES, batch, on_threads
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
 
