@@ -32,7 +32,7 @@ from engine.errors import CheckpointError
 
 TOKEN = "memory_token"
 """File in the folder of a run."""
-_TOKEN = re.compile(rb"[0-9a-f]{16}")
+_TOKEN_FORM = re.compile(rb"[0-9a-f]{16}")
 
 
 class MemoryFiles(Files):
@@ -114,7 +114,7 @@ def run_token(files: Files, folder: Path) -> str:
         write_new(files, folder / TOKEN, [memoryview(secrets.token_hex(8).encode())])
         files.sync_folder(folder)
     token = bytes(read_all(files, folder, TOKEN, 64))
-    if not _TOKEN.fullmatch(token):
+    if not _TOKEN_FORM.fullmatch(token):
         raise CheckpointError(f"{folder / TOKEN} is damaged; remove it, and the copies in memory are made anew.")
     return token.decode()
 
