@@ -4,9 +4,7 @@
     of this one       who has ended                      memory of the host, see :class:`PeerWatch`
 
 The memory comes from the backend: shared memory between processes of one host on CPUs, symmetric memory of torch
-between GPUs that reach each other. Where there is none, collectives do the same work. Ranks can also be parts of one
-process that share a device (:func:`virtual_ranks`): one GPU runs the whole protocol, each rank on a stream of its own,
-with all programs of all ranks at once; on a CPU the ranks take turns.
+between GPUs that reach each other. Where there is none, collectives do the same work.
 
 An *epoch* is one call. It is counted on every rank, and all ranks make the same calls in one order, as they do with
 collectives; there is nothing else that a call has to agree on.
@@ -159,16 +157,6 @@ class SlotSizes:
         return padded_bytes(2 * _WORD * self.ranks * self.most)
 
 
-def virtual_bytes(ranks: int, size: int, device: torch.device) -> tuple[SharedBytes, ...]:
-    """Memory of ranks that are parts of this process and share ``device``: an allocation for each of them."""
-    parts = tuple(torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks))
-    return tuple(SharedBytes(parts=parts, index=index, close=_nothing) for index in range(ranks))
-
-
-def _nothing() -> None:
-    """Memory that goes with its tensors."""
-
-
 def padded_bytes(size: int) -> int:
     """``size`` rounded up to where the next part of the memory may begin."""
     return -(-size // _ALIGNED) * _ALIGNED
@@ -271,9 +259,3 @@ class SymmetricBuffer:
         if self._watch is not None:
             self._watch.close()
         self._memory.close()
-
-
-def virtual_ranks(sizes: SlotSizes, seconds: float, device: torch.device) -> tuple[SymmetricBuffer, ...]:
-    """The ends of ranks that are parts of this process and share ``device``."""
-    memories = virtual_bytes(sizes.ranks, sizes.total, device)
-    return tuple(SymmetricBuffer(memory, sizes, seconds, range(sizes.ranks)) for memory in memories)
