@@ -30,7 +30,7 @@ PRODUCTS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
 )
 """M, N, K"""
 ROW_KERNELS = ("norm", "gated", "activation")
-_MODULES = MappingProxyType({"norm": "norm", "gated": "gated_unit", "activation": "bias_activation"})
+_MODULES = MappingProxyType({"norm": "norm", "gated": "activations", "activation": "activations"})
 WARP_FACTORS = (0.5, 1.0, 2.0)
 _SHAPES = ("row_shape", "column_shape")
 """How a launcher asks for its warps."""

@@ -84,7 +84,7 @@ class BlockFormat:
     """How numbers are encoded."""
 
     bits: int
-    """8 or 4; 1: signs alone (``sign_codec``)."""
+    """8 or 4; 1: signs alone (:func:`encode_signs`)."""
     block: int
     """Elements that share a scale; an even number."""
 
