@@ -1,10 +1,4 @@
-"""Cross-entropy of full logits, as ``torch.nn.functional.cross_entropy`` defines it for class indices.
-
-    loss = log_sum - (1 - s) picked - s / V weighted        s: label smoothing (Szegedy et al. 2016, section 7)
-
-The kernels read the logits once in the forward and once in the backward, and keep three numbers a row. They compute in
-fp32 (fp64 for fp64) and round once.
-Terms of a softmax over logits whose columns may lie on several ranks, and the gradient of the logits.
+"""Terms of a softmax over logits whose columns may lie on several ranks, and the gradient of the logits.
 
 This is the vocabulary-parallel softmax of Megatron-LM (Shoeybi et al. 2019, section 3).
 
@@ -13,19 +7,20 @@ This is the vocabulary-parallel softmax of Megatron-LM (Shoeybi et al. 2019, sec
     picked      x at the target - largest     and one sum, through an ``Exchange`` that the caller provides
     weighted    sum w (x - largest)
 
-The softmax itself is not kept: the backward recomputes it from the logits. Gradients treat ``largest`` as a constant,
-because its contribution cancels in every loss.
+    loss = log_sum - (1 - s) picked - s / V weighted        s: label smoothing (Szegedy et al. 2016, section 7)
+
+The kernels read the logits once in the forward and once in the backward. The softmax itself is not kept: the backward
+recomputes it from the logits. Gradients treat ``largest`` as a constant, because its contribution cancels in every
+loss.
 
 Shape suffixes: N rows, V vocabulary, W columns that this rank holds.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.errors import EngineError
 from engine.kernels.device import is_host
@@ -300,34 +295,6 @@ class CrossEntropy:
         return total if self.reduction == "sum" else total / counted_N.sum()
 
 
-def cross_entropy(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy, kernels: Kernels) -> Tensor:
-    """Cross-entropy in the dtype of the logits: [], or [N] without a reduction. Target int64. Differentiable.
-
-    Raises:
-        EngineError: a target is outside the vocabulary. Checked on CPU only: on a GPU the check would synchronize.
-    """
-    if has_torch_function((logits_NV, target_N)):
-        return handle_torch_function(cross_entropy, (logits_NV, target_N), logits_NV, target_N, form, kernels)
-    check_target(target_N, logits_NV.shape[-1], form.ignore_index)
-    if not fits_softmax_kernels(logits_NV) or not uses_triton("cross_entropy", logits_NV, logits_NV.shape[-1], kernels):
-        return cross_entropy_reference(logits_NV, target_N, form)
-    losses_N, _, _ = _cross_entropy(logits_NV, target_N, form.ignore_index, form.label_smoothing)
-    return form.reduced(losses_N, target_N != form.ignore_index).to(logits_NV.dtype)
-
-
-def cross_entropy_reference(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy) -> Tensor:
-    """PyTorch reference of :func:`cross_entropy`."""
-    wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    found = functional.cross_entropy(
-        wide,
-        target_N,
-        ignore_index=form.ignore_index,
-        reduction=form.reduction,
-        label_smoothing=form.label_smoothing,
-    )
-    return found.to(logits_NV.dtype)
-
-
 def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
     """Refuse class indices outside the vocabulary.
 
@@ -341,54 +308,3 @@ def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
             f"a label is outside the vocabulary of {vocabulary} rows; labels count from 0, and {ignore_index} marks "
             "those to ignore."
         )
-
-
-@fused_operator("trine::cross_entropy")
-def _cross_entropy(
-    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    form, question = CrossEntropy(ignore_index, label_smoothing), Question(target, even=label_smoothing > 0)
-    width = logits.shape[-1]
-    (largest, log_sum), picked, weighted = join_softmax_terms(
-        find_statistics(logits, question, True), question, width, None
-    )
-    assert picked is not None
-    losses = form.losses(log_sum, picked, weighted, width)
-    return losses.masked_fill_(target == ignore_index, 0), largest, log_sum
-
-
-@fused_operator("trine::cross_entropy_backward")
-def _cross_entropy_backward(
-    slope: Tensor, logits: Tensor, target: Tensor, largest: Tensor, log_sum: Tensor, ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:  # fmt: skip
-    form, question = CrossEntropy(ignore_index, label_smoothing), Question(target, even=label_smoothing > 0)
-    slopes = form.slopes(slope.masked_fill(target == ignore_index, 0), logits.shape[-1])
-    return find_gradient(logits, question, Softmax(largest, log_sum), slopes, triton=True)
-
-
-@_cross_entropy.register_fake
-def _(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    first, second, third = (logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(3))
-    return first, second, third
-
-
-@_cross_entropy_backward.register_fake
-def _(
-    slope: Tensor, logits: Tensor, target: Tensor, largest: Tensor, log_sum: Tensor, ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:  # fmt: skip
-    return logits.new_empty(logits.shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, target, ctx.ignore_index, ctx.label_smoothing = inputs
-    ctx.save_for_backward(logits, target, *output[1:])
-
-
-def _gradients(ctx: Any, slope: Tensor, *_: Any) -> tuple[Any, ...]:
-    grad = _cross_entropy_backward(slope, *ctx.saved_tensors, ctx.ignore_index, ctx.label_smoothing)
-    return grad, None, None, None
-
-
-_cross_entropy.register_autograd(_gradients, setup_context=_keep)

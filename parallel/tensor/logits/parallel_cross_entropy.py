@@ -6,7 +6,7 @@
 
 Each rank computes maximum and terms of its shard, and they are reduced over the ranks with the label "loss", in fp32:
 the maximum in one all-reduce, all terms in a second one. Backward needs no communication: every rank has the softmax of
-its own columns. In torch it is saved; kernels recompute it (``kernels.ops.parallel_softmax``) and save two numbers per
+its own columns. In torch it is saved; kernels recompute it (``kernels.ops.cross_entropy``) and save two numbers per
 token. Cross-entropy sends 3 scalars per token, or 4 with label smoothing; a z-loss beside it sends nothing more, and
 alone it sends 2.
 
