@@ -23,9 +23,8 @@ from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.optim.given_optimizer import read_optimizer, replacing_sections
 from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
-from engine.optim.param_groups import as_trainable, included_frozen
+from engine.optim.param_groups import as_trainable, included_frozen, read_optimizer, replacing_sections
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.failed_calls import FailedCalls

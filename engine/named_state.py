@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint.coordinator import CheckpointCoordinator
-from engine.checkpoint.format.repack import shard_bytes
+from engine.checkpoint.format.safetensors_file import shard_bytes
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import from_first
 from engine.resources import EngineResources

@@ -28,8 +28,8 @@ from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize
 from engine.parallel.model.rng_streams import RandomStreams
 from engine.precision.dtypes import make_precision, place_rest
+from engine.precision.fp32_modules import put_casts
 from engine.precision.frozen_weights import round_frozen
-from engine.precision.layer_casts import put_casts
 from engine.precision.loss_scaler import make_loss_scale
 from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows, Name

@@ -6,26 +6,102 @@
 
 A row of ``tuned.json`` applies from its width up to the next row of the same device. Rows that name the device take
 precedence over rows of "*", which are estimates: nobody has measured them, and the log says so.
+
+Main gradients: sums into which products add the gradients of weights (Megatron-LM: gradient accumulation fusion).
+
+    apart    dW = dy' x    memory of its own       main += dW    another pass over both
+    added    main += dy' x                         in the product's epilogue
+
+Whose sum it is, and when it may be used, the layers above decide: :class:`MainGradient` is what a product sees of it.
 """
 
 import importlib.util
+import inspect
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from engine.kernels.device import compiles_triton, device_name, is_host
-from engine.kernels.main_gradient import MainGradients
 
 logger = logging.getLogger("trine")
+
+
+class OpenSum(NamedTuple):
+    """The sum of one parameter's gradients, to add to."""
+
+    into: Tensor
+    """In the shape of the parameter; fp32, or the parameter's dtype."""
+    holds: bool
+    """False: nothing has been added yet and the content is stale, so that a product overwrites it."""
+
+
+class MainGradient(Protocol):
+    """The main gradient of one parameter."""
+
+    def begin(self, node: Any | None) -> OpenSum | None:
+        """The sum to add to in the running backward; None: the gradient has to be made and returned.
+
+        ``node``: the node that accumulates the parameter's gradients in this backward; None: autograd takes no part.
+        """
+
+    def end(self, node: Any | None) -> None:
+        """The product has been added, or its kernel launched."""
+
+
+class MainGradients:
+    """The main gradients of one engine, by parameter. Empty: every gradient is made apart."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Tensor, MainGradient]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def register(self, parameter: Tensor, main: MainGradient) -> None:
+        """From now on products add the gradient of ``parameter`` to ``main``."""
+        self._of[id(parameter)] = parameter, main
+
+    def clear(self) -> None:
+        """From now on every gradient is made apart."""
+        self._of.clear()
+
+    def use(self, weight: Tensor) -> MainGradient | None:
+        """The main gradient for a product of a forward with ``weight``, if there is one for this very tensor."""
+        if torch.compiler.is_compiling() or not self._of or not weight.requires_grad:
+            return None
+        parameter, main = self._of.get(id(weight), (None, None))
+        return main if parameter is weight else None
+
+
+def is_executed(node: Any) -> bool:
+    """Whether the running backward executes ``node``.
+
+    A nested ``torch.autograd.grad`` inside a recomputed block asks for other gradients and may leave it out.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch raises this if backward asks for the gradient of this very node
+        return False
+
+
+def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
+    """The sum that a product in a backward adds to; None: it has to return its gradient.
+
+    ``node``: as in :meth:`MainGradient.begin`. Second derivatives go through gradients that are made.
+    """
+    if main is None or torch.is_grad_enabled() or (node is not None and not is_executed(node)):
+        return None
+    return main.begin(node)
+
 
 Mode = Literal["auto", "reference", "triton"]
 
@@ -155,3 +231,73 @@ def rows_of(x: Tensor) -> Tensor:
     """View [.., H] as [N, H] with contiguous rows; copies only where the leading dims cannot be merged."""
     x_NH = x.reshape(-1, x.shape[-1])
     return x_NH if x_NH.stride(1) == 1 or x_NH.shape[1] == 1 else x_NH.contiguous()
+
+
+R = TypeVar("R")
+_PLAIN: Any = Tensor.__torch_dispatch__
+"""Marks a tensor class that runs no Python code of its own below autograd."""
+
+
+class FusedOperator(Generic[R]):
+    """A function of tensors, registered with torch as ``name``.
+
+    It takes positional arguments. It returns new tensors, apart from those named in ``mutates``, which it writes.
+    """
+
+    def __init__(self, name: str, function: Callable[..., R], mutates: Sequence[str]) -> None:
+        self.registered = torch.library.custom_op(name, function, mutates_args=mutates)
+        self._function = function
+        self._written = [index for index, one in enumerate(inspect.signature(function).parameters) if one in mutates]
+        self._differentiable: type[torch.autograd.Function] | None = None
+
+    def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
+        """Register the function that makes outputs without content from inputs without content."""
+        self.registered.register_fake(fake)
+        return fake
+
+    def register_autograd(self, gradients: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+        """Register the backward: ``setup_context(ctx, inputs, output)``, then ``gradients(ctx, *slopes)``."""
+        self.registered.register_autograd(gradients, setup_context=setup_context)
+        function: Callable[..., R] = self._function
+
+        class Eager(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> R:
+                output = function(*args)
+                setup_context(ctx, args, output)
+                return output
+
+            @staticmethod
+            def backward(ctx: Any, *slopes: Any) -> Any:
+                return gradients(ctx, *slopes)
+
+        self._differentiable = Eager
+
+    def __call__(self, *args: Any) -> R:
+        """Run the function on ``args``."""
+        if torch.compiler.is_compiling() or _is_watched():
+            return cast(R, self.registered(*args))
+        differentiable = False
+        for one in args:
+            if isinstance(one, Tensor):
+                if type(one).__torch_dispatch__ is not _PLAIN or one.is_meta:
+                    return cast(R, self.registered(*args))
+                differentiable = differentiable or one.requires_grad
+        if differentiable and torch.is_grad_enabled():
+            if self._differentiable is None:  # torch refuses the backward of this operator by its name
+                return cast(R, self.registered(*args))
+            return cast(R, self._differentiable.apply(*args))  # type: ignore[no-untyped-call]
+        output = self._function(*args)
+        for index in self._written:  # autograd compares versions of what it has saved; a kernel's write changes none
+            torch.autograd.graph.increment_version(cast(Tensor, args[index]))
+        return output
+
+
+def fused_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], FusedOperator[R]]:
+    """Register the decorated function as the operator ``name``; ``mutates`` names the arguments that it writes."""
+    return lambda function: FusedOperator(name, function, mutates)
+
+
+def _is_watched() -> bool:
+    """Return whether a dispatch mode or a transform of torch.func has to see the call."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())

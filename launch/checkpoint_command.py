@@ -17,10 +17,9 @@ from engine.checkpoint.format.filesystem import Files, remove_tree, write_new
 from engine.checkpoint.format.manifest import Manifest, StoredTensor
 from engine.checkpoint.format.pieces import Part
 from engine.checkpoint.format.safetensors_file import SINGLE, lay_out
-from engine.checkpoint.format.step_folders import committed, read_manifest, steps_of
+from engine.checkpoint.format.step_folders import LOCK, committed, read_manifest, steps_of
 from engine.checkpoint.format.step_reader import ReadRequest, StepReader
 from engine.checkpoint.format.strict_json import Fields, dump
-from engine.checkpoint.locks.folder_locks import LOCK
 from engine.errors import CheckpointError
 from engine.launch.run_folder import CHECKPOINTS
 from engine.parallel.comm.traffic import megabytes

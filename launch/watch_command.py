@@ -14,8 +14,7 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.parallel.comm.meeting import name_ranks
-from engine.watchdog.flight_folder import flight_folder
-from engine.watchdog.local_ranks import LocalRanks
+from engine.watchdog.local_ranks import LocalRanks, flight_folder
 from engine.watchdog.monitor import REPORT
 from engine.watchdog.view import RankView
 

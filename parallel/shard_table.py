@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from engine.kernels.quantized.weight_format import QuantizedShape, WeightFormat
+from engine.kernels.codecs.weight_format import QuantizedShape, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ FIRST = (
     "tests/engine/parity/test_kernel_injection.py",
     "tests/engine/watchdog/test_jobs.py",
     "tests/faults/test_seeded_faults.py",
-    "tests/parallel/comm/test_from_first.py",
+    "tests/parallel/comm/test_agreement.py",
     "tests/test_ranks.py",
 )
 """Long tests that mostly wait, or compile: begun first, they are done beside the others and not after them."""

@@ -20,15 +20,15 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "api", "verify", "deepspeed", "huggingface", "lightning",
     ),
     "engine.checkpoint": (
-        "locks", "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign",
-        "run_state", "weights_transfer", "given_state", "resume", "rank_report", "save", "writer", "coordinator",
+        "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state",
+        "weights_transfer", "resume", "save", "writer", "coordinator",
     ),
     "engine.zero": (
         "layout", "wire_formats", "flat_buckets", "attachment", "own_backward", "offload", "gather", "reduce",
         "optim", "phases",
     ),
     "engine.parallel": (
-        "grid", "shard_table", "comm", "wire", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",
+        "grid", "shard_table", "comm", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",
         "kernel_injection", "pipeline",
     ),
     "engine.parallel.tensor": (
@@ -37,8 +37,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
     ),
     "engine.parallel.pipeline": ("schedule", "partition", "runtime", "report"),
     "engine.kernels": (
-        "device", "main_gradient", "fused_operator", "dispatch", "overlap_choices", "mailbox", "expert_rows", "optim",
-        "gpu", "ops", "experts", "wire", "quantized",
+        "device", "dispatch", "overlap", "optim", "gpu", "ops", "codecs",
     ),
     "engine.planning.cost_model": (
         "workload", "decoder_shape", "layout", "hardware", "placement", "links", "roofline", "stages", "memory",
@@ -101,10 +100,6 @@ CRUMBS = {
     "engine.deepspeed.runtime.config": "deepspeed.runtime.config, a door",
     "engine.deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters, a door",
     "engine.deepspeed.zero": "deepspeed.zero, a door",
-    "engine.kernels.gpu.quantized.dequantize": "a GPU kernel, imported only where Triton runs it",
-    "engine.kernels.gpu.squared_norm": "a GPU kernel, imported only where Triton runs it",
-    "engine.kernels.ops.squared_norm": "an operator beside the others, which picks its GPU kernel",
-    "engine.kernels.wire.sign_codec": "a code of its own, beside the blocks with which it shares only their names",
     "engine.launch.train_options": "answers --help without torch",
     "engine.reporting.compilations": "asks Triton, which the console does without",
     "engine.zero.gather.outside_calls": "calls beside the passes of a step, apart from those",

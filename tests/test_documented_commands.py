@@ -79,9 +79,9 @@ TESTED = {
     "pytest -m long tests/engine/parity/test_fewer_bits_training.py --write-figures":
         "tests/zero/test_fewer_bits.py::test_all_data_ranks_compute_with_the_same_rounded_values",
     "pytest -m long tests/engine/parity/test_wire_training.py --write-figures":
-        "tests/parallel/wire/test_wire_engines.py::test_losses_are_near_exact_ones_and_copies_on_tensor_ranks_keep_equal_bits",
+        "tests/parallel/comm/test_encoded_engines.py::test_losses_are_near_exact_ones_and_copies_on_tensor_ranks_keep_equal_bits",
     "python -m tests.cluster.stage_messages --write-figures":
-        "tests/parallel/wire/test_wire_engines.py::test_messages_between_stages_have_the_bytes_of_the_formula",
+        "tests/parallel/comm/test_encoded_engines.py::test_messages_between_stages_have_the_bytes_of_the_formula",
     "python -m tests.cluster.shard_groups --write-figures":
         "tests/zero/test_shard_groups.py::test_gradients_cross_groups_once_a_step_as_shards",
     "python -m tests.cluster.secondary_shards --write-figures":

@@ -48,7 +48,7 @@ _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
 CHECKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "import": ("-W", "error", "-c", "import engine; engine.initialize"),
-        "kernels": (*_PYTEST, "tests/kernels/test_interpreter.py", "tests/kernels/ops", "tests/kernels/optim"),
+        "kernels": (*_PYTEST, "tests/kernels/test_fused_operator.py", "tests/kernels/ops", "tests/kernels/optim"),
         "engine": (*_PYTEST, "tests/engine/test_axis_order.py", "tests/zero/test_fewer_bits.py"),
         "first contact": ("-m", "benchmarks", "first_contact", "--device", "cpu"),
     }

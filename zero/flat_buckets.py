@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
+from engine.kernels.codecs.block_codec import BlockCodec
 from engine.kernels.device import host_zeros, is_host
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.squared_norm import squared_norm as sum_of_squares
-from engine.kernels.wire.block_codec import BlockCodec
+from engine.kernels.ops.norm import squared_norm as sum_of_squares
 from engine.parallel.model.placeholders import PLANNED_TRAINABLE
 from engine.zero.layout import Bucket, FlatLayout, Slot
 

@@ -13,7 +13,7 @@ Buckets of fp64, of integers, and those that are marked exact are sent as they a
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.kernels.wire.block_codec import ENCODED_DTYPES, BlockFormat
+from engine.kernels.codecs.block_codec import ENCODED_DTYPES, BlockFormat
 from engine.parallel.comm.traffic import Traffic, sent_bytes
 from engine.parallel.grid import Axis
 from engine.zero.layout import ALIGNMENT, Bucket

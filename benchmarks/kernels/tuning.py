@@ -30,7 +30,7 @@ PRODUCTS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
 )
 """M, N, K"""
 ROW_KERNELS = ("norm", "gated", "activation")
-_MODULES = MappingProxyType({"norm": "norm", "gated": "gated_unit", "activation": "bias_activation"})
+_MODULES = MappingProxyType({"norm": "norm", "gated": "activations", "activation": "activations"})
 WARP_FACTORS = (0.5, 1.0, 2.0)
 _SHAPES = ("row_shape", "column_shape")
 """How a launcher asks for its warps."""
@@ -60,7 +60,7 @@ def _first(operator: str) -> Case:
 def tune_product(sizes: tuple[int, int, int], bench: Bench) -> dict[str, Any]:
     """TFLOP/s of every shipped tile, and of torch's product, in the layouts of forward (ab') and backward (ab, a'b)."""
     from engine.kernels.gpu.launch_shapes import capability, choose_tile, processors, tiles_for
-    from engine.kernels.gpu.linear import Follows, launch_matmul
+    from engine.kernels.gpu.matmul import Follows, launch_matmul
 
     rows, columns, depth = sizes
     tiles = tiles_for(2, False, capability(bench.device))

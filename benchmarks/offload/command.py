@@ -26,8 +26,7 @@ from benchmarks.offload.disk import disk_cells, disk_works
 from benchmarks.offload.steps import ENGINE_BYTES, RULE_BYTES, step_cells
 from benchmarks.offload.turns import Work, medians
 from benchmarks.peers.cpu_adam import make_cpu_adam
-from engine.kernels.optim.host_library import CompileError, library
-from engine.kernels.optim.host_update import update_adam_
+from engine.kernels.optim.host_update import CompileError, library, update_adam_
 from engine.kernels.optim.update_rules import AdamRule
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm

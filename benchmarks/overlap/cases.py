@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from engine.kernels.overlap_choices import Operation, ProductSizes
+from engine.kernels.overlap import Operation, ProductSizes
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 TOKENS = 8192

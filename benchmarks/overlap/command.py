@@ -212,7 +212,7 @@ def _finish(
 
 def _write(folder: Path, found: dict[str, Any]) -> None:
     from benchmarks.overlap.winners import overlap_json, propose_overlap
-    from engine.kernels.overlap_choices import shipped_overlap
+    from engine.kernels.overlap import shipped_overlap
 
     text = conclude_overlap(found)
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from benchmarks.kernels.clock import Clock, EventClock, WallClock
 from benchmarks.overlap.virtual_axis import Board, VirtualAxis
+from benchmarks.overlap.virtual_ranks import virtual_ranks
 from engine.kernels.device import SideStream, is_host
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer, virtual_ranks
+from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import World, open_world
 from engine.parallel.grid import Grid

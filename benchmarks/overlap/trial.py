@@ -12,7 +12,7 @@ from benchmarks.overlap.places import SPARE_PROCESSORS, Place, Turns
 from benchmarks.overlap.virtual_axis import VirtualAxis
 from engine.kernels.device import is_host
 from engine.kernels.gpu.launch_shapes import Tile
-from engine.kernels.gpu.linear import Follows, launch_matmul
+from engine.kernels.gpu.matmul import Follows, launch_matmul
 from engine.kernels.gpu.overlap.launches import (
     KernelCall,
     launch_gather_product,
@@ -21,8 +21,7 @@ from engine.kernels.gpu.overlap.launches import (
     signals_of,
 )
 from engine.parallel.comm.comm import Pending
-from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.tensor.overlap.chunked_matmul import MOST_PIECES
 from engine.parallel.tensor.overlap.copied_rows import copied_rows, leave_rows, signal_numbers
 from engine.parallel.tensor.overlap.fused_sum import sum_in_turns

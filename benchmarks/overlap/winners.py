@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.overlap.cases import TILES
 from benchmarks.overlap.measure import IN_KERNELS
 from benchmarks.overlap.report import Found, fastest
-from engine.kernels.overlap_choices import OverlapChoice
+from engine.kernels.overlap import OverlapChoice
 
 MARGIN = 1.02
 """A kernel that communicates has to be faster by so much: less is noise."""

@@ -40,12 +40,12 @@ def _launch_nothing() -> None:
 
     from engine.build import forward_changes
     from engine.kernels import dispatch
-    from engine.kernels.gpu import gated_unit, norm
+    from engine.kernels.gpu import activations, norm
     from engine.kernels.ops import rotary
 
     for module in (forward_changes, dispatch):
         vars(module)["runs_triton"] = lambda device: True
-    for module in (gated_unit, norm, rotary):
+    for module in (activations, norm, rotary):
         vars(module)["torch"] = _Zeros()
     dispatch.Kernels._decide = lambda self, operator, *_: operator in OPERATORS  # type: ignore[method-assign]
     torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[method-assign]

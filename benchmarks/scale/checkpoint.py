@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from engine.checkpoint.contents.ownership import SaveOwnership, model_tensors
+from engine.checkpoint.contents.local_tensors import SaveOwnership, model_tensors
 from engine.checkpoint.format.checked_blocks import BLOCK, DEFAULT_ALGORITHM, HashSlice, block_count
 from engine.checkpoint.format.manifest import Checksum, Manifest, StoredPiece, StoredTensor
 from engine.checkpoint.format.manifest_parts import from_index, sharing, to_parts

@@ -24,8 +24,8 @@ from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
 from engine.kernels.dispatch import Kernels
 from engine.optim.built_in import built_in_optimizer
-from engine.optim.given_optimizer import show_inner
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
+from engine.optim.param_groups import show_inner
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.comm.agreement import all_or_none
@@ -56,7 +56,7 @@ from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import Costs, profile_run
 from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.precision.dtypes import make_precision
-from engine.precision.layer_casts import put_casts
+from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch
 from engine.program.expert_load import ExpertCounter
 from engine.step.runtime import RankRuntime

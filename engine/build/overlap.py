@@ -14,8 +14,7 @@ import torch
 from engine.config import Config
 from engine.kernels.dispatch import has_triton, runs_triton
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.comm.world import timeout_seconds
 from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
 from engine.planning.fused_layers import measured_overlap

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from engine.build.held_module import leave_parts, refuse_calls
 from engine.build.request import ModelSource
 from engine.errors import PlanError
-from engine.kernels.quantized.weight_format import QuantizedShape
+from engine.kernels.codecs.weight_format import QuantizedShape
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Coord

@@ -10,8 +10,8 @@ from torch import nn
 
 from engine.build.forward_changes import ForwardChanges
 from engine.config import Config
-from engine.optim.given_optimizer import GivenOptimizer
 from engine.optim.lr_schedules import SchedulerArgument
+from engine.optim.param_groups import GivenOptimizer
 from engine.parallel.comm.comm import Comm
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.precision.dtypes import Precision

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from engine.integrity.at_rest import AtRest
-from engine.integrity.copies import DataCopies, ReplicaCopies
-from engine.integrity.guard import Integrity
+from engine.integrity.copies import AtRest, DataCopies, ReplicaCopies
+from engine.integrity.guard import ComputedGradients, Integrity
 from engine.integrity.held import Holdings
-from engine.integrity.reruns import ComputedGradients
 from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.planning.plan import Plan

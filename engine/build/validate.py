@@ -16,8 +16,7 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.quantized_layers import refuse_quantized
 from engine.planning.analysis import needs_example
 from engine.planning.plan import check_settings
-from engine.precision.foreign_codes import refuse_foreign_codes
-from engine.precision.frozen_weights import find_quantized
+from engine.precision.frozen_weights import find_quantized, refuse_foreign_codes
 from engine.program.batch import Batch, named_tensors
 from engine.zero.reduce.gradient_guard import check_own_hooks
 

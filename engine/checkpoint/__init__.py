@@ -23,7 +23,6 @@ glossary   part      the rows of one dim of a parameter that a tensor rank holds
     coordinator     checkpoint lifecycle of one engine: load, save on schedule, SIGTERM, close
     run_state       one engine as a checkpoint sees it: its tensors, metadata and progress
     writer, save    the background thread of a save; the collective write and commit that it runs
-    rank_report     the message in which each rank tells rank 0 which files and pieces it has written
     resume, load    choose, verify and restore a checkpoint; read tensors into this rank's memory
     huggingface     weights from Hugging Face folders, and the small files that make one
     full_state      the state dict of the whole model, gathered on rank 0

@@ -16,12 +16,10 @@ from engine.checkpoint.contents.adapter_folder import AdapterSource, is_peft_mod
 from engine.checkpoint.contents.trainer_state import Stateful, TrainerState
 from engine.checkpoint.foreign import open_checkpoint
 from engine.checkpoint.format.filesystem import Files, resolved
-from engine.checkpoint.format.step_folders import make_run_folder, step_of
+from engine.checkpoint.format.step_folders import FolderLocks, make_run_folder, step_of
 from engine.checkpoint.full_state import Entry, FullState
-from engine.checkpoint.given_state import load_given
 from engine.checkpoint.huggingface import refuse_adapters
 from engine.checkpoint.load import read_unplaced
-from engine.checkpoint.locks.folder_locks import FolderLocks
 from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
 from engine.checkpoint.preemption import EXIT_CODE, StopSignal
 from engine.checkpoint.resume import (
@@ -34,7 +32,7 @@ from engine.checkpoint.resume import (
     start_weights,
 )
 from engine.checkpoint.run_state import RunState
-from engine.checkpoint.weights_transfer import copy_weights
+from engine.checkpoint.weights_transfer import copy_weights, load_given
 from engine.checkpoint.writer import CheckpointWriter, PendingSave
 from engine.config import Config
 from engine.errors import CheckpointError, EngineError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.quantized.weight_format import dequantize
+from engine.kernels.codecs.weight_format import dequantize
 from engine.parallel.comm.backend import state_link
 from engine.parallel.comm.comm import Comm
 from engine.parallel.shard_table import ShardRow

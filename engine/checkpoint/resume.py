@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.checkpoint.contents.changed_settings import RATES, TRAINING, changed_settings, kept_options
 from engine.checkpoint.contents.optimizer_state import (
     Families,
     Moments,
@@ -25,7 +24,7 @@ from engine.checkpoint.contents.optimizer_state import (
     restore_schedule,
     updated_parameters,
 )
-from engine.checkpoint.contents.trainer_state import joined, own_states
+from engine.checkpoint.contents.trainer_state import RATES, TRAINING, changed_settings, joined, kept_options, own_states
 from engine.checkpoint.foreign import foreign_folder, open_checkpoint
 from engine.checkpoint.format.filesystem import Files, resolved
 from engine.checkpoint.format.step_folders import committed, steps_of
@@ -35,7 +34,7 @@ from engine.checkpoint.huggingface import PretrainedFolder
 from engine.checkpoint.load import Loader, TensorSource, share_moments, share_weights
 from engine.checkpoint.run_state import RunState
 from engine.errors import CheckpointError, EngineError
-from engine.optim.update_scheduler import UpdateScheduler
+from engine.optim.lr_schedules import UpdateScheduler
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect
 from engine.parallel.grid import saved_grid

@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.contents.local_tensors import LocalTensors
+from engine.checkpoint.contents.local_tensors import LocalTensors, ModelTensor, SaveOwnership, model_tensors
 from engine.checkpoint.contents.optimizer_state import describe_optimizer, moments_by_bucket, parameter_scalars
-from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership, model_tensors
 from engine.checkpoint.contents.snapshot import Contents, Ours
 from engine.checkpoint.contents.trainer_state import TrainerState, random_states, schedule_state
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.host_image import kind_of
 from engine.checkpoint.format.safetensors_file import DTYPES
+from engine.checkpoint.format.step_folders import FolderLocks
 from engine.checkpoint.full_state import FullState
 from engine.checkpoint.huggingface import with_dtype
-from engine.checkpoint.locks.folder_locks import FolderLocks
 from engine.config import Config
 from engine.errors import CheckpointError
 from engine.parallel.comm.comm import Comm

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.contents.local_tensors import ModelTensor
 from engine.checkpoint.contents.optimizer_state import unsaved_state
-from engine.checkpoint.contents.ownership import ModelTensor
 from engine.checkpoint.contents.snapshot import Snapshot
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints

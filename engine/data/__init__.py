@@ -1,8 +1,8 @@
 """Batches of a data rank, at an exact place in the data: from text, token files, and datasets of other libraries.
 
 Sampler, Batches, window_count, evaluation_batches     windows: windows of a text, in an order that can be resumed
+IndexedTokens, NpyTokens                               windows: files of tokens, memory-mapped
 loader, Packing, Padding                               step_loader, settings: any dataset, rows of whole steps
-IndexedTokens, NpyTokens                               token_files: files of tokens, memory-mapped
 
 Names are imported on first use: a sampler is planned and tested without torch, whose import takes seconds.
 """
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.data.settings import Packing, Padding
     from engine.data.step_loader import StepLoader, loader
-    from engine.data.token_files import IndexedTokens, NpyTokens
-    from engine.data.windows import Batches, Sampler, evaluation_batches, window_count
+    from engine.data.windows import Batches, IndexedTokens, NpyTokens, Sampler, evaluation_batches, window_count
 
 __all__ = [
     "Batches",
@@ -32,8 +31,6 @@ __all__ = [
 
 _HOMES = MappingProxyType(
     {
-        "IndexedTokens": "token_files",
-        "NpyTokens": "token_files",
         "Packing": "settings",
         "Padding": "settings",
         "StepLoader": "step_loader",

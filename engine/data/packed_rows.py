@@ -14,11 +14,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.data.sample_order import SampleOrder
 from engine.data.settings import DataPosition, LoaderSettings, Packing
-from engine.data.token_files import Documents
-from engine.data.windows import IGNORED_LABEL
+from engine.data.windows import IGNORED_LABEL, Documents, Indices, Sampler
 from engine.errors import EngineError
+
+
+class SampleOrder:
+    """The endless sequence of the indices of a dataset. Imports no torch."""
+
+    def __init__(self, samples: int, settings: LoaderSettings) -> None:
+        self.samples = samples
+        self._shuffled = Sampler(samples, 1, settings.seed) if settings.shuffle else None
+
+    def at(self, position: int) -> int:
+        """The index at a position."""
+        if self._shuffled is None:
+            return position % self.samples
+        return int(self._shuffled.stream(position, 1)[0])
+
+    def of_epoch(self, epoch: int) -> Indices:
+        """The indices of an epoch, in its order."""
+        if self._shuffled is None:
+            return np.arange(self.samples, dtype=np.int64)
+        return self._shuffled.stream(epoch * self.samples, self.samples)
 
 
 class RowPiece(NamedTuple):

@@ -1,11 +1,18 @@
-"""Copies that several ranks hold in equal bits, compared by short digests; the odd one is named by majority.
+"""Comparisons by digests of bits: of what a rank holds, between two updates, and of copies, between ranks.
+
+    update s -> take                         all state is at rest                          compare -> update s + 1
+               digests of all weights, masters and moments                      the first difference is kept
+
+One comparison every N steps would not do: a shard has no copy, and each update hides what was before it. Copies that
+several ranks hold in equal bits are compared by short digests; the odd one is named by majority.
 
     data ranks         what ``HeldTensor.equal`` says: everything at ZeRO 0, weights at ZeRO 1 and 2
     shard groups       all the rest, where there are several: the shards of one place in all of them
     replica's ranks    weights that tensor ranks hold whole, and weights that pipeline ranks share (ties)
 
-Tensor ranks lay their buckets out differently, so the second kind is compared by parameter; at ZeRO 3 the digests of
-the shards are added up over the data ranks first.
+Tensor ranks lay their buckets out differently, so weights of a replica are compared by parameter; at ZeRO 3 the digests
+of the shards are added up over the data ranks first. Nobody waits for the device: the host reads every
+``integrity.every`` steps whether there was a difference.
 """
 
 from collections import Counter
@@ -15,9 +22,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.integrity.digest import flipped_places, odd_factors, short_digest
-from engine.integrity.finding import Finding
-from engine.integrity.held import HeldTensor
+from engine.integrity.finding import Finding, digest_length, flipped_places, odd_factors, short_digest, write_digest
+from engine.integrity.held import HeldTensor, Holdings, Writes
 from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis
@@ -169,3 +175,81 @@ def _gathered(own: Tensor, comm: Comm, axis: Axis) -> Tensor:
     table[here] = own
     comm.all_gather(table.view(-1), table[here], axis, INTEGRITY).wait()
     return table
+
+
+class AtRest:
+    """The digests of one rank."""
+
+    def __init__(self, holdings: Holdings, device: torch.device) -> None:
+        self._holdings, self._device = holdings, device
+        self.held: list[HeldTensor] = []
+        self._writes: Writes | None = None
+        self._taken = self._now = self._fault = torch.zeros(0, dtype=torch.int64, device=device)
+        self._update = torch.full((), -1, dtype=torch.int64, device=device)
+        """The update after which the digests differ that ``_fault`` is about; -1: none so far."""
+        self._found: list[Finding] = []
+        self._taken_after = 0
+
+    def take(self, update: int) -> None:
+        """Take the digests of everything, ``update`` updates after the start."""
+        held = self._holdings.all()
+        sizes = [digest_length(each.tensor) for each in held]
+        if sizes != [digest_length(each.tensor) for each in self.held]:
+            self._keep_found()
+            self._taken = torch.zeros(sum(sizes), dtype=torch.int64, device=self._device)
+            self._now, self._fault = torch.zeros_like(self._taken), torch.zeros_like(self._taken)
+        self.held, self._taken_after = held, update
+        self._write(self._taken, [True] * len(held))
+        self._writes = Writes(held)
+
+    def compare(self) -> None:
+        """Compare with what is held now; what the program has written since is left out."""
+        held = self._holdings.all()
+        written = self._writes.since(held) if self._writes is not None else None
+        if written is None:
+            return
+        self._now.copy_(self._taken)
+        self._write(self._now, [not each for each in written])
+        difference = self._now.sub_(self._taken)
+        first = (difference != 0).any() & (self._update < 0)
+        self._fault = torch.where(first, difference, self._fault)
+        self._update = torch.where(first, self._taken_after, self._update)
+
+    @property
+    def noticed(self) -> Tensor:
+        """Whether there was a difference, a 0-dim tensor on the device."""
+        return (self._update >= 0) | bool(self._found)
+
+    def findings(self, rank: int) -> list[Finding]:
+        """What has changed since the last call; waits for the device."""
+        self._keep_found()
+        found, self._found = self._found, []
+        return [finding.of(rank) for finding in found]
+
+    def forget(self) -> None:
+        """Drop all digests and differences."""
+        self.held, self._writes, self._found = [], None, []
+        self._update.fill_(-1)
+
+    def digests(self) -> list[Tensor]:
+        """The digests that were taken last, one for each of ``held``."""
+        return self._parts(self._taken)
+
+    def _write(self, target: Tensor, wanted: Sequence[bool]) -> None:
+        for each, out, now in zip(self.held, self._parts(target), wanted, strict=True):
+            if now:
+                write_digest(each.tensor, out)
+
+    def _parts(self, digests: Tensor) -> list[Tensor]:
+        """The digest of each tensor."""
+        return list(torch.split(digests, [digest_length(each.tensor) for each in self.held]))
+
+    def _keep_found(self) -> None:
+        """Put a difference into words while the tensors that it is about are still known."""
+        update = int(self._update)
+        if update < 0:
+            return
+        self._update = torch.full_like(self._update, -1)
+        for each, difference in zip(self.held, self._parts(self._fault.cpu()), strict=True):
+            for place in flipped_places(difference.tolist(), each.tensor):
+                self._found.append(Finding.at_rest(each, place, update))

@@ -1,12 +1,168 @@
-"""What a check has found, and the one sentence that all ranks raise of it."""
+"""Digests of the bits of tensors, and what a check finds by them: one sentence, which all ranks raise.
+
+Digests are wrapping integer sums: no host synchronization, equal in any order of addition. The bytes of a tensor are
+64-bit words in runs of ``RUN``. Their digest is the sum of each column, modulo 2^64, and the digest of the sums of the
+runs, which are words again; a short tensor is its own digest:
+
+    w0  w1  .. w15 | s0          One changed word changes its column by what it has changed by, which is not 0.
+    w16 w17 .. w31 | s1          Two changed words lie in two columns, of which each changes, or in two runs, whose sums
+    ---------------              are two changed words of the next level.
+    c0  c1  .. c15               So any flipped bit is found and any two are; so are any three words.
+
+What is not found needs four words at least, at the corners of a rectangle in all levels, whose changes cancel out.
+Columns and runs tell the word, and the difference of one flipped bit is a power of two that tells the bit.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from engine.integrity.digest import FlippedPlace
+import torch
+from torch import Tensor
+
 from engine.integrity.held import HeldTensor
+from engine.kernels.device import is_host
 from engine.parallel.comm.meeting import name_ranks
+
+RUN = 16
+"""Short enough for the sums of columns to stay in registers: on a CPU both sums take little more than one."""
+SHORT = 1024
+_AT_ONCE = 1 << 17  # words, on a CPU: a MiB, which stays in the cache for the second sum
+_WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class FlippedPlace:
+    """Where a tensor's memory has changed."""
+
+    element: int
+    """Index in the flat tensor; the first one where more than one may have changed."""
+    stop: int
+    """End of the elements that may have changed, exclusive."""
+    bit: int | None
+    """The one bit of the element that has changed, 0 is the lowest; None: several."""
+
+
+class _Change(NamedTuple):
+    """Words that have changed."""
+
+    word: int
+    words: int
+    value: int
+    """What the one word has changed by, or the sum of several."""
+
+
+def digest_length(tensor: Tensor) -> int:
+    """Number of int64 values in the digest of ``tensor``."""
+    return _length(tensor.numel() // _elements_in_word(tensor))
+
+
+@torch.no_grad()
+def write_digest(tensor: Tensor, out: Tensor) -> None:
+    """Write the digest of ``tensor`` into ``out``, int64 [digest_length(tensor)]."""
+    words = _words(tensor)
+    if words.device == out.device:
+        _write(words, out)
+        return
+    there = torch.empty(out.shape, dtype=torch.int64)  # of a tensor in host memory
+    _write(words, there)
+    out.copy_(there)
+
+
+@torch.no_grad()
+def short_digest(digest: Tensor) -> Tensor:
+    """Two sums of a digest, int64 [2], to compare between ranks: of its first ``RUN`` values, and of all others.
+
+    Each value has an odd factor of its own, so that a difference of one never vanishes modulo 2^64. One changed word
+    changes one of the first values, a column; or, where the tensor is its own digest, one value.
+    """
+    weighed = digest * odd_factors(0, len(digest), digest.device)
+    return torch.stack([weighed[:RUN].sum(), weighed[RUN:].sum()])
+
+
+def odd_factors(start: int, stop: int, device: torch.device) -> Tensor:
+    """Different odd numbers, int64, one for each place from ``start`` to ``stop``."""
+    return torch.arange(start, stop, device=device).mul_(2).add_(1)
+
+
+def flipped_places(difference: Sequence[int], tensor: Tensor) -> list[FlippedPlace]:
+    """Where memory has changed, by the difference of two digests of ``tensor``; none if it is all 0."""
+    return [_place(change, tensor) for change in _changes(difference, tensor.numel() // _elements_in_word(tensor))]
+
+
+def _length(words: int) -> int:
+    return words if words <= SHORT else RUN + _length(-(-words // RUN))
+
+
+def _write(words: Tensor, out: Tensor) -> None:
+    if len(words) <= SHORT:
+        out.copy_(words)
+        return
+    runs, rest = divmod(len(words), RUN)
+    table, columns, sums = words[: runs * RUN].view(runs, RUN), out[:RUN], words.new_empty(runs + bool(rest))
+    step = _AT_ONCE // RUN if is_host(words.device) else runs
+    for start in range(0, runs, step):
+        part = table[start : start + step]
+        torch.sum(part, dim=1, out=sums[start : start + len(part)])
+        if start:
+            columns.add_(part.sum(dim=0))
+        else:
+            torch.sum(part, dim=0, out=columns)
+    if rest:
+        torch.sum(words[runs * RUN :], dim=0, out=sums[runs])
+        columns[:rest].add_(words[runs * RUN :])
+    _write(sums, out[RUN:])
+
+
+def _changes(difference: Sequence[int], words: int) -> list[_Change]:
+    """The changed words; where columns and runs cannot be told apart, whole runs."""
+    if words <= SHORT:
+        return [_Change(word, 1, value) for word, value in enumerate(difference) if value]
+    columns = {place: value for place, value in enumerate(difference[:RUN]) if value}
+    runs = _changes(difference[RUN:], -(-words // RUN))
+    if not runs:
+        return [_Change(0, words, value) for value in columns.values()][:1]
+    if any(run.words > 1 for run in runs):
+        return [_Change(run.word * RUN, run.words * RUN, run.value) for run in runs]
+    if len(runs) == 1 and columns:
+        return [_Change(runs[0].word * RUN + column, 1, value) for column, value in columns.items()]
+    if len(columns) == 1:
+        return [_Change(run.word * RUN + next(iter(columns)), 1, run.value) for run in runs]
+    pairs = [(run, column) for run in runs for column, value in columns.items() if value == run.value]
+    if len(pairs) == len(runs) == len(columns):
+        return [_Change(run.word * RUN + column, 1, run.value) for run, column in pairs]
+    return [_Change(run.word * RUN, RUN, run.value) for run in runs]
+
+
+def _place(change: _Change, tensor: Tensor) -> FlippedPlace:
+    """The place of changed words; one flipped bit changes a word by plus or minus a power of two, modulo 2^64."""
+    size = _elements_in_word(tensor)
+    amount = min(change.value % 2**64, -change.value % 2**64)
+    if change.words > 1 or amount & (amount - 1):
+        return FlippedPlace(change.word * size, min((change.word + change.words) * size, tensor.numel()), None)
+    within, bit = divmod(amount.bit_length() - 1, 64 // size if size > 1 else 64)
+    element = change.word * size + within
+    return FlippedPlace(element, element + 1, bit)
+
+
+def _elements_in_word(tensor: Tensor) -> int:
+    """Elements of one word: as many as fill 8 bytes, where memory allows it, or one."""
+    size = tensor.element_size()
+    if size > 8:
+        raise ValueError(f"elements of {size} bytes have no digest")
+    many = 8 // size
+    aligned = tensor.is_contiguous() and tensor.numel() % many == 0 and tensor.storage_offset() % many == 0
+    return many if aligned and tensor.dim() else 1
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The memory of ``tensor`` as int64 [words]; a view, except for tensors that do not consist of whole words."""
+    flat = tensor.detach().reshape(-1)
+    if _elements_in_word(tensor) * tensor.element_size() == 8:
+        return flat.view(torch.int64)
+    word = next(word for size, word in _WORDS if tensor.element_size() == size)
+    return flat.contiguous().view(word).to(torch.int64)
+
 
 How = Literal["rest", "copies", "rerun"]
 _SHOWN = 3

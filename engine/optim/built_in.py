@@ -1,25 +1,34 @@
-"""The optimizers that a configuration names: the engine's over flat tensors, and torch's, which they equal."""
+"""The optimizers that a configuration names: the engine's over flat tensors, and torch's, which they equal.
 
-from collections.abc import Sequence
+Those that update matrices as a whole divide them among owners; from the plan alone, any rank knows the ways to them.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 
+from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
 from engine.kernels.optim.eight_bit_codes import StateFormat
-from engine.kernels.optim.matrix_rule import MatrixRule
-from engine.kernels.optim.muon_rule import MuonRule
-from engine.kernels.optim.shampoo_rule import ShampooRule
-from engine.kernels.optim.soap_rule import SoapRule
+from engine.kernels.optim.matrix_rule import MatrixRule, MuonRule
+from engine.kernels.optim.preconditioned_rules import ShampooRule, SoapRule
+from engine.parallel.comm.traffic import Traffic
+from engine.parallel.grid import Axis, Coord
+from engine.parallel.shard_table import ShardRow
+from engine.zero.layout import FlatLayout
 from engine.zero.optim.composite import CompositeOptimizer, PlainComposite
 from engine.zero.optim.flat_optimizers import FlatAdam, FlatLion, FlatSGD
 from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory
 from engine.zero.optim.matrix.matrix_optimizers import FlatMuon, FlatShampoo, FlatSOAP
-from engine.zero.optim.rules.adafactor import FlatAdafactor
+from engine.zero.optim.matrix.matrix_updates import MatrixRound, MatrixRoutes, state_dtype
+from engine.zero.optim.matrix.owner_exchange import OwnerRoute, balanced_owners, rounds_of
+from engine.zero.optim.rules.adafactor import FactorRoutes, FlatAdafactor
 from engine.zero.optim.rules.eight_bit_adamw import FlatAdamW8bit
-from engine.zero.optim.rules.layerwise import FlatLamb, FlatLARS
+from engine.zero.optim.rules.layerwise import FlatLamb, FlatLARS, LayerRoutes
 from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
 
 
@@ -150,3 +159,146 @@ def _kept(config: OptimizerConfig) -> GroupState:
         case "LARS":
             return GroupState(values=int(config.params["momentum"] != 0), layerwise=True)
     return GroupState(values=2)
+
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixOwners:
+    """Divides the matrices of each pipeline coordinate among its ranks, by the cost of their updates."""
+
+    config: Config
+    rows: Sequence[ShardRow]
+    """All rows of the table."""
+    rules: Mapping[int, MatrixRule]
+    """Of the optimizer groups whose matrices are updated as a whole."""
+    layouts: Mapping[tuple[int, int], FlatLayout]
+    ways: int = 2
+    """Exchanges of a round on each axis: there and back; 3 where weights travel to owners beside gradients."""
+
+    @property
+    def _shares(self) -> int:
+        """Data ranks among which every bucket is divided."""
+        return self.config.shards if self.config.zero_optimization.stage else 1
+
+    @property
+    def data_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The indices of axis dp that exchange matrices with each other."""
+        count = self._shares
+        return tuple(tuple(range(first, first + count)) for first in range(0, self.config.row_ranks, count))
+
+    def routes(self, coord: Coord) -> MatrixRoutes | None:
+        """The ways of the matrices of a position; None if it has none."""
+        rows = {row.name: row for row in self.rows if row.trainable and row.group in self.rules}
+        rows = {name: row for name, row in rows.items() if coord.pp in row.owners}
+        if not rows:
+            return None
+        count = self._shares
+        grid = self.config.grid(0)
+        index = grid.index(grid.shard_line, grid.rank_at(**coord))
+        first, place = index // count * count, index % count
+        members = tuple(range(first, first + count))
+        # all tensor ranks agree on the owner of what they share, so one of their layouts decides
+        decides, own = (_held(self.layouts[coord.pp, tp], rows, count) for tp in (0, coord.tp))
+        costs = {name: self._cost(row) for name, row in rows.items()}
+        owners = balanced_owners(costs, decides)
+        cut = {name: row for name, row in rows.items() if row.dim is not None} if self.config.tp > 1 else {}
+        tensor = self._tensor_owners({name: row for name, row in cut.items() if owners[name] == place})
+        order = [slot.name for bucket in self.layouts[coord.pp, 0].buckets for slot in bucket.slots]
+        rounds = [
+            MatrixRound(
+                data=OwnerRoute(grid.shard_line, members, _of(names, owners), _of(names, own)),
+                tensor=self._tensor_route(_of(names, tensor), cut),
+            )
+            for names in rounds_of(owners, costs, decides, [name for name in order if name in rows])
+        ]
+        return MatrixRoutes(
+            rows=rows, rounds=tuple(rounds), dtype=_dtype(rows.values()), place=place, tp=coord.tp, crossed=bool(cut)
+        )
+
+    def traffic(self, coord: Coord) -> tuple[Traffic, ...]:
+        """What a position sends in a step."""
+        routes = self.routes(coord)
+        if routes is None:
+            return ()
+        size, grid = routes.dtype.itemsize, self.config.grid(0)
+        data = [row for each in routes.rounds for row in each.data.traffic(grid.sharding, size, self.ways)]
+        crossing = [each.tensor for each in routes.rounds if each.tensor is not None]
+        tensor = [row for each in crossing for row in each.traffic("tp", size, self.ways)]
+        return (*data, *tensor)
+
+    def state_bytes(self, coord: Coord) -> int:
+        """What a position keeps of the matrices that it owns."""
+        routes = self.routes(coord)
+        made = routes.made if routes is not None else ()
+        return sum(self._state(row) for row in self.rows if row.name in made)
+
+    def stored_bytes(self) -> int:
+        """The same of all matrices, each once."""
+        return sum(self._state(row) for row in self.rows if row.trainable and row.group in self.rules)
+
+    def _state(self, row: ShardRow) -> int:
+        shapes = self.rules[row.group].state_shapes(row.shape).values()
+        return sum(map(prod, shapes)) * state_dtype(row).itemsize
+
+    def _tensor_owners(self, cut: Mapping[str, ShardRow]) -> dict[str, int]:
+        costs = {name: self.rules[row.group].cost(row.shape) for name, row in cut.items()}
+        return balanced_owners(costs, {name: self._cuts(row) for name, row in cut.items()})
+
+    def _tensor_route(self, owners: Mapping[str, int], cut: Mapping[str, ShardRow]) -> OwnerRoute | None:
+        sizes = {name: self._cuts(cut[name]) for name in owners}
+        return OwnerRoute("tp", tuple(range(self.config.tp)), owners, sizes) if owners else None
+
+    def _cuts(self, row: ShardRow) -> tuple[int, ...]:
+        """Elements of a matrix that each tensor rank holds."""
+        return tuple(prod(row.local_shape(index)) for index in range(self.config.tp))
+
+    def _cost(self, row: ShardRow) -> int:
+        """Work of a rank: tensor ranks share that of matrices which they cut."""
+        return self.rules[row.group].cost(row.shape) // (1 if row.dim is None else self.config.tp)
+
+
+def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> FactorRoutes | None:
+    """Sums of the parameters of a pipeline coordinate that Adafactor updates; None if there are none.
+
+    ``groups``: optimizer groups that it updates.
+    """
+    own = tuple(row for row in rows if row.trainable and row.group in groups)
+    return FactorRoutes(own, _dividing(config), _dtype(own)) if own else None
+
+
+def layer_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> LayerRoutes | None:
+    """Norms of the parameters of a pipeline coordinate that LAMB and LARS update; None if there are none."""
+    own = tuple(row for row in rows if row.trainable and row.group in groups)
+    return LayerRoutes(own, _dividing(config), _dtype(own)) if own else None
+
+
+def _dividing(config: Config) -> tuple[tuple[Axis, int], ...]:
+    """The axes that divide the elements of parameters, and their ranks."""
+    shards = config.shards if config.zero_optimization.stage else 1
+    axes: list[tuple[Axis, int]] = [(config.grid(0).sharding, shards), ("tp", config.tp)]
+    return tuple(each for each in axes if each[1] > 1)
+
+
+def _dtype(rows: Iterable[ShardRow]) -> torch.dtype:
+    """Updates are made in fp32, or in fp64 where a parameter was given so."""
+    return torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32
+
+
+def _of(names: Sequence[str], values: Mapping[str, Value]) -> dict[str, Value]:
+    """The values of those names that have one, in their order."""
+    return {name: values[name] for name in names if name in values}
+
+
+def _held(layout: FlatLayout, rows: Mapping[str, ShardRow], ranks: int) -> dict[str, tuple[int, ...]]:
+    """Elements of each matrix in the shard of each data rank."""
+    found = {}
+    for bucket in layout.buckets:
+        shards = [bucket.shard(index, ranks) for index in range(ranks)]
+        for slot in bucket.slots:
+            if slot.name in rows:
+                found[slot.name] = tuple(
+                    max(0, min(slot.stop, shard.stop) - max(slot.start, shard.start)) for shard in shards
+                )
+    return {name: found[name] for name in rows}

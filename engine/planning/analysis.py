@@ -14,7 +14,7 @@ from torch import nn
 from engine.config import Config
 from engine.errors import PlanError, first_line
 from engine.kernels.optim.matrix_rule import MatrixRule
-from engine.optim.given_optimizer import GivenOptimizer
+from engine.optim.param_groups import GivenOptimizer
 from engine.parallel.activation_checkpointing.blocks import recomputed_blocks
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.kernel_injection.inject import Replacement

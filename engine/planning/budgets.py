@@ -7,9 +7,10 @@ from math import prod
 import torch
 
 from engine.config import Config
-from engine.kernels.optim.adafactor_rule import mean_elements
-from engine.kernels.wire.block_codec import BlockFormat, CastFormat, NumberFormat
+from engine.kernels.codecs.block_codec import BlockFormat, CastFormat, NumberFormat
+from engine.kernels.optim.update_rules import mean_elements
 from engine.optim.built_in import GroupState
+from engine.parallel.comm.encoded_collectives import ActivationFormat
 from engine.parallel.comm.traffic import Tally, Traffic, sent_bytes
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
@@ -18,7 +19,6 @@ from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.parallel.tensor.collectives import ACTIVATIONS
 from engine.parallel.tensor.layers.partial_grads import LABEL
 from engine.parallel.trace.model_trace import Value
-from engine.parallel.wire.activation_format import ActivationFormat
 from engine.precision.dtypes import Precision, Widths
 from engine.zero.gather.call_agreement import ROUND, round_bytes
 from engine.zero.gather.gather_schedule import GatherOrder, Gathers, count_gathers

@@ -18,7 +18,7 @@ from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder
 from engine.parallel.trace.model_trace import Material, ModelTrace
 from engine.parallel.trace.tracer import trace_model
 from engine.precision.dtypes import Precision
-from engine.precision.layer_casts import put_casts
+from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch, map_tensors
 from engine.program.program import Program
 

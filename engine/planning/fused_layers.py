@@ -8,7 +8,7 @@ import torch
 from engine.config import Config
 from engine.kernels.device import device_name
 from engine.kernels.dispatch import runs_triton
-from engine.kernels.overlap_choices import Operation, OverlapChoices, overlap_choices
+from engine.kernels.overlap import Operation, OverlapChoices, overlap_choices
 from engine.planning.plan import Plan
 
 

@@ -27,7 +27,7 @@ from engine.parallel.model.user_code import call_user_code
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.trace.model_trace import Arguments, Call, Sample
 from engine.precision.dtypes import Precision
-from engine.precision.layer_casts import put_casts
+from engine.precision.fp32_modules import put_casts
 
 _STD = 0.02
 _PLAIN = bool | int | float | str | None

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from engine.config import Config
+from engine.kernels.codecs.weight_format import WeightFormat
 from engine.kernels.optim.matrix_rule import MatrixRule
-from engine.kernels.quantized.weight_format import WeightFormat
-from engine.optim.built_in import GroupState, kept_state
-from engine.optim.matrix_routes import MatrixOwners, factor_routes, layer_routes
+from engine.optim.built_in import GroupState, MatrixOwners, factor_routes, kept_state, layer_routes
 from engine.optim.param_groups import assign_groups
 from engine.parallel.comm.backend import Channel, Link, state_link
 from engine.parallel.comm.traffic import Tally, Traffic

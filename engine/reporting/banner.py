@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from engine.config import Config
 from engine.config.sections import CheckpointConfig, IntegrityConfig
-from engine.kernels.overlap_choices import OverlapChoices
-from engine.kernels.wire.block_codec import BlockFormat, NumberFormat
+from engine.kernels.codecs.block_codec import BlockFormat, NumberFormat
+from engine.kernels.overlap import OverlapChoices
 from engine.parallel.comm.traffic import Tally, megabytes
 from engine.parallel.kernel_injection.inject import describe_replacements as replaced
 from engine.parallel.pipeline.report.text import draw

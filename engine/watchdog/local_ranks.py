@@ -1,18 +1,77 @@
-"""The ranks of one host, seen from its monitor: their files, whether they run and how they ended, their stacks."""
+"""The ranks of one host, seen from its monitor: their files, whether they run and how they ended, their stacks.
+
+Their last events are shown on one clock, as text and as a trace for ui.perfetto.dev:
+
+-5.312 s  rank 1  forward of stage 0, microbatch 0                      not ended
+-5.310 s  rank 0  gradients over dp (#70 of 'dp', 5120 bytes float32)   not ended
+"""
 
 import contextlib
+import json
 import os
 import select
 import shutil
 import signal
+import stat
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from engine.parallel.comm.flight.flight import FlightFile
+from engine.parallel.comm.flight.flight import SECOND, Event, FlightFile
 from engine.reporting.last_words import torchrun_error
-from engine.watchdog.timeline import TimedEvent, timed
 from engine.watchdog.view import RankView, ending, exit_of, look, process_state
+
+MOST = 200
+"""Newest events of each rank that are told."""
+
+
+class TimedEvent(NamedTuple):
+    """An event in nanoseconds since 1970; it travels as a JSON list."""
+
+    begun: int
+    ended: int
+    """0: not yet."""
+    text: str
+    axis: str
+    """Empty for computation."""
+
+
+def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
+    """The newest events of a rank on the clock of its host."""
+    return [
+        TimedEvent(event.begun + wall_offset, event.ended and event.ended + wall_offset, str(event), event.axis)
+        for event in events[-MOST:]
+    ]
+
+
+def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
+    """A line for each event, in the order of their begin; times are seconds before ``now``."""
+    rows = sorted((event.begun, rank, event) for rank, events in ranks.items() for event in events)
+    lines = []
+    for begun, rank, event in rows:
+        took = f"{(event.ended - begun) / 1e6:.3f} ms" if event.ended else "not ended"
+        lines.append(f"{(begun - now) / SECOND:9.3f} s  rank {rank}  {event.text}  {took}")
+    return "\n".join(lines) + "\n"
+
+
+def perfetto_trace(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
+    """A trace in which a rank is a process and an axis a thread; what has not ended lasts until ``now``."""
+    found = [
+        {
+            "name": event.text, "ph": "X", "ts": event.begun / 1e3, "dur": ((event.ended or now) - event.begun) / 1e3,
+            "pid": rank, "tid": event.axis or "computation",
+        }
+        for rank, events in sorted(ranks.items())
+        for event in events
+    ]  # fmt: skip
+    names = [
+        {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}} for rank in sorted(ranks)
+    ]
+    return json.dumps({"traceEvents": names + found})
+
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """A rank answers it with its Python stack, see :class:`Watchdog`."""
@@ -145,3 +204,25 @@ def _catches(pid: int, number: int) -> bool:
         return False
     masks = [line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:")]
     return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)
+
+
+_OLD_SECONDS = 24 * 3600
+
+
+def flight_folder() -> Path:
+    """Where this user's flight files lie on this host: in memory where that is possible."""
+    memory = Path("/dev/shm")
+    folder = (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / f"trine-{os.getuid()}"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    there = folder.lstat()  # everybody may write beside it, so it may be a link to what is not ours to clean up
+    if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid() or there.st_mode & 0o022:
+        raise OSError(f"{folder} is no folder that only this user can write; remove it")
+    return folder
+
+
+def remove_old(folder: Path) -> None:
+    """Remove what jobs have left there a day ago."""
+    for old in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _OLD_SECONDS:
+                shutil.rmtree(old)

@@ -22,9 +22,8 @@ from typing import Any
 
 from engine.watchdog.diagnosis import Blame, SilentHost, diagnose
 from engine.watchdog.exchange import Hub, Spoke
-from engine.watchdog.local_ranks import LocalRanks
+from engine.watchdog.local_ranks import LocalRanks, TimedEvent, merged_text, perfetto_trace
 from engine.watchdog.stragglers import Stragglers
-from engine.watchdog.timeline import TimedEvent, merged_text, perfetto_trace
 from engine.watchdog.view import RankView
 
 _MOST_POLL_SECONDS = 0.25

@@ -6,16 +6,170 @@
 
 The ranks of one pipeline stage do the same work, so each is compared with the median of the others of its stage.
 
-A slow rank makes others wait, and so does a slow link (:mod:`engine.watchdog.slow_links`): computation and waits are
+A slow rank makes others wait, and so does a slow link : computation and waits are
 kept apart.
+
+Which link is slow: ranks that wait longer for each other than others do, although all of them have come.
+
+    in a step   |---- computation ----|-- wait --|
+    rank 0      0.12 s                 0.31 s         dp between node0 and node1
+    rank 1      0.35 s                 0.08 s         comes last, so it waits for the network only
+
+Who comes last to a collective waits for nobody, so the shortest wait of a group is the time of the transfer. A message
+is waited for by its receiver, for the computation of its sender too: what a rank of the same replica computes longer
+than the others of its stage is taken off.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
-from engine.watchdog.slow_links import SlowLinks, Window, transfers
+from engine.parallel.comm.meeting import name_ranks
 from engine.watchdog.view import RankView
+
+_WORTH_A_LINK = 1e-3
+"""Seconds a step by which a transfer has to be longer than others."""
+_SHARE_OF_STEP = 0.1
+"""Of a step, likewise: less is not worth a word."""
+
+
+class StreamGroup(NamedTuple):
+    """Ranks that wait for each other in one stream."""
+
+    axis: str
+    stream: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What all ranks did between two looks; seconds are those of a step."""
+
+    views: Mapping[int, RankView]
+    """At its end."""
+    steps: int
+    computed: Mapping[int, float]
+    longer: Mapping[int, float]
+    """What a rank computed longer than others of its stage; 0 for one that did not."""
+    waited: Mapping[StreamGroup, float]
+    """The transfer of each link, as far as anybody waited for it."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the rank with the longest."""
+        waits = {rank: 0.0 for rank in self.computed}
+        for link, seconds in self.waited.items():
+            for rank in link.ranks:
+                waits[rank] = waits.get(rank, 0.0) + seconds
+        return max(self.computed[rank] + waits[rank] for rank in self.computed)
+
+
+def transfers(began: Mapping[int, RankView], now: Mapping[int, RankView]) -> dict[StreamGroup, float]:
+    """Seconds a step of every link between two looks, see :class:`Window`; links that not all ranks tell of are left
+    out."""
+    told: dict[StreamGroup, dict[int, float]] = {}
+    wanted: dict[StreamGroup, int] = {}
+    for rank, view in now.items():
+        before = {(one.stream, one.runs, one.receives): one for one in began[rank].streams}
+        for one in view.streams:
+            old = before.get((one.stream, one.runs, one.receives))
+            spent = (one.seconds - (old.seconds if old else 0.0)) / (view.step - began[rank].step)
+            if one.receives or not _is_message(one.stream):
+                link = StreamGroup(one.axis, one.stream, one.ranks)
+                told.setdefault(link, {})[rank] = spent
+                wanted[link] = 1 if one.receives else len(one.ranks)
+    return {link: min(spent.values()) for link, spent in told.items() if len(spent) == wanted[link]}
+
+
+def _is_message(stream: str) -> bool:
+    return ">" in stream
+
+
+class SlowLinks:
+    """Names a link once that took ``factor`` times what others of its kind take, or what it took itself before."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._named: set[StreamGroup] = set()
+        self._best: dict[StreamGroup, Window] = {}
+        """The window in which each link took least."""
+
+    def look(self, window: Window) -> list[str]:
+        """A sentence for each axis with links that have become slow; a group that has a slow one within is left out."""
+        found: dict[StreamGroup, str] = {}
+        for link, seconds in window.waited.items():
+            if link not in self._named and (usual := self._usual(link, window)) is not None:
+                found[link] = f"{1e3 * seconds:.0f} ms a step over the last {window.steps} steps, {usual}"
+            if link not in self._best or seconds < self._best[link].waited[link]:
+                self._best[link] = window
+        self._named.update(found)
+        found = {link: words for link, words in found.items() if not any(set(o.ranks) < set(link.ranks) for o in found)}
+        axes = dict.fromkeys(link.axis for link in found)
+        return [_link_sentence({link: found[link] for link in found if link.axis == axis}, window) for axis in axes]
+
+    def _usual(self, link: StreamGroup, window: Window) -> str | None:
+        """What a slow link should take, in words; None if it is not slow.
+
+        Others that have become slow as well, such as those between the same two nodes, tell nothing of this one.
+        """
+        seconds = window.waited[link] - _explained(link, window)
+        alike = [other for other in window.waited if other != link and _alike(link, other, window)]
+        others = [window.waited[one] for one in alike if not self._has_slowed(one, window.waited[one], window)]
+        if others and self._exceeds(seconds, median(others), window):
+            return f"where others of its kind took {1e3 * median(others):.0f} ms"
+        if self._has_slowed(link, seconds, window):
+            return f"where it took {1e3 * self._best[link].waited[link]:.0f} ms before"
+        return None
+
+    def _has_slowed(self, link: StreamGroup, seconds: float, window: Window) -> bool:
+        """Whether ``seconds`` exceed what the link took in its best window."""
+        if (best := self._best.get(link)) is None:
+            return False
+        slower = max(window.computed[rank] / max(best.computed[rank], 1e-9) for rank in link.ranks)
+        usual = best.waited[link] * max(1.0, slower)  # a machine with less time for us is slow in everything
+        return self._exceeds(seconds, usual, window)
+
+    def _exceeds(self, seconds: float, usual: float, window: Window) -> bool:
+        least = max(_WORTH_A_LINK, _SHARE_OF_STEP * window.step_seconds)
+        return seconds > self._factor * usual and seconds - usual > least
+
+
+def _explained(link: StreamGroup, window: Window) -> float:
+    """Seconds a step for which receivers of this message wait because a rank before them computes for long."""
+    if not _is_message(link.stream):
+        return 0.0
+    return max(window.longer.values(), default=0.0)
+
+
+def _alike(link: StreamGroup, other: StreamGroup, window: Window) -> bool:
+    """Whether two groups make the same calls: the same stream, of the same stages."""
+    return link.stream == other.stream and _stages(link, window.views) == _stages(other, window.views)
+
+
+def _stages(link: StreamGroup, views: Mapping[int, RankView]) -> frozenset[int]:
+    return frozenset(views[rank].stage for rank in link.ranks)
+
+
+def _link_sentence(slow: Mapping[StreamGroup, str], window: Window) -> str:
+    """About the slowest link of an axis, and the others."""
+    worst = max(slow, key=lambda link: window.waited[link])
+    hosts = _hosts(worst.ranks, window.views)
+    where = f"link between {' and '.join(hosts)}" if len(hosts) == 2 else f"network between {', '.join(hosts)}"
+    where = where if len(hosts) > 1 else f"link within {hosts[0]}"
+    others = [link for link in slow if link != worst]
+    more = f"; so {'are' if len(others) > 1 else 'is'} {len(others)} more of this axis" if others else ""
+    common = set(hosts).intersection(*(_hosts(link.ranks, window.views) for link in others)) if others else set()
+    shared = f", all with {common.pop()}" if len(common) == 1 and len(hosts) > 1 else ""
+    return (
+        f"the {where} is slow: {worst.axis} over {name_ranks(worst.ranks)} ({worst.stream!r}) waited "
+        f"{slow[worst]}, with all ranks there{more}{shared}."
+    )
+
+
+def _hosts(ranks: Iterable[int], views: Mapping[int, RankView]) -> list[str]:
+    return list(dict.fromkeys(views[rank].host for rank in ranks))
+
 
 _WORTH_A_NAME = 1e-3
 """Seconds a step by which a rank has to be slower than others: the clock of less is that of the scheduler's slices."""

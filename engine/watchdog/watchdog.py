@@ -31,8 +31,7 @@ from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.comm.launcher import own_address
 from engine.parallel.comm.meeting import KeyStore
 from engine.parallel.grid import Grid, axis_groups
-from engine.watchdog.flight_folder import flight_folder, remove_old
-from engine.watchdog.local_ranks import ERROR_VARIABLE, STACK_SIGNAL, STACK_SUFFIX, SUFFIX
+from engine.watchdog.local_ranks import ERROR_VARIABLE, STACK_SIGNAL, STACK_SUFFIX, SUFFIX, flight_folder, remove_old
 from engine.watchdog.monitor import HubPlace, Orders
 
 logger = logging.getLogger("trine")

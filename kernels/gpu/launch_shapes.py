@@ -17,8 +17,6 @@ _INTERPRETED_PROCESSORS = 2
 _ASSUMED_CAPABILITY = (9, 0)
 _ELEMENTS_PER_THREAD = 16
 _COLUMNS = 1024
-WIDEST_ROW = 16384
-"""Elements that one program can hold in registers at once."""
 
 
 @cache

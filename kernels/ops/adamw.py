@@ -107,7 +107,7 @@ def adamw_8bit_(
     if not (fits and run.weights.numel() and kernels.triton("adamw_8bit", run.weights, _width(run.weights))):
         adam_8bit_(run.weights, run.gradient, moments, step, rule, block)
         return
-    from engine.kernels.gpu.optim.adamw_8bit import adamw_8bit
+    from engine.kernels.gpu.adamw import adamw_8bit
 
     adamw_8bit(run.weights, run.gradient, moments, rule, rule.age(step), block)
 

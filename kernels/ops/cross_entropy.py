@@ -1,35 +1,268 @@
-"""Cross-entropy of full logits, as ``torch.nn.functional.cross_entropy`` defines it for class indices.
+"""Terms of a softmax over logits whose columns may lie on several ranks, and the gradient of the logits.
+
+This is the vocabulary-parallel softmax of Megatron-LM (Shoeybi et al. 2019, section 3).
+
+    largest     max x                         found on the local columns, in fp32 (fp64 for fp64)
+    log_sum     log sum exp(x - largest)      ``join_softmax_terms`` joins the columns of all ranks with one maximum
+    picked      x at the target - largest     and one sum, through an ``Exchange`` that the caller provides
+    weighted    sum w (x - largest)
 
     loss = log_sum - (1 - s) picked - s / V weighted        s: label smoothing (Szegedy et al. 2016, section 7)
 
-The kernels read the logits once in the forward and once in the backward, and keep three numbers a row. They compute in
-fp32 (fp64 for fp64) and round once. The terms are defined in ``parallel_softmax``.
+The kernels read the logits once in the forward and once in the backward. The softmax itself is not kept: the backward
+recomputes it from the logits. Gradients treat ``largest`` as a constant, because its contribution cancels in every
+loss.
 
-Shape suffixes: N rows, V vocabulary.
+Shape suffixes: N rows, V vocabulary, W columns that this rank holds.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.errors import EngineError
 from engine.kernels.device import is_host
-from engine.kernels.dispatch import Kernels
-from engine.kernels.fused_operator import fused_operator
-from engine.kernels.ops.parallel_softmax import (
-    Question,
-    Slopes,
-    Softmax,
-    find_gradient,
-    find_statistics,
-    fits_softmax_kernels,
-    join_softmax_terms,
-    uses_triton,
-)
+from engine.kernels.dispatch import Kernels, fused_operator
+
+
+class Question(NamedTuple):
+    """Terms that a loss asks for besides ``log_sum``."""
+
+    target: Tensor | None = None
+    """Target columns of the whole vocabulary, [N] int64, the same on all ranks."""
+    weight: Tensor | None = None
+    """Weights [W] of the local columns."""
+    even: bool = False
+    """True asks for ``weighted`` with weight 1 for every column, in place of ``weight``."""
+    start: int = 0
+    """Index of the first local column in the whole vocabulary."""
+
+    @property
+    def weighted(self) -> bool:
+        """True if the term ``weighted`` is asked for."""
+        return self.even or self.weight is not None
+
+    def rows(self, part: slice) -> "Question":
+        """Return the question for a slice of the rows."""
+        return self if self.target is None else self._replace(target=self.target[part])
+
+
+class Statistics(NamedTuple):
+    """Terms over the local columns, [N] each, without gradients."""
+
+    largest: Tensor
+    """Maximum of each row. Where it is infinite, the other terms take differences from 0."""
+    total: Tensor
+    """sum exp(x - largest)"""
+    picked: Tensor | None
+    """x at the target, with ``largest`` not yet subtracted; 0 where another rank holds the target."""
+    weighted: Tensor | None
+
+
+class Softmax(NamedTuple):
+    """Softmax over the whole vocabulary, as exp(x - largest - log_sum); [N] each."""
+
+    largest: Tensor
+    """Maximum of each row; 0 where it is infinite."""
+    log_sum: Tensor
+
+
+class Slopes(NamedTuple):
+    """Gradients of the terms, [N] each; None where a term has no gradient."""
+
+    log_sum: Tensor | None
+    picked: Tensor | None = None
+    weighted: Tensor | None = None
+
+    def rows(self, part: slice) -> "Slopes":
+        """Return the gradients of a slice of the rows."""
+        return Slopes(*(None if slope is None else slope[part] for slope in self))
+
+
+class Exchange(Protocol):
+    """Communication between the ranks that hold the columns."""
+
+    def largest(self, values: Tensor) -> None:
+        """Replace ``values`` by their maximum over the ranks, in place."""
+
+    def sum(self, values: Tensor) -> None:
+        """Replace ``values`` by their sum over the ranks, in place."""
+
+
+def fits_softmax_kernels(logits: Tensor) -> bool:
+    """Return whether the kernels can read these logits [N, W]."""
+    narrow = logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return narrow and logits.dim() == 2 and logits.shape[1] > 0 and logits.stride(1) == 1
+
+
+def find_statistics(logits_NW: Tensor, question: Question, triton: bool) -> Statistics:
+    """Find the terms of the local columns in one pass over the logits."""
+    if not triton or not fits_softmax_kernels(logits_NW):
+        return statistics_reference(logits_NW, question)
+    target, weight, even, start = question
+    largest, total, picked, weighted = _statistics(logits_NW, target, weight, even, start)
+    return Statistics(largest, total, None if target is None else picked, weighted if question.weighted else None)
+
+
+def join_softmax_terms(
+    found: Statistics, question: Question, width: int, exchange: Exchange | None, known: Softmax | None = None
+) -> tuple[Softmax, Tensor | None, Tensor | None]:
+    """Join the local terms to (softmax, picked, weighted) over all columns; ``width`` is the number of local columns.
+
+    A ``known`` softmax is used as it is and not sent again.
+    """
+    own_N = found.largest.masked_fill(found.largest.isinf(), 0)
+    largest_N = found.largest.clone() if known is None else known.largest
+    if known is None:
+        if exchange is not None:
+            exchange.largest(largest_N)
+        largest_N.masked_fill_(largest_N.isinf(), 0)
+    # Each rank took its differences from its own maximum; they are shifted to the common one before the sum.
+    terms = []
+    if known is None:
+        infinite = found.largest == torch.inf
+        terms.append(found.total * (found.largest.masked_fill(infinite, 0) - largest_N).exp())
+    if question.target is not None and found.picked is not None:
+        _, elsewhere = place_in(question.target, question.start, width)
+        terms.append((found.picked - largest_N).masked_fill_(elsewhere, 0))
+    if found.weighted is not None:
+        weights: Tensor | int = width if question.weight is None else question.weight.to(own_N.dtype).sum()
+        terms.append(found.weighted + (own_N - largest_N) * weights)
+    sums_KN = torch.stack(terms) if terms else largest_N.new_empty((0, len(largest_N)))
+    if terms and exchange is not None:
+        exchange.sum(sums_KN)
+    sums = list(sums_KN.unbind())
+    softmax = known or Softmax(largest_N, sums.pop(0).log())
+    picked_N = sums.pop(0) if question.target is not None else None
+    return softmax, picked_N, sums.pop() if sums else None
+
+
+def find_gradient(
+    logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes, triton: bool, inplace: bool = False
+) -> Tensor:
+    """Gradient of the logits: d_log_sum softmax + d_picked at the target + d_weighted w, in their dtype.
+
+    Rows whose three gradients are 0 get exactly 0. ``inplace`` writes the result over the logits.
+    """
+    if slopes.log_sum is None:
+        slopes = slopes._replace(log_sum=torch.zeros_like(softmax.largest))
+    if not triton or not fits_softmax_kernels(logits_NW):
+        found = gradient_reference(logits_NW, question, softmax, slopes)
+        return logits_NW.copy_(found) if inplace else found
+    slopes = Slopes(*(None if slope is None else slope.contiguous() for slope in slopes))
+    given = question.target, question.weight, *softmax, *slopes, question.start
+    if not inplace:
+        grad_NW: Tensor = _gradient(logits_NW, *given)
+        return grad_NW
+    _gradient_(logits_NW, *given)
+    return logits_NW
+
+
+def place_in(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Map target columns of the whole vocabulary to (local columns, whether another rank holds the target)."""
+    place = target - start
+    elsewhere = (place < 0) | (place >= width)
+    return place.masked_fill_(elsewhere, 0), elsewhere
+
+
+def statistics_reference(logits_NW: Tensor, question: Question) -> Statistics:
+    """PyTorch reference of :func:`find_statistics`."""
+    wide = torch.promote_types(logits_NW.dtype, torch.float32)
+    largest_N = logits_NW.amax(-1).to(wide)
+    shifted_NW = logits_NW - largest_N.masked_fill(largest_N.isinf(), 0).unsqueeze(-1)  # fp32 by type promotion
+    picked_N = weighted_N = None
+    if question.target is not None:
+        place_N, elsewhere_N = place_in(question.target, question.start, logits_NW.shape[-1])
+        picked_N = logits_NW.gather(-1, place_N.unsqueeze(-1)).squeeze(-1).to(wide).masked_fill_(elsewhere_N, 0)
+    if question.weighted:
+        weighted_N = (shifted_NW if question.weight is None else shifted_NW * question.weight).sum(-1)
+    return Statistics(largest_N, shifted_NW.exp_().sum(-1), picked_N, weighted_N)
+
+
+def gradient_reference(logits_NW: Tensor, question: Question, softmax: Softmax, slopes: Slopes) -> Tensor:
+    """PyTorch reference of :func:`find_gradient`."""
+    log_sum_N, picked_N, weighted_N = slopes
+    assert log_sum_N is not None
+    shares_NW = (logits_NW - softmax.largest.unsqueeze(-1)).sub_(softmax.log_sum.unsqueeze(-1)).exp_()
+    grad_NW = shares_NW.mul_(log_sum_N.unsqueeze(-1))
+    wanted_N = log_sum_N != 0
+    if picked_N is not None:
+        assert question.target is not None
+        place_N, elsewhere_N = place_in(question.target, question.start, logits_NW.shape[-1])
+        grad_NW.scatter_add_(-1, place_N.unsqueeze(-1), picked_N.masked_fill(elsewhere_N, 0).unsqueeze(-1))
+        wanted_N = wanted_N | (picked_N != 0)
+    if weighted_N is not None:
+        weight: Tensor | float = 1.0 if question.weight is None else question.weight
+        grad_NW += weighted_N.unsqueeze(-1) * weight
+        wanted_N = wanted_N | (weighted_N != 0)
+    return grad_NW.masked_fill_(~wanted_N.unsqueeze(-1), 0).to(logits_NW.dtype)
+
+
+def uses_triton(operator: str, logits: Tensor, width: int, kernels: Kernels) -> bool:
+    """Return the dispatch choice for ``operator`` on tensors like ``logits``, with rows of ``width``."""
+    return logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and kernels.triton(operator, logits, width)
+
+
+@fused_operator("trine::softmax_statistics")
+def _statistics(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, even: bool, start: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from engine.kernels.gpu.cross_entropy import Asked, softmax_statistics
+
+    return softmax_statistics(logits, Asked(target, weight, even, start))
+
+
+@fused_operator("trine::softmax_gradient")
+def _gradient(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, largest: Tensor, log_sum: Tensor,
+    d_log_sum: Tensor, d_picked: Tensor | None, d_weighted: Tensor | None, start: int,
+) -> Tensor:  # fmt: skip
+    from engine.kernels.gpu import cross_entropy as gpu
+
+    out = logits.new_empty(logits.shape)
+    asked = gpu.Asked(target, weight, weight is None, start)
+    gpu.softmax_gradient(logits, asked, (largest, log_sum), gpu.SlopeBuffers(d_log_sum, d_picked, d_weighted), out)
+    return out
+
+
+@fused_operator("trine::softmax_gradient_", mutates=("logits",))
+def _gradient_(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, largest: Tensor, log_sum: Tensor,
+    d_log_sum: Tensor, d_picked: Tensor | None, d_weighted: Tensor | None, start: int,
+) -> None:  # fmt: skip
+    from engine.kernels.gpu import cross_entropy as gpu
+
+    asked = gpu.Asked(target, weight, weight is None, start)
+    gpu.softmax_gradient(logits, asked, (largest, log_sum), gpu.SlopeBuffers(d_log_sum, d_picked, d_weighted), logits)
+
+
+@_statistics.register_fake
+def _(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, even: bool, start: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = logits.shape[0]
+    asked = (True, True, target is not None, even or weight is not None)
+    first, second, third, fourth = (logits.new_empty(rows if want else 0, dtype=torch.float32) for want in asked)
+    return first, second, third, fourth
+
+
+@_gradient.register_fake
+def _(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, largest: Tensor, log_sum: Tensor,
+    d_log_sum: Tensor, d_picked: Tensor | None, d_weighted: Tensor | None, start: int,
+) -> Tensor:  # fmt: skip
+    return logits.new_empty(logits.shape)
+
+
+@_gradient_.register_fake
+def _(
+    logits: Tensor, target: Tensor | None, weight: Tensor | None, largest: Tensor, log_sum: Tensor,
+    d_log_sum: Tensor, d_picked: Tensor | None, d_weighted: Tensor | None, start: int,
+) -> None:  # fmt: skip
+    return None
+
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -62,34 +295,6 @@ class CrossEntropy:
         return total if self.reduction == "sum" else total / counted_N.sum()
 
 
-def cross_entropy(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy, kernels: Kernels) -> Tensor:
-    """Cross-entropy in the dtype of the logits: [], or [N] without a reduction. Target int64. Differentiable.
-
-    Raises:
-        EngineError: a target is outside the vocabulary. Checked on CPU only: on a GPU the check would synchronize.
-    """
-    if has_torch_function((logits_NV, target_N)):
-        return handle_torch_function(cross_entropy, (logits_NV, target_N), logits_NV, target_N, form, kernels)
-    check_target(target_N, logits_NV.shape[-1], form.ignore_index)
-    if not fits_softmax_kernels(logits_NV) or not uses_triton("cross_entropy", logits_NV, logits_NV.shape[-1], kernels):
-        return cross_entropy_reference(logits_NV, target_N, form)
-    losses_N, _, _ = _cross_entropy(logits_NV, target_N, form.ignore_index, form.label_smoothing)
-    return form.reduced(losses_N, target_N != form.ignore_index).to(logits_NV.dtype)
-
-
-def cross_entropy_reference(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy) -> Tensor:
-    """PyTorch reference of :func:`cross_entropy`."""
-    wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    found = functional.cross_entropy(
-        wide,
-        target_N,
-        ignore_index=form.ignore_index,
-        reduction=form.reduction,
-        label_smoothing=form.label_smoothing,
-    )
-    return found.to(logits_NV.dtype)
-
-
 def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
     """Refuse class indices outside the vocabulary.
 
@@ -103,54 +308,3 @@ def check_target(target: Tensor, vocabulary: int, ignore_index: int) -> None:
             f"a label is outside the vocabulary of {vocabulary} rows; labels count from 0, and {ignore_index} marks "
             "those to ignore."
         )
-
-
-@fused_operator("trine::cross_entropy")
-def _cross_entropy(
-    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    form, question = CrossEntropy(ignore_index, label_smoothing), Question(target, even=label_smoothing > 0)
-    width = logits.shape[-1]
-    (largest, log_sum), picked, weighted = join_softmax_terms(
-        find_statistics(logits, question, True), question, width, None
-    )
-    assert picked is not None
-    losses = form.losses(log_sum, picked, weighted, width)
-    return losses.masked_fill_(target == ignore_index, 0), largest, log_sum
-
-
-@fused_operator("trine::cross_entropy_backward")
-def _cross_entropy_backward(
-    slope: Tensor, logits: Tensor, target: Tensor, largest: Tensor, log_sum: Tensor, ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:  # fmt: skip
-    form, question = CrossEntropy(ignore_index, label_smoothing), Question(target, even=label_smoothing > 0)
-    slopes = form.slopes(slope.masked_fill(target == ignore_index, 0), logits.shape[-1])
-    return find_gradient(logits, question, Softmax(largest, log_sum), slopes, triton=True)
-
-
-@_cross_entropy.register_fake
-def _(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    first, second, third = (logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(3))
-    return first, second, third
-
-
-@_cross_entropy_backward.register_fake
-def _(
-    slope: Tensor, logits: Tensor, target: Tensor, largest: Tensor, log_sum: Tensor, ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:  # fmt: skip
-    return logits.new_empty(logits.shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, target, ctx.ignore_index, ctx.label_smoothing = inputs
-    ctx.save_for_backward(logits, target, *output[1:])
-
-
-def _gradients(ctx: Any, slope: Tensor, *_: Any) -> tuple[Any, ...]:
-    grad = _cross_entropy_backward(slope, *ctx.saved_tensors, ctx.ignore_index, ctx.label_smoothing)
-    return grad, None, None, None
-
-
-_cross_entropy.register_autograd(_gradients, setup_context=_keep)

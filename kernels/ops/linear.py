@@ -7,7 +7,7 @@ the activation's derivative needs it and gradients are wanted. ``tuned.json`` ca
 products of the backward "linear_backward"; each runs in Triton or in the vendor library (cuBLAS). After a product of
 the library, bias, activation and residual run as the pointwise operator ("activation").
 
-A weight with a main gradient (``kernels/main_gradient.py``) gets no dW: d' x is added to the main gradient as the last
+A weight with a main gradient (``kernels/dispatch.py``) gets no dW: d' x is added to the main gradient as the last
 thing that the backward of the layer launches.
 
 Shape suffixes: M rows (all leading dims together), I inputs, O outputs.
@@ -24,11 +24,8 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.kernels.device import is_host, multiplies_wide
-from engine.kernels.dispatch import Kernels, is_narrow
-from engine.kernels.fused_operator import fused_operator
-from engine.kernels.main_gradient import MainGradient, open_sum
-from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
-from engine.kernels.ops.bias_activation import activate, activate_backward
+from engine.kernels.dispatch import Kernels, MainGradient, fused_operator, is_narrow, open_sum
+from engine.kernels.ops.activations import ACTIVATIONS, Activation, activate, activate_backward
 
 _ALIGNED = 16
 """Alignment in bytes of a matrix row, which tensor descriptors (TMA) require."""
@@ -241,7 +238,7 @@ def _linear(
     backward: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (y, x W' or an empty tensor); ``matrix`` is [I, O], ``backward`` makes Triton compute the backward too."""
-    from engine.kernels.gpu.linear import Follows, launch_matmul
+    from engine.kernels.gpu.matmul import Follows, launch_matmul
 
     return launch_matmul(x, matrix, Follows(bias, activation, residual, keeps))
 
@@ -253,14 +250,14 @@ def _library_linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 @fused_operator("trine::product")
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    from engine.kernels.gpu.linear import Follows, launch_matmul
+    from engine.kernels.gpu.matmul import Follows, launch_matmul
 
     return launch_matmul(a, b, Follows())[0]
 
 
 @fused_operator("trine::add_product", mutates=("into",))
 def _add_product(into: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
-    from engine.kernels.gpu.linear import Follows, launch_matmul
+    from engine.kernels.gpu.matmul import Follows, launch_matmul
 
     launch_matmul(a, b, Follows(residual=None if fresh else into), into)
 

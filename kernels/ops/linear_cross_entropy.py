@@ -29,21 +29,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.dispatch import Kernels
-from engine.kernels.main_gradient import OpenSum, open_sum
-from engine.kernels.ops.cross_entropy import CrossEntropy, check_target
-from engine.kernels.ops.linear import add_by_library_
-from engine.kernels.ops.parallel_softmax import (
+from engine.kernels.dispatch import Kernels, OpenSum, open_sum
+from engine.kernels.ops.cross_entropy import (
+    CrossEntropy,
     Exchange,
     Question,
     Slopes,
     Softmax,
     Statistics,
+    check_target,
     find_gradient,
     find_statistics,
     join_softmax_terms,
     uses_triton,
 )
+from engine.kernels.ops.linear import add_by_library_
 
 LEAST_CHUNK = 256
 """Minimum tokens of a chunk; with fewer, the matrix products would leave the GPU idle."""

@@ -7,6 +7,7 @@ PyTorch and Triton both compute in fp32 (fp64 for fp64) and round once, at the e
 Shape suffixes: N rows (all leading dims together), H width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.dispatch import Kernels
-from engine.kernels.fused_operator import fused_operator
+from engine.kernels.dispatch import Kernels, fused_operator
 
 WIDEST, WIDEST_LAYER_FP32 = 16384, 8192
 """Widest row that one program can hold, and the widest fp32 row of a LayerNorm."""
@@ -181,3 +181,41 @@ _norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
 
 
 _add_norm.register_autograd(_add_norm_gradients, setup_context=_keep_add_norm)
+
+
+_PIECE = 1 << 20
+"""Elements that the reference sums at a time, because torch converts all of its input to fp64 before it sums."""
+
+
+def squared_norm(parts: Sequence[tuple[Tensor, bool]], kernels: Kernels) -> Tensor:
+    """Return one fp64 scalar on the device of ``parts``: pairs of (values, whether they count), flat and contiguous.
+
+    The sum is neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
+    """
+    ours = [_squares_fit(values, kernels) for values, _ in parts]
+    rest = [part for part, yes in zip(parts, ours, strict=True) if not yes]
+    total = squared_norm_reference(rest) if rest or not parts else None
+    if not any(ours):
+        assert total is not None
+        return total
+    from engine.kernels.gpu.norm import squared_norm as launch
+
+    found = launch([part for part, yes in zip(parts, ours, strict=True) if yes])
+    return found if total is None else found + total
+
+
+def squared_norm_reference(parts: Sequence[tuple[Tensor, bool]]) -> Tensor:
+    """PyTorch reference of :func:`squared_norm`."""
+    norms = [
+        torch.linalg.vector_norm(piece, dtype=torch.float64) * (1.0 if counts else 0.0)
+        for values, counts in parts
+        for piece in torch.split(values, _PIECE)
+    ]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
+
+
+def _squares_fit(values: Tensor, kernels: Kernels) -> bool:
+    narrow = values.dtype in (torch.float32, torch.bfloat16, torch.float16) and values.is_contiguous()
+    if not narrow or not values.numel() or not kernels.replaces(values.device):
+        return False
+    return kernels.triton("squared_norm", values, 1 << (values.numel().bit_length() - 1))

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from engine.kernels.dispatch import Kernels, is_narrow
-from engine.kernels.fused_operator import fused_operator
+from engine.kernels.dispatch import Kernels, fused_operator, is_narrow
 
 
 @dataclass(frozen=True, slots=True)

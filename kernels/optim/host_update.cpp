@@ -1,4 +1,4 @@
-// Updates of flat fp32 arrays on the host, in one pass over memory: Adam and AdamW, SGD with momentum, Lion.
+// Updates of flat fp32 arrays on the host, in one pass over memory: Adam and AdamW, Lion.
 //
 // All bits are those of torch's own CPU kernels, so that ranks with and without a compiler agree. Which products torch
 // adds without rounding them first is written here as `fma`, and the compiler may choose no others. Of a sum of two
@@ -85,30 +85,6 @@ void adam(float* w, const float* g, float* m, float* v, int64_t count, const Ada
   update(Adam<decay>{w, m, v, g, by}, count, threads, lanes);
 }
 
-struct SgdNumbers {
-  float lr, momentum, rest, decay;
-};
-
-template <bool decays, bool first, bool nesterov>
-struct Sgd {
-  float *__restrict w, *__restrict m;
-  const float* __restrict g;
-  SgdNumbers by;
-
-  template <bool in_vector>
-  INLINE void element(int64_t i) const {
-    const float grad = decays ? std::fma(w[i], by.decay, g[i]) : g[i];
-    m[i] = first ? grad : sum_of_products<in_vector>(m[i], by.momentum, grad, by.rest);
-    w[i] = std::fma(nesterov ? std::fma(m[i], by.momentum, grad) : m[i], -by.lr, w[i]);
-  }
-};
-
-template <bool decays, bool first, bool nesterov>
-void sgd(float* w, const float* g, float* m, int64_t count, const SgdNumbers& by, int64_t threads,
-         int64_t lanes) {
-  update(Sgd<decays, first, nesterov>{w, m, g, by}, count, threads, lanes);
-}
-
 struct LionNumbers {
   float lr, shrink, direction_rest, momentum_rest;
 };
@@ -149,15 +125,6 @@ void trine_adam(float* w, const float* g, float* m, float* v, int64_t count, con
                 int64_t threads, int64_t lanes) {
   const auto chosen = decay == kOfWeights ? adam<kOfWeights> : decay == kOfGradient ? adam<kOfGradient> : adam<kNone>;
   chosen(w, g, m, v, count, *by, threads, lanes);
-}
-
-void trine_sgd(float* w, const float* g, float* m, int64_t count, const SgdNumbers* by, int first, int nesterov,
-               int64_t threads, int64_t lanes) {
-  auto chosen = first ? sgd<true, true, false> : sgd<true, false, false>;
-  if (nesterov) chosen = first ? sgd<true, true, true> : sgd<true, false, true>;
-  if (by->decay == 0.0f && !nesterov) chosen = first ? sgd<false, true, false> : sgd<false, false, false>;
-  if (by->decay == 0.0f && nesterov) chosen = first ? sgd<false, true, true> : sgd<false, false, true>;
-  chosen(w, g, m, count, *by, threads, lanes);
 }
 
 void trine_lion(float* w, const float* g, float* m, int64_t count, const LionNumbers* by, int64_t threads) {

@@ -3,12 +3,27 @@
 It takes calls over at least :data:`WORTH` elements, of contiguous fp32 tensors; torch's rules take all others
 (``update_rules``). It is used only where a sample has torch's bits, so ranks may differ in whether they have it, and a
 user who has no compiler misses nothing but time. It also tells whether bf16 weights are still their rounded masters.
+
+C++ for the host that is compiled at its first use and kept: in ``~/.cache/trine/compiled``, or below the folder that
+the environment variable TRINE_CACHE names; ``TRINE_CACHE=0`` keeps nothing, so nothing is compiled.
+
+A kept file is named by a digest of its source, flags, compiler and CPU, and by one of its own content: a file that was
+damaged, or made for another CPU that shares the home, is never loaded. One process compiles and the others wait.
 """
 
 import ctypes
+import fcntl
+import hashlib
 import logging
 import math
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
@@ -18,10 +33,93 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.device import is_host
-from engine.kernels.optim.host_library import CompileError, library
-from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, adam_, lion_, sgd_
+from engine.kernels.optim.update_rules import AdamRule, LionRule, adam_, lion_
 
 logger = logging.getLogger("trine")
+
+
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),  # none of which changes a bit of a result
+)
+_LONGEST = 120.0
+"""Seconds that a compiler may take."""
+
+
+class CompileError(Exception):
+    """There is no library; its text is the middle of a sentence that says why."""
+
+
+def library(source: Path) -> Path | None:
+    """Path of the compiled ``source``; None if nothing may be kept. Compiling takes seconds, finding milliseconds.
+
+    Raises:
+        CompileError: there is no compiler, it refuses, or its result cannot be kept.
+    """
+    given = os.environ.get("TRINE_CACHE", "")
+    if given == "0":
+        return None
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(compiler[0]) is None:
+        raise CompileError("there is no C++ compiler (g++, or the one that CXX names)")
+    try:
+        folder = (Path(given).expanduser() if given else Path.home() / ".cache" / "trine") / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [*compiler, *FLAGS]
+        stem = f"{source.stem}-{_digest(source, command)}"
+        with _locked(folder / "lock"):
+            return _whole(folder, stem) or _compile(source, command, folder, stem)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: a user without a home
+        raise CompileError(f"its result is not to be had ({error})") from error
+
+
+def _compile(source: Path, command: list[str], folder: Path, stem: str) -> Path:
+    logger.info("%s is compiled for this CPU, once for all runs (%s)", source.name, folder)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        fresh = Path(place) / "library.so"
+        done = subprocess.run(
+            [*command, str(source), "-o", str(fresh)], check=False, capture_output=True, text=True, timeout=_LONGEST
+        )
+        if done.returncode:
+            said = next((line for line in done.stderr.splitlines() if "error" in line), "without a word")
+            raise CompileError(f"{command[0]} refuses to compile it ({said})")
+        return fresh.replace(folder / f"{stem}-{_hashed(fresh.read_bytes())}.so")
+
+
+def _whole(folder: Path, stem: str) -> Path | None:
+    """The kept file, if it is as it was made; others of its name are deleted."""
+    for found in sorted(folder.glob(f"{stem}-*.so")):
+        if found.stem == f"{stem}-{_hashed(found.read_bytes())}":
+            return found
+        found.unlink()
+    return None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _digest(source: Path, command: list[str]) -> str:
+    version = subprocess.run([*command, "--version"], check=False, capture_output=True, timeout=_LONGEST).stdout
+    return _hashed(b"\0".join([source.read_bytes(), version, _cpu(), *(word.encode() for word in command)]))
+
+
+def _cpu() -> bytes:
+    """What decides which instructions the CPU has; its model where the system does not say."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        told = []
+    lines = sorted({line for line in told if line.lower().startswith(("model name", "flags", "features", "cpu part"))})
+    return "\n".join([platform.machine(), platform.processor(), *lines]).encode()
+
+
+def _hashed(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
 
 WORTH = 1 << 18
 """Elements of a call from which on the kernel is used, and compiled at its first use: smaller arrays lie in caches."""
@@ -46,17 +144,6 @@ def update_adam_(
         return
     for w, g, m, v in zip(weights, grads, first_moments, second_moments, strict=True):
         kernel.adam(w, g, m, v, step, rule)
-
-
-def update_sgd_(
-    weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor | None], rule: SGDRule
-) -> list[Tensor | None]:
-    """``sgd_``, with the same bits: with momentum by the kernel on the host, else by torch."""
-    known = [momentum for momentum in momenta if momentum is not None]
-    kernel = _kernel_for((*weights, *grads, *known), len(weights)) if rule.momentum else None
-    if kernel is None:
-        return sgd_(weights, grads, momenta, rule)
-    return [kernel.sgd(w, g, m, rule) for w, g, m in zip(weights, grads, momenta, strict=True)]
 
 
 def update_lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[Tensor], rule: LionRule) -> None:
@@ -98,14 +185,6 @@ class HostKernel:
         )
         decay = (1 if rule.decoupled else 2) if rule.weight_decay else 0
         self.compiled.trine_adam(*_places(w, g, m, v), numbers, decay, *self._spans())
-
-    def sgd(self, w: Tensor, g: Tensor, m: Tensor | None, rule: SGDRule) -> Tensor:
-        """Update ``w``, and return the momentum: ``m``, or a new one at the first update."""
-        first = m is None
-        momentum = torch.empty_like(g) if m is None else m
-        numbers = _floats(rule.lr, rule.momentum, 1 - rule.dampening, rule.weight_decay)
-        self.compiled.trine_sgd(*_places(w, g, momentum), numbers, first, rule.nesterov, *self._spans())
-        return momentum
 
     def lion(self, w: Tensor, g: Tensor, m: Tensor, rule: LionRule) -> None:
         """Update ``w`` and its momentum."""
@@ -160,8 +239,6 @@ def _pairs(kernel: HostKernel) -> Iterator[tuple[_Update, _Update]]:
         yield partial(kernel.adam, step=3, rule=adam), lambda w, g, m, v, by=adam: adam_([w], [g], [m], [v], 3, by)
         lion = LionRule(0.1, (first, 0.99), 0.1)
         yield lambda w, g, m, v, by=lion: kernel.lion(w, g, m, by), lambda w, g, m, v, by=lion: lion_([w], [g], [m], by)
-        sgd = SGDRule(0.1, first, 0.0, 0.1, decoupled)
-        yield lambda w, g, m, v, by=sgd: kernel.sgd(w, g, m, by), lambda w, g, m, v, by=sgd: sgd_([w], [g], [m], by)
 
 
 def _agree(ours: _Update, theirs: _Update, given: Sequence[Tensor]) -> bool:

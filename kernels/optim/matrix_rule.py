@@ -1,10 +1,19 @@
-"""What an update of a whole matrix has to say of itself: its work, what it keeps, and the update.
+"""Rules that update whole matrices: what each tells of itself (its work, what it keeps, the update), and Muon's.
 
-Shape suffixes: A rows, B columns of the full matrix.
+Muon (Jordan et al. 2024): the momentum of a matrix with its singular values brought near one, in three steps.
+
+    momentum     elementwise, on any part of the matrix
+    orthogonal   of the whole matrix, by Newton-Schulz steps: products of matrices alone
+    apply        elementwise, on any part of the weights
+
+Operations and their order are those of ``torch.optim.Muon``, so that all bits are equal where its dtype, bf16, is
+chosen. Shape suffixes: A rows, B columns of the full matrix.
 """
 
+import math
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,3 +74,78 @@ def side_shapes(shape: tuple[int, ...], largest: int, left: str, right: str) -> 
     rows, columns = shape
     sides = {left: (rows, rows), right: (columns, columns)}
     return {name: square for name, square in sides.items() if square[0] <= largest}
+
+
+@dataclass(frozen=True, slots=True)
+class MuonRule:
+    """Hyperparameters of one Muon update."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    coefficients: tuple[float, float, float]
+    eps: float
+    steps: int
+    dtype: torch.dtype
+    """Of the products; bf16, or fp32."""
+    match_rms: bool
+    """The rate is 0.2 sqrt(max(A, B)) times ``lr``, which gives updates the RMS of AdamW's (Liu et al. 2025)."""
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "MuonRule":
+        """The rule of a group of the optimizer, by the names of torch."""
+        return cls(
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            coefficients=tuple(group["ns_coefficients"]),
+            eps=group["eps"],
+            steps=group["ns_steps"],
+            dtype=torch.bfloat16 if group["ns_dtype"] == "bf16" else torch.float32,
+            match_rms=group["adjust_lr_fn"] == "match_rms_adamw",
+        )
+
+    def rate(self, shape: tuple[int, ...]) -> float:
+        """The learning rate of a matrix."""
+        rows, columns = shape
+        ratio = 0.2 * math.sqrt(max(rows, columns)) if self.match_rms else math.sqrt(max(1, rows / max(1, columns)))
+        return self.lr * ratio
+
+    def cost(self, shape: tuple[int, ...]) -> int:
+        """Multiplications of the Newton-Schulz steps."""
+        small, large = sorted(shape)
+        return self.steps * small * small * (2 * large + small)
+
+    def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Nothing: the momentum is kept of every part."""
+        return {}
+
+    def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
+        """The direction with its singular values near one."""
+        return orthogonal(direction_AB, self)
+
+    def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
+        """Decay the weights and step along the update, both of any equal shape; ``shape`` is that of the matrix."""
+        weights.mul_(1 - self.lr * self.weight_decay)
+        weights.add_(update, alpha=-self.rate(shape))
+
+
+def momentum_(momentum: Tensor, grad: Tensor, rule: MuonRule) -> Tensor:
+    """Add the gradient to the momentum in place, and return the direction of the update, both of any equal shape."""
+    momentum.lerp_(grad, 1 - rule.momentum)
+    return grad.lerp(momentum, rule.momentum) if rule.nesterov else momentum.clone()
+
+
+def orthogonal(direction_AB: Tensor, rule: MuonRule) -> Tensor:
+    """Return [A, B] with the singular vectors of the direction and singular values near one, in the rule's dtype."""
+    a, b, c = rule.coefficients
+    tall = direction_AB.size(0) > direction_AB.size(1)
+    x = direction_AB.to(rule.dtype)
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=rule.eps)
+    for _ in range(rule.steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x

@@ -1,19 +1,62 @@
-"""Optimizer updates on flat local tensors, in place. They are elementwise: updating a shard equals updating the whole.
+"""Optimizer updates on flat local tensors, in place. They are elementwise, so updating a shard equals updating the
+whole; LARS and LAMB take the norms of whole parameters.
 
 Adam, AdamW and SGD run torch's fused kernels (one pass over memory, on CPU and GPU). Step counts are Python ints, and
-the moments are the only tensors in the caller's state. Large updates on the host have a kernel of our own, with the
-same bits (``host_update``).
+the moments are the only tensors in the caller's state. Large updates of Adam and Lion on the host have a kernel of
+our own, with the same bits (``host_update``).
+
+Schedule-free AdamW (Defazio et al. 2024, https://arxiv.org/abs/2405.15682): an average replaces a schedule.
+
+    z   the iterate that makes AdamW's steps
+    x   the average of all z, newer ones with more weight: the model to evaluate
+    y   = (1 - beta) z + beta x, where gradients are taken: the weights while training
+
+Only y and z are kept, since x = (y - (1 - beta) z) / beta. Everything is elementwise. The rates, weights and order of
+operations are those of the authors' code for y and z.
+
+LARS (You et al. 2017, https://arxiv.org/abs/1708.03888, algorithm 1) and LAMB (You et al. 2019,
+https://arxiv.org/abs/1904.00962, algorithm 2): the step of a parameter is as long as its norm asks.
+
+    LARS   ratio = trust |w| / (|g| + decay |w| + eps)      v = momentum v + lr ratio (g + decay w)     w = w - v
+    LAMB   u = m / (sqrt(v) + eps) + decay w, of averages with bias correction      w = w - lr clamp(|w| / |u|) u
+
+The norms are those of whole parameters, which the caller finds: a rule sees parts. With a norm of zero the ratio is 1.
+The bounds of LAMB's ratio, ``eps_inside_sqrt`` and ``bias_correction`` false are those of DeepSpeed's FusedLamb.
+
+Adafactor (Shazeer and Stern 2018): the second moments of a matrix as means over its rows and over its columns.
+
+    squares    of gradients, summed over rows and columns              any part of a matrix adds its own
+    means      of all updates, newer ones with more weight              small, whole
+    update     gradient / root of (row mean x column mean / their mean)  elementwise, from the means
+    step       the update, at most ``clip`` in RMS, times a rate relative to the RMS of the weights
+
+The options and their meaning are those of ``torch.optim.Adafactor``. Tensors of more than two dims are stacks of
+matrices; those of fewer keep the mean square of each element. Shape suffixes: L matrices of a stack, A rows, B columns;
+l lines, which are consecutive rows of a stack; n elements of a part.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+Rule = TypeVar("Rule")
 _UNBIASED = 10**9  # beta ** this is 0 for every beta that fp32 tells from 1
+
+
+def rule_of(kind: type[Rule], group: Mapping[str, Any], **others: Any) -> Rule:
+    """Make the rule of a group of the optimizer: a dataclass, whose fields but ``others`` have the names of options."""
+    given = {field.name: group[field.name] for field in fields(cast(Any, kind)) if field.name not in others}
+    given["lr"] = float(given["lr"])
+    if "betas" in given:
+        given["betas"] = tuple(given["betas"])
+    return kind(**given, **others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +154,280 @@ def lion_(weights: Sequence[Tensor], grads: Sequence[Tensor], momenta: Sequence[
         direction = momentum.lerp(grad, 1 - rule.betas[0]).sign_()
         weight.mul_(1 - rule.lr * rule.weight_decay).add_(direction, alpha=-rule.lr)
         momentum.lerp_(grad, 1 - rule.betas[1])
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleFreeRule:
+    """Hyperparameters of one update."""
+
+    lr: float
+    """Rate, warmup included."""
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    newest: float
+    """Weight of the newest z in x."""
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "ScheduleFreeRule":
+        """The rule of a group that :func:`count` has counted."""
+        lr, newest = group["scheduled_lr"], group["newest"]
+        return cls(lr, tuple(group["betas"]), group["eps"], group["weight_decay"], newest)
+
+
+def count(group: dict[str, Any]) -> None:
+    """Count an update of a group: its rate, and the weight of its z among those of all updates."""
+    step = group["step"] = group.get("step", 0) + 1
+    warmup = group["warmup_steps"]
+    lr = float(group["lr"]) * min(1.0, step / warmup if warmup else 1.0)
+    largest = max(lr, group.get("lr_max", -1.0))
+    weight = step ** group["weight_step_power"] * largest ** group["weight_lr_power"]
+    total = group.get("weight_sum", 0.0) + weight
+    group.update(scheduled_lr=lr, lr_max=largest, weight_sum=total, newest=weight / total if total else 0.0)
+
+
+def schedule_free_(
+    weights: Tensor, grads: Tensor, iterate: Tensor, squares: Tensor, step: int, rule: ScheduleFreeRule
+) -> None:
+    """Make update number ``step`` (from 1) in place; ``weights`` is y, ``iterate`` is z, all of one shape."""
+    beta1, beta2 = rule.betas
+    squares.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
+    step_by = grads / (squares / (1 - beta2**step)).sqrt_().add_(rule.eps)
+    if rule.weight_decay:
+        step_by.add_(weights, alpha=rule.weight_decay)
+    weights.lerp_(iterate, rule.newest).add_(step_by, alpha=rule.lr * (beta1 * (1 - rule.newest) - 1))
+    iterate.sub_(step_by, alpha=rule.lr)
+
+
+def averaged(weights: Tensor, iterate: Tensor, betas: tuple[float, float]) -> Tensor:
+    """x, from y and z."""
+    return weights.lerp(iterate, 1 - 1 / betas[0])
+
+
+Moments = Sequence[Tensor]
+"""What is kept of the elements of a part, in the order of ``moment_names``; a rule writes it in place."""
+
+
+class LayerRule(Protocol):
+    """The rule of a group of parameters, whose steps depend on norms of a whole parameter."""
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """Names of what is kept of every element."""
+
+    def take_in(self, grads_n: Tensor, moments: Moments) -> None:
+        """Take the gradients of an update into the moments."""
+
+    def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
+        """The elements [n] whose norm is set against that of the weights. ``step``: the update's number, from 1."""
+
+    def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
+        """Make the step of these elements; ``norms`` [2], fp64: of the whole weights, and of what is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class LambRule:
+    """Hyperparameters of one update of LAMB."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+    eps_inside_sqrt: bool
+    bounds: tuple[float, float]
+    """Least and largest ratio of the norms."""
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "LambRule":
+        """The rule of a group of the optimizer."""
+        return rule_of(cls, group, bounds=(group["min_coeff"], group["max_coeff"]))
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """Both averages."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def take_in(self, grads_n: Tensor, moments: Moments) -> None:
+        """Take the gradients of an update into both averages."""
+        first, second = moments
+        first.lerp_(grads_n, 1 - self.betas[0])
+        second.mul_(self.betas[1]).addcmul_(grads_n, grads_n, value=1 - self.betas[1])
+
+    def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
+        """The update before its length is set."""
+        (first, second), (beta1, beta2) = moments, self.betas
+        lacks = (1 - beta1**step, 1 - beta2**step) if self.bias_correction else (1.0, 1.0)
+        mean_square = second / lacks[1]
+        root = mean_square.add_(self.eps).sqrt_() if self.eps_inside_sqrt else mean_square.sqrt_().add_(self.eps)
+        update = first / root.mul_(lacks[0])
+        return update.add_(weights_n, alpha=self.weight_decay) if self.weight_decay else update
+
+    def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
+        """Step along the update, as long as the weights times the rate, within the bounds."""
+        ratio = _ratio(norms, norms[0] / norms[1], self.bounds)
+        update = self.measured(weights_n, grads_n, moments, step)
+        weights_n.sub_(update.mul_((ratio * self.lr).to(update.dtype)))
+
+
+@dataclass(frozen=True, slots=True)
+class LarsRule:
+    """Hyperparameters of one update of LARS."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    trust_coefficient: float
+    eps: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "LarsRule":
+        """The rule of a group of the optimizer."""
+        return rule_of(cls, group)
+
+    @property
+    def moment_names(self) -> tuple[str, ...]:
+        """The momentum, if there is one."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    def take_in(self, grads_n: Tensor, moments: Moments) -> None:
+        """Nothing: the momentum is one of steps."""
+
+    def measured(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int) -> Tensor:
+        """The gradient."""
+        return grads_n
+
+    def apply_(self, weights_n: Tensor, grads_n: Tensor, moments: Moments, step: int, norms: Tensor) -> None:
+        """Step along gradient and decay, or along the momentum of such steps."""
+        denominator = norms[1] + self.weight_decay * norms[0] + self.eps
+        ratio = _ratio(norms, self.trust_coefficient * norms[0] / denominator, None)
+        made = grads_n.add(weights_n, alpha=self.weight_decay).mul_((ratio * self.lr).to(grads_n.dtype))
+        for momentum in moments:
+            made = momentum.mul_(self.momentum).add_(made)
+        weights_n.sub_(made)
+
+
+def _ratio(norms: Tensor, ratio: Tensor, bounds: tuple[float, float] | None) -> Tensor:
+    """The ratio, 0-dim on the device; 1 where a norm is zero."""
+    bounded = ratio if bounds is None else ratio.clamp(*bounds)
+    return torch.where((norms > 0).all(), bounded, torch.ones_like(ratio))
+
+
+ROWS, COLUMNS, SQUARES = "row_var", "col_var", "variance"
+"""torch's names of the means: over the columns of each row, over the rows of each column, and of each element."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdafactorRule:
+    """Hyperparameters of one Adafactor update."""
+
+    lr: float
+    beta2_decay: float
+    eps: float | None
+    """Least root of a mean square; None: that of the dtype."""
+    least_rms: float
+    """Least RMS of weights that a step is relative to."""
+    clip: float
+    weight_decay: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "AdafactorRule":
+        """The rule of a group of the optimizer, by the names of torch."""
+        eps, least = group["eps"]
+        return cls(float(group["lr"]), group["beta2_decay"], eps, least, group["d"], group["weight_decay"])
+
+    def newest(self, step: int) -> float:
+        """Weight of the squares of update number ``step`` (from 1) in the means."""
+        return float(step**self.beta2_decay)
+
+    def rate(self, step: int) -> float:
+        """The step relative to the RMS of the weights."""
+        return min(self.lr, 1 / math.sqrt(step))
+
+    def least(self, dtype: torch.dtype) -> float:
+        """Least root of a mean square."""
+        return torch.finfo(dtype).eps if self.eps is None else self.eps
+
+
+def mean_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The means that a parameter of a shape has, and their shapes."""
+    if len(shape) < 2:
+        return {SQUARES: shape}
+    return {ROWS: (*shape[:-1], 1), COLUMNS: (*shape[:-2], 1, shape[-1])}
+
+
+def mean_elements(shape: tuple[int, ...]) -> int:
+    """Elements of all means of a parameter."""
+    return sum(prod(each) for each in mean_shapes(shape).values())
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPiece:
+    """Elements ``start:stop`` of a tensor of ``shape``, flat."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def columns(self) -> int:
+        """Elements of a line."""
+        return self.shape[-1]
+
+    @property
+    def lines(self) -> slice:
+        """The lines that it touches."""
+        return slice(self.start // self.columns, -(-self.stop // self.columns))
+
+    def matrices(self, device: torch.device) -> Tensor:
+        """Number of the matrix of each line [l]."""
+        return torch.arange(self.lines.start, self.lines.stop, device=device) // self.shape[-2]
+
+    def add_squares(self, squares_n: Tensor, sums: Mapping[str, Tensor]) -> None:
+        """Add its squares to the sums of the tensor, in the shapes of the means."""
+        if SQUARES in sums:
+            sums[SQUARES].view(-1)[self.start : self.stop] += squares_n
+            return
+        lines = self.lines
+        whole_lB = squares_n.new_zeros(lines.stop - lines.start, self.columns)
+        first = self.start - lines.start * self.columns
+        whole_lB.view(-1)[first : first + len(squares_n)] = squares_n
+        sums[ROWS].view(-1)[lines] += whole_lB.sum(dim=1)
+        columns_LB = sums[COLUMNS].view(-1, self.columns)
+        if len(columns_LB) == 1:
+            columns_LB[0] += whole_lB.sum(dim=0)
+        else:
+            columns_LB.index_add_(0, self.matrices(squares_n.device), whole_lB.to(columns_LB.dtype))
+
+    def update(self, grads_n: Tensor, scales: Mapping[str, Tensor], least: float) -> Tensor:
+        """The update of its elements [n]; ``scales``: what :func:`scales_of` gives, of the tensor of ``shape``."""
+        if SQUARES in scales:
+            mean_n = scales[SQUARES].view(-1)[self.start : self.stop].clone()
+        else:
+            lines, columns_LB = self.lines, scales[COLUMNS].view(-1, self.columns)
+            columns = columns_LB if len(columns_LB) == 1 else columns_LB[self.matrices(grads_n.device)]
+            first = self.start - lines.start * self.columns
+            mean_n = (scales[ROWS].view(-1, 1)[lines] * columns).view(-1)[first : first + len(grads_n)]
+        return mean_n.clamp_(min=least * least).rsqrt_().mul_(grads_n)
+
+
+def take_in(means: Mapping[str, Tensor], sums: Mapping[str, Tensor], newest: float) -> None:
+    """Take the squares of an update into the means; ``sums``: over the whole parameter."""
+    for name, mean in means.items():
+        count = {ROWS: sums[COLUMNS].shape[-1], COLUMNS: sums[ROWS].shape[-2]}[name] if name != SQUARES else 1
+        mean.lerp_(sums[name] / count, newest)
+
+
+def scales_of(means: Mapping[str, Tensor], least: float) -> dict[str, Tensor]:
+    """Factors of the mean square of each element: those of its row and its column, or the mean itself."""
+    if SQUARES in means:
+        return dict(means)
+    rows = means[ROWS] / means[ROWS].mean(dim=-2, keepdim=True).clamp(min=least)
+    return {ROWS: rows, COLUMNS: means[COLUMNS]}
+
+
+def step_size(weights_square: Tensor, update_square: Tensor, elements: int, rule: AdafactorRule, step: int) -> Tensor:
+    """The factor of an update, a scalar on the device, from the sums of squares of weights and of the update."""
+    root = math.sqrt(elements)
+    rms = (weights_square.sqrt() / root).clamp(min=rule.least_rms)
+    return rms * rule.rate(step) / (update_square.sqrt() / (root * rule.clip)).clamp(min=1.0)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
+from engine.parallel.comm.symmetric_memory import SharedBytes
 from engine.parallel.grid import Axis, Grid
 
 Wait = Callable[[], object]
@@ -66,7 +66,7 @@ def link_rounds(links: Iterable[Link]) -> list[tuple[Link, ...]]:
 class Backend(Protocol):
     """Moves tensors between the ranks of one axis; each method returns a function that completes the operation.
 
-    ``shard`` may be this rank's own slice of ``full``.
+    ``shard`` may be this rank's own slice of ``full``. Preparations and ``close`` do nothing by default.
     """
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
@@ -80,6 +80,7 @@ class Backend(Protocol):
 
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Prepare ``all_to_all`` between these indices of the shard line; every rank calls it."""
+        return
 
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
         """Send slice i of ``given`` to the i-th of these indices of ``axis``; slice i of ``received`` comes from it.
@@ -92,6 +93,7 @@ class Backend(Protocol):
 
         ``within``: over so many data ranks, side by side, instead of all.
         """
+        return
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
         """All-gather each (full, shard) over the shard line or ``within`` ranks of it, apart from its other traffic."""
@@ -107,9 +109,11 @@ class Backend(Protocol):
 
     def connect(self, stages: tuple[int, ...]) -> None:
         """Prepare ``sum_over_stages``; every rank calls it."""
+        return
 
     def link(self, links: Sequence[Link]) -> None:
         """Prepare messages over these links; every rank calls it."""
+        return
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
         """Sum ``tensor`` in place over these indices of axis pp."""
@@ -117,12 +121,14 @@ class Backend(Protocol):
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
         """Memory of ``size`` bytes on each rank that all ranks of the axis can write; None on all of them if there is
         none. Every rank calls it."""
+        return None
 
     def close(self) -> None:
         """Release groups and memory."""
+        return
 
 
-class RecordingBackend:
+class RecordingBackend(Backend):
     """Moves nothing: every other rank seems to contribute zeros, and a gather places only this rank's shard."""
 
     def __init__(self, grid: Grid) -> None:
@@ -142,18 +148,12 @@ class RecordingBackend:
         self._own(full, axis).copy_(shard)
         return lambda: None
 
-    def connect_data(self, members: tuple[int, ...]) -> None:
-        """Do nothing."""
-
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
         """Receive what this rank gives itself, and zeros."""
         own, slices = members.index(self._grid.index(axis)), received.view(len(members), -1)
         slices.zero_()
         slices[own].copy_(given.view(len(members), -1)[own])
         return lambda: None
-
-    def open_gathers(self, within: int | None = None) -> None:
-        """Do nothing."""
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
         """Copy each shard to this rank's slice of its full tensor."""
@@ -165,12 +165,6 @@ class RecordingBackend:
     def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
         """Every rank seems to give the same."""
         return [data] * within
-
-    def connect(self, stages: tuple[int, ...]) -> None:
-        """Do nothing."""
-
-    def link(self, links: Sequence[Link]) -> None:
-        """Do nothing."""
 
     def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
         """Leave ``tensor`` unchanged."""
@@ -184,12 +178,6 @@ class RecordingBackend:
         """Receive zeros."""
         tensor.zero_()
         return lambda: None
-
-    def share_bytes(self, axis: Axis, size: int) -> None:
-        """There is nobody to share with."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def _own(self, full: Tensor, axis: Axis) -> Tensor:
         return full.view(self._grid.size(axis), -1)[self._grid.index(axis)]

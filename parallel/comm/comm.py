@@ -23,9 +23,7 @@ from engine.parallel.comm.failed_calls import FailedCalls
 from engine.parallel.comm.flight.layout import CALLS, EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.parallel.comm.meeting import FailureReports, JointCalls
-from engine.parallel.comm.symmetric.peer_watch import PeerEndedError
-from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.parallel.comm.symmetric_memory import PeerEndedError, SlotSizes, SymmetricBuffer
 from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
 from engine.parallel.grid import Axis, Grid
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.parallel.comm.backend import Reduction, Wait
 from engine.parallel.comm.host_barrier import NO_HOST, Exchange, HostBarrier, host_identity, open_neighbours
-from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
+from engine.parallel.comm.symmetric_memory import SharedBytes
 
 SLOT_BYTES = 1 << 19
 """Size of a slot. Smaller slots need more barriers; larger ones exceed the processor's cache and cost memory."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from engine.kernels.device import host_memory_like
 from engine.parallel.comm.backend import Backend, Channel, Link, Reduction, Wait
-from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
 from engine.parallel.comm.torch_backend import TorchBackend, carries_tensors_of
 from engine.parallel.grid import Axis, Grid
 
@@ -26,10 +25,11 @@ def open_backend(grid: Grid, device: torch.device) -> Backend:
     return StagedBackend(TorchBackend(grid, torch.device("cpu")))
 
 
-class StagedBackend:
+class StagedBackend(Backend):
     """The ``inner`` backend of the host for tensors of a device.
 
-    The host waits for the device at each call, and for the result at each wait.
+    The host waits for the device at each call, and for the result at each wait. Kernels share no memory: they write
+    into that of devices.
     """
 
     def __init__(self, inner: Backend) -> None:
@@ -94,10 +94,6 @@ class StagedBackend:
         """Sum in place."""
         host = _on_host(tensor)
         return _brought(self._inner.sum_over_stages(host, stages), (tensor, host))
-
-    def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:
-        """Return None: kernels write into the memory of devices, which these ranks do not share."""
-        return None
 
     def close(self) -> None:
         """Close the inner backend."""

@@ -21,7 +21,7 @@ from engine.parallel.comm.shared_memory import (
     open_shared_bytes,
     open_shared_memory,
 )
-from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
+from engine.parallel.comm.symmetric_memory import SharedBytes
 from engine.parallel.comm.world import OwnedGroups, color_rounds, shares_memory
 from engine.parallel.grid import Axis, Grid, axis_groups
 

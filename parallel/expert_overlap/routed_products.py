@@ -20,9 +20,9 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.kernels.device import is_host
 from engine.kernels.dispatch import Kernels
-from engine.kernels.expert_rows import ExpertRows
-from engine.kernels.experts.grouped_product import grouped_product_reference, grouped_weight_gradient
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.kernels.ops.grouped_product import grouped_product_reference, grouped_weight_gradient
+from engine.kernels.overlap import ExpertRows
+from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ALIGNED = 16
@@ -110,7 +110,7 @@ class _ProductReturn(torch.autograd.Function):
 
 def _dispatch(tokens: Tensor, weight: Tensor, route: ExpertRoute, *, keeps: bool) -> tuple[Tensor, Tensor]:
     """The product, and what has come, [R, K], if it ``keeps`` that."""
-    from engine.kernels.gpu.overlap.expert_launches import launch_dispatch_product
+    from engine.kernels.gpu.overlap.expert_matmul import launch_dispatch_product
     from engine.kernels.gpu.overlap.launches import KernelCall
 
     buffer, rows = route.buffer, route.rows
@@ -125,7 +125,7 @@ def _dispatch(tokens: Tensor, weight: Tensor, route: ExpertRoute, *, keeps: bool
 
 
 def _return(whole: Tensor, weight: Tensor, route: ExpertRoute) -> Tensor:
-    from engine.kernels.gpu.overlap.expert_launches import launch_collect_rows, launch_product_return
+    from engine.kernels.gpu.overlap.expert_matmul import launch_collect_rows, launch_product_return
     from engine.kernels.gpu.overlap.launches import KernelCall, tile_of
 
     buffer = route.buffer

@@ -1,4 +1,9 @@
-"""Find the modules of a model that compute what a fused operator computes, and the heads whose logits may be lazy."""
+"""Kernel injection: modules of a user's model that compute what a fused operator computes get that operator's forward.
+
+Modules are recognised by what they compute, not by class: a copy with random weights runs beside the operator, and
+outputs and gradients are compared. A module that agrees with an operator gets its forward; every other module stays as
+it is. Heads whose logits may be lazy are found the same way.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -8,12 +13,20 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.activation_functions import Activation
+from engine.kernels.ops.activations import Activation
 from engine.parallel.kernel_injection.equivalence import is_linear_layer
-from engine.parallel.kernel_injection.gated_mlp import find_gated, injected_gated_mlp
-from engine.parallel.kernel_injection.linear_activation import find_activated, injected_activation, pass_through
-from engine.parallel.kernel_injection.norm import find_norm, injected_norm
-from engine.parallel.kernel_injection.rotary import find_rotary, injected_rotary, rotary_globals
+from engine.parallel.kernel_injection.replacements import (
+    find_activated,
+    find_gated,
+    find_norm,
+    find_rotary,
+    injected_activation,
+    injected_gated_mlp,
+    injected_norm,
+    injected_rotary,
+    pass_through,
+    rotary_globals,
+)
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.name_patterns import starred
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import PlanError
+from engine.kernels.codecs.weight_format import QuantizedShape, QuantizedWeight, block_scales, quantize
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.quantized.quantized_weight import QuantizedWeight
-from engine.kernels.quantized.weight_format import QuantizedShape, block_scales, quantize
 from engine.parallel.shard_table import ShardRow
 
 

@@ -24,10 +24,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.main_gradient import MainGradient
-from engine.kernels.ops.activation_functions import Activation
-from engine.kernels.ops.bias_activation import activate
+from engine.kernels.dispatch import REFERENCE, Kernels, MainGradient
+from engine.kernels.ops.activations import Activation, activate
 from engine.kernels.ops.linear import LinearForm, added_to_main, linear, product, unviewed
 from engine.kernels.ops.linear import linear as kernel_linear
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from engine.parallel.comm.backend import Reduction
 from engine.parallel.comm.comm import Pending
-from engine.parallel.comm.threads.rounds import Rounds
-from engine.parallel.comm.threads.turns import Turns
+from engine.parallel.comm.threads.turns import Rounds, Turns
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 Result = TypeVar("Result")

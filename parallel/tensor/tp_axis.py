@@ -10,13 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.kernels.device import ACCELERATORS
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.overlap_choices import OverlapChoices
+from engine.kernels.overlap import OverlapChoices
 from engine.parallel.comm.backend import Reduction, Wait
 from engine.parallel.comm.comm import Comm, Pending
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.parallel.comm.encoded_collectives import ActivationFormat, EncodedCollectives
+from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 from engine.parallel.comm.traffic import Op
-from engine.parallel.wire.activation_format import ActivationFormat
-from engine.parallel.wire.encoded_collectives import EncodedCollectives
 
 
 class Expected(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.comm.backend import Backend, Channel, Link, Reduction, Wait
-from engine.parallel.comm.symmetric.shared_bytes import SharedBytes
+from engine.parallel.comm.symmetric_memory import SharedBytes
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Axis, Grid
 

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.kernels.main_gradient import MainGradients
+from engine.kernels.dispatch import MainGradients
 from engine.parallel.activation_checkpointing import host_activations
 from engine.parallel.comm.backend import Wait
 from engine.parallel.comm.world import World

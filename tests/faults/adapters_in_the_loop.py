@@ -74,9 +74,9 @@ ADAPTERS_IN_THE_LOOP = (
     Fault(
         name="names-beside-parameters-taken",
         about="An optimizer that pairs parameters by a list of names gets others than its list has.",
-        file="engine/optim/given_optimizer.py",
+        file="engine/optim/param_groups.py",
         old="    _refuse_parallel_lists(optimizer)\n",
         new="",
-        tests=("tests/engine/optim/test_given_optimizer.py::test_a_group_with_an_entry_for_each_parameter_is_refused",),
+        tests=("tests/engine/optim/test_param_groups.py::test_a_group_with_an_entry_for_each_parameter_is_refused",),
     ),
 )

@@ -69,9 +69,7 @@ CHECKPOINT = (
         file="engine/checkpoint/contents/local_tensors.py",
         old="piece = Piece(own.part, start - slot.start, stop - slot.start)",
         new="piece = Piece(own.part, 0, stop - start)",
-        tests=(
-            "tests/engine/checkpoint/contents/test_local_tensors.py::test_moments_of_data_ranks_tile_every_parameter",
-        ),
+        tests=("tests/engine/checkpoint/contents/test_contents.py::test_moments_of_data_ranks_tile_every_parameter",),
     ),
     Fault(
         name="moments-not-restored",
@@ -142,7 +140,7 @@ CHECKPOINT = (
     Fault(
         name="foreign-loss-scale-forgives-anew",
         about="A loss scale that DeepSpeed has saved forgives overflows again that it has forgiven.",
-        file="engine/checkpoint/foreign/deepspeed_counters.py",
+        file="engine/checkpoint/foreign/deepspeed_folder.py",
         old="max(0, counts[3] - counts[4])",
         new="0 * counts[3]",
         tests=("tests/engine/checkpoint/foreign/test_loss_scale.py::test_it_goes_on_from_any_moment",),

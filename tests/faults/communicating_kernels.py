@@ -8,7 +8,7 @@ _MISSING = f"{_FOLDER}/test_turns.py::test_what_does_not_come_is_written_down"
 _CALLS = f"{_FOLDER}/test_turns.py::test_every_call_equals_the_plain_products"
 _EXPERTS = f"{_FOLDER}/test_experts.py::test_every_call_equals_exchange_and_plain_products"
 _WITHOUT_ROWS = f"{_FOLDER}/test_experts.py::test_a_rank_without_rows_for_another_is_waited_for_all_the_same"
-_GROUPED = "tests/kernels/experts/test_grouped_product.py"
+_GROUPED = "tests/kernels/ops/test_grouped_product.py"
 _SYMMETRIC = "tests/parallel/comm/symmetric"
 
 COMMUNICATING_KERNELS = (
@@ -23,10 +23,10 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="signal-before-its-tile",
         about="Rows are signalled before they are written.",
-        file="kernels/gpu/overlap/gather_matmul.py",
-        old="        slot = slot_of(slots, target, rank, epoch, capacity, RANKS, part)\n",
-        new="        slot = slot_of(slots, target, rank, epoch, capacity, RANKS, part)\n"
-        "        signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)\n",
+        file="kernels/gpu/overlap/launches.py",
+        old="RANKS, part)\n        for column",
+        new="RANKS, part)\n        signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)\n"
+        "        for column",
         tests=(_CONFORMANCE,),
     ),
     Fault(
@@ -56,15 +56,15 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="sum-of-all-ranks-but-one",
         about="A reduce-scatter inside a kernel leaves the last rank out.",
-        file="kernels/gpu/overlap/matmul_scatter.py",
-        old="        for source in range(RANKS):\n",
-        new="        for source in range(RANKS - 1):\n",
+        file="kernels/gpu/overlap/launches.py",
+        old="        for source in range(RANKS):\n            if came",
+        new="        for source in range(RANKS - 1):\n            if came",
         tests=(_CALLS,),
     ),
     Fault(
         name="rows-of-the-wrong-rank",
         about="Gathered rows are multiplied into the place of another rank.",
-        file="kernels/gpu/overlap/gather_matmul.py",
+        file="kernels/gpu/overlap/launches.py",
         old="target = out + (sequence * RANKS + source) * L * N",
         new="target = out + (sequence * RANKS + rank) * L * N",
         tests=(_CALLS,),
@@ -72,7 +72,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="missing-tile-unreported",
         about="Training goes on with rows that did not come.",
-        file="parallel/comm/symmetric/symmetric_buffer.py",
+        file="parallel/comm/symmetric_memory.py",
         old="        if missing is None:\n",
         new="        if missing is None or missing.tile >= 0:\n",
         tests=("tests/parallel/comm/symmetric/test_symmetric_buffer.py::test_a_rank_that_does_not_come_is_named",),
@@ -88,9 +88,10 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="tile-read-unasked",
         about="A tile is multiplied whether it has come or not.",
-        file="kernels/gpu/overlap/gather_matmul.py",
-        old="            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):\n",
-        new="            if epoch > 0:\n",
+        file="kernels/gpu/overlap/launches.py",
+        old="            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):\n"
+        "                sequence",
+        new="            if epoch > 0:\n                sequence",
         tests=(_CONFORMANCE,),
     ),
     Fault(
@@ -154,7 +155,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="sum-without-a-rank-sent",
         about="A sum by the switch is given to all ranks although one of them has not written its part.",
-        file="kernels/gpu/overlap/multicast_sum.py",
+        file="kernels/gpu/overlap/launches.py",
         old="        if missing == 0:\n",
         new="        if missing >= 0:\n",
         tests=(f"{_FOLDER}/test_turns.py::test_a_sum_that_lacks_a_rank_is_not_sent",),
@@ -162,7 +163,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="sums-over-the-parts",
         about="The switch gives sums to the slots that other owners still read their parts from.",
-        file="kernels/gpu/overlap/multicast_sum.py",
+        file="kernels/gpu/overlap/launches.py",
         old="    given = ((epoch + 1) % 2 * RANKS + own) * capacity\n",
         new="    given = ((epoch + 2) % 2 * RANKS + own) * capacity\n",
         tests=(_CONFORMANCE,),
@@ -179,7 +180,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="end-of-a-rank-unseen",
         about="Ranks wait for a dead one until their time is over.",
-        file="parallel/comm/symmetric/peer_watch.py",
+        file="parallel/comm/symmetric_memory.py",
         old="                    self._ended[indices[descriptor]] = count\n",
         new="                    self._ended[indices[descriptor]] = 0\n",
         tests=(f"{_SYMMETRIC}/test_killed_rank.py::test_whoever_ends_is_written_down_alone",),
@@ -187,7 +188,7 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="children-hide-the-end-of-a-rank",
         about="Ranks wait for a dead one as long as a process that it has started holds its sockets open.",
-        file="parallel/comm/symmetric/peer_watch.py",
+        file="parallel/comm/symmetric_memory.py",
         old="return [os.pidfd_open(process)] if process > 0 else []",
         new="return [os.pidfd_open(process)] if process < 0 else []",
         tests=(f"{_SYMMETRIC}/test_killed_rank.py::test_children_that_a_rank_leaves_behind_do_not_hide_its_end",),

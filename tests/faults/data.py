@@ -36,12 +36,12 @@ DATA = (
         file="engine/data/packed_rows.py",
         old="            labels[at + 1 : end] = tokens[1:]",
         new="            labels[at:end] = tokens",
-        tests=("tests/engine/data/test_packing.py::test_borders_of_documents",),
+        tests=("tests/engine/data/test_loader.py::test_borders_of_documents",),
     ),
     Fault(
         name="rows-past-the-end-count",
         about="Rows that fill the last step up keep their labels, so the last sample weighs more than others.",
-        file="engine/data/collate.py",
+        file="engine/data/step_source.py",
         old="return _without_labels(batch, absent) if absent else batch",
         new="return batch",
         tests=("tests/engine/data/test_loader.py::test_a_last_step_that_is_not_whole",),
@@ -57,9 +57,9 @@ DATA = (
     Fault(
         name="epochs-in-one-order",
         about="Documents are packed in the order of the first epoch in every epoch, though shuffling was asked for.",
-        file="engine/data/sample_order.py",
+        file="engine/data/packed_rows.py",
         old="return self._shuffled.stream(epoch * self.samples, self.samples)",
         new="return self._shuffled.stream(0, self.samples)",
-        tests=("tests/engine/data/test_packing.py::test_every_epoch_has_its_own_order",),
+        tests=("tests/engine/data/test_loader.py::test_every_epoch_has_its_own_order",),
     ),
 )

@@ -18,7 +18,7 @@ DEEPSPEED_DOOR = (
     Fault(
         name="rates-one-update-late",
         about="A schedule shows the rate of the update that was made instead of the next one.",
-        file="engine/optim/update_scheduler.py",
+        file="engine/optim/lr_schedules.py",
         old="zip(self.optimizer.param_groups, self.rates(self.last_epoch), strict=True)",
         new="zip(self.optimizer.param_groups, self.rates(max(0, self.last_epoch - 1)), strict=True)",
         tests=(_RESTATED,),
@@ -70,7 +70,7 @@ DEEPSPEED_DOOR = (
         old="left = [name for name, parameter in trained.items() if id(parameter) not in held]",
         new="left = list[str]()",
         tests=(
-            "tests/engine/optim/test_given_optimizer.py::test_an_optimizer_over_some_of_the_parameters_trains_those_alone",
+            "tests/engine/optim/test_param_groups.py::test_an_optimizer_over_some_of_the_parameters_trains_those_alone",
         ),
     ),
     Fault(

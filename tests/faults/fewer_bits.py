@@ -2,7 +2,7 @@
 
 from tests.faults.fault import Fault
 
-_CODEC = "tests/kernels/wire/test_block_codec.py"
+_CODEC = "tests/kernels/codecs/test_block_codec.py"
 _REDUCTION = "tests/zero/reduce/test_encoded_reduction.py"
 _ENGINES = "tests/zero/test_fewer_bits.py"
 _FORMATS = "tests/zero/test_wire_formats.py"
@@ -28,7 +28,7 @@ FEWER_BITS = (
     Fault(
         name="scale-of-the-neighbouring-block",
         about="Numbers are decoded with the scale of the block before theirs.",
-        file="kernels/wire/block_codec.py",
+        file="kernels/codecs/block_codec.py",
         old="    values = codes_RKB.float() * scale_RK1\n",
         new="    values = codes_RKB.float() * scale_RK1.roll(1, 1)\n",
         tests=(f"{_CODEC}::test_no_element_of_10000_blocks_errs_by_more_than_half_a_scale",),
@@ -36,7 +36,7 @@ FEWER_BITS = (
     Fault(
         name="nan-lost-in-encoding",
         about="A gradient that is not finite is sent as zero, so that a step is made which had to be skipped.",
-        file="kernels/wire/block_codec.py",
+        file="kernels/codecs/block_codec.py",
         old="    codes = torch.where(finite, codes, float(-wire.largest - 1)).to(torch.int8)",
         new="    codes = codes.to(torch.int8)",
         tests=(f"{_CODEC}::test_what_is_not_finite_arrives_as_nan_at_its_place",),
@@ -44,7 +44,7 @@ FEWER_BITS = (
     Fault(
         name="nan-kept-in-the-residual",
         about="A gradient that was not finite once stays in the residual and spoils every later step.",
-        file="kernels/wire/block_codec.py",
+        file="kernels/codecs/block_codec.py",
         old="        left = torch.where(finite, known - codes * scale_RK1, 0.0)",
         new="        left = x_RKB - codes * scale_RK1",
         tests=(f"{_REDUCTION}::test_a_nan_arrives_at_its_owner_and_leaves_no_trace_in_later_steps",),
@@ -52,7 +52,7 @@ FEWER_BITS = (
     Fault(
         name="codes-cut-instead-of-rounded",
         about="Codes are cut towards zero, so that every weight and gradient that is sent is too small.",
-        file="kernels/wire/block_codec.py",
+        file="kernels/codecs/block_codec.py",
         old=".round_()",
         new=".trunc_()",
         tests=(f"{_CODEC}::test_no_element_of_10000_blocks_errs_by_more_than_half_a_scale",),
@@ -60,7 +60,7 @@ FEWER_BITS = (
     Fault(
         name="denormal-scales",
         about="The scale of a block of the smallest numbers underflows, and they come out as infinite or NaN codes.",
-        file="kernels/wire/block_codec.py",
+        file="kernels/codecs/block_codec.py",
         old=".clamp_min(SMALLEST_SCALE)",
         new=".clamp_min(0.0)",
         tests=(
@@ -71,7 +71,7 @@ FEWER_BITS = (
     Fault(
         name="halves-of-a-byte-swapped",
         about="The kernel that decodes 4 bits gives each number the place of its neighbour.",
-        file="kernels/gpu/wire/block_codec.py",
+        file="kernels/gpu/codecs.py",
         old="        tl.store(out + place + 1, odd.to(kind), mask=inside)",
         new="        tl.store(out + place + 1, even.to(kind), mask=inside)",
         tests=(f"{_CODEC}::test_triton_gives_the_bits_of_torch",),
@@ -79,7 +79,7 @@ FEWER_BITS = (
     Fault(
         name="residual-added-twice",
         about="What an encoding leaves out is added two times to the next gradient.",
-        file="kernels/wire/block_codec.py",
+        file="kernels/codecs/block_codec.py",
         old="else values_Rs.float() + residual_Rs\n",
         new="else values_Rs.float() + 2 * residual_Rs\n",
         tests=(f"{_CODEC}::test_the_residual_is_what_the_code_leaves_out_and_is_added_once",),

@@ -16,10 +16,10 @@ KERNELS_AND_PLANNING = (
     Fault(
         name="ignored-row-has-a-gradient",
         about="Rows with labels to ignore send a gradient into the model.",
-        file="kernels/ops/cross_entropy.py",
-        old="slope.masked_fill(target == ignore_index, 0)",
-        new="slope",
-        tests=(f"{_ENTROPY}::test_an_ignored_row_has_no_gradient_whatever_it_holds",),
+        file="kernels/ops/linear_cross_entropy.py",
+        old="form.slopes(counted_N[part].to(losses_C.dtype) * unit",
+        new="form.slopes(torch.ones_like(losses_C) * unit",
+        tests=("tests/kernels/ops/test_linear_cross_entropy.py::test_error_is_at_most_twice_eager_torchs",),
     ),
     Fault(
         name="mean-over-ignored-rows",
@@ -101,10 +101,10 @@ KERNELS_AND_PLANNING = (
     Fault(
         name="copies-in-the-sum-of-squares",
         about="Copies that another rank counts are added to the gradient norm.",
-        file="kernels/ops/squared_norm.py",
+        file="kernels/ops/norm.py",
         old="* (1.0 if counts else 0.0)",
         new="* 1.0",
-        tests=("tests/kernels/ops/test_squared_norm.py::test_what_is_not_counted_adds_nothing",),
+        tests=("tests/kernels/ops/test_norm.py::test_what_is_not_counted_adds_nothing",),
     ),
     Fault(
         name="replicated-parameter-counted-by-all",

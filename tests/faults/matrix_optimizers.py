@@ -7,8 +7,8 @@ _OWNERS = "tests/zero/optim/matrix/test_owner_exchange.py"
 _AVERAGE = "tests/zero/optim/test_weight_average.py"
 _KEPT = "tests/engine/parity/test_parity_preconditioned.py"
 _ROUNDS = "tests/zero/optim/matrix/test_matrix_updates.py"
-_SOAP = "tests/kernels/optim/test_soap_rule.py"
-_SHAMPOO = "tests/kernels/optim/test_shampoo_rule.py"
+_SOAP = "tests/kernels/optim/test_preconditioned_rules.py"
+_SHAMPOO = "tests/kernels/optim/test_preconditioned_rules.py"
 _GROUPS = "tests/engine/optim/test_param_groups.py"
 
 MATRIX_OPTIMIZERS = (
@@ -114,7 +114,7 @@ MATRIX_OPTIMIZERS = (
     Fault(
         name="second-moments-in-the-old-order",
         about="SOAP orders the columns of a basis anew and leaves the second moments in the order from before.",
-        file="kernels/optim/soap_rule.py",
+        file="kernels/optim/preconditioned_rules.py",
         old="state[SECOND].index_select(dim, order)",
         new="state[SECOND]",
         tests=(f"{_SOAP}::test_a_matrix_trains_as_the_paper_has_it",),
@@ -122,7 +122,7 @@ MATRIX_OPTIMIZERS = (
     Fault(
         name="roots-of-one-side-as-of-two",
         about="Shampoo takes the root -1/4 of a side although the other one has no preconditioner.",
-        file="kernels/optim/shampoo_rule.py",
+        file="kernels/optim/preconditioned_rules.py",
         old="pow_(-0.5 / len(sides))",
         new="pow_(-0.25)",
         tests=(f"{_SHAMPOO}::test_a_side_that_is_too_long_leaves_the_other_the_root_of_both",),

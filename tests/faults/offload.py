@@ -6,7 +6,7 @@ _COPIES = "tests/zero/offload/test_host_copies.py"
 _TRAINING = "tests/zero/offload/test_offloaded_training.py"
 _DISK = "tests/zero/offload/test_disk.py"
 _KERNEL = "tests/kernels/optim/test_host_update.py"
-_LIBRARY = "tests/kernels/optim/test_host_library.py"
+_LIBRARY = "tests/kernels/optim/test_host_update.py"
 _SAVED = "tests/engine/checkpoint/test_offloaded_state.py"
 
 OFFLOAD = (
@@ -160,7 +160,7 @@ OFFLOAD = (
     Fault(
         name="damaged-library-loaded",
         about="A compiled kernel that was damaged on disk is loaded into every rank of the next run.",
-        file="kernels/optim/host_library.py",
+        file="kernels/optim/host_update.py",
         old='        if found.stem == f"{stem}-{_hashed(found.read_bytes())}":\n',
         new="        if found.exists():\n",
         tests=(f"{_LIBRARY}::test_a_damaged_library_is_made_anew",),
@@ -168,7 +168,7 @@ OFFLOAD = (
     Fault(
         name="every-rank-compiles",
         about="All ranks of a host compile the same kernel at once.",
-        file="kernels/optim/host_library.py",
+        file="kernels/optim/host_update.py",
         old="        fcntl.flock(lock, fcntl.LOCK_EX)\n",
         new="",
         tests=(f"{_LIBRARY}::test_of_two_processes_one_compiles",),

@@ -4,8 +4,8 @@ from tests.faults.fault import Fault
 
 _UNUSED = "tests/engine/optim/test_own_optimizer_unused.py"
 _WHOLE = "tests/engine/parity/test_own_whole_optimizer.py"
-_CHANGED = "tests/engine/checkpoint/contents/test_changed_settings.py"
-_GIVEN = "tests/engine/optim/test_given_optimizer.py"
+_CHANGED = "tests/engine/checkpoint/contents/test_contents.py"
+_GIVEN = "tests/engine/optim/test_param_groups.py"
 _LAYERS = "tests/engine/parity/test_parity_layerwise.py"
 
 OPTIMIZERS_AND_SCHEDULES = (

@@ -2,8 +2,8 @@
 
 from tests.faults.fault import Fault
 
-_FORMAT = "tests/kernels/quantized/test_weight_format.py"
-_WEIGHT = "tests/kernels/quantized/test_quantized_weight.py"
+_FORMAT = "tests/kernels/codecs/test_weight_format.py"
+_WEIGHT = "tests/kernels/codecs/test_weight_format.py"
 _PARITY = "tests/engine/parity/test_quantized_base.py"
 _CHECKPOINT = "tests/engine/checkpoint/test_quantized_base.py"
 
@@ -19,7 +19,7 @@ QUANTIZED_BASE = (
     Fault(
         name="values-kept-for-backward",
         about="A transposed weight is made of its codes at once, so that autograd keeps the values of every layer.",
-        file="kernels/quantized/quantized_weight.py",
+        file="kernels/codecs/weight_format.py",
         old="    _aten.t.default, _aten.transpose.int, ",
         new="    ",
         tests=(f"{_WEIGHT}::test_autograd_saves_codes",),
@@ -27,7 +27,7 @@ QUANTIZED_BASE = (
     Fault(
         name="scale-that-codes-do-not-give-back",
         about="The largest number of a block does not come back, so that a base that is read again has other codes.",
-        file="kernels/quantized/weight_format.py",
+        file="kernels/codecs/weight_format.py",
         old="codes_RL.view(torch.int8).float().div_(127)",
         new="codes_RL.view(torch.int8).float().div_(128)",
         tests=(f"{_FORMAT}::test_values_of_codes_have_the_same_codes",),
@@ -35,7 +35,7 @@ QUANTIZED_BASE = (
     Fault(
         name="nibbles-the-other-way",
         about="Two codes of a byte are read in the wrong order.",
-        file="kernels/quantized/weight_format.py",
+        file="kernels/codecs/weight_format.py",
         old="[book[byte % 16], book[byte // 16]]",
         new="[book[byte // 16], book[byte % 16]]",
         tests=(f"{_FORMAT}::test_an_error_is_at_most_half_a_step_of_its_block",),
@@ -59,17 +59,17 @@ QUANTIZED_BASE = (
     Fault(
         name="foreign-codes-on-tensor-ranks",
         about="Codes of bitsandbytes are cut and traced as if they were values.",
-        file="engine/precision/foreign_codes.py",
+        file="engine/precision/frozen_weights.py",
         old="    if asked is not None:\n",
         new="    if False:\n",
-        tests=("tests/engine/precision/test_foreign_codes.py::test_what_needs_more_than_whole_weights_is_refused",),
+        tests=("tests/engine/precision/test_frozen_weights.py::test_what_needs_more_than_whole_weights_is_refused",),
     ),
     Fault(
         name="foreign-codes-in-a-checkpoint",
         about="A checkpoint stores codes of bitsandbytes without their scales.",
-        file="engine/precision/foreign_codes.py",
-        old="    if config.checkpoint.frozen:\n",
-        new="    if False:\n",
-        tests=("tests/engine/precision/test_foreign_codes.py::test_a_checkpoint_of_codes_without_scales_is_refused",),
+        file="engine/precision/frozen_weights.py",
+        old='    if config.checkpoint.frozen:\n        raise ConfigError(\n            f"checkpoint',
+        new='    if False:\n        raise ConfigError(\n            f"checkpoint',
+        tests=("tests/engine/precision/test_frozen_weights.py::test_a_checkpoint_of_codes_without_scales_is_refused",),
     ),
 )

@@ -137,7 +137,7 @@ RELIABILITY = (
     Fault(
         name="files-for-everybody",
         about="A host gives the files of a checkpoint to anybody who reaches its port.",
-        file="engine/checkpoint/memory/remote_files.py",
+        file="engine/checkpoint/memory/memory_folder.py",
         old='not hmac.compare_digest(str(asked["secret"]), self._secret) or ',
         new="",
         tests=(f"{_MEMORY}::test_a_server_answers_those_who_know_its_secret_about_what_it_offers",),

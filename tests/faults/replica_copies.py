@@ -53,6 +53,6 @@ REPLICA_COPIES = (
         file="parallel/comm/world.py",
         old="return min(_PATIENCE_SECONDS, group_timeout().total_seconds() / 4)",
         new="return _PATIENCE_SECONDS",
-        tests=("tests/parallel/comm/test_from_first.py::test_a_short_timeout_of_the_environment_does_not_end_it",),
+        tests=("tests/parallel/comm/test_agreement.py::test_a_short_timeout_of_the_environment_does_not_end_it",),
     ),
 )

@@ -43,7 +43,7 @@ STATE_FORMS = (
     Fault(
         name="means-of-the-other-dim",
         about="The mean of a column is that over its columns.",
-        file="kernels/optim/adafactor_rule.py",
+        file="kernels/optim/update_rules.py",
         old="COLUMNS: sums[ROWS].shape[-2]",
         new="COLUMNS: sums[COLUMNS].shape[-1]",
         tests=(f"{_ADAFACTOR}::test_pieces_train_as_the_whole_does_in_torch",),

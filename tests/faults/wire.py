@@ -2,15 +2,15 @@
 
 from tests.faults.fault import Fault
 
-_COLLECTIVES = "tests/parallel/wire/test_encoded_collectives.py"
+_COLLECTIVES = "tests/parallel/comm/test_encoded_collectives.py"
 _MESSAGES = "tests/parallel/pipeline/runtime/test_encoded_messages.py"
-_ENGINES = "tests/parallel/wire/test_wire_engines.py"
+_ENGINES = "tests/parallel/comm/test_encoded_engines.py"
 
 WIRE = (
     Fault(
         name="own-part-of-a-sum-kept-exact",
         about="Each tensor rank keeps its own part of a sum as it was before it was encoded, so ranks differ.",
-        file="parallel/wire/encoded_collectives.py",
+        file="parallel/comm/encoded_collectives.py",
         old="            self._codec.decode(full_Tm, tensor.view(-1, size))\n",
         new="            self._codec.decode(full_Tm, tensor.view(-1, size))\n"
         "            tensor.view(-1, size)[self._comm.grid.index(self._axis)] = sum_s.to(tensor.dtype)\n",
@@ -19,7 +19,7 @@ WIRE = (
     Fault(
         name="messages-to-the-wrong-owner",
         about="Ranks exchange the parts of a sum in the opposite order, so each adds what belongs to another one.",
-        file="parallel/wire/encoded_sum.py",
+        file="parallel/comm/encoded_collectives.py",
         old="    received_Rm = torch.empty_like(given_Rm)\n",
         new="    given_Rm = given_Rm.flip(0).contiguous()\n    received_Rm = torch.empty_like(given_Rm)\n",
         tests=(f"{_COLLECTIVES}::test_shards_are_sums_of_what_was_rounded",),
@@ -27,7 +27,7 @@ WIRE = (
     Fault(
         name="losses-rounded",
         about="Sums of losses and of statistics are encoded as activations are.",
-        file="parallel/wire/activation_format.py",
+        file="parallel/comm/encoded_collectives.py",
         old="        return label in self.labels and self.shortens(",
         new="        return self.shortens(",
         tests=(f"{_COLLECTIVES}::test_only_what_becomes_shorter_and_may_be_rounded_is_encoded",),
@@ -35,7 +35,7 @@ WIRE = (
     Fault(
         name="casts-added-in-16-bits",
         about="What ranks have sent in bf16 is added in bf16, and every addition rounds.",
-        file="kernels/wire/block_codec.py",
+        file="kernels/codecs/block_codec.py",
         old="        total = first.float()\n        for other in others:\n            total += other\n",
         new="        total = first.clone()\n        for other in others:\n            total += other\n",
         tests=(f"{_COLLECTIVES}::test_shards_are_sums_of_what_was_rounded",),
@@ -43,7 +43,7 @@ WIRE = (
     Fault(
         name="padding-taken-for-numbers",
         about="Gathered shards that do not fill whole blocks are joined with the zeros at their ends.",
-        file="parallel/wire/encoded_collectives.py",
+        file="parallel/comm/encoded_collectives.py",
         old="    rows_Rp.copy_(values_Rs[:, : rows_Rp.shape[1]])\n",
         new="    rows_Rp.copy_(values_Rs.reshape(-1)[: out.numel()].view_as(rows_Rp))\n",
         tests=(f"{_COLLECTIVES}::test_a_gather_gives_every_rank_what_all_have_rounded_its_own_too",),
@@ -51,7 +51,7 @@ WIRE = (
     Fault(
         name="one-collective-planned-for-two",
         about="The plan counts the exchange of an all-reduce in fewer bits and not its gather.",
-        file="parallel/wire/activation_format.py",
+        file="parallel/comm/encoded_collectives.py",
         old='            return ("all_to_all", size), ("all_gather", size)\n',
         new='            return (("all_to_all", size),)\n',
         tests=(f"{_COLLECTIVES}::test_bytes_are_those_of_the_format",),
@@ -99,7 +99,7 @@ WIRE = (
     Fault(
         name="casts-leave-nothing",
         about="Error feedback is asked for, and what a cast rounds away is forgotten.",
-        file="kernels/wire/block_codec.py",
+        file="kernels/codecs/block_codec.py",
         old="            residual_Rs.copy_((given - cast.float()).nan_to_num_(0.0, 0.0, 0.0))\n",
         new="            residual_Rs.zero_()\n",
         tests=(f"{_MESSAGES}::test_with_error_feedback_the_bias_of_gradients_falls_as_one_over_the_messages",),

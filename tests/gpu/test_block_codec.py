@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from engine.kernels.codecs.block_codec import BlockFormat, encode_blocks, sum_blocks
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.wire.block_codec import BlockFormat, encode_blocks, sum_blocks
-from tests.kernels.wire.test_block_codec import FORMATS, random
+from tests.kernels.codecs.test_block_codec import FORMATS, random
 
 pytestmark = pytest.mark.gpu
 

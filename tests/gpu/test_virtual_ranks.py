@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.overlap.cases import OPERATIONS, TILES, OverlapCase
-from engine.kernels.overlap_choices import Operation, ProductSizes
+from engine.kernels.overlap import Operation, ProductSizes
 from tests.kernels.gpu.overlap.test_virtual_ranks import prove
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # compilers warn of themselves

@@ -19,20 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.launches import (
-    activations,
-    communicating,
-    experts,
-    gateds,
-    linears,
-    losses,
-    norms,
-    optimizers,
-    rotaries,
-    wires,
-)
+from tests.kernels.communicating_launches import communicating_launches, expert_launches, switched
+from tests.kernels.local_launches import LOCAL, product_launches
 
-OPERATORS = (activations, communicating, experts, gateds, losses, norms, optimizers, rotaries, wires)
+OPERATORS = (*LOCAL, communicating_launches, expert_launches)
 
 _TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -179,9 +169,9 @@ def main(arch: int) -> None:
     found = {
         f"{kernel} {case}": asdict(launch.compile(arch))
         for case, make in (
-            *(case for module in OPERATORS for case in module.launches()),
-            *linears.launches(arch),
-            *communicating.switched(arch),
+            *(case for launches in OPERATORS for case in launches()),
+            *product_launches(arch),
+            *switched(arch),
         )
         for kernel, launch in recorded(make).items()
     }

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.bias_activation import activate
-from engine.kernels.ops.gated_unit import gated
+from engine.kernels.ops.activations import activate, gated
 from engine.kernels.ops.norm import Norm, add_norm, norm
 from engine.kernels.ops.rotary import Rotary, rotary
 

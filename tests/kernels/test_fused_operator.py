@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.kernels.fused_operator import FusedOperator, fused_operator
+from engine.kernels.dispatch import FusedOperator, fused_operator
 
 
 @fused_operator("trine_test::double")

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.kernels.overlap_choices import (
+from engine.kernels.overlap import (
     OverlapChoice,
     OverlapChoices,
     ProductSizes,

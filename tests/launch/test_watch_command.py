@@ -13,8 +13,7 @@ from engine.launch.cli import main
 from engine.parallel.comm.flight.layout import EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.watchdog.diagnosis import Blame
-from engine.watchdog.flight_folder import flight_folder
-from engine.watchdog.local_ranks import LocalRanks
+from engine.watchdog.local_ranks import LocalRanks, flight_folder
 
 
 def test_ranks_of_this_host_and_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.main_gradient import MainGradients
+from engine.kernels.dispatch import MainGradients
 from engine.parallel.comm.backend import Backend, RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.kernels.wire.block_codec import BlockFormat
+from engine.kernels.codecs.block_codec import BlockFormat
 from engine.zero.layout import Bucket, Item, build_layout
 from engine.zero.wire_formats import WireFormats
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from engine.kernels.codecs.block_codec import BlockCodec
 from engine.kernels.dispatch import Kernels
-from engine.kernels.wire.block_codec import BlockCodec
 from engine.parallel.comm.comm import Comm, Pending
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.wire_formats import WireFormats

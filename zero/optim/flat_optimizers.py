@@ -24,8 +24,8 @@ from torch.optim.optimizer import ParamsT
 
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
-from engine.kernels.optim.host_update import update_adam_, update_lion_, update_sgd_
-from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule
+from engine.kernels.optim.host_update import update_adam_, update_lion_
+from engine.kernels.optim.update_rules import AdamRule, LionRule, SGDRule, sgd_
 from engine.zero.optim.bf16_updates import RoundedUpdates
 
 
@@ -317,7 +317,7 @@ class FlatSGD(FlatOptimizer):
         rule = SGDRule(
             float(group["lr"]), group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"]
         )
-        buffers = update_sgd_(weights, grads, [self.state[w].get("momentum_buffer") for w in weights], rule)
+        buffers = sgd_(weights, grads, [self.state[w].get("momentum_buffer") for w in weights], rule)
         for weight, buffer in zip(weights, buffers, strict=True):
             if buffer is not None:
                 self.state[weight]["momentum_buffer"] = buffer

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from engine.kernels.main_gradient import OpenSum
+from engine.kernels.dispatch import OpenSum
 
 
 class ProductSums(Protocol):

@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.kernels.codecs.block_codec import BlockCodec, BlockFormat
 from engine.kernels.dispatch import Kernels
-from engine.kernels.wire.block_codec import BlockCodec, BlockFormat
 from engine.parallel.comm.comm import Comm, Pending
-from engine.parallel.wire.encoded_sum import sum_messages
+from engine.parallel.comm.encoded_collectives import sum_messages
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.wire_formats import WireFormats
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
-from engine.kernels.main_gradient import MainGradients, OpenSum
+from engine.kernels.dispatch import MainGradients, OpenSum
 from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.model.placeholders import plan_as_trainable
 from engine.parallel.trace.guarded_parameter import GuardedParameter

@@ -23,7 +23,7 @@ from functools import partial
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.kernels.main_gradient import OpenSum
+from engine.kernels.dispatch import OpenSum
 from engine.parallel.comm.comm import Pending
 from engine.zero.flat_buckets import FlatBucket, slot_view
 from engine.zero.layout import Slot

@@ -64,7 +64,8 @@ def _targets(where: Slice, device: torch.device, rows: int) -> Tensor:
 
 
 def _cross_entropy(kernels: Kernels) -> Operator:
-    from engine.kernels.ops.cross_entropy import CrossEntropy, cross_entropy
+    from benchmarks.kernels.cases.whole_logits import cross_entropy
+    from engine.kernels.ops.cross_entropy import CrossEntropy
 
     return lambda logits, target: cross_entropy(logits, target, CrossEntropy(), kernels)
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from benchmarks.kernels.cases.case import Case, Cost, Inputs, Slice, Target, random
 from benchmarks.kernels.cases.errors import Operator
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
+from engine.kernels.ops.activations import ACTIVATIONS, Activation
 
 CUBLAS = "cuBLAS"
 PUBLISHED = "8192^3"

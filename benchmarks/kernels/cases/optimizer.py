@@ -120,7 +120,7 @@ def _eager_adamw(*given: Tensor) -> tuple[Tensor, ...]:
 
 
 def _squared_norm(kernels: Kernels) -> Operator:
-    from engine.kernels.ops.squared_norm import squared_norm
+    from engine.kernels.ops.norm import squared_norm
 
     return lambda gradient: squared_norm([(gradient.detach(), True)], kernels)
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from benchmarks.kernels.cases.case import Case, Cost, Inputs, Slice, Target, random
 from benchmarks.kernels.cases.errors import Operator
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.activation_functions import Activation
+from engine.kernels.ops.activations import Activation
 
 EPS = 1e-5
 BEATS_TORCH_UP_TO = 4096
@@ -107,13 +107,13 @@ def _layer(kernels: Kernels) -> Operator:
 
 
 def _gated(kind: Activation, kernels: Kernels) -> Operator:
-    from engine.kernels.ops.gated_unit import gated as operator
+    from engine.kernels.ops.activations import gated as operator
 
     return lambda gate, up: operator(gate, up, kind, kernels)
 
 
 def _activate(kernels: Kernels) -> Operator:
-    from engine.kernels.ops.bias_activation import activate
+    from engine.kernels.ops.activations import activate
 
     return lambda x, bias: activate(x, bias, "gelu_tanh", kernels)
 

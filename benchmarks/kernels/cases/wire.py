@@ -8,8 +8,8 @@ from torch import Tensor
 
 from benchmarks.kernels.cases.case import Case, Cost, Inputs, Slice, Target, random
 from benchmarks.kernels.cases.errors import Operator
+from engine.kernels.codecs.block_codec import BlockCodec, BlockFormat
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.wire.block_codec import BlockCodec, BlockFormat
 
 BLOCK = 256
 

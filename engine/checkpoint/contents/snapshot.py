@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.contents.local_tensors import Held, copy_shared
-from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership, stored_part
+from engine.checkpoint.contents.local_tensors import Held, ModelTensor, SaveOwnership, copy_shared, stored_part
 from engine.checkpoint.format.host_image import HostImage, ImageMemory, as_tensor, kind_of, make_image
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import TensorKind

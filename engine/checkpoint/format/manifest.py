@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from engine.checkpoint.format.checked_blocks import ALGORITHMS, BLOCK, DEFAULT_ALGORITHM, Hashes
 from engine.checkpoint.format.pieces import Part, Piece, covers_once
 from engine.checkpoint.format.safetensors_file import TensorKind, lay_out, read_kind
-from engine.checkpoint.format.strict_json import Fields, dump, natural, naturals, parse
+from engine.checkpoint.format.strict_json import Fields, dump, natural, naturals
 from engine.errors import CheckpointError
 
 FORMAT, MAJOR, MINOR = "trine-checkpoint", 1, 0
@@ -181,18 +181,13 @@ def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) ->
     return StoredPiece(file, fields.text("key"), piece)
 
 
-def from_json(data: bytes | bytearray, what: str) -> Manifest:
-    """Read and check a manifest.
+def from_fields(fields: Fields) -> Manifest:
+    """Check the manifest of one file, which is parsed already.
 
     Raises:
-        CheckpointError: the text is damaged, has an unknown format or version, names a file outside the folder, or has
-            a tensor whose pieces do not cover it exactly once.
+        CheckpointError: it is damaged, has an unknown format or version, names a file outside the folder, or has a
+            tensor whose pieces do not cover it exactly once.
     """
-    return from_fields(Fields(parse(data, what), what))
-
-
-def from_fields(fields: Fields) -> Manifest:
-    """The manifest of one file, parsed already; see ``from_json``."""
     check_version(fields)
     files = _files(fields)
     names = list(files)

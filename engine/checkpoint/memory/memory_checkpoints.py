@@ -1,4 +1,10 @@
-"""The checkpoints of one engine in the memory of its hosts.
+"""Checkpoints in the memory of hosts: for the loss of one host, every few steps, beside those on disk.
+
+    host 0  /dev/shm   files of its ranks   copies of host 1's        every rank sends its files to one rank
+    host 1  /dev/shm   files of its ranks   copies of host 2's        of the next host
+    host 2  /dev/shm   files of its ranks   copies of host 0's
+
+The idea is that of Gemini (Wang et al., SOSP 2023): processes end more often than hosts, and hosts one at a time.
 
 save   every ``checkpoint.memory_every`` steps, in the background
 find   at a start: the newest one of which every file is left on some host, if it is newer than that on disk
@@ -17,10 +23,16 @@ from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.manifest import CHECKSUMS, COMMIT, NAME
 from engine.checkpoint.format.step_folders import committed, read_manifest
 from engine.checkpoint.format.strict_json import dump, parse
-from engine.checkpoint.memory.host_map import SHARED, HostMap, find_hosts, memory_identity
-from engine.checkpoint.memory.memory_folder import MemoryFiles, MemoryFolder, memory_folder, run_token
-from engine.checkpoint.memory.mirror import Mirror
-from engine.checkpoint.memory.remote_files import FileServer, Holder, RemoteFiles
+from engine.checkpoint.memory.memory_folder import (
+    FileServer,
+    Holder,
+    MemoryFiles,
+    MemoryFolder,
+    RemoteFiles,
+    memory_folder,
+    run_token,
+)
+from engine.checkpoint.memory.mirror import SHARED, HostMap, Mirror, find_hosts, memory_identity
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import raise_together
 from engine.parallel.comm.host_group import HostGroup, announce, collect

@@ -1,16 +1,30 @@
-"""The folder of a run in the memory of a host.
+"""The folder of a run in the memory of a host, and reading a checkpoint whose files lie in the memory of several hosts.
 
 It has the name of a token that lies beside the checkpoints on disk: where the folder of a run was removed or is another
 one, no copy of the old run is found, and the next start removes it.
+
+    rank --- open("optim/optim-00003.safetensors") ---> here? the file itself
+                                                        elsewhere: 20 bytes of question, the bytes wanted as answer
+
+While a checkpoint is loaded, one rank of each host answers. Who asks has to know a secret, which the ranks exchange.
 """
 
+import errno
 import hashlib
+import hmac
+import json
 import os
 import re
 import secrets
+import socket
+import struct
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 from engine.checkpoint.format.filesystem import Files, read_all, remove_tree, write_new
 from engine.checkpoint.format.step_folders import make_run_folder
@@ -18,7 +32,7 @@ from engine.errors import CheckpointError
 
 TOKEN = "memory_token"
 """File in the folder of a run."""
-_TOKEN = re.compile(rb"[0-9a-f]{16}")
+_TOKEN_FORM = re.compile(rb"[0-9a-f]{16}")
 
 
 class MemoryFiles(Files):
@@ -100,7 +114,7 @@ def run_token(files: Files, folder: Path) -> str:
         write_new(files, folder / TOKEN, [memoryview(secrets.token_hex(8).encode())])
         files.sync_folder(folder)
     token = bytes(read_all(files, folder, TOKEN, 64))
-    if not _TOKEN.fullmatch(token):
+    if not _TOKEN_FORM.fullmatch(token):
         raise CheckpointError(f"{folder / TOKEN} is damaged; remove it, and the copies in memory are made anew.")
     return token.decode()
 
@@ -109,3 +123,160 @@ def memory_folder(shared: Path, folder: Path, token: str) -> MemoryFolder:
     """Where the run of ``folder`` keeps its copies in the memory of a host."""
     place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     return MemoryFolder(shared / f"trine-memory-{os.getuid()}-{place}-{token}")
+
+
+_ANSWER = struct.Struct("<q")
+"""Length of the answer in bytes, or the negated number of an error."""
+_LINE = 1 << 16
+_PATIENCE = 60.0
+"""Seconds for an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Where a host answers."""
+
+    address: str
+    port: int
+    name: str
+    """Of the host, for errors."""
+
+
+class FileServer:
+    """Answers with bytes of some files of this host, in threads of its own, until ``close``."""
+
+    def __init__(self, address: str, secret: str, folder: Path, names: Sequence[str]) -> None:
+        server = self
+
+        class Handler(StreamRequestHandler):
+            """One connection."""
+
+            def handle(self) -> None:
+                """Answer until the other side hangs up."""
+                while line := self.rfile.readline(_LINE):
+                    if not server.answer(self.connection, line):
+                        return
+
+        self._secret, self._folder, self._names, self._files = secret, folder, frozenset(names), Files()
+        self._server = ThreadingTCPServer((address, 0), Handler, bind_and_activate=True)
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, name="memory checkpoint", daemon=True)
+        self._thread.start()
+
+    def answer(self, link: socket.socket, line: bytes) -> bool:
+        """Send what a line asks for; False for somebody who does not know the secret."""
+        asked = json.loads(line)
+        if not hmac.compare_digest(str(asked["secret"]), self._secret) or asked["name"] not in self._names:
+            return False
+        try:
+            file = self._files.open(self._folder, asked["name"])
+            try:
+                size = max(0, min(asked["length"], self._files.size(file) - asked["offset"]))
+                link.sendall(_ANSWER.pack(size))
+                start = asked["offset"]
+                while size:
+                    sent = os.sendfile(link.fileno(), file, start, size)
+                    start, size = start + sent, size - sent
+            finally:
+                self._files.close(file)
+        except OSError as error:
+            with suppress(OSError):
+                link.sendall(_ANSWER.pack(-(error.errno or errno.EIO)))
+        return True
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class RemoteFiles(Files):
+    """Reads the files of one checkpoint: those of ``here`` from this host, all others from who holds them.
+
+    A file of another host has a negative number.
+    """
+
+    def __init__(self, here: Path, held: Mapping[str, Sequence[Holder]], sizes: Mapping[str, int], secret: str) -> None:
+        self._here, self._held, self._sizes, self._secret = here, held, sizes, secret
+        self._numbers, self._remote = count(1), dict[int, str]()
+        self._links: dict[Holder, socket.socket] = {}
+        self._asking = threading.Lock()
+        self.bytes_received = 0
+        """From other hosts."""
+
+    def open(self, root: Path, name: str) -> int:
+        """Open a file, wherever it lies."""
+        if (self._here / name).exists():
+            return super().open(self._here, name)
+        if name not in self._held:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        number = -next(self._numbers)
+        self._remote[number] = name
+        return number
+
+    def size(self, file: int) -> int:
+        """Size of an open file in bytes."""
+        return super().size(file) if file >= 0 else self._sizes[self._remote[file]]
+
+    def read_into(self, file: int, target: memoryview, offset: int) -> int:
+        """Fill ``target`` from ``offset`` on; returns the number of bytes read."""
+        return super().read_into(file, target, offset) if file >= 0 else self._fetch(file, target, offset)
+
+    def read_direct(self, file: int, target: memoryview, offset: int) -> int:
+        """As ``read_into``: all of it lies in memory."""
+        return self.read_into(file, target, offset)
+
+    def is_cached(self, file: int, offset: int) -> bool:
+        """True: all of it lies in memory."""
+        return True
+
+    def close(self, file: int) -> None:
+        """Close an open file."""
+        if file >= 0:
+            super().close(file)
+        else:
+            self._remote.pop(file, None)
+
+    def hang_up(self) -> None:
+        """Close the connections to other hosts."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    def _fetch(self, file: int, target: memoryview, offset: int) -> int:
+        name, problem = self._remote[file], OSError(errno.EIO, "no host holds it")
+        with self._asking:
+            for holder in self._held[name]:
+                try:
+                    return self._ask(holder, name, target, offset)
+                except OSError as error:
+                    problem = OSError(error.errno or errno.EIO, f"{holder.name} does not answer ({error})")
+                    if (link := self._links.pop(holder, None)) is not None:
+                        link.close()
+        raise problem
+
+    def _ask(self, holder: Holder, name: str, target: memoryview, offset: int) -> int:
+        if holder not in self._links:
+            self._links[holder] = socket.create_connection((holder.address, holder.port), _PATIENCE)
+        link = self._links[holder]
+        asked = {"secret": self._secret, "name": name, "offset": offset, "length": len(target)}
+        link.sendall(json.dumps(asked).encode() + b"\n")
+        header = bytearray(_ANSWER.size)
+        _fill(link, memoryview(header))
+        (length,) = _ANSWER.unpack(header)
+        if length < 0:
+            raise OSError(-length, os.strerror(-length))
+        _fill(link, target[:length])
+        self.bytes_received += length
+        return int(length)
+
+
+def _fill(link: socket.socket, target: memoryview) -> None:
+    """Receive exactly ``len(target)`` bytes."""
+    while target:
+        got = link.recv_into(target)
+        if not got:
+            raise ConnectionResetError(errno.ECONNRESET, "it hung up")
+        target = target[got:]

@@ -15,6 +15,7 @@ from engine.config.reader import read_section, stored
 from engine.config.rules import Problems
 from engine.errors import ConfigError
 from engine.optim.lr_schedules import (
+    UpdateScheduler,
     lr_range_test,
     one_cycle,
     one_cycle_momentum,
@@ -23,7 +24,6 @@ from engine.optim.lr_schedules import (
     warmup_cosine,
     warmup_decay,
 )
-from engine.optim.update_scheduler import UpdateScheduler
 
 logger = logging.getLogger("trine")
 

@@ -66,8 +66,9 @@ def _take_program(digest: "_Digest", program: Program, example: Batch) -> bool:
     if not digest.take_modules():
         return False
     for name in _SOURCES:
-        for file in sorted(Path(str(import_module(f"engine.{name}").__file__)).parent.rglob("*.py")):
-            digest.take_file(str(file), file)
+        for folder in import_module(f"engine.{name}").__path__:
+            for file in sorted(Path(folder).rglob("*.py")):
+                digest.take_file(str(file), file)
     return True
 
 

@@ -6,17 +6,24 @@
 Each expert has a matrix; a tile lies within the rows that one rank sends to one expert, so it waits for one signal, and
 its sums are those of ``kernels/gpu/matmul``, which these kernels call. Which tiles there are is a table of
 :class:`ExpertRows`. Two ranks that have no rows for each other still give each other a signal, of a tile without rows:
-that every rank waits for all others in each call is what lets slots be written again (:mod:`engine.kernels.mailbox`).
+that every rank waits for all others in each call is what lets slots be written again (:mod:`engine.kernels.overlap`).
 Numbers that change from call to call are not specialised, since others wait while a rank compiles.
 
-Shape suffixes: T rows of a rank, R rows that its experts get, X experts of a rank, K the dim that is summed over.
+Shape suffixes: T rows of a rank, R rows that its experts get, X experts of a rank, K the dim that is summed over, N
+columns. See ``launches`` for what holds for all kernels that communicate.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from engine.kernels.gpu.grouped_matmul import stack_as_it_lies
+from engine.kernels.gpu.launch_shapes import GROUP
 from engine.kernels.gpu.matmul import load_tile, store_tile, tile_finish, tile_place, tile_product
+from engine.kernels.gpu.overlap.launches import Half, KernelCall, precision, tile_shape
 from engine.kernels.gpu.overlap.signals import arrival_of, came, signal, slot_of
+from engine.kernels.overlap import ExpertRows
 
 
 @triton.jit
@@ -117,3 +124,52 @@ def collect_rows_kernel(
             slot = slot_of(slots, rank, owner, epoch, capacity, RANKS, out) + there * N
             values = load_tile(slot, 0, tile_column * BN, rows, N, BM, BN, False, False)
             store_tile(out + here * N, values, 0, tile_column * BN, rows, N, BM, BN, False)
+
+
+def launch_dispatch_product(
+    tokens_TK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall, half: Half = "both"
+) -> Tensor:
+    """out [R, N]: the rows of all ranks for this rank's experts times their matrices.
+
+    ``tokens_TK`` is contiguous, sorted by expert, of the dtype of the matrices. ``half``: "push" leaves the result
+    empty, "multiply" pushes nothing.
+    """
+    matrices, transposed = stack_as_it_lies(matrices_XKN)
+    depth, columns = matrices_XKN.shape[1:]
+    shape, mailbox = call.shape(matrices.dtype), call.mailbox
+    sent = rows.source_tiles(shape.rows, sends=True).to(tokens_TK.device, non_blocking=True)
+    received = rows.owner_tiles(shape.rows, sends=False).to(tokens_TK.device, non_blocking=True)
+    out = matrices.new_empty((rows.here, columns))
+    dispatch_product_kernel[call.grid(tokens_TK.device)](
+        tokens_TK, matrices, out, sent, received, len(sent), len(received),
+        mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, columns, depth,
+        RANKS=mailbox.ranks, PUSHES=half != "multiply", MULTIPLIES=half != "push", MATRIX_TRANSPOSED=transposed,
+        PRECISION=precision(), **tile_shape(shape), GROUP=GROUP,
+    )  # fmt: skip
+    return out
+
+
+def launch_product_return(rows_RK: Tensor, matrices_XKN: Tensor, rows: ExpertRows, call: KernelCall) -> None:
+    """Multiply ``rows_RK``, contiguous, with their experts' matrices, and send each to the rank that it came from."""
+    matrices, transposed = stack_as_it_lies(matrices_XKN)
+    depth, columns = matrices_XKN.shape[1:]
+    shape, mailbox = call.shape(matrices.dtype), call.mailbox
+    received = rows.owner_tiles(shape.rows, sends=True).to(rows_RK.device, non_blocking=True)
+    product_return_kernel[call.grid(rows_RK.device)](
+        rows_RK, matrices, matrices.new_empty(0), received, len(received),
+        mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, columns, depth,
+        RANKS=mailbox.ranks, MATRIX_TRANSPOSED=transposed, PRECISION=precision(), **tile_shape(shape), GROUP=GROUP,
+    )  # fmt: skip
+
+
+def launch_collect_rows(columns: int, rows: ExpertRows, call: KernelCall, dtype: torch.dtype) -> Tensor:
+    """out [T, N]: this rank's rows, as the owners of their experts have sent them back, in the order of its tokens."""
+    shape, mailbox = call.shape(dtype), call.mailbox
+    device = mailbox.status.device
+    out = torch.empty((rows.own, columns), dtype=dtype, device=device)
+    sent = rows.source_tiles(shape.rows, sends=False).to(device, non_blocking=True)
+    collect_rows_kernel[call.grid(out.device)](
+        out, sent, len(sent), mailbox.slots, mailbox.arrivals, mailbox.status, *call.numbers, columns,
+        RANKS=mailbox.ranks, BM=shape.rows, BN=shape.columns, num_warps=shape.warps,
+    )  # fmt: skip
+    return out

@@ -2,26 +2,287 @@
 its memory came to be shared. All ranks make the same calls, with equal shapes, and count their epochs alike.
 
 Shape suffixes: B sequences of L rows each that a rank holds, W ranks, K the dim that is summed over, N columns.
+
+All-gather and matrix product in one kernel: a tile is multiplied when its rows have arrived.
+
+    rank 0   push a0 to 1, 2, 3 │ a0 x B │ a3 x B │ a2 x B │ a1 x B      own rows first, then in the order in which the
+    rank 1   push a1 to 2, 3, 0 │ a1 x B │ a0 x B │ a3 x B │ a2 x B      others send them: the neighbour below is the
+    rank 2   push a2 to 3, 0, 1 │ a2 x B │ a1 x B │ a0 x B │ a3 x B      first to send to this rank
+
+Rows travel once, by writes: a rank that read from its peers would wait for every cache line. A program pushes all of
+its share before it waits for rows, so no wait depends on a program that waits; on a GPU all programs run at once. The
+two halves can also run one after the other (PUSHES, MULTIPLIES), as where ranks of one process take turns.
+
+A tile of rows lies within one sequence of the batch, so that the products are those of ``kernels/gpu/matmul``, which
+this kernel calls.
+
+Shape suffixes: B sequences of L rows each that a rank holds, W ranks; rows of the result are [B, W, L].
+
+Matrix product and reduce-scatter in two kernels: a tile goes to the rank that owns its rows when it is done.
+
+    rank 0   tiles of 1 │ of 2 │ of 3 │ own     farthest first: what has to travel leaves first
+             └─ slot 0 at rank 1 ..             every rank has a slot for each other rank
+    then     sum slots 0, 1, 2, 3 of own tiles  each when all of its parts have come, always in this order
+
+The sum is in fp32 and in the order of ranks, so equal inputs give equal bits on any machine.
+
+Without sequence parallelism the sum has to be whole on all ranks. With EVERYWHERE each rank sends its product to all
+ranks and all of them sum (one-shot: one journey, W - 1 times the bytes, which for two ranks is what a ring sends).
+Otherwise each rank sums its part and sends it on (two-shot): ``forward_slots_kernel``, then ``collect_slots_kernel``.
+
+Shape suffixes: B sequences of L rows each that a rank owns, W ranks; rows of the product are [B, W, L].
+
+The sum of a product over the ranks by the switch between them (NVLink SHARP), where its memory is one address.
+
+    epoch e       product, each tile into this rank's own memory │ signal to its owner
+    epoch e + 1   owner: one load adds the tiles of all ranks, one store gives the sum to all │ signal to all │ collect
+
+Without the switch an owner takes in a tile of each other rank, and sends its sum to each; here one sum comes and one
+leaves. An address of the switch and one of a rank's memory are aliases, which a fence puts in order. The switch adds in
+fp32 in an order of its own: all ranks get the same bits, but no other machine need.
+
+Where kernels are interpreted the two instructions, and nothing else, are emulated: each rank is read, and written.
+
+Shape suffixes: L rows that a rank owns, N columns.
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.device import is_host
 from engine.kernels.gpu.launch_shapes import EXACT, GROUP, HALF, TF32, Tile, ceil_div, processors
-from engine.kernels.gpu.linear import as_it_lies
-from engine.kernels.gpu.overlap.gather_matmul import gather_product_kernel
-from engine.kernels.gpu.overlap.matmul_scatter import (
-    collect_slots_kernel,
-    forward_slots_kernel,
-    product_scatter_kernel,
-    sum_slots_kernel,
+from engine.kernels.gpu.matmul import (
+    as_it_lies,
+    load_tile,
+    store_tile,
+    tile_finish,
+    tile_finish_halves,
+    tile_place,
+    tile_product,
 )
-from engine.kernels.gpu.overlap.multicast_sum import multicast_sum_kernel
-from engine.kernels.mailbox import Mailbox
+from engine.kernels.gpu.overlap.signals import arrival_of, came, signal, slot_of
+from engine.kernels.overlap import Mailbox
+
+
+@triton.jit
+def _push(
+    part, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, K,
+    RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write the tiles of ``part`` [B, L, K] into this rank's slot at every rank, the next rank first, itself last."""
+    each = tl.cdiv(L, BM)
+    tiles = B * each
+    for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
+        target = (rank + 1 + index // tiles) % RANKS
+        tile = index % tiles
+        start = tl.cast(tile // each, tl.int64) * L * K
+        row = tile % each * BM
+        slot = slot_of(slots, target, rank, epoch, capacity, RANKS, part)
+        for column in range(0, K, BK):
+            values = load_tile(part + start, row, column, L, K, BM, BK, False, False)
+            store_tile(slot + start, values, row, column, L, K, BM, BK, False)
+        signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)
+
+
+@triton.jit(do_not_specialize=("rank", "epoch"))
+def gather_product_kernel(
+    part, matrix, bias, out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N, K,
+    RANKS: tl.constexpr, PUSHES: tl.constexpr, MULTIPLIES: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Push ``part`` [B, L, K] to all ranks; out [B, W, L, N] = rows of all ranks times ``matrix`` [K, N] + ``bias``.
+
+    Args:
+        capacity: bytes of a slot.
+        most: signals that a rank has for each other rank.
+    """
+    if PUSHES:
+        _push(part, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, K, RANKS, BM, BK)
+    if MULTIPLIES:
+        each = tl.cdiv(L, BM)
+        rows = B * each
+        columns = tl.cdiv(N, BN)
+        for index in range(tl.program_id(0), RANKS * rows * columns, tl.num_programs(0)):
+            source = (rank + RANKS - index // (rows * columns)) % RANKS
+            tile, tile_column = tile_place(index % (rows * columns), rows, columns, GROUP)
+            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):
+                sequence = tl.cast(tile // each, tl.int64)
+                row = tile % each * BM
+                column = tile_column * BN
+                there = slot_of(slots, rank, source, epoch, capacity, RANKS, part) + sequence * L * K
+                sums = tile_product(
+                    there, matrix, row, column, L, N, K, False, MATRIX_TRANSPOSED, PRECISION, BM, BN, BK, False
+                )
+                target = out + (sequence * RANKS + source) * L * N
+                tile_finish(
+                    sums, bias, None, None, target, row, column, L, N, "none", BIAS, False, False, BM, BN, False
+                )
+
+
+@triton.jit(do_not_specialize=("rank", "epoch"))
+def product_scatter_kernel(
+    whole, matrix, plus, out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N, K,
+    RANKS: tl.constexpr, EVERYWHERE: tl.constexpr, STAYS: tl.constexpr, MATRIX_TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr, PLUS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Multiply ``whole`` [B, W, L, K] with ``matrix`` [K, N], add ``plus``, and send rows [B, w, L, N] to rank w.
+
+    With EVERYWHERE ``whole`` is [B, L, K], and all rows go to all ranks. With STAYS a tile stays in the memory of this
+    rank, where its owner looks for it. ``out`` tells the dtype that travels.
+    """
+    each = tl.cdiv(L, BM)
+    rows = B * each
+    columns = tl.cdiv(N, BN)
+    hops: tl.constexpr = RANKS if EVERYWHERE else 1
+    for index in range(tl.program_id(0), RANKS // hops * rows * columns, tl.num_programs(0)):
+        first = (rank + 1 + index // (rows * columns)) % RANKS
+        tile, tile_column = tile_place(index % (rows * columns), rows, columns, GROUP)
+        sequence = tl.cast(tile // each, tl.int64)
+        row = tile % each * BM
+        column = tile_column * BN
+        place = sequence if EVERYWHERE else sequence * RANKS + first
+        sums = tile_product(
+            whole + place * L * K, matrix, row, column, L, N, K, False, MATRIX_TRANSPOSED, PRECISION, BM, BN, BK, False
+        )
+        added = plus + place * L * N if PLUS else None
+        for hop in range(hops):
+            owner = (first + hop) % RANKS
+            holder = rank if STAYS else owner
+            writer = owner if STAYS else rank
+            slot = slot_of(slots, holder, writer, epoch, capacity, RANKS, out) + sequence * L * N
+            if EVERYWHERE:
+                tile_finish_halves(
+                    sums, None, added, None, slot, row, column, L, N, "none", False, PLUS, False, BM, BN, False
+                )
+            else:
+                tile_finish(sums, None, added, None, slot, row, column, L, N, "none", False, PLUS, False, BM, BN, False)
+            signal(arrival_of(arrivals, owner, rank, tile * columns + tile_column, epoch, most, RANKS), epoch)
+
+
+@triton.jit(do_not_specialize=("rank", "epoch"))
+def sum_slots_kernel(
+    out, slots, arrivals, status, rank, epoch, patience, capacity, most, B, L, N,
+    RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out [B, L, N] = the sum of what all ranks have sent."""
+    each = tl.cdiv(L, BM)
+    columns = tl.cdiv(N, BN)
+    for tile in range(tl.program_id(0), B * each * columns, tl.num_programs(0)):
+        start = tl.cast(tile // columns // each, tl.int64) * L * N
+        row = tile // columns % each * BM
+        column = tile % columns * BN
+        sums = tl.zeros((BM, BN), tl.float32)
+        for source in range(RANKS):
+            if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):
+                slot = slot_of(slots, rank, source, epoch, capacity, RANKS, out) + start
+                sums += load_tile(slot, row, column, L, N, BM, BN, False, False).to(tl.float32)
+        store_tile(out + start, sums, row, column, L, N, BM, BN, False)
+
+
+@triton.jit(do_not_specialize=("rank", "epoch"))
+def forward_slots_kernel(
+    part, slots, arrivals, rank, epoch, capacity, most, L, N,
+    RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Write ``part`` [L, N] into this rank's slot at every rank, the next rank first, itself last."""
+    columns = tl.cdiv(N, BN)
+    tiles = tl.cdiv(L, BM) * columns
+    for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
+        target = (rank + 1 + index // tiles) % RANKS
+        tile = index % tiles
+        row = tile // columns * BM
+        column = tile % columns * BN
+        values = load_tile(part, row, column, L, N, BM, BN, False, False)
+        slot = slot_of(slots, target, rank, epoch, capacity, RANKS, part)
+        store_tile(slot, values, row, column, L, N, BM, BN, False)
+        signal(arrival_of(arrivals, target, rank, tile, epoch, most, RANKS), epoch)
+
+
+@triton.jit(do_not_specialize=("rank", "epoch"))
+def collect_slots_kernel(
+    out, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
+    RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out [W, L, N] = what all ranks have sent."""
+    columns = tl.cdiv(N, BN)
+    tiles = tl.cdiv(L, BM) * columns
+    for index in range(tl.program_id(0), RANKS * tiles, tl.num_programs(0)):
+        source = (rank + RANKS - index // tiles) % RANKS
+        tile = index % tiles
+        if came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):
+            row = tile // columns * BM
+            column = tile % columns * BN
+            slot = slot_of(slots, rank, source, epoch, capacity, RANKS, out)
+            values = load_tile(slot, row, column, L, N, BM, BN, False, False)
+            store_tile(out + tl.cast(source, tl.int64) * L * N, values, row, column, L, N, BM, BN, False)
+
+
+_FENCE: tl.constexpr = tl.constexpr("fence.proxy.alias; mov.u32 $0, $1;")
+
+
+@triton.jit
+def _by_switch(multicast, source, target, inside, tile, INSTRUCTIONS: tl.constexpr):
+    """Add what all ranks have at bytes ``source``, and give all of them the sum at ``target``, 16 bytes an element."""
+    places = [multicast + source, multicast + target, inside.to(tl.int32)]
+    tl.inline_asm_elementwise(_FENCE, "=r,r", [tile], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(INSTRUCTIONS, "=r,l,l,r", places, dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_FENCE, "=r,r", [tile], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _one_by_one(like, slots, source, target, inside, RANKS: tl.constexpr, WIDE: tl.constexpr):
+    """The same, from the memory of each rank and to the memory of each rank."""
+    elements = tl.arange(0, WIDE)[None, None, :]
+    there = inside[:, :, None]
+    sums = tl.zeros((source.shape[0], source.shape[1], WIDE), tl.float32)
+    for rank in range(RANKS):
+        start = (tl.load(slots + rank) + source).to(like.dtype)
+        sums += tl.load(start[:, :, None] + elements, mask=there, other=0.0).to(tl.float32)
+    for rank in range(RANKS):
+        start = (tl.load(slots + rank) + target).to(like.dtype)
+        tl.store(start[:, :, None] + elements, sums.to(like.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def multicast_sum_kernel(
+    like, multicast, slots, arrivals, status, rank, epoch, patience, capacity, most, L, N,
+    RANKS: tl.constexpr, INSTRUCTIONS: tl.constexpr, BYTES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Add the tiles [L, N] of this rank's rows that all ranks keep, and send the sums to all of them in ``epoch`` + 1.
+
+    A tile that some rank has not written is not sent. ``like`` tells the dtype, of BYTES an element; without
+    INSTRUCTIONS the switch is emulated.
+    """
+    columns = tl.cdiv(N, BN)
+    wide: tl.constexpr = 16 // BYTES
+    own = tl.cast(rank, tl.int64)
+    kept = ((epoch % 2) * RANKS + own) * capacity
+    given = ((epoch + 1) % 2 * RANKS + own) * capacity
+    for tile in range(tl.program_id(0), tl.cdiv(L, BM) * columns, tl.num_programs(0)):
+        missing = 0
+        for source in range(RANKS):
+            if not came(arrivals, status, rank, source, tile, epoch, patience, most, RANKS):
+                missing += 1
+        if missing == 0:
+            r = tile // columns * BM + tl.arange(0, BM)
+            c = tile % columns * BN + tl.arange(0, BN // wide) * wide
+            inside = (r < L)[:, None] & (c < N)[None, :]
+            place = (r.to(tl.int64)[:, None] * N + c[None, :]) * BYTES
+            if INSTRUCTIONS is None:
+                _one_by_one(like, slots, kept + place, given + place, inside, RANKS, wide)
+            else:
+                _by_switch(multicast, kept + place, given + place, inside, tile, INSTRUCTIONS)
+            for hop in range(RANKS):
+                target = (rank + 1 + hop) % RANKS
+                signal(arrival_of(arrivals, target, rank, tile, epoch + 1, most, RANKS), epoch + 1)
+
 
 Half = Literal["push", "multiply", "both"]
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.device import PostedCopy, device_generator, is_host, use_device
-from engine.parallel.comm.backend import Channel, Link, Reduction, Wait
-from engine.parallel.comm.threads.rounds import Rounds
-from engine.parallel.comm.threads.turns import Turns
+from engine.parallel.comm.backend import Backend, Channel, Reduction, Wait
+from engine.parallel.comm.threads.turns import Rounds, Turns
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Axis, Grid
 
@@ -94,8 +93,12 @@ class _Post:
     boxes: defaultdict[tuple[Channel, int, int], _Box] = field(default_factory=lambda: defaultdict(_Box))
 
 
-class ThreadBackend:
-    """The backend of one rank that is a thread."""
+class ThreadBackend(Backend):
+    """The backend of one rank that is a thread.
+
+    Groups and channels are opened by their first use. No memory is shared: kernels are interpreted one at a time in a
+    process, and would wait for each other.
+    """
 
     def __init__(self, grid: Grid, turns: Turns, post: _Post) -> None:
         self._grid, self._turns, self._post = grid, turns, post
@@ -130,9 +133,6 @@ class ThreadBackend:
         """Concatenate the shards into ``full``."""
         return self._gather(full, shard, (axis, self._grid.peers(axis)))
 
-    def connect_data(self, members: tuple[int, ...]) -> None:
-        """Do nothing: a group is opened by its first use."""
-
     def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
         """Exchange slices."""
         line, own = self._grid.peers(axis), members.index(self._grid.index(axis))
@@ -142,9 +142,6 @@ class ThreadBackend:
             received.copy_(torch.cat(slices).view_as(received))
 
         return self._meet("all_to_all", (f"{axis} slices", tuple(line[index] for index in members)), given, place)
-
-    def open_gathers(self, within: int | None = None) -> None:
-        """Do nothing: a group is opened by its first use."""
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
         """All-gather each pair over the shard line or ``within`` ranks of it, apart from its other traffic."""
@@ -191,12 +188,6 @@ class ThreadBackend:
 
         return finish
 
-    def connect(self, stages: tuple[int, ...]) -> None:
-        """Do nothing: a group is opened by its first use."""
-
-    def link(self, links: Sequence[Link]) -> None:
-        """Do nothing: a channel is opened by its first message."""
-
     def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
         """Send; complete when the receiver has offered to receive it."""
         target = self._grid.peers("pp")[to]
@@ -219,9 +210,3 @@ class ThreadBackend:
                 tensor.copy_(box.messages.pop(number).read_on(tensor.device).view_as(tensor))
 
         return finish
-
-    def share_bytes(self, axis: Axis, size: int) -> None:
-        """Nothing is shared: kernels are interpreted one at a time in a process, and would wait for each other."""
-
-    def close(self) -> None:
-        """Do nothing: tensors go with the ranks."""

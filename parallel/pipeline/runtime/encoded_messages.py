@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.codecs.block_codec import make_codec
 from engine.kernels.dispatch import Kernels
-from engine.kernels.wire.block_codec import make_codec
 from engine.parallel.comm.backend import Flow
-from engine.parallel.wire.activation_format import ActivationFormat
+from engine.parallel.comm.encoded_collectives import ActivationFormat
 
 
 class MessageEncoder:

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.errors import EngineError
-from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.main_gradient import MainGradient, is_executed
+from engine.kernels.dispatch import REFERENCE, Kernels, MainGradient, is_executed
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.tensor.deferred_linear import (
     FusedForward,

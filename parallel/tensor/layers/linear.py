@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import PlanError
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.activation_functions import Activation
+from engine.kernels.ops.activations import Activation
 from engine.kernels.ops.linear import LinearForm, linear
 from engine.parallel.model.operand_casts import is_watched
 from engine.parallel.shard_table import Range

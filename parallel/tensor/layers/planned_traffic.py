@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from engine.errors import first_line
+from engine.parallel.comm.encoded_collectives import ActivationFormat
 from engine.parallel.comm.traffic import Op, Tally, Traffic, sent_bytes
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.name_patterns import is_inside
@@ -34,7 +35,6 @@ from engine.parallel.tensor.plan.ranges import cut_unevenly
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.tensor.tp_axis import DryAxis, Expected, Node, TensorAxis
 from engine.parallel.trace.model_trace import FreeTensor, FromValue, Glue, ModelTrace, Sample
-from engine.parallel.wire.activation_format import ActivationFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.kernels.device import is_host
-from engine.kernels.ops.cross_entropy import CrossEntropy, Reduction, check_target
-from engine.kernels.ops.parallel_softmax import Question, place_in
+from engine.kernels.ops.cross_entropy import CrossEntropy, Question, Reduction, check_target, place_in
 from engine.parallel.tensor.collectives import LOSS, reduce_from
 from engine.parallel.tensor.logits.logit_shard import LogitShard, Vocabulary, share_operand
 from engine.parallel.tensor.logits.parallel_cross_entropy import softmax_terms, summed_loss

@@ -6,7 +6,7 @@
 
 Each rank computes maximum and terms of its shard, and they are reduced over the ranks with the label "loss", in fp32:
 the maximum in one all-reduce, all terms in a second one. Backward needs no communication: every rank has the softmax of
-its own columns. In torch it is saved; kernels recompute it (``kernels.ops.parallel_softmax``) and save two numbers per
+its own columns. In torch it is saved; kernels recompute it (``kernels.ops.cross_entropy``) and save two numbers per
 token. Cross-entropy sends 3 scalars per token, or 4 with label smoothing; a z-loss beside it sends nothing more, and
 alone it sends 2.
 
@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.ops.cross_entropy import CrossEntropy
-from engine.kernels.ops.linear_cross_entropy import Conditions, Head, LinearTerms, linear_cross_entropy, linear_terms
-from engine.kernels.ops.parallel_softmax import (
+from engine.kernels.ops.cross_entropy import (
+    CrossEntropy,
     Question,
     Slopes,
     Softmax,
@@ -37,6 +36,7 @@ from engine.kernels.ops.parallel_softmax import (
     place_in,
     uses_triton,
 )
+from engine.kernels.ops.linear_cross_entropy import Conditions, Head, LinearTerms, linear_cross_entropy, linear_terms
 from engine.parallel.tensor.collectives import LOSS, refuse_second_derivatives
 from engine.parallel.tensor.logits.logit_shard import LateProduct, LogitShard, SharedSoftmax, SoftmaxParts, Vocabulary
 from engine.parallel.tensor.tp_axis import TensorAxis

@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.dispatch import Kernels
-from engine.kernels.main_gradient import is_executed
+from engine.kernels.dispatch import Kernels, is_executed
 from engine.parallel.comm.comm import Pending
 from engine.parallel.tensor.collectives import (
     COLUMN_INPUTS,

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineError
-from engine.kernels.overlap_choices import Operation
+from engine.kernels.overlap import Operation
 from engine.parallel.tensor.collectives import (
     COLUMN_INPUTS,
     ROW_OUTPUTS,

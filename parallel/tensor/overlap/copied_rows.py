@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 
 COPIED_BYTES = 4 << 20
 """Of a copy, at least, where a sequence has so many: smaller ones do not fill a link."""

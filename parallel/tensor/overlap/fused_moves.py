@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.device import is_host
-from engine.kernels.overlap_choices import Operation, OverlapChoice, ProductSizes
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.kernels.overlap import Operation, OverlapChoice, ProductSizes
+from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 from engine.parallel.tensor.overlap.copied_rows import copied_rows
 from engine.parallel.tensor.overlap.moves import PLAIN_MOVES, Moves, Route
 from engine.parallel.tensor.tp_axis import TensorAxis

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.ops.linear import product
-from engine.kernels.overlap_choices import ProductSizes
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.kernels.overlap import ProductSizes
+from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 from engine.parallel.tensor.collectives import ROW_OUTPUTS, refuse_second_derivatives
 from engine.parallel.tensor.deferred_linear import is_conv1d, unless_added, weight_gradient
 from engine.parallel.tensor.overlap.fused_moves import (

@@ -31,9 +31,8 @@ from benchmarks.overlap.trial import OverlapTrial
 from benchmarks.overlap.winners import overlap_json, propose_overlap
 from engine.kernels.gpu.launch_shapes import Tile
 from engine.kernels.gpu.overlap.launches import tile_of
-from engine.kernels.overlap_choices import OverlapChoice, ProductSizes, read_overlap
-from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.kernels.overlap import OverlapChoice, ProductSizes, read_overlap
+from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from tests.kernels.interpreter import repair
 from tests.selection import wide
 from tests.structure import ROOT

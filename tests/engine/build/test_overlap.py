@@ -9,8 +9,8 @@ import torch
 
 from engine.build.overlap import set_overlap
 from engine.config import load_config
-from engine.kernels import overlap_choices
-from engine.kernels.overlap_choices import OverlapChoice
+from engine.kernels import overlap
+from engine.kernels.overlap import OverlapChoice
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
@@ -46,9 +46,9 @@ def test_auto_wants_memory_for_kernels_only_where_one_was_measured_to_win(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for row in (replace(ROW, device="another"), replace(ROW, ranks=4), replace(ROW, way="chunks")):
-        monkeypatch.setattr(overlap_choices, "shipped_overlap", lambda row=row: (row,))
+        monkeypatch.setattr(overlap, "shipped_overlap", lambda row=row: (row,))
         assert told("auto").measured is None and not caplog.messages
-    monkeypatch.setattr(overlap_choices, "shipped_overlap", lambda: (ROW,))
+    monkeypatch.setattr(overlap, "shipped_overlap", lambda: (ROW,))
     axis = told("auto")
     assert axis.measured is not None and axis.measured.rows == (ROW,)
     (message,) = caplog.messages

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engine.build.assemble import plan_run
 from engine.build.place_model import place_model
 from engine.build.request import Request
-from engine.checkpoint.contents.local_tensors import Held, LocalTensors
+from engine.checkpoint.contents.local_tensors import Held, LocalTensors, ModelTensor, SaveOwnership, model_tensors
 from engine.checkpoint.contents.optimizer_state import (
     Families,
     Moments,
@@ -22,7 +22,6 @@ from engine.checkpoint.contents.optimizer_state import (
     moments_by_bucket,
     parameter_scalars,
 )
-from engine.checkpoint.contents.ownership import ModelTensor, SaveOwnership, model_tensors
 from engine.checkpoint.contents.snapshot import Contents, Ours, Snapshot
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.pieces import Piece

@@ -16,9 +16,8 @@ from unittest.mock import patch
 import pytest
 
 from engine.checkpoint.format.filesystem import Files
-from engine.checkpoint.format.step_folders import committed
+from engine.checkpoint.format.step_folders import LOCK, committed
 from engine.checkpoint.format.step_reader import StepReader
-from engine.checkpoint.locks.folder_locks import LOCK
 from engine.errors import EngineError
 from tests.engine.checkpoint.lasting import course, digest, settings, world_of
 from tests.launches import Launch, Line

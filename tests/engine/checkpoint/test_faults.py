@@ -15,9 +15,8 @@ import pytest
 import engine
 from engine.checkpoint import coordinator as durable
 from engine.checkpoint.format.filesystem import Files
-from engine.checkpoint.format.step_folders import committed
+from engine.checkpoint.format.step_folders import LOCK, committed
 from engine.checkpoint.format.step_reader import StepReader
-from engine.checkpoint.locks.folder_locks import LOCK
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.fake_ranks import FakeRun, MemoryHost, memory_hosts
 from tests.engine.checkpoint.test_crash import run_of

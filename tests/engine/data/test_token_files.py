@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.data import IndexedTokens, NpyTokens
-from engine.data.token_files import Documents
+from engine.data.windows import Documents
 from engine.errors import EngineError
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}

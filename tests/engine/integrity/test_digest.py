@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.integrity.digest import RUN, SHORT, digest_length, flipped_places, short_digest, write_digest
+from engine.integrity.finding import RUN, SHORT, digest_length, flipped_places, short_digest, write_digest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn)
 

@@ -68,12 +68,12 @@ def test_the_decoder_trains_as_one_process(
 def planted(sequence: bool, rows: list[dict[str, Any]]) -> tuple[Parity | None, dict[str, int]]:
     """Body of a rank: a step with overlap "auto" where ``rows`` were measured, and how often kernels were launched."""
     repair()
-    from engine.kernels import overlap_choices
+    from engine.kernels import overlap
     from engine.kernels.gpu.overlap import launches
     from engine.parallel.tensor.overlap import copied_rows, fused_moves
 
-    table = tuple(overlap_choices.OverlapChoice(device="cpu", dtype="float32", ranks=2, **row) for row in rows)
-    overlap_choices.shipped_overlap = lambda: table  # type: ignore[assignment]
+    table = tuple(overlap.OverlapChoice(device="cpu", dtype="float32", ranks=2, **row) for row in rows)
+    overlap.shipped_overlap = lambda: table  # type: ignore[assignment]
     launched: Counter[str] = Counter()
     for name in LAUNCHES:
         setattr(launches, name, _counted(name, getattr(launches, name), launched))

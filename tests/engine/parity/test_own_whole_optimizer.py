@@ -19,7 +19,7 @@ from tests import models
 from tests.engine.parity.optimizer_grids import OPTIMIZER_GRIDS
 from tests.engine.parity.test_parity_preconditioned import Turns
 from tests.engine.parity.test_parity_state_forms import INPUTS, RunRanks, beside_plan, layers
-from tests.parallel.wire.small_decoder import ROWS, SIZES
+from tests.parallel.comm.small_decoder import ROWS, SIZES
 from tests.selection import wide
 
 

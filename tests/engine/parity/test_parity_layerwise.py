@@ -23,7 +23,7 @@ from tests.engine.parity.test_parity_state_forms import (
     settings,
     train,
 )
-from tests.parallel.wire.small_decoder import on_threads
+from tests.parallel.comm.small_decoder import on_threads
 from tests.selection import wide
 
 LAMB: dict[str, Any] = {"type": "Lamb", "params": {"lr": 0.02, "eps": 1e-5, "weight_decay": 0.1}}

@@ -15,7 +15,7 @@ from engine.models.decoder import loss_sum
 from engine.verify import verify
 from tests import models
 from tests.engine.parity.optimizer_grids import OPTIMIZER_GRIDS
-from tests.parallel.wire.small_decoder import batch, on_threads
+from tests.parallel.comm.small_decoder import batch, on_threads
 from tests.planned_traffic import traffic_differs
 from tests.resumed_runs import second_half
 from tests.selection import wide

@@ -29,7 +29,7 @@ from tests.engine.parity.test_parity_state_forms import (
     train,
     waits,
 )
-from tests.parallel.wire.small_decoder import batch, on_threads
+from tests.parallel.comm.small_decoder import batch, on_threads
 from tests.selection import wide
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}}

@@ -19,7 +19,7 @@ from tests.engine.parity.optimizer_grids import OPTIMIZER_GRIDS
 from tests.engine.parity.test_fewer_bits_training import STEPS, losses
 from tests.engine.parity.test_parity_optimizers import MUON, SGD
 from tests.engine.parity.test_parity_optimizers import settings as warming
-from tests.parallel.wire.small_decoder import batch, on_threads
+from tests.parallel.comm.small_decoder import batch, on_threads
 from tests.planned_traffic import traffic_differs
 from tests.resumed_runs import second_half
 from tests.selection import wide

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import load_config
-from engine.kernels.overlap_choices import OverlapChoice, OverlapChoices
+from engine.kernels.overlap import OverlapChoice, OverlapChoices
 from engine.planning.analysis import PlanRequest
 from engine.planning.fused_layers import fused_layers, measured_overlap
 from engine.planning.plan import Plan, build_plan
@@ -104,10 +104,10 @@ def test_layers_of_other_sizes_are_not_fused() -> None:
 def test_nothing_is_fused_on_a_gpu_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     config = planned("auto", True).config
     assert measured_overlap(config, torch.device("cpu")) is None
-    from engine.kernels import overlap_choices
+    from engine.kernels import overlap
 
     rows = [choice("gather_product", INNER // TP, WIDTH)]
-    monkeypatch.setattr(overlap_choices, "shipped_overlap", lambda: rows)
+    monkeypatch.setattr(overlap, "shipped_overlap", lambda: rows)
     found = measured_overlap(config, torch.device("cpu"))
     assert found is not None and found.rows == tuple(rows)
     assert measured_overlap(config, torch.device("cpu"), card="") is None, "kernels do not run on all ranks"

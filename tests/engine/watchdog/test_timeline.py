@@ -2,7 +2,7 @@
 
 import json
 
-from engine.watchdog.timeline import MOST, TimedEvent, merged_text, perfetto_trace, timed
+from engine.watchdog.local_ranks import MOST, TimedEvent, merged_text, perfetto_trace, timed
 from tests.engine.watchdog.test_view import event
 
 NOW = 10_000_000_000

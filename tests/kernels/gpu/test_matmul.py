@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.gpu.launch_shapes import AMPERE, EXACT, HOPPER, TF32, Tile, choose_tile, tiles_for
-from engine.kernels.gpu.linear import Follows, launch_matmul
+from engine.kernels.gpu.matmul import Follows, launch_matmul
 
 ROWS, COLUMNS, DEPTH = 56, 72, 40
 LARGEST, MIDDLE, SMALLEST = HOPPER

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.activation_functions import Activation
-from engine.kernels.ops.bias_activation import activate
+from engine.kernels.ops.activations import Activation, activate
 from tests.kernels.error import check_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

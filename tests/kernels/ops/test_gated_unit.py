@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.activation_functions import Activation
-from engine.kernels.ops.gated_unit import gated
+from engine.kernels.ops.activations import Activation, gated
 from tests.kernels.error import check_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

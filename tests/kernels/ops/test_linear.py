@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.dispatch import Kernels, Mode, TunedChoice
 from engine.kernels.ops import linear as linear_ops
-from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
+from engine.kernels.ops.activations import ACTIVATIONS, Activation
 from engine.kernels.ops.linear import LinearForm, add_product_, linear, product
 from tests.kernels.error import check_error
 
@@ -90,7 +90,7 @@ def gradients(form: LinearForm, kernels: Kernels, given: list[Tensor]) -> list[T
 def test_the_table_decides_forward_and_backward_apart(
     forward: bool, backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.kernels.gpu import linear as launches
+    from engine.kernels.gpu import matmul as launches
 
     launched: list[bool] = []
     own = launches.launch_matmul

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 from engine.errors import EngineError
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops import linear_cross_entropy as module
-from engine.kernels.ops.cross_entropy import CrossEntropy
+from engine.kernels.ops.cross_entropy import CrossEntropy, Question, Softmax
 from engine.kernels.ops.linear_cross_entropy import Conditions, Head, chunk_tokens, linear_cross_entropy, linear_terms
-from engine.kernels.ops.parallel_softmax import Question, Softmax
 from tests.kernels.error import check_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.config.optim_sections import AdafactorParams
 from engine.config.reader import stored
-from engine.kernels.optim.adafactor_rule import (
+from engine.kernels.optim.update_rules import (
     AdafactorRule,
     MatrixPiece,
     mean_elements,

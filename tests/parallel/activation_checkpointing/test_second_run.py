@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+import engine
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
+from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.world import World
 from engine.parallel.model.forward_patch import ForwardPatches
+from engine.planning.activation_memory.live_storages import LiveStorages
+from tests.engine.rehearsal.measured_peak import LENGTH, VOCABULARY, hugging_face
 from tests.parallel.activation_checkpointing.test_blocks import Policy
 
 WIDTH, MICROBATCHES = 6, 3
@@ -206,3 +212,34 @@ def test_a_recomputed_block_leaves_what_one_run_leaves(block: Callable[[], nn.Mo
             assert torch.equal(tensor, twice["tensors"][name]), f"{policy}: {name}"
         for what in ("attributes", "said"):
             assert twice[what] == once[what], f"{policy}: {what}"
+
+
+def left_by_a_step(mode: str, world: World) -> int:
+    """Bytes of tensors that the second step makes and that outlive it."""
+    torch.manual_seed(0)
+    model = hugging_face(
+        "GptOssForCausalLM", hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+        max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    config: dict[str, Any] = {
+        "train_batch_size": 2,
+        "parallel": {"tensor": 2},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
+        "activation_checkpointing": {"mode": mode},
+        "kernels": "reference",
+    }
+    tokens = torch.randint(0, VOCABULARY, (2, LENGTH))
+    batch = {"input_ids": tokens, "labels": tokens}
+    with engine.initialize(model, config, world=world) as eng:
+        eng.train_batch(batch)
+        with LiveStorages() as live:
+            eng.train_batch(batch)
+        return int(live.bytes)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_second_run_that_stops_inside_of_sharded_experts_leaves_nothing(mode: str) -> None:
+    again = run_thread_ranks(2, partial(left_by_a_step, mode))
+    kept = run_thread_ranks(2, partial(left_by_a_step, "none"))
+    assert again == kept

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.kernels.dispatch import REFERENCE, Kernels
-from engine.kernels.expert_rows import ExpertRows
-from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
+from engine.kernels.overlap import ExpertRows
+from engine.parallel.comm.symmetric_memory import SlotSizes
 from engine.parallel.expert_overlap.routed_products import (
     AllToAll,
     ExpertRoute,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.quantized.weight_format import QuantizedShape, WeightFormat, dequantize, quantize
+from engine.kernels.codecs.weight_format import QuantizedShape, WeightFormat, dequantize, quantize
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.parametrized_weights import keep_parameters
 from engine.parallel.model.quantized_layers import read_quantized

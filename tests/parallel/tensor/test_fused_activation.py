@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels, Mode
-from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
+from engine.kernels.ops.activations import ACTIVATIONS, Activation
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.tensor.deferred_linear import FusedForward, fuse
@@ -136,7 +136,7 @@ def test_kernels_that_are_the_reference_give_the_same_bits_as_the_layers_own(way
 
 @pytest.mark.parametrize("layer", ["linear", "conv1d"])
 def test_products_of_cut_layers_are_triton_kernels(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.kernels.gpu import linear as launches
+    from engine.kernels.gpu import matmul as launches
 
     launched: list[tuple[int, ...]] = []
     own = launches.launch_matmul

@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.errors import EngineError
 from engine.models.decoder import loss_sum
 from tests import models
-from tests.parallel.wire.small_decoder import batch, on_threads
+from tests.parallel.comm.small_decoder import batch, on_threads
 from tests.resumed_runs import second_half
 from tests.selection import wide
 

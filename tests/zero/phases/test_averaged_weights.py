@@ -13,7 +13,7 @@ import engine
 from engine.engine import Engine
 from engine.errors import EngineError
 from engine.models.decoder import Decoder, loss_sum
-from tests.parallel.wire.small_decoder import SIZES, batch, on_threads
+from tests.parallel.comm.small_decoder import SIZES, batch, on_threads
 from tests.selection import wide
 
 EMA: dict[str, Any] = {"ema": {"decay": 0.75}}

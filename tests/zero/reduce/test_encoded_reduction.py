@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.codecs.block_codec import BlockCodec, BlockFormat
 from engine.kernels.dispatch import REFERENCE
-from engine.kernels.wire.block_codec import BlockCodec, BlockFormat
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.traffic import Traffic

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from engine.kernels.optim.matrix_rule import MatrixRule
-from engine.kernels.optim.muon_rule import MuonRule, momentum_
-from engine.kernels.optim.shampoo_rule import SHAMPOO_STATE, ShampooRule
-from engine.kernels.optim.soap_rule import SOAP_STATE, SoapRule
+from engine.kernels.optim.matrix_rule import MatrixRule, MuonRule, momentum_
+from engine.kernels.optim.preconditioned_rules import SHAMPOO_STATE, SOAP_STATE, ShampooRule, SoapRule
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from engine.kernels.optim.adafactor_rule import (
+from engine.kernels.optim.update_rules import (
     COLUMNS,
     ROWS,
     SQUARES,

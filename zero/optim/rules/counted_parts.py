@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.optim.adafactor_rule import MatrixPiece
+from engine.kernels.optim.update_rules import MatrixPiece
 from engine.parallel.grid import Axis
 from engine.parallel.shard_table import ShardRow
 from engine.zero.optim.optimizer_tensors import OptimizerTensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from engine.kernels.optim.layerwise_rule import LambRule, LarsRule, LayerRule, Moments
+from engine.kernels.optim.update_rules import LambRule, LarsRule, LayerRule, Moments
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Traffic, sent_bytes
 from engine.zero.flat_buckets import FlatBucket

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from engine.kernels.optim.schedule_free_rule import ScheduleFreeRule, averaged, count, schedule_free_
+from engine.kernels.optim.update_rules import ScheduleFreeRule, averaged, count, schedule_free_
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.composite import CompositeOptimizer, PlainComposite
 from engine.zero.optim.flat_optimizers import FlatOptimizer

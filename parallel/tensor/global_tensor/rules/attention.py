@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.ops.rotary import rotary_reference
-from engine.kernels.ops.vendor_ops import attend
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, like
 from engine.parallel.tensor.global_tensor.index_sets import NoRuleError, Sets
 from engine.parallel.tensor.global_tensor.layout import repeated
@@ -45,11 +44,6 @@ def attention_rule(context: "GlobalTensorContext", func: Function, *args: Any, *
     local = _attend(context, func, parts, options, joined.sets)
     shape = (*joined.shape[:-2], query.shape[-2], value.shape[-1])
     return GlobalTensor(local, shape, joined.sets, context)
-
-
-def fused_attention(context: "GlobalTensorContext", func: Function, *args: Any, **options: Any) -> Any:
-    """``kernels.ops.vendor_ops.attention``, which comes to :func:`attention_rule` through torch's function."""
-    return attend(*args, **options)
 
 
 def _attend(

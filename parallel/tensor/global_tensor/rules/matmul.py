@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.kernels.ops.activation_functions import ACTIVATIONS
+from engine.kernels.ops.activations import ACTIVATIONS
 from engine.kernels.ops.linear import linear as fused
 from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor
 from engine.parallel.tensor.global_tensor.index_sets import Index, NoRuleError, Sets, common, covers, held_once

@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.device import ACCELERATORS
-from engine.kernels.ops import vendor_ops
-from engine.kernels.ops.bias_activation import activate
-from engine.kernels.ops.gated_unit import gated
+from engine.kernels.ops.activations import activate, gated
 from engine.kernels.ops.linear import linear as fused
 from engine.kernels.ops.norm import add_norm, norm
 from engine.kernels.ops.rotary import rotary
@@ -142,7 +140,6 @@ def _multiplied() -> Iterator[tuple[TensorRule, Any]]:
     yield from ((matmul.grouped_mm, function) for function in grouped if function is not None)
     yield matmul.embedding, functional.embedding
     yield attention.attention_rule, functional.scaled_dot_product_attention
-    yield attention.fused_attention, vendor_ops.attention
     yield attention.multi_head, functional.multi_head_attention_forward
 
 

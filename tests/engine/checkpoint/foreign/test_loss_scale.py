@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.foreign.deepspeed_counters import loss_scale_state
+from engine.checkpoint.foreign.deepspeed_folder import loss_scale_state
 from engine.checkpoint.foreign.pickle_values import read_pickle
 from engine.config import load_config
 from engine.errors import CheckpointError

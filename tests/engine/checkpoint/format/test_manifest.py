@@ -10,15 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.checkpoint.format import manifest as manifest_file
-from engine.checkpoint.format.manifest import Checksum, Manifest, StoredPiece, StoredTensor, from_json, to_json
+from engine.checkpoint.format.manifest import Checksum, Manifest, StoredPiece, StoredTensor, from_fields, to_json
 from engine.checkpoint.format.pieces import Part, Piece
 from engine.checkpoint.format.safetensors_file import DTYPES, TensorKind
+from engine.checkpoint.format.strict_json import Fields, parse
 from engine.errors import CheckpointError
+from tests.engine.checkpoint.format.test_hostile import ANY
 from tests.engine.checkpoint.format.test_pieces import covers
-from tests.engine.checkpoint.format.test_strict_json import ANY
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 FILES = st.from_regex(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,9}", fullmatch=True)
+
+
+def from_json(data: bytes, what: str) -> Manifest:
+    return from_fields(Fields(parse(data, what), what))
 
 
 @st.composite

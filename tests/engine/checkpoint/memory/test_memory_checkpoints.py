@@ -17,8 +17,7 @@ from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.step_folders import read_manifest
 from engine.checkpoint.format.step_reader import StepReader
 from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints, _Offer, newest_whole
-from engine.checkpoint.memory.memory_folder import TOKEN, MemoryFiles
-from engine.checkpoint.memory.remote_files import FileServer, Holder, RemoteFiles
+from engine.checkpoint.memory.memory_folder import TOKEN, FileServer, Holder, MemoryFiles, RemoteFiles
 from engine.checkpoint.save import Saver
 from engine.config import load_config
 from engine.errors import CheckpointError, ConfigError

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels.expert_rows import ExpertRows
 from engine.kernels.gpu.launch_shapes import Tile
-from engine.kernels.gpu.overlap.expert_launches import (
+from engine.kernels.gpu.overlap.expert_matmul import (
     launch_collect_rows,
     launch_dispatch_product,
     launch_product_return,
@@ -25,7 +24,7 @@ from engine.kernels.gpu.overlap.launches import (
     launch_sum_slots,
 )
 from engine.kernels.gpu.overlap.signals import LOOKS_BETWEEN
-from engine.kernels.mailbox import Mailbox, Missing, read_status
+from engine.kernels.overlap import ExpertRows, Mailbox, Missing, read_status
 from tests.kernels.gpu.overlap.protocol import Action, Tiles, program
 from tests.kernels.gpu.overlap.turns import PATIENCE, mailboxes
 

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.kernels.expert_rows import ExpertRows
-from engine.kernels.experts.grouped_product import grouped_product_reference
 from engine.kernels.gpu.launch_shapes import Tile
-from engine.kernels.gpu.overlap.expert_launches import (
+from engine.kernels.gpu.overlap.expert_matmul import (
     launch_collect_rows,
     launch_dispatch_product,
     launch_product_return,
 )
 from engine.kernels.gpu.overlap.launches import KernelCall
-from engine.kernels.mailbox import Mailbox, Missing, read_status
+from engine.kernels.ops.grouped_product import grouped_product_reference
+from engine.kernels.overlap import ExpertRows, Mailbox, Missing, read_status
 from tests.kernels.gpu.overlap.turns import mailboxes
 from tests.selection import wide
 

@@ -15,7 +15,7 @@ from engine.kernels.gpu.overlap.launches import (
     launch_sum_slots,
 )
 from engine.kernels.gpu.overlap.signals import LOOKS_BETWEEN
-from engine.kernels.mailbox import Mailbox, Missing, read_status
+from engine.kernels.overlap import Mailbox, Missing, read_status
 from tests.kernels.gpu.overlap.turns import mailboxes
 from tests.selection import wide
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.kernels.mailbox import Mailbox
+from engine.kernels.overlap import Mailbox
 
 PATIENCE = 150
 

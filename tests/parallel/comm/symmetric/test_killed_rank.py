@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from engine.errors import EngineError
 from engine.kernels.dispatch import REFERENCE
-from engine.kernels.expert_rows import ExpertRows
-from engine.parallel.comm.symmetric.peer_watch import PeerWatch
-from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
+from engine.kernels.overlap import ExpertRows
+from engine.parallel.comm.symmetric_memory import PeerWatch, SlotSizes
 from engine.parallel.expert_overlap.routed_products import ExpertRoute, dispatch_product
 from engine.parallel.tensor.overlap.fused_moves import gather_in_kernel, scatter_in_kernel
 from engine.parallel.tensor.overlap.moves import Route

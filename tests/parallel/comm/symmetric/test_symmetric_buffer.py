@@ -11,8 +11,7 @@ import torch
 from engine.errors import EngineError
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.symmetric.shared_bytes import SharedBytes, SlotSizes
-from engine.parallel.comm.symmetric.symmetric_buffer import SymmetricBuffer
+from engine.parallel.comm.symmetric_memory import SharedBytes, SlotSizes, SymmetricBuffer
 from engine.parallel.grid import Grid
 from engine.parallel.tensor.overlap.fused_moves import gather_in_kernel, scatter_in_kernel
 from engine.parallel.tensor.overlap.fused_sum import multiply_and_sum, sums_in_kernel

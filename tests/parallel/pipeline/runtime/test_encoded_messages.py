@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.codecs.block_codec import SMALLEST_SCALE, BlockFormat, CastFormat, NumberFormat
 from engine.kernels.dispatch import REFERENCE
-from engine.kernels.wire.block_codec import SMALLEST_SCALE, BlockFormat, CastFormat, NumberFormat
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.encoded_collectives import ActivationFormat
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.parallel.pipeline.runtime.transport import CommTransport, Message
-from engine.parallel.wire.activation_format import ActivationFormat
-from tests.kernels.wire.test_block_codec import DISTRIBUTIONS, ROUNDED
+from tests.kernels.codecs.test_block_codec import DISTRIBUTIONS, ROUNDED
 
 PLACE = (5, 0, 1)
 

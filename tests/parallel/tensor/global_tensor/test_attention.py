@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine.kernels.ops import vendor_ops as library
 from tests.parallel.tensor.global_tensor.rig import Given, compare, normal
 
 B, T, S, C, HEADS = 2, 8, 12, 24, 4
@@ -27,9 +26,9 @@ def x(length: int = T, cut: dict[int, str] | None = None) -> Given:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_the_attention_of_kernels_runs_on_heads_apart(ranks: int) -> None:
+def test_the_attention_of_torch_runs_on_heads_apart(ranks: int) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return library.attention(q, k, v, library.AttentionOptions(causal=True))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     heads = {name: given(B, HEADS, T, C, cut={1: "blocks"}, seed=seed) for seed, name in enumerate("qkv")}
     found = compare(program, heads, ranks)

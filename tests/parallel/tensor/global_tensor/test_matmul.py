@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from engine.errors import EngineError
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.activation_functions import Activation
+from engine.kernels.ops.activations import Activation
 from engine.kernels.ops.linear import LinearForm, linear
 from tests.parallel.tensor.global_tensor.rig import KINDS, Given, compare, normal
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.dispatch import Kernels
-from engine.kernels.ops.bias_activation import activate
-from engine.kernels.ops.gated_unit import gated
+from engine.kernels.ops.activations import activate, gated
 from engine.kernels.ops.norm import Norm, add_norm, norm
 from engine.kernels.ops.rotary import Rotary, rotary
 from tests.kernels.interpreter import repair
@@ -139,7 +138,7 @@ def test_rotary_of_what_is_cut_otherwise_takes_the_steps_of_the_reference() -> N
 @pytest.mark.parametrize("mode", ["reference", "triton"])
 def test_kernels_run_on_parts(mode: Literal["reference", "triton"], monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, launched = Kernels(mode), set()
-    for name in ("norm.norm_forward", "gated_unit.gated_forward", "bias_activation.activation_forward", "rotary.turn"):
+    for name in ("norm.norm_forward", "activations.gated_forward", "activations.activation_forward", "rotary.turn"):
         path = f"engine.kernels.gpu.{name}"
         own = import_module(path.rpartition(".")[0]).__dict__[path.rpartition(".")[2]]
 

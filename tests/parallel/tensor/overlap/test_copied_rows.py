@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from benchmarks.overlap.virtual_ranks import virtual_ranks
 from engine.kernels.gpu.launch_shapes import Tile
 from engine.kernels.gpu.overlap.launches import KernelCall, launch_gather_product
-from engine.parallel.comm.symmetric.shared_bytes import SlotSizes
-from engine.parallel.comm.symmetric.symmetric_buffer import virtual_ranks
+from engine.parallel.comm.symmetric_memory import SlotSizes
 from engine.parallel.tensor.overlap import copied_rows as module
 from engine.parallel.tensor.overlap.copied_rows import copied_rows, rows_of_a_copy
 from tests.kernels.interpreter import repair

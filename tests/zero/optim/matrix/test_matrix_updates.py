@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.zero.optim.matrix.matrix_updates import MatrixUpdates, staggered
 from tests.engine.parity.test_parity_preconditioned import SOAP
-from tests.parallel.wire.small_decoder import batch, on_threads
+from tests.parallel.comm.small_decoder import batch, on_threads
 
 
 def test_the_newest_round_begins_before_older_ones_go_on() -> None:

@@ -1,1 +1,0 @@
-"""Locks on folders of checkpoints, which outlive nobody."""

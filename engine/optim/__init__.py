@@ -1,1 +1,0 @@
-"""Learning rate schedules, and the assignment of parameters to optimizer groups."""

@@ -1,0 +1,311 @@
+"""Block codec: numbers in 8 or 4 bits, one fp32 scale for each block of them (as in ZeRO++, Wang et al. 2023).
+
+    scale = max |block| / 127 (8 bits) or / 7 (4 bits), at least 2^-126 unless the block is zero
+    code  = x / scale, rounded to the nearest integer
+    value = code * scale            |x - value| <= scale / 2, but for 1e-5 of the scale that fp32 rounds
+
+A block of zeros stays zero, denormal numbers below 2^-127 become zero, and what is not finite arrives as NaN at its own
+place, by a code that no number has (-128, -8): the scale is that of the finite numbers beside it. All arithmetic is in
+fp32, whatever the dtype of the values; no value passes through fp16.
+
+One message holds the codes and then the scales of a run of whole blocks:
+
+    | code 0 | code 1 | .. | code s-1 | scale 0 | .. | scale s/B-1 |        8 bits: a byte each
+    | 0, 1   | 2, 3   | .. |          | scale 0 | ..                        4 bits: two a byte, the first one low
+
+Shape suffixes: R messages, s elements of a message, m bytes of a message, B elements of a block, K blocks.
+
+Signs: numbers in one bit, with the mean of their sizes as the scale of a block (signSGD, Bernstein et al. 2018).
+
+    scale = mean |block|,  value = + scale or - scale
+
+A sign alone says little of a number, so it is for sums with error feedback (Karimireddy et al. 2019): what a message
+leaves out is added to the next one. A block with a number that is not finite arrives as NaN altogether, and leaves
+nothing. A message holds a bit for each number, eight a byte, the first one lowest, and then the scales in fp32. There
+is no kernel for it: torch runs it on any device.
+
+Shape suffixes: R messages, s elements of a message, m bytes of a message, B elements of a block, K blocks.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.dispatch import Kernels
+
+SMALLEST_MEAN = 2.0**-126
+"""The smallest normal number of fp32: a scale that no device flushes to zero."""
+_BITS = 8
+
+
+@torch.no_grad()
+def encode_signs(values_Rs: Tensor, block: int, residual_Rs: Tensor | None = None) -> Tensor:
+    """Return the messages of ``values_Rs``, uint8 [R, m]; the residual is added before and left behind, as in
+    :func:`~engine.kernels.codecs.block_codec.encode_blocks`."""
+    rows, elements = values_Rs.shape
+    given = values_Rs.float()
+    if residual_Rs is not None:
+        given = given.add(residual_Rs)
+    x_RKB = given.reshape(rows, -1, block)
+    finite_RK1 = x_RKB.isfinite().all(dim=2, keepdim=True)
+    mean_RK1 = torch.where(finite_RK1, x_RKB, 0.0).abs().mean(dim=2, keepdim=True)
+    scale_RK1 = torch.where(mean_RK1 > 0, mean_RK1.clamp_min(SMALLEST_MEAN), 0.0)
+    negative_RKB = x_RKB < 0
+    if residual_Rs is not None:
+        left = torch.where(finite_RK1, x_RKB - torch.where(negative_RKB, -scale_RK1, scale_RK1), 0.0)
+        residual_Rs.copy_(left.view(rows, elements))
+    weights = 2 ** torch.arange(_BITS, dtype=torch.uint8, device=values_Rs.device)
+    codes = (negative_RKB.view(rows, -1, _BITS).to(torch.uint8) * weights).sum(dim=2, dtype=torch.uint8)
+    scales = torch.where(finite_RK1, scale_RK1, torch.nan).reshape(rows, -1)
+    return torch.cat([codes, scales.view(torch.uint8)], dim=1)
+
+
+def decoded_signs(messages_Rm: Tensor, block: int, elements: int) -> Tensor:
+    """The values of all messages, fp32 [R, s]."""
+    rows, end = messages_Rm.shape[0], elements // _BITS
+    places = torch.arange(_BITS, dtype=torch.uint8, device=messages_Rm.device)
+    bits = messages_Rm[:, :end].unsqueeze(2).bitwise_right_shift(places).bitwise_and(1)
+    scale_RK1 = messages_Rm[:, end:].contiguous().view(torch.float32).view(rows, -1, 1)
+    negative_RKB = bits.view(rows, -1, block).bool()
+    return torch.where(negative_RKB, -scale_RK1, scale_RK1).view(rows, -1)
+
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal number of fp32 and bf16: a scale that no device flushes to zero."""
+_SCALE_BYTES = 4
+OPERATOR = "block_codec"
+ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """How numbers are encoded."""
+
+    bits: int
+    """8 or 4; 1: signs alone (:func:`encode_signs`)."""
+    block: int
+    """Elements that share a scale; an even number."""
+
+    @property
+    def largest(self) -> int:
+        """The largest code."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def word(self) -> str:
+        """Name of the codes, for people."""
+        return f"int{self.bits}" if self.bits > 1 else "signs"
+
+    def code_bytes(self, elements: int) -> int:
+        """Bytes of the codes of a message, after which its scales begin."""
+        return elements * self.bits // 8
+
+    def padded(self, elements: int) -> int:
+        """``elements``, or the next number that is one of whole blocks."""
+        return -(-elements // self.block) * self.block
+
+    def message_bytes(self, elements: int) -> int:
+        """Bytes of a message of whole blocks."""
+        return self.code_bytes(elements) + elements // self.block * _SCALE_BYTES
+
+    def elements(self, message_bytes: int) -> int:
+        """Elements of a message; the inverse of :meth:`message_bytes`."""
+        return message_bytes * 8 * self.block // (self.bits * self.block + 8 * _SCALE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class CastFormat:
+    """Numbers are sent in a narrower dtype, rounded to the nearest: bf16 errs by up to 2^-8 of a number, fp16 by up to
+    2^-11 of it, and by up to 2^-25 below 2^-14."""
+
+    dtype: torch.dtype
+
+    @property
+    def word(self) -> str:
+        """Name of the dtype, for people."""
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+
+    def padded(self, elements: int) -> int:
+        """``elements``: no numbers belong together."""
+        return elements
+
+    def message_bytes(self, elements: int) -> int:
+        """Bytes of a message."""
+        return elements * self.dtype.itemsize
+
+
+NumberFormat = BlockFormat | CastFormat
+
+
+class Codec(Protocol):
+    """Makes messages [R, m] of values [R, s] and values of messages; ``s`` is a padded number of elements."""
+
+    def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
+        """The messages, uint8 [R, m], of the values and what is left of earlier ones."""
+
+    def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
+        """Decode each message into its row, contiguous, rounded once to its dtype."""
+
+    def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
+        """Decode all messages and add them in fp32, in their order; ``out_s`` gets the sum, rounded once."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCodec:
+    """A format, and the kernels that encode and decode it."""
+
+    wire: BlockFormat
+    kernels: Kernels
+
+    def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
+        """The messages of all rows; see :func:`encode_blocks`."""
+        return encode_blocks(values_Rs, self.wire, self.kernels, residual_Rs)
+
+    def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
+        """The sum of all messages; see :func:`sum_blocks`."""
+        sum_blocks(messages_Rm, out_s, self.wire, self.kernels)
+
+    def message(self, values_s: Tensor) -> Tensor:
+        """The message [m] of ``values_s``."""
+        return encode_blocks(values_s.view(1, -1), self.wire, self.kernels).view(-1)
+
+    def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
+        """Decode each message into its row."""
+        decode_blocks(messages_Rm, out_Rs, self.wire, self.kernels)
+
+    def rounded(self, values_s: Tensor, dtype: torch.dtype) -> Tensor:
+        """What whoever receives the message of ``values_s`` gets, in ``dtype``."""
+        out = torch.empty(values_s.shape, dtype=dtype, device=values_s.device)
+        self.decode(self.message(values_s).view(1, -1), out.view(1, -1))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class CastCodec:
+    """Values in a narrower dtype."""
+
+    wire: CastFormat
+
+    @torch.no_grad()
+    def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
+        """The rounded values as bytes; the residual gets what rounding leaves out, 0 where that is not finite."""
+        given = values_Rs if residual_Rs is None else values_Rs.float().add(residual_Rs)
+        cast = given.to(self.wire.dtype).contiguous()
+        if residual_Rs is not None:
+            residual_Rs.copy_((given - cast.float()).nan_to_num_(0.0, 0.0, 0.0))
+        return cast.view(torch.uint8)
+
+    @torch.no_grad()
+    def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
+        """Cast back."""
+        out_Rs.copy_(messages_Rm.view(self.wire.dtype))
+
+    @torch.no_grad()
+    def add(self, messages_Rm: Tensor, out_s: Tensor) -> None:
+        """Add in fp32."""
+        first, *others = messages_Rm.view(self.wire.dtype)
+        total = first.float()
+        for other in others:
+            total += other
+        out_s.copy_(total)
+
+
+def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
+    """What encodes and decodes a format."""
+    return BlockCodec(wire, kernels) if isinstance(wire, BlockFormat) else CastCodec(wire)
+
+
+@torch.no_grad()
+def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None) -> Tensor:
+    """Return the messages of ``values_Rs`` [R, s], uint8 [R, m]; ``s`` is a multiple of the block.
+
+    With a residual (fp32, contiguous) the sum of values and residual is encoded, and what the code leaves out of it
+    stays in the residual (error feedback, Seide et al. 2014); where the sum is not finite, 0 stays.
+
+    Codes are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.
+    """
+    if wire.bits == 1:
+        return encode_signs(values_Rs, wire.block, residual_Rs)
+    if not _fits(values_Rs, kernels):
+        return encode_blocks_reference(values_Rs, wire, residual_Rs)
+    from engine.kernels.gpu.codecs import launch_encode
+
+    return launch_encode(values_Rs, wire.bits, wire.block, wire.message_bytes(values_Rs.shape[1]), residual_Rs)
+
+
+@torch.no_grad()
+def decode_blocks(messages_Rm: Tensor, out_Rs: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
+    """Decode each message into its row of ``out_Rs`` [R, s], contiguous, rounded once to its dtype."""
+    if wire.bits == 1 or not _fits(out_Rs, kernels):
+        out_Rs.copy_(_decoded(messages_Rm, wire))
+        return
+    from engine.kernels.gpu.codecs import launch_decode
+
+    launch_decode(messages_Rm, out_Rs, wire.bits, wire.block)
+
+
+@torch.no_grad()
+def sum_blocks(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat, kernels: Kernels) -> None:
+    """Decode all messages and add them in fp32, in their order; ``out_s`` [s] gets the sum, rounded once."""
+    if wire.bits == 1 or not _fits(out_s, kernels):
+        sum_blocks_reference(messages_Rm, out_s, wire)
+        return
+    from engine.kernels.gpu.codecs import launch_sum
+
+    launch_sum(messages_Rm, out_s, wire.bits, wire.block)
+
+
+def encode_blocks_reference(values_Rs: Tensor, wire: BlockFormat, residual_Rs: Tensor | None = None) -> Tensor:
+    """PyTorch reference of :func:`encode_blocks`."""
+    rows, elements = values_Rs.shape
+    given = values_Rs.float() if residual_Rs is None else values_Rs.float() + residual_Rs
+    x_RKB = given.reshape(rows, -1, wire.block)
+    finite = x_RKB.isfinite()
+    known = torch.where(finite, x_RKB, 0.0)
+    peak_RK1 = known.abs().amax(dim=2, keepdim=True)
+    scale_RK1 = torch.where(
+        peak_RK1 > 0, (peak_RK1 / torch.full_like(peak_RK1, wire.largest)).clamp_min(SMALLEST_SCALE), 0.0
+    )
+    codes = (known / torch.where(scale_RK1 > 0, scale_RK1, 1.0)).round_()
+    if residual_Rs is not None:
+        left = torch.where(finite, known - codes * scale_RK1, 0.0)
+        residual_Rs.copy_(left.view(rows, elements))
+    codes = torch.where(finite, codes, float(-wire.largest - 1)).to(torch.int8).view(rows, elements)
+    if wire.bits == 4:
+        pairs = codes.view(rows, -1, 2)
+        codes = pairs[..., 0].bitwise_and(15) | pairs[..., 1].bitwise_left_shift(4)
+    return torch.cat([codes.view(torch.uint8), scale_RK1.reshape(rows, -1).view(torch.uint8)], dim=1)
+
+
+def sum_blocks_reference(messages_Rm: Tensor, out_s: Tensor, wire: BlockFormat) -> None:
+    """PyTorch reference of :func:`sum_blocks`."""
+    first, *others = _decoded(messages_Rm, wire)
+    for other in others:
+        first += other
+    out_s.copy_(first)
+
+
+def _decoded(messages_Rm: Tensor, wire: BlockFormat) -> Tensor:
+    """The values of all messages, fp32 [R, s]."""
+    rows, size = messages_Rm.shape
+    if wire.bits == 1:
+        return decoded_signs(messages_Rm, wire.block, wire.elements(size))
+    end = wire.code_bytes(wire.elements(size))
+    codes = messages_Rm[:, :end].view(torch.int8)
+    if wire.bits == 4:
+        # a shift to the left and back to the right copies the sign of the low half
+        halves = codes.bitwise_left_shift(4).bitwise_right_shift(4), codes.bitwise_right_shift(4)
+        codes = torch.stack(halves, dim=2).view(rows, -1)
+    scale_RK1 = messages_Rm[:, end:].contiguous().view(torch.float32).view(rows, -1, 1)
+    codes_RKB = codes.view(rows, -1, wire.block)
+    values = codes_RKB.float() * scale_RK1
+    return torch.where(codes_RKB == -wire.largest - 1, torch.nan, values).view(rows, -1)
+
+
+def _fits(values: Tensor, kernels: Kernels) -> bool:
+    if values.dtype not in ENCODED_DTYPES or not values.is_contiguous() or not values.numel():
+        return False
+    width = 1 << (values.numel().bit_length() - 1)  # runs of nearly equal size share one choice
+    return kernels.replaces(values.device) and kernels.triton(OPERATOR, values, width)

@@ -1,0 +1,201 @@
+"""Activation functions and their derivatives inside Triton kernels, fp32 in and out, with bias and residual, and gated.
+
+KIND is a name from ``engine.kernels.ops.activations``.
+
+Exponentials cannot overflow, so finite inputs give finite results. NaN inputs give NaN.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.gpu.launch_shapes import ceil_div, column_shape, processors
+
+
+@triton.jit
+def _sigmoid(x):
+    z = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, z, 1.0) / (1.0 + z)
+
+
+@triton.jit
+def _sigmoid_slope(x):
+    z = tl.exp(-tl.abs(x))
+    return z / ((1.0 + z) * (1.0 + z))
+
+
+@triton.jit
+def _normal_share(x):
+    """Cumulative distribution function of the standard normal distribution."""
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr):
+    """Apply the activation: f(x)."""
+    y = x
+    if KIND == "relu":
+        y = tl.where(x <= 0, 0.0, x)
+    if KIND == "relu2":
+        y = tl.where(x <= 0, 0.0, x * x)
+    if KIND == "silu":
+        y = x * _sigmoid(x)
+    if KIND == "gelu":
+        y = x * _normal_share(x)
+    if KIND == "gelu_tanh":
+        # (1 + tanh u) / 2 equals sigmoid(2 u)
+        y = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return y
+
+
+@triton.jit
+def activated_gradient(x, KIND: tl.constexpr):
+    """Derivative f'(x); 0 at the corner of a ReLU, as in torch."""
+    slope = tl.full(x.shape, 1.0, tl.float32)
+    if KIND == "relu":
+        slope = tl.where(x <= 0, 0.0, 1.0)
+    if KIND == "relu2":
+        slope = tl.where(x <= 0, 0.0, 2.0 * x)
+    if KIND == "silu":
+        slope = _sigmoid(x) + x * _sigmoid_slope(x)
+    if KIND == "gelu":
+        slope = _normal_share(x) + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    if KIND == "gelu_tanh":
+        square = x * x
+        u = 1.5957691216057308 * (x + 0.044715 * x * square)
+        slope = _sigmoid(u) + x * _sigmoid_slope(u) * (1.5957691216057308 * (1.0 + 0.134145 * square))
+    return slope
+
+
+@triton.jit
+def activation_forward_kernel(
+    x, bias, residual, y, width, x_stride, residual_stride,
+    KIND: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    s = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        s += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    out = activated(s, KIND)
+    if RESIDUAL:
+        out += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * width + column, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activation_backward_kernel(
+    dy, x, bias, dx, dbias, rows, width, dy_stride, x_stride, rows_each,
+    KIND: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK columns of ``rows_each`` consecutive rows, and the partial sum of their bias gradients."""
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    b = tl.zeros((BLOCK,), tl.float32)
+    db = tl.zeros((BLOCK,), tl.float32)
+    if BIAS:
+        b += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    first = program * rows_each
+    for row in range(first, tl.minimum(first + rows_each, rows)):
+        s = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32) + b
+        d = tl.load(dy + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+        d *= activated_gradient(s, KIND)
+        if BIAS:
+            db += d
+        tl.store(dx + row * width + column, d.to(dx.dtype.element_ty), mask=inside)
+    if BIAS:
+        tl.store(dbias + program * width + column, db, mask=inside)
+
+
+def activation_forward(x_NH: Tensor, bias_H: Tensor | None, residual_NH: Tensor | None, kind: str) -> Tensor:
+    """Return f(x + bias) + residual [N, H]."""
+    rows, width = x_NH.shape
+    y_NH = x_NH.new_empty(x_NH.shape)
+    shape = column_shape(width)
+    if rows:
+        activation_forward_kernel[rows, ceil_div(width, shape.block)](
+            x_NH, _contiguous(bias_H), residual_NH, y_NH, width, x_NH.stride(0),
+            width if residual_NH is None else residual_NH.stride(0),
+            KIND=kind, BIAS=bias_H is not None, RESIDUAL=residual_NH is not None,
+            BLOCK=shape.block, num_warps=shape.warps,
+        )  # fmt: skip
+    return y_NH
+
+
+def activation_backward(dy_NH: Tensor, x_NH: Tensor, bias_H: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    """Return (dx [N, H], dbias [H] in fp32, which is empty without a bias)."""
+    rows, width = x_NH.shape
+    shape = column_shape(width)
+    columns = ceil_div(width, shape.block)
+    programs = max(1, min(rows, ceil_div(16 * processors(x_NH.device), columns)))
+    dx_NH = x_NH.new_empty(x_NH.shape)
+    dbias_PH = x_NH.new_zeros((programs, width if bias_H is not None else 0), dtype=torch.float32)
+    if rows:
+        activation_backward_kernel[programs, columns](
+            dy_NH, x_NH, _contiguous(bias_H), dx_NH, dbias_PH, rows, width, dy_NH.stride(0), x_NH.stride(0),
+            ceil_div(rows, programs),
+            KIND=kind, BIAS=bias_H is not None, BLOCK=shape.block, num_warps=shape.warps,
+        )  # fmt: skip
+    return dx_NH, dbias_PH.sum(0)
+
+
+def _contiguous(bias_H: Tensor | None) -> Tensor | None:
+    return None if bias_H is None else bias_H.contiguous()
+
+
+@triton.jit
+def gated_forward_kernel(gate, up, y, width, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute BLOCK columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * width + column, (activated(g, KIND) * u).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_backward_kernel(
+    dy, gate, up, dgate, dup, width, dy_stride, gate_stride, up_stride, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute the gradients of BLOCK columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    d = tl.load(dy + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    place = row * width + column
+    tl.store(dgate + place, (d * u * activated_gradient(g, KIND)).to(dgate.dtype.element_ty), mask=inside)
+    tl.store(dup + place, (d * activated(g, KIND)).to(dup.dtype.element_ty), mask=inside)
+
+
+def gated_forward(gate_NF: Tensor, up_NF: Tensor, activation: str) -> Tensor:
+    """Return f(gate) up [N, F]."""
+    rows, width = gate_NF.shape
+    y_NF = gate_NF.new_empty(gate_NF.shape)
+    shape = column_shape(width)
+    if rows:
+        gated_forward_kernel[rows, ceil_div(width, shape.block)](
+            gate_NF, up_NF, y_NF, width, gate_NF.stride(0), up_NF.stride(0),
+            KIND=activation, BLOCK=shape.block, num_warps=shape.warps,
+        )  # fmt: skip
+    return y_NF
+
+
+def gated_backward(dy_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Return (dgate, dup), [N, F] each."""
+    rows, width = gate_NF.shape
+    dgate_NF = gate_NF.new_empty(gate_NF.shape)
+    dup_NF = torch.empty_like(dgate_NF)
+    shape = column_shape(width)
+    if rows:
+        gated_backward_kernel[rows, ceil_div(width, shape.block)](
+            dy_NF, gate_NF, up_NF, dgate_NF, dup_NF, width, dy_NF.stride(0), gate_NF.stride(0), up_NF.stride(0),
+            KIND=activation, BLOCK=shape.block, num_warps=shape.warps,
+        )  # fmt: skip
+    return dgate_NF, dup_NF

@@ -1,0 +1,238 @@
+"""The codecs in Triton. Of messages: one pass to encode, with the residual; one to decode; one to decode and add.
+
+A program takes a few blocks, so that it holds about ``_ELEMENTS`` numbers. In a message the codes come first and the
+scales after them: ``codes`` and ``scales`` point to the same memory, as bytes and as fp32. Two codes of 4 bits that
+share a byte are neighbours, so even and odd elements are held apart.
+
+Results are those of ``kernels/codecs/block_codec.py`` to the bit, but for a product and sum that a GPU rounds once.
+
+Frozen weights: one pass, in which a code is read and a value written.
+
+Blocks of all rows lie one after the other, and so do their scales; the 16 values that codes of 4 bits stand for stay in
+the cache.
+
+Results are those of ``kernels/codecs/weight_format.py`` to the bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.gpu.launch_shapes import ceil_div
+
+_ELEMENTS = 1024
+_WARPS = 4
+
+
+@triton.jit
+def round_half_even(x):
+    """Round to the nearest integer, halves to even; |x| is far below 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def is_number(x):
+    """Whether x is finite."""
+    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+
+
+@triton.jit
+def with_residual(values, residual, place, inside, FEEDBACK: tl.constexpr):
+    """Load fp32 values, and add what the last code has left."""
+    x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+    if FEEDBACK:
+        x += tl.load(residual + place, mask=inside, other=0.0)
+    return x
+
+
+@triton.jit
+def scale_of(peak, LARGEST: tl.constexpr):
+    """The scale of a block whose largest finite number is ``peak``."""
+    least = tl.maximum(tl.div_rn(peak, tl.full(peak.shape, LARGEST, tl.float32)), 1.1754943508222875e-38)
+    return tl.where(peak > 0.0, least, 0.0)
+
+
+@triton.jit
+def encoded_number(x, scale, residual, place, inside, LARGEST: tl.constexpr, FEEDBACK: tl.constexpr):
+    """Codes as int32; the residual gets what they leave out."""
+    finite = is_number(x)
+    known = tl.where(finite, x, 0.0)
+    code = round_half_even(tl.div_rn(known, tl.where(scale > 0.0, scale, 1.0) + tl.zeros(x.shape, tl.float32)))
+    if FEEDBACK:
+        tl.store(residual + place, tl.where(finite, known - code * scale, 0.0), mask=inside)
+    return tl.where(finite, code, -LARGEST - 1.0).to(tl.int32)
+
+
+@triton.jit
+def value_of(code, scale, LARGEST: tl.constexpr):
+    """The number that a code (int32) stands for."""
+    return tl.where(code == -LARGEST - 1, float("nan"), code.to(tl.float32) * scale)
+
+
+@triton.jit
+def encode_kernel(
+    values, residual, codes, scales, blocks, blocks_each, message_bytes, scales_at,
+    BITS: tl.constexpr, FEEDBACK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Encode ROWS blocks; ``blocks``: of all messages, ``blocks_each``: of one."""
+    LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there, message, number = block < blocks, block // blocks_each, block % blocks_each
+    if BITS == 8:
+        inside = there[:, None] & (tl.arange(0, BLOCK)[None, :] < BLOCK)
+        place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        x = with_residual(values, residual, place, inside, FEEDBACK)
+        peak = tl.max(tl.where(is_number(x), tl.abs(x), 0.0), axis=1)
+        scale = scale_of(peak, LARGEST)
+        code = encoded_number(x, scale[:, None], residual, place, inside, LARGEST, FEEDBACK)
+        target = message[:, None] * message_bytes + number[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tl.store(codes + target, (code & 255).to(tl.uint8), mask=inside)
+    else:
+        HALF: tl.constexpr = BLOCK // 2
+        inside = there[:, None] & (tl.arange(0, HALF)[None, :] < HALF)
+        place = block[:, None] * BLOCK + 2 * tl.arange(0, HALF)[None, :]
+        even = with_residual(values, residual, place, inside, FEEDBACK)
+        odd = with_residual(values, residual, place + 1, inside, FEEDBACK)
+        high = tl.maximum(tl.where(is_number(even), tl.abs(even), 0.0), tl.where(is_number(odd), tl.abs(odd), 0.0))
+        scale = scale_of(tl.max(high, axis=1), LARGEST)
+        low = encoded_number(even, scale[:, None], residual, place, inside, LARGEST, FEEDBACK) & 15
+        up = encoded_number(odd, scale[:, None], residual, place + 1, inside, LARGEST, FEEDBACK) & 15
+        target = message[:, None] * message_bytes + number[:, None] * HALF + tl.arange(0, HALF)[None, :]
+        tl.store(codes + target, (low | (up << 4)).to(tl.uint8), mask=inside)
+    tl.store(scales + message * (message_bytes // 4) + scales_at + number, scale, mask=there)
+
+
+@triton.jit
+def signed(code, BITS: tl.constexpr):
+    """The low BITS of an int32, as a number with a sign."""
+    return ((code & ((1 << BITS) - 1)) ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
+
+
+@triton.jit
+def decode_kernel(
+    codes, scales, out, blocks, blocks_each, message_bytes, scales_at,
+    BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Decode ROWS blocks, each to its own place."""
+    LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
+    BYTES: tl.constexpr = BLOCK * BITS // 8
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there, message, number = block < blocks, block // blocks_each, block % blocks_each
+    inside = there[:, None] & (tl.arange(0, BYTES)[None, :] < BYTES)
+    scale = tl.load(scales + message * (message_bytes // 4) + scales_at + number, mask=there, other=0.0)[:, None]
+    source = message[:, None] * message_bytes + number[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    code = tl.load(codes + source, mask=inside, other=0).to(tl.int32)
+    kind = out.dtype.element_ty
+    if BITS == 8:
+        place = block[:, None] * BLOCK + tl.arange(0, BYTES)[None, :]
+        tl.store(out + place, value_of(signed(code, 8), scale, LARGEST).to(kind), mask=inside)
+    else:
+        place = block[:, None] * BLOCK + 2 * tl.arange(0, BYTES)[None, :]
+        tl.store(out + place, value_of(signed(code, 4), scale, LARGEST).to(kind), mask=inside)
+        tl.store(out + place + 1, value_of(signed(code >> 4, 4), scale, LARGEST).to(kind), mask=inside)
+
+
+@triton.jit
+def sum_kernel(
+    codes, scales, out, messages, blocks, message_bytes, scales_at,
+    BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Decode ROWS blocks of every message and add them in the order of the messages."""
+    LARGEST: tl.constexpr = (1 << (BITS - 1)) - 1
+    BYTES: tl.constexpr = BLOCK * BITS // 8
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = block < blocks
+    inside = there[:, None] & (tl.arange(0, BYTES)[None, :] < BYTES)
+    source = block[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+    even = tl.zeros((ROWS, BYTES), tl.float32)
+    odd = tl.zeros((ROWS, BYTES), tl.float32)
+    first = tl.zeros((), tl.int64)
+    for _ in range(0, messages):
+        scale = tl.load(scales + first // 4 + scales_at + block, mask=there, other=0.0)[:, None]
+        code = tl.load(codes + first + source, mask=inside, other=0).to(tl.int32)
+        even += value_of(signed(code, BITS), scale, LARGEST)
+        if BITS == 4:
+            odd += value_of(signed(code >> 4, 4), scale, LARGEST)
+        first += message_bytes
+    kind = out.dtype.element_ty
+    if BITS == 8:
+        tl.store(out + block[:, None] * BLOCK + tl.arange(0, BYTES)[None, :], even.to(kind), mask=inside)
+    else:
+        place = block[:, None] * BLOCK + 2 * tl.arange(0, BYTES)[None, :]
+        tl.store(out + place, even.to(kind), mask=inside)
+        tl.store(out + place + 1, odd.to(kind), mask=inside)
+
+
+def launch_encode(values: Tensor, bits: int, block: int, message_bytes: int, residual: Tensor | None) -> Tensor:
+    """Encode rows [R, s] into messages, uint8 [R, m]."""
+    rows, elements = values.shape
+    messages = torch.empty(rows, message_bytes, dtype=torch.uint8, device=values.device)
+    each, at_once = elements // block, _blocks_at_once(block)
+    encode_kernel[(ceil_div(rows * each, at_once),)](
+        values, residual, messages, messages.view(torch.float32), rows * each, each, message_bytes,
+        elements * bits // 32, BITS=bits, FEEDBACK=residual is not None, ROWS=at_once, BLOCK=block, num_warps=_WARPS,
+    )  # fmt: skip
+    return messages
+
+
+def launch_decode(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
+    """Decode messages [R, m] into rows [R, s]."""
+    rows, elements = out.shape
+    each, at_once = elements // block, _blocks_at_once(block)
+    decode_kernel[(ceil_div(rows * each, at_once),)](
+        messages, messages.view(torch.float32), out, rows * each, each, messages.shape[1], elements * bits // 32,
+        BITS=bits, ROWS=at_once, BLOCK=block, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def launch_sum(messages: Tensor, out: Tensor, bits: int, block: int) -> None:
+    """Decode messages [R, m] and add them into ``out`` [s]."""
+    (elements,), at_once = out.shape, _blocks_at_once(block)
+    sum_kernel[(ceil_div(elements // block, at_once),)](
+        messages, messages.view(torch.float32), out, messages.shape[0], elements // block, messages.shape[1],
+        elements * bits // 32, BITS=bits, ROWS=at_once, BLOCK=block, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def _blocks_at_once(block: int) -> int:
+    return max(1, _ELEMENTS // block)
+
+
+_ELEMENTS_OF_CODES = 1024
+_WARPS_OF_CODES = 4
+
+
+@triton.jit
+def dequantize_kernel(
+    codes, scales, book, out, blocks, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Decode ROWS blocks."""
+    BYTES: tl.constexpr = BLOCK * BITS // 8
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = block < blocks
+    inside = there[:, None] & (tl.arange(0, BYTES)[None, :] < BYTES)
+    scale = tl.load(scales + block, mask=there, other=0.0)[:, None]
+    code = tl.load(codes + block[:, None] * BYTES + tl.arange(0, BYTES)[None, :], mask=inside, other=0).to(tl.int32)
+    kind = out.dtype.element_ty
+    if BITS == 8:
+        ratio = tl.div_rn(signed(code, 8).to(tl.float32), tl.full(code.shape, 127.0, tl.float32))
+        place = block[:, None] * BLOCK + tl.arange(0, BYTES)[None, :]
+        tl.store(out + place, (ratio * scale).to(kind), mask=inside)
+    else:
+        place = block[:, None] * BLOCK + 2 * tl.arange(0, BYTES)[None, :]
+        even, odd = tl.load(book + (code & 15)), tl.load(book + (code >> 4))
+        tl.store(out + place, (even * scale).to(kind), mask=inside)
+        tl.store(out + place + 1, (odd * scale).to(kind), mask=inside)
+
+
+def launch_dequantize(codes: Tensor, scales: Tensor, book: Tensor, out: Tensor, bits: int) -> None:
+    """Decode codes, uint8, with a scale for each block, fp32 [K], into ``out``, contiguous, of K whole blocks.
+
+    ``book``: the values of 4-bit codes, fp32 [16].
+    """
+    blocks, block = scales.numel(), out.numel() // scales.numel()
+    at_once = max(1, _ELEMENTS_OF_CODES // block)
+    dequantize_kernel[(ceil_div(blocks, at_once),)](
+        codes, scales, book, out, blocks, BITS=bits, ROWS=at_once, BLOCK=block, num_warps=_WARPS_OF_CODES
+    )

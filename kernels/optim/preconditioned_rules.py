@@ -1,0 +1,242 @@
+"""Rules of whole matrices that precondition both sides: Shampoo and SOAP.
+
+Shampoo (Gupta et al. 2018), with averages and grafting as in Shi et al. 2023.
+
+    L <- b2 L + (1 - b2) G G'      R <- b2 R + (1 - b2) G' G      sums instead, where b2 is 1
+    M <- b1 M + (1 - b1) G
+    N  = L^(-1/4) M R^(-1/4)                                      roots of (L + epsilon I), of a corrected average
+    N <- N |P| / |N|                                              grafting: P is the update of a simpler rule
+
+Where one side is too long for a preconditioner, the root of the other is -1/2. The roots are made by eigenvalue
+decompositions in the dtype of the state, fp32 or fp64, every ``precondition_frequency`` updates. Before
+``start_preconditioning_step`` the update is that of the simpler rule.
+
+SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's preconditioners.
+
+    L <- b L + (1 - b) G G'      R <- b R + (1 - b) G' G       averages of squares, of each side
+    G' = QL' G QR                                              the gradient in the basis
+    N' = Adam(G')                                              moments in the basis
+    N  = QL N' QR'                                             the update
+
+The bases approach the eigenvectors of L and R by steps of the power method, each with a QR decomposition: some on the
+first gradient, from the coordinates themselves, which makes no update, and from then on one every
+``precondition_frequency`` updates, its columns in the order of falling eigenvalues. All of it is in the dtype of the
+state, fp32 or fp64, on the device of the matrix.
+
+A gradient has a lower rank than its longer side, so L or R is singular at first, and any basis of its null space would
+be one of eigenvectors. A full decomposition lets rounding choose it, and later gradients are not zero there: no two
+grids would train alike. So steps are those of L plus a small multiple of the identity, which has the same eigenvectors
+and leaves directions without a gradient as they were.
+
+Shape suffixes: A rows, B columns of the full matrix.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels.optim.matrix_rule import MatrixState, add_gram_, both_sides, eigen, side_shapes, transposed
+from engine.kernels.optim.update_rules import rule_of
+
+LEFT, RIGHT, LEFT_ROOT, RIGHT_ROOT = "shampoo_left", "shampoo_right", "shampoo_left_root", "shampoo_right_root"
+MOMENTUM, SQUARES = "shampoo_exp_avg", "shampoo_grafting_sq"
+SHAMPOO_STATE = frozenset({LEFT, RIGHT, LEFT_ROOT, RIGHT_ROOT, MOMENTUM, SQUARES})
+_OF_SQUARES = ("adagrad", "rmsprop", "adam")
+"""Simpler rules that keep squares of gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShampooRule:
+    """Hyperparameters of one Shampoo update."""
+
+    lr: float
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+    precondition_frequency: int
+    start_preconditioning_step: int
+    max_preconditioner_dim: int
+    use_bias_correction: bool
+    grafting: str
+    """The simpler rule whose length of an update is taken: "none", "sgd", "adagrad", "rmsprop" or "adam"."""
+    grafting_beta2: float
+    grafting_epsilon: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "ShampooRule":
+        """The rule of a group of the optimizer."""
+        begin = group["start_preconditioning_step"]
+        begin = group["precondition_frequency"] if begin is None else begin
+        return rule_of(cls, group, start_preconditioning_step=begin)
+
+    def cost(self, shape: tuple[int, ...]) -> int:
+        """Two products for each side that has a preconditioner, and its share of a decomposition."""
+        elements, every = shape[0] * shape[1], self.precondition_frequency
+        sides = [size for size in shape if size <= self.max_preconditioner_dim]
+        return sum(2 * elements * size + 10 * size**3 // every for size in sides) + elements
+
+    def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """A sum and a root for each side that is not too long, the momentum, and squares for grafting."""
+        sums = side_shapes(shape, self.max_preconditioner_dim, LEFT, RIGHT)
+        roots = side_shapes(shape, self.max_preconditioner_dim, LEFT_ROOT, RIGHT_ROOT)
+        momentum = {MOMENTUM: shape} if self.betas[0] else {}
+        squares = {SQUARES: shape} if self.grafting in _OF_SQUARES else {}
+        return {**momentum, **squares, **sums, **roots}
+
+    def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
+        """Return the update [A, B] of a gradient."""
+        if step == 1:
+            for kept in state.values():
+                kept.zero_()
+        b1, b2 = self.betas
+        add_gram_(state.get(LEFT), state.get(RIGHT), direction_AB, b2, _part(b2))
+        momentum = direction_AB
+        if b1:
+            momentum = state[MOMENTUM].lerp_(direction_AB, 1 - b1) / self._corrected(b1, step)
+        simple = self._simple(direction_AB, momentum, state, step)
+        if step < self.start_preconditioning_step or not (LEFT in state or RIGHT in state):
+            return simple
+        if step == self.start_preconditioning_step or step % self.precondition_frequency == 0:
+            self._make_roots(state, step)
+        found = both_sides(state.get(LEFT_ROOT), momentum, state.get(RIGHT_ROOT))
+        return found if self.grafting == "none" else found * (simple.norm() / found.norm().clamp(min=1e-30))
+
+    def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
+        """Decay the weights and step along the update."""
+        weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
+
+    def _simple(self, grad_AB: Tensor, momentum_AB: Tensor, state: MatrixState, step: int) -> Tensor:
+        """The update of the simpler rule; without grafting, the momentum."""
+        if SQUARES not in state:
+            return momentum_AB.clone() if momentum_AB is grad_AB else momentum_AB
+        b = 1.0 if self.grafting == "adagrad" else self.grafting_beta2
+        squares = state[SQUARES].mul_(b).addcmul_(grad_AB, grad_AB, value=_part(b))
+        corrected = 1 - b**step if self.grafting == "adam" else 1.0
+        return momentum_AB / (squares / corrected).sqrt_().add_(self.grafting_epsilon)
+
+    def _make_roots(self, state: MatrixState, step: int) -> None:
+        sides = [(s, r) for s, r in ((LEFT, LEFT_ROOT), (RIGHT, RIGHT_ROOT)) if s in state]
+        for name, root in sides:
+            sums = state[name] / self._corrected(self.betas[1], step)
+            values, vectors = eigen(sums)
+            powers = (values.clamp_(min=0) + self.epsilon).pow_(-0.5 / len(sides))
+            state[root].copy_((vectors * powers) @ vectors.T)
+
+    def _corrected(self, beta: float, step: int) -> float:
+        """What an average lacks in its first updates; sums lack nothing."""
+        return 1 - beta**step if self.use_bias_correction and beta < 1 else 1.0
+
+
+def _part(beta: float) -> float:
+    """With which a new square enters; 1 where they are summed."""
+    return 1 - beta if beta < 1 else 1.0
+
+
+SOAP_LEFT, SOAP_RIGHT, LEFT_BASIS, RIGHT_BASIS = "soap_left", "soap_right", "soap_left_basis", "soap_right_basis"
+FIRST, SECOND = "soap_exp_avg", "soap_exp_avg_sq"
+SOAP_STATE = frozenset({SOAP_LEFT, SOAP_RIGHT, LEFT_BASIS, RIGHT_BASIS, FIRST, SECOND})
+
+_SHIFT = 3e-3
+"""Part of the largest eigenvalue that is added to all; rounding in fp32 is some ten thousand times smaller."""
+_FIRST_STEPS = 4
+"""Steps of the power method on the first gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoapRule:
+    """Hyperparameters of one SOAP update."""
+
+    lr: float
+    betas: tuple[float, float]
+    shampoo_beta: float
+    """Decay rate of the averages of both sides."""
+    eps: float
+    weight_decay: float
+    precondition_frequency: int
+    max_precond_dim: int
+    normalize_grads: bool
+    correct_bias: bool
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "SoapRule":
+        """The rule of a group of the optimizer, by the names of the authors' implementation."""
+        own = group["shampoo_beta"]
+        return rule_of(cls, group, shampoo_beta=group["betas"][1] if own is None else own)
+
+    def cost(self, shape: tuple[int, ...]) -> int:
+        """Three products for each side that has a basis, and its share of a refresh of that."""
+        elements, every = shape[0] * shape[1], self.precondition_frequency
+        sides = [size for size in shape if size <= self.max_precond_dim]
+        return sum(3 * elements * size + (4 * size**3 + 2 * elements * size) // every for size in sides) + elements
+
+    def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Both moments, and an average and a basis for each side that is not too long."""
+        averages = side_shapes(shape, self.max_precond_dim, SOAP_LEFT, SOAP_RIGHT)
+        bases = side_shapes(shape, self.max_precond_dim, LEFT_BASIS, RIGHT_BASIS)
+        return {FIRST: shape, SECOND: shape, **averages, **bases}
+
+    def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
+        """Return the update [A, B] of a gradient; that of the first one is zero, and makes the bases."""
+        grad = direction_AB
+        if step == 1:
+            for kept in state.values():
+                kept.zero_()
+            self._accumulate(grad, state)
+            for average, basis in ((SOAP_LEFT, LEFT_BASIS), (SOAP_RIGHT, RIGHT_BASIS)):
+                if average in state:
+                    _begin(state[average], state[basis])
+            return torch.zeros_like(grad)
+        found = self._adam(grad, state, step - 1)
+        self._accumulate(grad, state)
+        if (step - 1) % self.precondition_frequency == 0:
+            _refresh(state)
+        return found
+
+    def apply_(self, weights: Tensor, update: Tensor, shape: tuple[int, ...], step: int) -> None:
+        """Decay the weights and step along the update; the first gradient leaves them as they are."""
+        if step > 1:
+            weights.mul_(1 - self.lr * self.weight_decay).add_(update, alpha=-self.lr)
+
+    def _adam(self, grad_AB: Tensor, state: MatrixState, step: int) -> Tensor:
+        left, right = state.get(LEFT_BASIS), state.get(RIGHT_BASIS)
+        turned, (b1, b2) = both_sides(transposed(left), grad_AB, right), self.betas
+        first, second = state[FIRST].lerp_(turned, 1 - b1), state[SECOND].mul_(b2)
+        second.addcmul_(turned, turned, value=1 - b2)
+        found = both_sides(left, first / second.sqrt().add_(self.eps), transposed(right))
+        if self.normalize_grads:
+            found /= found.square().mean().sqrt().add_(1e-30)
+        return found.mul_((1 - b2**step) ** 0.5 / (1 - b1**step)) if self.correct_bias else found
+
+    def _accumulate(self, grad_AB: Tensor, state: MatrixState) -> None:
+        b = self.shampoo_beta
+        add_gram_(state.get(SOAP_LEFT), state.get(SOAP_RIGHT), grad_AB, b, 1 - b)
+
+
+def _begin(average: Tensor, basis: Tensor) -> None:
+    """Bring the coordinates near to the eigenvectors of the first average."""
+    basis.copy_(torch.eye(len(basis), dtype=basis.dtype, device=basis.device))
+    for _ in range(_FIRST_STEPS):
+        basis.copy_(torch.linalg.qr(_grown(average, basis)[0]).Q)
+
+
+def _grown(average: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of a basis after a step of the power method, and estimates of their eigenvalues."""
+    grown = average @ basis
+    sizes = (basis * grown).sum(0)
+    return grown.addcmul_(basis, _SHIFT * sizes.max()), sizes
+
+
+def _refresh(state: MatrixState) -> None:
+    """Bring both bases nearer to the eigenvectors of the averages, and the moments into the new ones."""
+    left, right = state.get(LEFT_BASIS), state.get(RIGHT_BASIS)
+    first = both_sides(left, state[FIRST], transposed(right))
+    for dim, average, basis in ((0, state.get(SOAP_LEFT), left), (1, state.get(SOAP_RIGHT), right)):
+        if average is not None and basis is not None:
+            grown, sizes = _grown(average, basis)
+            order = sizes.argsort(descending=True, stable=True)
+            state[SECOND].copy_(state[SECOND].index_select(dim, order))
+            basis.copy_(torch.linalg.qr(grown[:, order]).Q)
+    state[FIRST].copy_(both_sides(transposed(left), first, right))

@@ -1,0 +1,284 @@
+"""Kernels that communicate: where they were measured to win, what they know of other ranks, and which rows of experts
+travel. Nothing here needs Triton.
+
+A row of ``overlap.json`` is for one operation, GPU, dtype, number of ranks, and columns and depth of a product; it
+applies from its number of rows up to that of the next row of the same product. What has no row runs as where nothing
+was measured. ``python -m benchmarks overlap`` writes the rows.
+
+A :class:`Mailbox` is what such a kernel knows of the other ranks: addresses of memory that all of them can write.
+
+    of each rank   2 x W slots     what the ranks write to it, in turns of two epochs
+                   2 x W x most    arrivals: the epoch in which a rank has written a tile, likewise
+    of this rank   W ended         what the host writes down: that a rank has ended, so nobody waits for it
+
+An *epoch* is the number of a call, from 1, counted by all ranks alike. Nothing is ever reset, so a signal that comes
+late, or twice, is one of an old epoch and means nothing any more.
+
+Nobody has to say that a slot was read. In every call each rank waits for something of every other one. So a rank that
+writes in epoch e has ended e - 1, for which all others wrote after they had ended e - 2, whose tiles were in the slot.
+For the same reason an arrival that is waited for in epoch e is below e or equal to it; more than e says that the ranks
+do not make the same calls.
+
+Experts are numbered over all ranks; rank r owns experts r*X to (r+1)*X. A rank's tokens are sorted by expert, so what
+it sends to another rank is one run of its rows. An owner keeps what has come sorted by expert, then by rank:
+
+    rank 0   a a b c c c d     counts [4, 0..]      rank 0 owns a, b    a0 a0 a1 b0 b1 b1
+    rank 1   a b b d                                rank 1 owns c, d    c0 c0 c0 d0 d1
+
+Shape suffixes: W ranks, E experts of all ranks, X experts of a rank, T rows of a rank, R rows that its experts get.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import EngineError
+
+Operation = Literal["gather_product", "product_scatter", "product_sum"]
+Way = Literal["fused", "copied", "chunks", "collectives"]
+IN_KERNEL: frozenset[Way] = frozenset({"fused", "copied"})
+"""Ways in which a kernel waits for rows or sends them; "copied": copies carry the rows to a kernel that waits."""
+
+
+class ProductSizes(NamedTuple):
+    """[rows, depth] x [depth, columns] as each rank multiplies; the rows are those of all ranks together."""
+
+    rows: int
+    columns: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapChoice:
+    """The fastest way of an operation at one size."""
+
+    operation: Operation
+    device: str
+    """Glob pattern for the GPU name, as ``device_name`` returns it."""
+    dtype: str
+    ranks: int
+    rows: int
+    """The fewest that the row applies to."""
+    columns: int
+    depth: int
+    way: Way
+    speedup: float
+    """Time of the fastest way without such a kernel over the time of the fastest with one."""
+    tile: tuple[int, int, int, int, int] | None = None
+    """Rows, columns, depth, warps and stages; None: the tile that ships."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a kernel communicates."""
+        return self.way in IN_KERNEL
+
+
+class OverlapChoices:
+    """The rows of one GPU and number of ranks."""
+
+    def __init__(self, rows: Iterable[OverlapChoice]) -> None:
+        self.rows = tuple(rows)
+
+    def find(self, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> OverlapChoice | None:
+        """The row that applies."""
+        product = (sizes.columns, sizes.depth)
+        held = [
+            row for row in self._of(operation, dtype) if (row.columns, row.depth) == product and row.rows <= sizes.rows
+        ]
+        return max(held, key=lambda row: row.rows, default=None)
+
+    def may_fuse(
+        self, operation: Operation, rows: int, dtype: torch.dtype, *, columns: int | None = None,
+        depth: int | None = None,
+    ) -> bool:  # fmt: skip
+        """Whether some product of these rows fuses, of the columns or the depth that are known."""
+        products = {
+            ProductSizes(rows, row.columns, row.depth)
+            for row in self._of(operation, dtype)
+            if row.columns == (columns or row.columns) and row.depth == (depth or row.depth)
+        }
+        found = (self.find(operation, sizes, dtype) for sizes in products)
+        return any(row is not None and row.fuses for row in found)
+
+    def _of(self, operation: Operation, dtype: torch.dtype) -> list[OverlapChoice]:
+        name = str(dtype).removeprefix("torch.")
+        return [row for row in self.rows if row.operation == operation and fnmatchcase(name, row.dtype)]
+
+
+def read_overlap(text: str) -> tuple[OverlapChoice, ...]:
+    """Parse a table from JSON."""
+    rows = json.loads(text)["winners"]
+    return tuple(OverlapChoice(**(row | {"tile": tuple(row["tile"])} if row.get("tile") else row)) for row in rows)
+
+
+@cache
+def shipped_overlap() -> tuple[OverlapChoice, ...]:
+    """The table that ships with this package."""
+    return read_overlap((Path(__file__).resolve().parent / "overlap.json").read_text(encoding="utf-8"))
+
+
+def overlap_choices(device: str, ranks: int) -> OverlapChoices:
+    """What was measured on the GPU of this name with so many ranks."""
+    return OverlapChoices(row for row in shipped_overlap() if row.ranks == ranks and fnmatchcase(device, row.device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mailbox:
+    """One rank's view of the memory of all ranks of an axis."""
+
+    rank: int
+    slots: Tensor
+    """Address of the slots of each rank, int64 [W]."""
+    arrivals: Tensor
+    """Address of the arrivals of each rank, and last of the words of this rank about ranks that have ended, int32 [W]:
+    int64 [W + 1]."""
+    status: Tensor
+    """What did not come, int64 [1], of this rank alone; 0: everything came."""
+    capacity: int
+    """Bytes of a slot."""
+    most: int
+    """Tiles of a call that a rank can signal."""
+    patience: int
+    """Looks at a signal until it counts as lost."""
+    multicast: int = 0
+    """Address of the slots of all ranks at once, through the switch between them; 0: there is no such."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.slots)
+
+
+class Missing(NamedTuple):
+    """The first signal that did not come."""
+
+    rank: int
+    tile: int
+    epoch: int
+
+
+def read_status(word: int) -> Missing | None:
+    """What a status word says; None: everything came."""
+    return Missing(word >> 24 & 0xFF, (word & 0xFFFFFF) - 1, word >> 32) if word else None
+
+
+TILE_FIELDS = 6
+"""Numbers that describe a tile: the other rank, its number between the two, the expert among those of its owner, its
+first row among what travels between the two, its rows, and its first row among all those of this rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRows:
+    """How many rows every rank sends to every expert, as ``rank`` sees it. All ranks know all counts."""
+
+    counts: Tensor
+    """Integers [W, E] on the host."""
+    rank: int
+
+    def __post_init__(self) -> None:
+        counts = self.counts
+        if counts.dim() != 2 or counts.is_floating_point() or counts.shape[1] % len(counts) or counts.min() < 0:
+            raise EngineError(
+                f"counts of rows are {counts.dtype} {tuple(counts.shape)}, but every rank has a number from 0 on for "
+                "each expert, and all ranks own equally many experts; pass integers [ranks, experts]."
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.counts)
+
+    @property
+    def experts(self) -> int:
+        """Experts of a rank."""
+        return self.counts.shape[1] // self.ranks
+
+    @cached_property
+    def sent(self) -> Tensor:
+        """Rows that this rank sends to each expert of each rank, [W, X]."""
+        return self.counts[self.rank].view(self.ranks, -1).long()
+
+    @cached_property
+    def received(self) -> Tensor:
+        """Rows that this rank's experts get from each rank, [W, X]."""
+        return self.counts.view(self.ranks, self.ranks, -1)[:, self.rank].long()
+
+    @property
+    def own(self) -> int:
+        """T: rows of this rank."""
+        return int(self.sent.sum())
+
+    @property
+    def here(self) -> int:
+        """R: rows that its experts get."""
+        return int(self.received.sum())
+
+    @property
+    def sizes(self) -> Tensor:
+        """Rows of each of its experts, [X]."""
+        return self.received.sum(0)
+
+    def most_rows(self) -> int:
+        """Most rows that any rank sends to another."""
+        return int(self.counts.view(self.ranks, self.ranks, -1).sum(2).max())
+
+    def most_tiles(self, height: int) -> int:
+        """Most tiles of ``height`` rows that any rank sends to another; without rows it still sends one signal."""
+        tiles = -(-self.counts.view(self.ranks, self.ranks, -1) // height)
+        return max(1, int(tiles.sum(2).max()))
+
+    def source_tiles(self, height: int, *, sends: bool) -> Tensor:
+        """Tiles of this rank's own rows, int32 [n, 6]: what it ``sends`` to the owners, or gets back from them."""
+        starts = (self.sent.flatten().cumsum(0) - self.sent.flatten()).view_as(self.sent)
+        return self._tiles(self.sent, starts, height, sends)
+
+    def owner_tiles(self, height: int, *, sends: bool) -> Tensor:
+        """Tiles of the rows that this rank's experts get, int32 [n, 6], or that it ``sends`` back."""
+        return self._tiles(self.received, self._starts(), height, sends)
+
+    def by_expert(self, parts: Sequence[Tensor]) -> Tensor:
+        """What has come from each rank, [rows, ..] each, sorted by expert, then by rank: [R, ..]."""
+        pieces = [torch.split(part, rows.tolist()) for part, rows in zip(parts, self.received, strict=True)]
+        return torch.cat([piece[expert] for expert in range(self.experts) for piece in pieces])
+
+    def by_rank(self, rows: Tensor) -> list[Tensor]:
+        """The opposite of :meth:`by_expert`."""
+        pieces = torch.split(rows, self.received.t().flatten().tolist())
+        return [torch.cat(pieces[rank :: self.ranks]) for rank in range(self.ranks)]
+
+    def to_owners(self, tokens: Tensor) -> list[Tensor]:
+        """The rows of each owner in ``tokens`` [T, ..], which are sorted by expert."""
+        return list(torch.split(tokens, self.sent.sum(1).tolist()))
+
+    def _starts(self) -> Tensor:
+        """First row of each rank and expert among all that come, [W, X]."""
+        sizes = self.received.t().flatten()
+        return (sizes.cumsum(0) - sizes).view(self.experts, self.ranks).t()
+
+    def _tiles(self, rows: Tensor, starts: Tensor, height: int, sends: bool) -> Tensor:
+        step = torch.arange(self.ranks)
+        peers = (self.rank + 1 + step) % self.ranks if sends else (self.rank - step) % self.ranks
+        rows, starts = rows[peers], starts[peers]
+        tiles = -(-rows // height)
+        tiles[:, 0] += tiles.sum(1) == 0  # a signal without rows: in every call each rank waits for every other one
+        first = tiles.flatten().cumsum(0) - tiles.flatten()
+        chunk = torch.repeat_interleave(torch.arange(tiles.numel()), tiles.flatten())
+        peer, expert = chunk // self.experts, chunk % self.experts
+        number = torch.arange(len(chunk))
+        before = (number - first[chunk]) * height
+        found = (
+            peers[peer],
+            number - first[peer * self.experts],
+            expert,
+            (rows.cumsum(1) - rows).flatten()[chunk] + before,
+            (rows.flatten()[chunk] - before).clamp(max=height),
+            starts.flatten()[chunk] + before,
+        )
+        return torch.stack(found, 1).int()

@@ -1,1 +1,0 @@
-"""Activation checkpointing: blocks run again in backward, in full or except for chosen operators."""

@@ -1,0 +1,261 @@
+"""Memory that all ranks of an axis can write, for kernels that communicate (``kernels/gpu/overlap``).
+
+    of each rank      slots of two epochs │ arrivals     the layout of :class:`Mailbox`
+    of this one       who has ended                      memory of the host, see :class:`PeerWatch`
+
+The memory comes from the backend: shared memory between processes of one host on CPUs, symmetric memory of torch
+between GPUs that reach each other. Where there is none, collectives do the same work.
+
+An *epoch* is one call. It is counted on every rank, and all ranks make the same calls in one order, as they do with
+collectives; there is nothing else that a call has to agree on.
+
+Who has ended is known by a thread that the operating system wakes, and a word that kernels look at:
+
+    a rank ends, however    the system closes its sockets, and tells those who hold a descriptor of its process
+    every other rank        poll returns at once, the thread writes ended[index] = 1, of the next one that ends 2, ..
+    a kernel that waits     looks at the word every so often, and gives up
+
+The descriptor is for a rank that leaves children behind, such as workers that load data: they keep its sockets open.
+The socket is for a rank that closes its engine and goes on, and where processes are hidden from each other. It costs
+nothing while nobody ends. Ranks of other hosts are not watched; their end is found by time.
+"""
+
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.kernels.device import SideStream, host_words, is_host
+from engine.kernels.overlap import Mailbox, read_status
+
+logger = logging.getLogger("trine")
+
+
+class PeerEndedError(RuntimeError):
+    """What was waited for cannot come: the rank that had to send it has ended."""
+
+
+class PeerWatch:
+    """Watches the other ranks of an axis until ``close``.
+
+    Args:
+        links: by index of a rank, the descriptor of a socket whose other end that rank alone holds.
+        ended: int32 [W] in memory of the host, zeros; a word is set when its rank has ended, or closed its end, to how
+            many had by then.
+    """
+
+    def __init__(self, links: Mapping[int, int], ended: Tensor) -> None:
+        self._ended, self._indices = ended, {link: index for index, link in links.items()}
+        self._processes = {process: index for index, link in links.items() for process in _process_of(link)}
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="trine-peers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; call it before the links are closed. A second call does nothing."""
+        if self._thread.is_alive():
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+            for descriptor in (self._wake, *self._processes):
+                os.close(descriptor)
+
+    def _run(self) -> None:
+        poll, indices, count = select.poll(), self._indices | self._processes, 0
+        for descriptor in (self._wake, *indices):
+            poll.register(descriptor, select.POLLIN | select.POLLRDHUP)
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._wake:
+                    return
+                poll.unregister(descriptor)
+                if self._ended[indices[descriptor]] == 0:
+                    count += 1
+                    self._ended[indices[descriptor]] = count
+
+
+def _process_of(link: int) -> list[int]:
+    """A descriptor of the process at the other end, or none where it is not visible from here."""
+    with suppress(OSError), socket.socket(fileno=os.dup(link)) as other:
+        process, _, _ = struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return [os.pidfd_open(process)] if process > 0 else []
+    return []
+
+
+_LOOKS_A_SECOND: Final = (1e4, 1e6)
+"""Of an interpreted kernel at memory of its host, and of a GPU's at that of a peer, about."""
+_WORD: Final = 4
+_ALIGNED: Final = 256
+"""Bytes; parts of the memory begin at multiples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBytes:
+    """Memory of equal size on every rank of an axis, which all of them can write; zeros at first."""
+
+    parts: tuple[Tensor, ...]
+    """Each rank's part, uint8 [n], as this rank reaches it."""
+    index: int
+    """Of this rank."""
+    close: Callable[[], None]
+    """Release the memory; a second call does nothing."""
+    multicast: int = 0
+    """Address of all parts at once, for loads that add and stores that reach all (NVLink SHARP); 0: there is none."""
+    links: Mapping[int, int] = field(default_factory=dict)
+    """By index of another rank, the descriptor of a socket that the system closes when that rank ends; ranks without
+    one are not watched."""
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's part."""
+        return self.parts[self.index]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of each rank's part, as this rank reaches it."""
+        return tuple(part.data_ptr() for part in self.parts)
+
+    @property
+    def looks_a_second(self) -> float:
+        """How often a kernel can look at a signal, about."""
+        return _LOOKS_A_SECOND[not is_host(self.own.device)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotSizes:
+    """How much a rank can send to another in one call."""
+
+    ranks: int
+    capacity: int
+    """Bytes."""
+    most: int
+    """Tiles."""
+
+    @property
+    def slots(self) -> int:
+        """Bytes of all slots of a rank."""
+        return 2 * self.ranks * padded_bytes(self.capacity)
+
+    @property
+    def total(self) -> int:
+        """Bytes of a rank's part."""
+        return self.slots + self.arrivals
+
+    @property
+    def arrivals(self) -> int:
+        """Bytes of the arrivals of a rank."""
+        return padded_bytes(2 * _WORD * self.ranks * self.most)
+
+
+def padded_bytes(size: int) -> int:
+    """``size`` rounded up to where the next part of the memory may begin."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+class SymmetricBuffer:
+    """One rank's end. All ranks of the axis make the same calls.
+
+    Args:
+        seconds: how long a kernel waits for a signal of a rank that has not ended.
+        peers: the ranks of the axis, by index.
+    """
+
+    def __init__(self, memory: SharedBytes, sizes: SlotSizes, seconds: float, peers: Sequence[int]) -> None:
+        self._memory, self._peers = memory, peers
+        self.sizes = sizes
+        """How much fits."""
+        self._epoch = 0
+        self._said: set[str] = set()
+        device = memory.own.device
+        slots = torch.tensor(memory.addresses, dtype=torch.int64)
+        self._ended = host_words(sizes.ranks, device)
+        arrivals = torch.cat([slots + sizes.slots, torch.tensor([self._ended.data_ptr()])])
+        self._watch = PeerWatch(memory.links, self._ended) if memory.links else None
+        self.mailbox = Mailbox(
+            rank=memory.index,
+            slots=slots.to(device),
+            arrivals=arrivals.to(device),
+            status=torch.zeros(1, dtype=torch.int64, device=device),
+            capacity=padded_bytes(sizes.capacity),
+            most=sizes.most,
+            patience=min(int(seconds * memory.looks_a_second), 2**31 - 1),
+            multicast=memory.multicast,
+        )
+
+    @cached_property
+    def copies(self) -> SideStream:
+        """Where copies to other ranks go while this rank computes. Virtual ranks are given one each: a device has few
+        streams, and one that two ranks share would let one wait behind the other."""
+        return SideStream(self._memory.own.device)
+
+    def fits(self, size: int, tiles: int) -> bool:
+        """Whether a rank can send ``size`` bytes in ``tiles`` tiles to another in one call."""
+        return size <= self.sizes.capacity and tiles <= self.sizes.most
+
+    def say_once(self, sentence: str) -> None:
+        """Tell in the log what is not sent this way, the first time."""
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.info("overlap: %s", sentence)
+
+    def next_epoch(self) -> int:
+        """Begin a call; its number."""
+        self._epoch += 1
+        return self._epoch
+
+    def slot(self, epoch: int, writer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What ``writer`` has left with this rank, a view; valid until this rank's next call but one."""
+        return self._slot(self.mailbox.rank, writer, epoch, shape, dtype)
+
+    def slot_at(self, owner: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Where this rank writes what it leaves with ``owner``, a view."""
+        return self._slot(owner, self.mailbox.rank, epoch, shape, dtype)
+
+    def arrivals_at(self, owner: int, epoch: int) -> Tensor:
+        """Where this rank signals tiles to ``owner``: int32 [most], a view."""
+        most = self.sizes.most
+        words = self._memory.parts[owner][self.sizes.slots :].view(torch.int32)
+        return words[self._turn(epoch, self.mailbox.rank) * most :][:most]
+
+    def _slot(self, owner: int, writer: int, epoch: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        start = self._turn(epoch, writer) * padded_bytes(self.sizes.capacity)
+        return self._memory.parts[owner][start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def _turn(self, epoch: int, writer: int) -> int:
+        return (epoch % 2) * self.sizes.ranks + writer
+
+    def check(self) -> None:
+        """Fail if a signal did not come. Waits for the kernel on a GPU.
+
+        Raises:
+            PeerEndedError: the rank that had to send it has ended; it names the rank, the tile and the call.
+            RuntimeError: it has not come in time, likewise.
+        """
+        missing = read_status(int(self.mailbox.status.item()))
+        if missing is None:
+            return
+        what = f"tile {missing.tile} of tensor rank {missing.rank} in call {missing.epoch}"
+        ended = self._ended.tolist()
+        if ended[missing.rank]:
+            # whoever notices that a rank has ended ends too, and may be the one that this rank waits for
+            first = min((turn, index) for index, turn in enumerate(ended) if turn)[1]
+            before = "" if first == missing.rank else f", and rank {self._peers[first]} before it"
+            peer = self._peers[missing.rank]
+            raise PeerEndedError(f"rank {peer} has ended or closed its engine before {what} came{before}")
+        raise RuntimeError(f"{what} has not come in time")
+
+    def close(self) -> None:
+        """Release the memory. A second call does nothing."""
+        if self._watch is not None:
+            self._watch.close()
+        self._memory.close()
