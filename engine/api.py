@@ -49,10 +49,8 @@ from engine.planning.profile_calls import Costs, needs_profiling
 from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.program.batch import Batch
 from engine.program.batch_rows import BatchRows, Name
-from engine.program.forward_inputs import ForwardInputs, Inputs
-from engine.program.loss import LossFunction
-from engine.program.row_gather import RowGather
-from engine.program.torch_loss import with_targets
+from engine.program.forward_inputs import ForwardInputs, Inputs, with_targets
+from engine.program.loss import LossFunction, RowGather
 from engine.reporting.banner import banner_text
 from engine.reporting.console import open_console, say_if_slow
 from engine.reporting.last_words import LastWords

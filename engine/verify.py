@@ -33,10 +33,8 @@ from engine.precision.layer_casts import put_casts
 from engine.precision.loss_scaler import make_loss_scale
 from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows, Name
-from engine.program.forward_inputs import ForwardInputs, Inputs
-from engine.program.loss import LossFunction, find_loss
-from engine.program.row_gather import RowGather
-from engine.program.torch_loss import with_targets
+from engine.program.forward_inputs import ForwardInputs, Inputs, with_targets
+from engine.program.loss import LossFunction, RowGather, find_loss
 from engine.zero.optim.inner_optimizer import OptimizerFactory
 from engine.zero.optim.rules.schedule_free import take_averages
 

@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.config.overrides import OVERRIDES_HELP
+from engine.config.config_file import OVERRIDES_HELP
 
 DEFAULT_CONFIG = Path("configs/tp2_pp2_zero1.json")
 """Default configuration for a multiple of four ranks."""

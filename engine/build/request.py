@@ -18,9 +18,8 @@ from engine.precision.dtypes import Precision
 from engine.program.batch import Batch
 from engine.program.batch_rows import BatchRows
 from engine.program.forward_inputs import ForwardInputs
-from engine.program.loss import LossFunction
+from engine.program.loss import LossFunction, RowGather
 from engine.program.program import Program
-from engine.program.row_gather import RowGather
 from engine.step.runtime import RankRuntime
 from engine.zero.optim.inner_optimizer import OptimizerFactory
 from engine.zero.optim.matrix.own_whole import OwnWholeRule

@@ -23,7 +23,7 @@ from engine.config.between import (
     check_wire,
     check_zero,
 )
-from engine.config.config_file import read_config_file, remarks
+from engine.config.config_file import overridden, read_config_file, remarks
 from engine.config.deepspeed.keys import KEYS
 from engine.config.deepspeed.translate import translate
 from engine.config.optim_sections import (
@@ -36,8 +36,7 @@ from engine.config.optim_sections import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from engine.config.optimizers.checks import check_optimizer, check_rates
-from engine.config.overrides import overridden
+from engine.config.optimizer_rules import check_optimizer, check_rates
 from engine.config.reader import Section, Typed, dump_section, paths, read_section, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (

@@ -30,8 +30,8 @@ from engine.planning.cost_model.workload import Workload
 from engine.reporting.console import open_console, say_if_slow
 
 if TYPE_CHECKING:
+    from engine.launch.planner.counted_memory import SampledBlocks
     from engine.launch.planner.planned_model import PlannedModel
-    from engine.launch.planner.sampled_blocks import SampledBlocks
     from engine.planning.plan import Plan
 
 MOST_ACTIONS = 12_000
@@ -154,7 +154,7 @@ def _with_change(made: Planned, search: SearchResult, choice: LayoutChoice) -> P
 
 def _choice(model: "_Model", search: SearchResult) -> LayoutChoice:
     """The layouts of a search in turn, as far as samples of the model's blocks let them fit."""
-    from engine.launch.planner.sampled_blocks import working_of
+    from engine.launch.planner.counted_memory import working_of
 
     limit = USABLE * model.asked.gpu.memory_bytes
     return LayoutChoice(search.ranked, limit, working_of(model.samples, model.workload(model.config)))
@@ -371,7 +371,7 @@ class _Model:
     def samples(self) -> "SampledBlocks":
         """What was counted of its blocks, under the given configuration or none."""
         if self._samples is None:
-            from engine.launch.planner.sampled_blocks import SampledBlocks
+            from engine.launch.planner.counted_memory import SampledBlocks
 
             base = self.asked.config
             self._samples = SampledBlocks(

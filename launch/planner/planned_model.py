@@ -15,7 +15,7 @@ from engine.errors import PlanError
 from engine.kernels.device import find_accelerator
 from engine.launch.planner.plan_request import ModelSource
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
-from engine.models.huggingface_class import huggingface_class, import_transformers
+from engine.models.named_model import build_named, find_function, huggingface_class, import_transformers, model_and_rows
 from engine.parallel.model.user_code import is_own_mistake
 from engine.planning.analysis import PlanRequest, needs_search, search_styles
 from engine.planning.cost_model.decoder_shape import DecoderShape
@@ -28,7 +28,6 @@ from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.precision.dtypes import Precision, make_precision
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
-from engine.program.module_function import build_named, find_function, model_and_rows
 from engine.program.program import Program
 
 KNOWN_STYLES: Mapping[str, Mapping[str, str]] = {

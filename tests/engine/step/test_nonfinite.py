@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.errors import EngineError
-from engine.launch.progress_line import ProgressLine
+from engine.launch.reference_run import ProgressLine
 from engine.models.decoder import Block, loss_sum
 from engine.parallel.comm.agreement import bit_sum
 from engine.zero.reduce.replica_check import NON_FINITE

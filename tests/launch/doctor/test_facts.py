@@ -11,8 +11,8 @@ import pytest
 import engine
 from engine.launch.doctor import facts
 from engine.launch.doctor.examined import HostFacts, InterfaceFacts
-from engine.launch.doctor.network import addresses_of, network_interfaces
-from engine.launch.jobs.sent.probe import sources_digest
+from engine.launch.doctor.facts import addresses_of, network_interfaces
+from engine.launch.jobs.probe import sources_digest
 from engine.parallel.comm.launcher import route_address
 from tests.launch.doctor.seen import host
 

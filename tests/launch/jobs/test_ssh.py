@@ -193,7 +193,7 @@ def test_a_host_that_does_not_join_is_named(hosts: MakeHosts, tmp_path: Path) ->
 
 
 def test_free_ports_are_free() -> None:
-    from engine.launch.jobs.sent.probe import _free_port
+    from engine.launch.jobs.probe import _free_port
 
     with socket.create_server(("", 0)) as taken:
         assert _free_port(taken.getsockname()[1]) == 0

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch.jobs import ssh_job
+from engine.launch.jobs import ssh as ssh_jobs
 from engine.launch.jobs.hostfile import Host
-from engine.launch.jobs.preflight import HostReply
-from engine.launch.jobs.remote import Answer, SshRequest
+from engine.launch.jobs.remote import Answer, HostReply, SshRequest
 from engine.launch.jobs.request import JobRequest, NodeCount
-from engine.launch.jobs.ssh import HostRun, MeetingPlace, Screen, SshPlan
-from engine.launch.jobs.ssh_job import SshJob
+from engine.launch.jobs.ssh import HostRun, MeetingPlace, Screen, SshJob, SshPlan
 from tests.launch.jobs.test_preflight import HERE, THERE
 
 LATE = "echo torch.distributed.elastic.rendezvous.api.RendezvousConnectionError >&2; exit 1"
@@ -54,7 +52,7 @@ def ended(
         return made[-1]
 
     monkeypatch.setattr(SshPlan, "start", start)
-    monkeypatch.setattr(ssh_job, "ask", lambda ssh, host, question: Answer(facts={}, reason=""))
+    monkeypatch.setattr(ssh_jobs, "ask", lambda ssh, host, question: Answer(facts={}, reason=""))
     request = JobRequest(
         script="job.py", arguments=(), python="python", ranks_per_node=1,
         nodes=NodeCount(least=1, most=2, elastic=elastic), export={}, folder=folder, name="job", port=None,

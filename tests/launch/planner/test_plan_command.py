@@ -159,9 +159,9 @@ def test_a_search_proposes_nothing_slower_than_the_plain_command(
 
 def count_more(monkeypatch: pytest.MonkeyPatch, modes: Sequence[str], gib: float) -> list[str]:
     """Counting finds so much more where these are recomputed; returns the layouts that are counted. No samples."""
-    from engine.launch.planner import counted_memory, sampled_blocks
+    from engine.launch.planner import counted_memory
 
-    monkeypatch.setattr(sampled_blocks.SampledBlocks, "of", lambda *_, **__: None)
+    monkeypatch.setattr(counted_memory.SampledBlocks, "of", lambda *_, **__: None)
 
     layouts = list[str]()
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import transformers
 
-from engine.launch.verifier.tiny_config import HEAD, VOCABULARY, shrink
+from engine.launch.verifier.trials import HEAD, VOCABULARY, shrink
 
 
 def shrunk(config: Any, tensor: int = 2, layers: int = 2) -> Any:
