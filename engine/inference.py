@@ -1,32 +1,20 @@
 """Outputs of the sharded model: predictions and generated text, on every grid, without labels or loss."""
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from engine.engine_parts import EngineParts
 from engine.errors import EngineError
-from engine.parallel.comm.comm import Comm
 from engine.program.batch import Batch
-from engine.resources import EngineResources
 from engine.step.generation import Generation
-from engine.step.runner import StepRunner
-from engine.step.runtime import RankRuntime
-from engine.step.user_loop import UserLoop
 
 
 class Inference:
     """The calls of the engine that give the model's outputs to the user."""
 
-    _model: nn.Module
-    _resources: EngineResources
-    _comm: Comm
-    _device: torch.device
-    _built: RankRuntime | None
-    _runner: StepRunner
-    _loop: UserLoop | None
-    """None until the engine is built."""
+    _parts: EngineParts
 
     @torch.no_grad()
     def predict(self, batch: Batch, rows: int | None = None) -> Any:
@@ -46,8 +34,8 @@ class Inference:
             EngineError: the batch is bad, or differs from that of its replica; the same on all of its ranks.
         """
         self._open("predict")
-        with self._evaluated():
-            return self._runner.predict(batch, rows)
+        with self._parts.evaluated():
+            return self._parts.runner.predict(batch, rows)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor, **options: Any) -> Any:
@@ -65,23 +53,20 @@ class Inference:
             EngineError: the model does not generate, the prompts are no token ids, or an accumulation is unfinished.
         """
         self._open("generate")
-        if self._loop is not None and self._loop.unfinished:
+        parts = self._parts
+        if parts.loop is not None and parts.loop.unfinished:
             raise EngineError(
-                f"generate inside an accumulation of {self._loop.unfinished} microbatch(es); call eng.step() before, "
+                f"generate inside an accumulation of {parts.loop.unfinished} microbatch(es); call eng.step() before, "
                 "or eng.zero_grad() to drop their gradients."
             )
-        with self._evaluated():
-            return Generation(self._model, self._runner, self._comm, self._device).run(inputs, options)
-
-    def _evaluated(self) -> AbstractContextManager[None]:
-        """Context of an evaluation."""
-        raise NotImplementedError
+        with parts.evaluated():
+            return Generation(parts.model, parts.runner, parts.comm, parts.device).run(inputs, options)
 
     def _open(self, call: str) -> None:
-        self._resources.refuse_closed(call)
-        if self._built is None:
+        self._parts.resources.refuse_closed(call)
+        if self._parts.built is None:
             raise EngineError(
                 f"{call} before the plan, for which a batch without labels is not enough; pass example_batch=... to "
                 "engine.initialize, or train a batch first."
             )
-        self._comm.join(call)
+        self._parts.comm.join(call)
