@@ -168,10 +168,6 @@ def _checkpoint_export(options: Namespace) -> None:
     export(options.folder, options.out, options.single)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def check_configuration(options: Namespace) -> None:
     """Print notes, what was not checked, and the verdict.
 
@@ -226,3 +222,7 @@ def unchecked(config: Config, sized: bool) -> Iterator[str]:
         yield "checkpoint.init_from: whether the folder holds weights of the model"
     if config.optimizer is None:
         yield "optimizer null: whether engine.initialize is given optimizer=..."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
