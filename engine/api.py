@@ -95,6 +95,7 @@ def initialize(
         world = world or read_world()
         resources.add(open_console(world.rank))
         resolved = load_config(config, world.size)
+        world = replace(world, patience=resolved.communication.timeout_seconds)
         made, notes = unwrap(make_model(model, resolved.seed, world.device))
         rows = BatchRows.of(whole, example_batch, resolved.micro)
         resolved = replacing_sections(resolved, optimizer, lr_scheduler, (*notes, *rows.notes))
@@ -170,12 +171,12 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[
     reports = joint = watchdog = None
     with say_if_slow("waiting for all ranks", world.rank):
         if world.size > 1:
-            meeting = Meeting(store, world.rank, world.size, meeting_point(world), timeout_seconds())
+            meeting = Meeting(store, world.rank, world.size, meeting_point(world), timeout_seconds(world.patience))
             if (difference := meeting.meet(given)) is not None:
                 raise difference_error(difference)
             store = prefixed(store, meeting.name)
             reports = FailureReports(store, world.rank)
-            joint = JointCalls(store, world.rank, world.size, timeout_seconds())
+            joint = JointCalls(store, world.rank, world.size, timeout_seconds(world.patience))
             watchdog = open_watchdog(config, grid, store, meeting.name)
         open_world(world, store)
     comm = Comm(grid, open_backend(grid, world.device))

@@ -190,7 +190,7 @@ class Engine(TrainingLoop, NamedState, Inference):
             EngineError: the batch is bad, or differs from that of its replica: all ranks raise, each its own error, and
                 nothing is updated. Without tensor ranks, pipeline ranks and sharded parameters, the same holds for any
                 other failure; with them, a rank that fails during the schedule raises at once and the job ends. After
-                too many skipped steps in a row (``watchdog.max_skipped_steps``) all ranks raise the same error.
+                too many skipped steps in a row (``max_skipped_steps``) all ranks raise the same error.
         """
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():

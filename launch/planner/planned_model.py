@@ -68,7 +68,7 @@ class PlannedModel:
         """The plan that the engine would run."""
         styles = self.styles if config.tp > 1 and config.parallel.tensor_plan == "auto" else None
         if styles is not None:
-            config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, verify_plan=False))
+            config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, prove_plan=False))
         program, example = self._program(config), self._example(config)
         costs = None
         if needs_profiling(config):

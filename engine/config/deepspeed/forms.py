@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from engine.config.reader import Section, read_section, setting
+from engine.config.reader import Section, move, put_at, read_section, setting
 from engine.config.rules import Choice, Flag, Int, ListOf, Problems, Real, Text
 from engine.config.wording import shown_value
 
@@ -74,7 +74,7 @@ def _accelerate(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
         elif key == "deepspeed_config_file":
             problems.add(f"deepspeed_config.{key}", "names another file; give that one as the configuration.")
         elif key in _PLUGIN:
-            _put(raw, _PLUGIN[key], value)
+            put_at(raw, _PLUGIN[key], value)
         else:
             problems.unknown("deepspeed_config", key, (*_PLUGIN, *_UNREAD))
     if "mixed_precision" in raw:
@@ -82,26 +82,7 @@ def _accelerate(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
         rule = Choice(options=("no", "bf16", "fp16"), noun="a precision")
         precision = rule.read(raw.pop("mixed_precision"), "mixed_precision", problems)
         if precision in ("bf16", "fp16"):
-            _put(raw, f"{precision}.enabled", True)
-
-
-def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:
-    """Set the value that ``origin`` asks for at the dotted path ``target``; another one that is given is noted."""
-    if (given := _put(raw, target, value)) != value:
-        rival = f"which is given as {shown_value(given)}"
-        problems.add(origin, f"asks for {target} {shown_value(value)}, {rival}; keep one of them.")
-
-
-def _put(raw: dict[str, Any], path: str, value: object) -> object:
-    """Set the value of a dotted path, unless it is given; returns what stands there then. Sections are copied."""
-    *parents, leaf = path.split(".")
-    for parent in parents:
-        section = raw.get(parent, {})
-        if not isinstance(section, Mapping):
-            return value  # the reader reports a section that is no object
-        raw[parent] = dict(section)
-        raw = raw[parent]
-    return raw.setdefault(leaf, value)
+            put_at(raw, f"{precision}.enabled", True)
 
 
 def _zero_as_flag(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
@@ -132,7 +113,7 @@ def _sequence_parallel(raw: dict[str, Any], problems: Problems, notes: Notes) ->
     if ranks is None or ranks == 1:
         return
     move(raw, "parallel.tensor", ranks, key, problems)
-    _put(raw, "parallel.sequence_parallel", True)
+    put_at(raw, "parallel.sequence_parallel", True)
     notes.append(
         f"{key}: acts as parallel.tensor {ranks} with parallel.sequence_parallel; each of these ranks is given whole "
         "sequences, and the engine shards them."

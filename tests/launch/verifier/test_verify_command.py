@@ -35,7 +35,7 @@ def test_a_sound_plan_trains_as_one_process(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_wrong_plan_is_found_and_the_axis_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = {"tensor_plan": {"up": "column", "down": "row"}, "verify_plan": False}
+    plan = {"tensor_plan": {"up": "column", "down": "row"}, "prove_plan": False}
     assert verify(tmp_path, "classifier", parallel=CONFIG["parallel"] | plan, kernels="reference") == 1
     _, verdict = capsys.readouterr().out.split("verdict    DIFFERS from one process; with one thing switched off:\n")
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in verdict.splitlines()}
