@@ -95,7 +95,6 @@ def initialize(
         world = world or read_world()
         resources.add(open_console(world.rank))
         resolved = load_config(config, world.size)
-        world = replace(world, patience=resolved.communication.timeout_seconds)
         made, notes = unwrap(make_model(model, resolved.seed, world.device))
         rows = BatchRows.of(whole, example_batch, resolved.micro)
         resolved = replacing_sections(resolved, optimizer, lr_scheduler, (*notes, *rows.notes))
@@ -167,6 +166,7 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[
     if world.connect is not None:
         return Comm(grid, world.connect(grid)), None
     end_with_agent(os.environ)
+    world = replace(world, patience=config.communication.timeout_seconds)
     store = open_store(world)
     reports = joint = watchdog = None
     with say_if_slow("waiting for all ranks", world.rank):
