@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from engine.launch.train_options import training_options
+from engine.launch.run_folder import training_options
 from engine.reporting.last_words import LastWords
 
 

@@ -17,7 +17,6 @@ from engine.checkpoint.writer import PendingSave
 from engine.config import Config
 from engine.engine_parts import EngineParts
 from engine.errors import EngineError
-from engine.inference import Inference
 from engine.loop import TrainingLoop
 from engine.named_state import NamedState
 from engine.parallel.comm.comm import Comm
@@ -28,10 +27,10 @@ from engine.parallel.pipeline.schedule.simulate import StepTimeline
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, join_outputs
 from engine.program.batch_rows import BatchRows
-from engine.reporting.banner import compare_traffic
-from engine.reporting.compilations import say_what_compiles
+from engine.reporting.banner import compare_traffic, say_what_compiles
 from engine.reporting.console import say_if_slow
 from engine.reporting.step_report import StepReport
+from engine.step.generation import Generation
 from engine.step.runtime import RankRuntime
 
 logger = logging.getLogger("trine")
@@ -39,7 +38,7 @@ logger = logging.getLogger("trine")
 Path_ = str | os.PathLike[str]
 
 
-class Engine(TrainingLoop, NamedState, Inference):
+class Engine(TrainingLoop, NamedState):
     """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself.
 
     If a plan needs a batch and no example was given, the parts are built when the first batch arrives. An engine that
@@ -247,6 +246,54 @@ class Engine(TrainingLoop, NamedState, Inference):
         self._parts.resources.refuse_closed("gather_rows")
         return self._parts.runtime.program.gather(rows)
 
+    # ------------------------------------------------------------------ outputs
+
+    @torch.no_grad()
+    def predict(self, batch: Batch, rows: int | None = None) -> Any:
+        """The model's output for this data rank's rows, in eval mode, without a loss; the random state is restored.
+
+        Args:
+            batch: tensor, tuple, list or mapping of any number of rows, which may differ between data ranks; labels
+                are not needed.
+            rows: of the microbatches in which it runs, all but the last; None: ``train_micro_batch_size_per_gpu``.
+                Give the rows of the batch where a tensor in it belongs to rows without being cut as they are
+                (patches of pictures).
+
+        Every rank of a replica gets the full output: logits are gathered over tp, and the last stage sends them to the
+        others over pp, label "outputs". Collective; ZeRO 3 agrees over dp on the number of forwards (8 bytes).
+
+        Raises:
+            EngineError: the batch is bad, or differs from that of its replica; the same on all of its ranks.
+        """
+        self._open("predict")
+        with self._parts.evaluated():
+            return self._parts.runner.predict(batch, rows)
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor, **options: Any) -> Any:
+        """Generate with a Hugging Face model, by its own ``generate``: greedy, sampling, beams, stopping criteria.
+
+        Args:
+            inputs: token ids of this data rank's prompts [rows, tokens]; rows and tokens may differ between data ranks.
+            options: those of ``generate``, such as ``max_new_tokens`` and ``attention_mask``.
+
+        Returns what ``generate`` returns, equal on the ranks of a replica: its ranks sample with the random state of
+        the first one. Every token costs a forward over the whole sequence, without a cache of keys and values.
+        Collective; besides ``predict`` of each token, data ranks agree on who has forwards left (8 bytes over dp).
+
+        Raises:
+            EngineError: the model does not generate, the prompts are no token ids, or an accumulation is unfinished.
+        """
+        self._open("generate")
+        parts = self._parts
+        if parts.loop is not None and parts.loop.unfinished:
+            raise EngineError(
+                f"generate inside an accumulation of {parts.loop.unfinished} microbatch(es); call eng.step() before, "
+                "or eng.zero_grad() to drop their gradients."
+            )
+        with parts.evaluated():
+            return Generation(parts.model, parts.runner, parts.comm, parts.device).run(inputs, options)
+
     # ------------------------------------------------------------------ state
 
     def register_for_checkpointing(self, **things: Any) -> None:
@@ -371,3 +418,12 @@ class Engine(TrainingLoop, NamedState, Inference):
         """Call ``callback`` with the report of every training step from now on, on this rank, before ``train_batch`` or
         ``step`` returns it. What it raises ends the call; a callback that communicates is added on all ranks."""
         self._parts.reports.tell(callback)
+
+    def _open(self, call: str) -> None:
+        self._parts.resources.refuse_closed(call)
+        if self._parts.built is None:
+            raise EngineError(
+                f"{call} before the plan, for which a batch without labels is not enough; pass example_batch=... to "
+                "engine.initialize, or train a batch first."
+            )
+        self._parts.comm.join(call)

@@ -17,8 +17,7 @@ from engine.config import load_raw
 from engine.data import evaluation_batches
 from engine.data.corpus import Corpus, builtin_corpus, text_corpus
 from engine.kernels.device import find_accelerator
-from engine.launch.run_folder import CHECKPOINTS, METRICS
-from engine.launch.train_options import DATA_CONFIG, DEFAULT_CONFIG
+from engine.launch.run_folder import CHECKPOINTS, DATA_CONFIG, DEFAULT_CONFIG, METRICS
 from engine.models.decoder import Decoder, DecoderConfig, generate
 from engine.parallel.comm.launcher import find_place
 from engine.reporting.step_report import StepReport, line_parts, trouble

@@ -15,9 +15,11 @@ from engine.config.between import (
     check_copies,
     check_integrity,
     check_nodes,
+    check_optimizer,
     check_parallel,
     check_precision,
     check_profile,
+    check_rates,
     check_recomputation,
     check_reruns,
     check_wire,
@@ -36,7 +38,6 @@ from engine.config.optim_sections import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from engine.config.optimizer_rules import check_optimizer, check_rates
 from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (

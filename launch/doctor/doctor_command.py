@@ -20,8 +20,7 @@ from engine.config import Config, load_config
 from engine.config.between import check_plans
 from engine.config.sections import check_installed
 from engine.errors import ConfigError, EngineError
-from engine.launch.doctor.examined import AxisFigure, Examined, HostFacts, Hosts, RankFacts
-from engine.launch.doctor.facts import host_facts, with_gpus
+from engine.launch.doctor.examined import AxisFigure, Examined, HostFacts, Hosts, RankFacts, host_facts, with_gpus
 from engine.launch.doctor.findings import HostFinding, find_all, in_megabytes
 from engine.parallel.comm.launcher import Place, find_place, read_count
 from engine.parallel.comm.traffic import megabytes
