@@ -25,7 +25,7 @@ from engine.launch.doctor.findings import HostFinding, find_all, in_megabytes
 from engine.parallel.comm.launcher import Place, find_place, read_count
 from engine.parallel.comm.traffic import megabytes
 from engine.parallel.grid import AXES, Grid
-from engine.reporting.console import unless_within
+from engine.reporting.console import aligned, unless_within
 from engine.reporting.last_words import torchrun_error
 
 if TYPE_CHECKING:
@@ -225,12 +225,6 @@ def verdict_line(findings: Sequence[HostFinding]) -> str:
     counted = [_number(errors, "error")] * bool(errors) + [_number(warnings, "warning")] * bool(warnings)
     words = "training would not start" if errors else "training would start"
     return f"{words}{': ' * bool(counted)}{', '.join(counted)}"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines whose columns are as wide as they have to be."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _number(count: int, what: str) -> str:

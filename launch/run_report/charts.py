@@ -49,17 +49,16 @@ class _Frame(NamedTuple):
         return HEIGHT - _BOTTOM - (value - self.low) / ((self.high - self.low) or 1) * (HEIGHT - _TOP - _BOTTOM)
 
 
-def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False, note: str = "") -> str:
+def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -> str:
     """A figure of one or more curves; with one, its newest value stands beside the title.
 
     Args:
         form: how values are written.
         zero: the axis of values begins at 0.
-        note: a line under the picture.
     """
     found = [(x, y) for curve in curves for x, y in curve.points if y is not None]
     if not found:
-        return figure(title, "", '<p class="empty">no values</p>', note)
+        return figure(title, "", '<p class="empty">no values</p>')
     shown = f"{form(last)}" if len(curves) == 1 and (last := curves[0].last) is not None else ""
     values = [y for _, y in found] + [0.0] * zero
     ticks = nice_ticks(min(values), max(values))
@@ -72,14 +71,13 @@ def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False, n
         "</svg>",
     ]
     legend = "".join(f'<span class="key k{n % 6}">{escape(c.name)}</span>' for n, c in enumerate(curves))
-    return figure(title, shown, "".join(parts) + f'<p class="keys">{legend}</p>' * (len(curves) > 1), note)
+    return figure(title, shown, "".join(parts) + f'<p class="keys">{legend}</p>' * (len(curves) > 1))
 
 
-def figure(title: str, shown: str, picture: str, note: str = "") -> str:
-    """A picture under its title; ``shown`` stands beside that, ``note`` below."""
+def figure(title: str, shown: str, picture: str) -> str:
+    """A picture under its title; ``shown`` stands beside that."""
     head = f"<figcaption>{escape(title)}<b>{escape(shown)}</b></figcaption>"
-    below = f'<p class="note">{escape(note)}</p>' * bool(note)
-    return f'<figure class="chart">{head}{picture}{below}</figure>'
+    return f'<figure class="chart">{head}{picture}</figure>'
 
 
 def _axes(frame: _Frame, ticks: Sequence[float], form: Form) -> list[str]:
@@ -133,11 +131,11 @@ def _thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, 
     return kept
 
 
-def nice_ticks(low: float, high: float, wanted: int = 4) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten that span a range, about ``wanted`` of them."""
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten that span a range, about four of them."""
     if high - low <= abs(high) * 1e-12:
         low, high = (low - abs(low) * 0.5, high + abs(high) * 0.5) if low else (0.0, 1.0)
-    rough = (high - low) / wanted
+    rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
