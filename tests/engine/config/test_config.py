@@ -71,6 +71,13 @@ def test_an_earlier_key_sets_those_of_today_unless_they_contradict_it() -> None:
     assert refusal({"watchdog": {"max_skipped_steps": -1}}).startswith("max_skipped_steps: -1 is below 0; ")
 
 
+def test_the_watchdog_acts_before_a_collective_gives_up() -> None:
+    for raw, seconds in (({}, 300.0), ({"communication": {"timeout_seconds": 90}}, 45.0)):
+        assert load_config(raw).watchdog_seconds == seconds
+    assert load_config({"watchdog": {"timeout_seconds": 60}}).watchdog_seconds == 60
+    assert load_config({"watchdog": {"timeout_seconds": None}}).watchdog_seconds is None
+
+
 def test_empty_config_has_the_documented_defaults() -> None:
     config = load_config({})
     assert config == Config()
@@ -157,8 +164,8 @@ def test_params_are_read_only() -> None:
         ({"seed": 10**400}, None),
         (
             {"watchdog": {"timeout_seconds": 0.5}},
-            "watchdog.timeout_seconds: 0.5 is below 1; give a number of seconds of at least 1, or null for no "
-            "watchdog.",
+            'watchdog.timeout_seconds: 0.5 is below 1; give a number of seconds of at least 1, "auto", or null for '
+            "no watchdog.",
         ),
         (
             {"bf16": {"enabled": "auto"}},

@@ -180,7 +180,8 @@ def fails() -> list[Any]:
                 if bad and eng.grid.rank:
                     patch.setattr(CheckpointCoordinator, "problem", lambda self: EngineError("made up"))
                 # without a microbatch the weight of a step is 0
-                eng.train_batch(batch) if bad else eng._parts.runner.finish(eng._runner._open(batch, "train")[0])
+                runner = eng._parts.runner
+                eng.train_batch(batch) if bad else runner.finish(runner._open(batch, "train")[0])
             found += [str(caught.value), test_nonfinite.traces(eng) == before]
         found.append(eng.train_batch(batch).skipped)
     return found
