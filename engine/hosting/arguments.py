@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import wraps
 from numbers import Real
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,10 +21,6 @@ from engine.errors import ConfigError, EngineError
 from engine.hosting import check_versions
 from engine.parallel.comm.agreement import differing
 from engine.parallel.comm.comm import Comm
-
-
-def _pair(args: Any) -> list[float]:
-    return [args.adam_beta1, args.adam_beta2]
 
 
 def _warmup(args: Any) -> int:
@@ -38,21 +35,36 @@ def _all_steps(args: Any) -> int:
     return int(args.max_steps)
 
 
-_FILLED: Mapping[str, Callable[[Any], Any]] = MappingProxyType({
-    "train_micro_batch_size_per_gpu": lambda args: args.per_device_train_batch_size,
-    "gradient_accumulation_steps": lambda args: args.gradient_accumulation_steps,
-    "gradient_clipping": lambda args: args.max_grad_norm,
-    "fp16.enabled": lambda args: bool(args.fp16),
-    "bf16.enabled": lambda args: bool(args.bf16),
-    "optimizer.params.lr": lambda args: args.learning_rate,
-    "optimizer.params.betas": _pair,
-    "optimizer.params.eps": lambda args: args.adam_epsilon,
-    "optimizer.params.weight_decay": lambda args: args.weight_decay,
-    "scheduler.params.warmup_min_lr": lambda args: 0.0,
-    "scheduler.params.warmup_max_lr": lambda args: args.learning_rate,
-    "scheduler.params.warmup_num_steps": _warmup,
-    "scheduler.params.total_num_steps": _all_steps,
+class _Owned(NamedTuple):
+    """A value of the arguments."""
+
+    name: str
+    value: Callable[[Any], Any]
+
+
+def _plain(name: str) -> _Owned:
+    return _Owned(name, attrgetter(name))
+
+
+_OWNED: Mapping[str, _Owned] = MappingProxyType({
+    "train_micro_batch_size_per_gpu": _plain("per_device_train_batch_size"),
+    "gradient_accumulation_steps": _plain("gradient_accumulation_steps"),
+    "gradient_clipping": _plain("max_grad_norm"),
+    "seed": _plain("seed"),
+    "fp16.enabled": _Owned("fp16", lambda args: bool(args.fp16)),
+    "bf16.enabled": _Owned("bf16", lambda args: bool(args.bf16)),
+    "optimizer.params.lr": _plain("learning_rate"),
+    "optimizer.params.betas": _Owned("adam_beta1, adam_beta2", lambda args: [args.adam_beta1, args.adam_beta2]),
+    "optimizer.params.eps": _plain("adam_epsilon"),
+    "optimizer.params.weight_decay": _plain("weight_decay"),
+    "scheduler.params.warmup_min_lr": _Owned("warmup_steps", lambda args: 0.0),
+    "scheduler.params.warmup_max_lr": _plain("learning_rate"),
+    "scheduler.params.warmup_num_steps": _Owned("warmup_steps", _warmup),
+    "scheduler.params.total_num_steps": _Owned("max_steps", _all_steps),
 })  # fmt: skip
+"""Key of the configuration -> the argument that has its value."""
+_OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "seed")
+"""Keys that take the value of the arguments in any case."""
 
 
 def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]:
@@ -65,35 +77,13 @@ def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]
         filled[key] = value
         if isinstance(value, Mapping):
             filled[key] = fill_auto(value, args, path)
-        elif value == "auto" and path in _FILLED:
+        elif value == "auto" and path in _OWNED:
             try:
-                filled[key] = _FILLED[path](args)
+                filled[key] = _OWNED[path].value(args)
             except AttributeError:
                 continue
     return filled
 
-
-class _Owned(NamedTuple):
-    """A value of the arguments."""
-
-    name: str
-    value: Callable[[Any], Any]
-
-
-_TAKEN: Mapping[str, _Owned] = MappingProxyType({
-    "train_micro_batch_size_per_gpu":
-        _Owned("per_device_train_batch_size", lambda args: args.per_device_train_batch_size),
-    "gradient_accumulation_steps": _Owned("gradient_accumulation_steps", lambda args: args.gradient_accumulation_steps),
-    "gradient_clipping": _Owned("max_grad_norm", lambda args: float(args.max_grad_norm)),
-    "seed": _Owned("seed", lambda args: args.seed),
-})  # fmt: skip
-
-_OF_ADAM: Mapping[str, _Owned] = MappingProxyType({
-    "lr": _Owned("learning_rate", lambda args: args.learning_rate),
-    "betas": _Owned("adam_beta1, adam_beta2", lambda args: [args.adam_beta1, args.adam_beta2]),
-    "eps": _Owned("adam_epsilon", lambda args: args.adam_epsilon),
-    "weight_decay": _Owned("weight_decay", lambda args: args.weight_decay),
-})  # fmt: skip
 
 _REFUSED: Mapping[str, str] = MappingProxyType({
     "deepspeed": "engine_config says what DeepSpeed's file does",
@@ -146,7 +136,8 @@ def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
         ConfigError: a value that differs from that of the arguments.
     """
     config = fill_auto({"initial_weights": "rank0"} | dict(raw), args)
-    for key, owned in _TAKEN.items():
+    for key in _OF_STEPS:
+        owned = _OWNED[key]
         given, value = raw.get(key, "auto"), owned.value(args)
         if given not in ("auto", None) and given != value:
             raise conflict(key, given, owned.name, value)
@@ -181,9 +172,8 @@ def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
                 "give Trainer an optimizer with groups of its own in optimizers=."
             )
     for key, given in (section.get("params") or {}).items():
-        if key not in _OF_ADAM:
+        if (owned := _OWNED.get(f"optimizer.params.{key}")) is None:
             raise ConfigError(f"optimizer.params.{key} in engine_config; give it in optim_args of TrainingArguments.")
-        owned = _OF_ADAM[key]
         value = owned.value(args)
         if given != "auto" and not _equal(given, value):
             raise conflict(f"optimizer.params.{key}", given, owned.name, value)

@@ -9,7 +9,12 @@
     OneBitLamb                      LAMB without bias correction, in the same way
     a file of ``accelerate config`` with deepspeed_config in it
 
-What is rewritten says so in a note with the words "acts as".
+A note names what is rewritten, with the words "acts as".
+
+``read_keywords``: keywords that ``engine.deepspeed`` passes to the model's forward, as functions of the update number:
+
+    progressive_layer_drop    progressive_layer_drop=True, pld_theta=...     (Zhang and He 2020)
+    curriculum_learning       curriculum_seqlen=...                          (Li et al. 2022)
 """
 
 import math
