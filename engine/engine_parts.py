@@ -25,7 +25,6 @@ from engine.planning.plan import Plan
 from engine.planning.profile_calls import Costs, needs_profiling
 from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.program.batch import Batch
-from engine.program.batch_rows import BatchRows
 from engine.reporting.banner import banner_text
 from engine.reporting.console import say_if_slow
 from engine.reporting.sinks import StepReporter
@@ -58,11 +57,6 @@ class RankBuilder:
     """What may fail on a rank before the model is changed."""
     known: Plan | None
     """The plan, if it could be made before the group was open."""
-
-    @property
-    def rows(self) -> BatchRows:
-        """How batches are cut."""
-        return self.request.rows
 
     def __call__(self, example: Batch, problem: BaseException | None) -> RankRuntime:
         """Plan and build. Collective."""
