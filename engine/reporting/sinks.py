@@ -35,32 +35,35 @@ class Sink(Protocol):
         """Flush and close."""
 
 
-class JsonLines:
-    """One JSON object a line, appended, so that a resumed run continues the same file."""
+class AppendedFile:
+    """A text file that a resumed run continues."""
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
-
-    def write(self, report: StepReport) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(report.as_dict()) + "\n")
-        self._file.flush()
+        self._file = open(path, "a+", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-class CommaSeparated:
-    """A line of comma-separated values for each report, appended; the first line names the columns."""
+class JsonLines(AppendedFile):
+    """One JSON object a line."""
+
+    def write(self, report: StepReport) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(report.as_dict()) + "\n")
+        self._file.flush()
+
+
+class CommaSeparated(AppendedFile):
+    """A line of comma-separated values for each report; the first line names the columns."""
 
     def __init__(self, path: str, metrics: Sequence[str], experts: bool = False) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(path)
         skipped = ("metrics", "nonfinite_ranks", "expert_load")
         self._columns = [name for name in StepReport.__dataclass_fields__ if name not in skipped]
         self._columns += ["tokens_per_second", *map(metric_key, metrics), *["expert_imbalance"] * experts]
-        self._file = open(path, "a+", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
         self._file.seek(0)
         known = next(csv.reader(self._file), None)
         if known and known != self._columns:
@@ -77,10 +80,6 @@ class CommaSeparated:
         """Append one line."""
         self._writer.writerow(report.flat())
         self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class TensorBoard:
