@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from engine.launch.train_options import training_options
+from engine.launch.run_folder import training_options
 from engine.reporting.last_words import LastWords
 
 
@@ -30,7 +30,6 @@ def run(options: Namespace) -> None:
     """Train, validate, generate a sample, and compare planned with measured bytes."""
     import engine
     from engine.data import Batches, Sampler, window_count
-    from engine.launch import progress_line as progress
     from engine.launch import reference_run as train
     from engine.launch import run_folder
     from engine.models.decoder import Decoder, loss_sum
@@ -45,7 +44,7 @@ def run(options: Namespace) -> None:
     example = train.example_batch(settings, shape)
     with engine.initialize(lambda: Decoder(shape), settings, loss_fn=loss_sum, example_batch=example) as eng:
         if first:
-            progress.say(train.describe_text(training_text))
+            train.say(train.describe_text(training_text))
         windows = window_count(len(training_text.tokens), shape.context)
         rows = eng.config.train_batch_size
         assert rows is not None
@@ -55,8 +54,8 @@ def run(options: Namespace) -> None:
         eng.load_checkpoint(missing_ok=True)
         begun = eng.step_count
         if first:
-            progress.say(*run_folder.go_on(options, begun))
-        line = progress.ProgressLine(options.steps, eng.config.monitor.every)
+            train.say(*run_folder.go_on(options, begun))
+        line = train.ProgressLine(options.steps, eng.config.monitor.every)
         while eng.step_count < options.steps:
             report = eng.train_batch(next(batches))
             if first:
@@ -66,10 +65,10 @@ def run(options: Namespace) -> None:
         loss = train.evaluate(eng, validation_text, shape.context)
         text = train.sample_text(eng, shape, options.sample)
         if first and text is not None:
-            progress.say(f"validation loss {loss:.3f}, {progress.bits_per_byte(loss):.3f} bits per byte")
-            progress.say(f"--- sample\n{progress.decode_for_terminal(text)}\n---")
+            train.say(f"validation loss {loss:.3f}, {train.bits_per_byte(loss):.3f} bits per byte")
+            train.say(f"--- sample\n{train.decode_for_terminal(text)}\n---")
             if eng.step_count > begun:
-                progress.say(eng.traffic_report())
+                train.say(eng.traffic_report())
 
 
 if __name__ == "__main__":

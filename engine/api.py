@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine.build.answered_calls import answerable
-from engine.build.assemble import build, measure_model, plan_run, search_model
+from engine.build.assemble import plan_run
 from engine.build.equal_input import describe_input, difference_error
 from engine.build.forward_changes import change_forwards
 from engine.build.place_model import make_model, unwrap
@@ -22,10 +22,9 @@ from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.engine_parts import PLANNING, EngineParts, RankBuilder
 from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
 from engine.optim.param_groups import as_trainable, included_frozen, read_optimizer, replacing_sections
-from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.failed_calls import FailedCalls
 from engine.parallel.comm.launcher import end_with_agent
@@ -36,27 +35,18 @@ from engine.parallel.comm.world import (
     meeting_point,
     open_store,
     open_world,
-    patience_seconds,
     prefixed,
     read_world,
     timeout_seconds,
 )
 from engine.planning.analysis import needs_example, needs_search
-from engine.planning.fused_layers import measured_overlap
-from engine.planning.plan import Plan
-from engine.planning.profile_calls import Costs, needs_profiling
-from engine.planning.tensor_search.found_styles import FoundStyles
-from engine.program.batch import Batch
+from engine.planning.profile_calls import needs_profiling
 from engine.program.batch_rows import BatchRows, Name
-from engine.program.forward_inputs import ForwardInputs, Inputs
-from engine.program.loss import LossFunction
-from engine.program.row_gather import RowGather
-from engine.program.torch_loss import with_targets
-from engine.reporting.banner import banner_text
+from engine.program.forward_inputs import ForwardInputs, Inputs, with_targets
+from engine.program.loss import LossFunction, RowGather
 from engine.reporting.console import open_console, say_if_slow
 from engine.reporting.last_words import LastWords
 from engine.resources import EngineResources
-from engine.step.runtime import RankRuntime
 from engine.watchdog.watchdog import Watchdog, open_watchdog
 from engine.zero.optim.inner_optimizer import OptimizerFactory
 from engine.zero.optim.matrix.own_whole import FlatWhole, OwnWholeRule, declares_whole
@@ -144,7 +134,7 @@ def _initialize(
     waits = needs_example(config) and request.example_batch is None
     known = None
     if not waits and not needs_profiling(config) and not needs_search(config):
-        with say_if_slow(_PLANNING, world.rank), as_trainable(model, request.included):
+        with say_if_slow(PLANNING, world.rank), as_trainable(model, request.included):
             known = plan_run(model, config, request, request.example_batch)
     comm, watchdog = _open_comm(config, world, given)
     resources.add(comm.close)
@@ -154,7 +144,7 @@ def _initialize(
         comm.recorder, words.heard = watchdog.recorder, watchdog.recorder.say
     coordinator = CheckpointCoordinator(model, config, comm, world.device, files)
     resources.add(coordinator.release)
-    joined = _Joined(
+    builder = RankBuilder(
         model=model,
         config=config,
         request=request,
@@ -163,78 +153,10 @@ def _initialize(
         prepare=coordinator.hold_folder,
         known=known,
     )
-    engine = Engine(joined, coordinator, resources)
+    parts = EngineParts(builder, coordinator, resources)
     if not waits:
-        engine.complete(request.example_batch)
-    return engine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Joined:
-    """Builds the runtime of this rank, now that the process group is open; a :class:`BuildRuntime`."""
-
-    model: nn.Module
-    config: Config
-    request: Request
-    comm: Comm
-    device: torch.device
-    prepare: Callable[[], None]
-    """What may fail on a rank before the model is changed."""
-    known: Plan | None
-    """The plan, if it could be made before the group was open."""
-
-    @property
-    def rows(self) -> BatchRows:
-        """How batches are cut."""
-        return self.request.rows
-
-    def __call__(self, example: Batch, problem: BaseException | None) -> RankRuntime:
-        """Plan and build. Collective."""
-        rank = self.comm.grid.rank
-        with as_trainable(self.model, self.request.included):
-            plan = self._plan(example, problem)
-            with say_if_slow("placing the model", rank):
-                runtime = build(self.model, plan, self.comm, self.device, self.request, example)
-        if rank == 0:
-            logger.info(banner_text(plan, str(self.device), measured_overlap(self.config, self.device)))
-        return runtime
-
-    def _plan(self, example: Batch, problem: BaseException | None) -> Plan:
-        """Return the known plan or make it now; ``problem``, or an error while planning, is raised on all ranks."""
-        given, costs, found = (self.model, self.config, self.request, example), None, None
-        if needs_profiling(self.config):
-            measured = self._by_first(lambda: measure_model(*given, self.device), _TIMING, problem)
-            costs = Costs.from_bytes(measured)
-        if needs_search(self.config):
-            found = FoundStyles.from_bytes(self._by_first(lambda: search_model(*given), _SEARCHING, problem))
-        with all_or_none(self.comm, self.device), say_if_slow(_PLANNING, self.comm.grid.rank):
-            if problem is not None:
-                raise problem
-            self.prepare()
-            return self.known or plan_run(*given, costs, found)
-
-    def _by_first(self, make: Callable[[], Costs | FoundStyles], what: str, problem: BaseException | None) -> bytes:
-        """What rank 0 makes, on every rank; a ``problem`` of rank 0 takes its place, and every rank raises its own."""
-
-        def made() -> bytes:
-            if problem is not None:
-                raise problem
-            return make().to_bytes()
-
-        with say_if_slow(what, self.comm.grid.rank):
-            try:
-                # ranks that are threads wait without a limit
-                patience = patience_seconds() if self.comm.reports is not None else None
-                return from_first(made, self.comm, self.device, patience)
-            except EngineError:
-                if problem is None:
-                    raise
-                raise problem from None
-
-
-_TIMING = "timing the calls of the model"
-_SEARCHING = "searching the tensor plan"
-_PLANNING = "planning (trace, tensor plan, pipeline stages)"
+        parts.complete(request.example_batch)
+    return Engine(parts)
 
 
 def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[Comm, Watchdog | None]:
@@ -243,16 +165,17 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[
     if world.connect is not None:
         return Comm(grid, world.connect(grid)), None
     end_with_agent(os.environ)
+    world = replace(world, patience=config.communication.timeout_seconds)
     store = open_store(world)
     reports = joint = watchdog = None
     with say_if_slow("waiting for all ranks", world.rank):
         if world.size > 1:
-            meeting = Meeting(store, world.rank, world.size, meeting_point(world), timeout_seconds())
+            meeting = Meeting(store, world.rank, world.size, meeting_point(world), timeout_seconds(world.patience))
             if (difference := meeting.meet(given)) is not None:
                 raise difference_error(difference)
             store = prefixed(store, meeting.name)
             reports = FailureReports(store, world.rank)
-            joint = JointCalls(store, world.rank, world.size, timeout_seconds())
+            joint = JointCalls(store, world.rank, world.size, timeout_seconds(world.patience))
             watchdog = open_watchdog(config, grid, store, meeting.name)
         open_world(world, store)
     comm = Comm(grid, open_backend(grid, world.device))

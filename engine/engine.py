@@ -6,21 +6,17 @@ train_batch    complete the build (first batch) -> StepRunner.train -> report ->
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, Literal, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from engine.build.request import BuildRuntime
-from engine.checkpoint.coordinator import CheckpointCoordinator
-from engine.checkpoint.full_state import state_entries
 from engine.checkpoint.resume import LoadOptions
 from engine.checkpoint.writer import PendingSave
 from engine.config import Config
+from engine.engine_parts import EngineParts
 from engine.errors import EngineError
-from engine.inference import Inference
 from engine.loop import TrainingLoop
 from engine.named_state import NamedState
 from engine.parallel.comm.comm import Comm
@@ -31,41 +27,26 @@ from engine.parallel.pipeline.schedule.simulate import StepTimeline
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, join_outputs
 from engine.program.batch_rows import BatchRows
-from engine.reporting.banner import compare_traffic
-from engine.reporting.compilations import say_what_compiles
+from engine.reporting.banner import compare_traffic, say_what_compiles
 from engine.reporting.console import say_if_slow
-from engine.reporting.sinks import StepReporter
 from engine.reporting.step_report import StepReport
-from engine.resources import EngineResources
-from engine.step.batch_check import take_batch
-from engine.step.parts import StepPart
-from engine.step.runner import FinishedStep, StepRunner
+from engine.step.generation import Generation
 from engine.step.runtime import RankRuntime
-from engine.step.update import Update
-from engine.step.user_loop import LoopControl, UserLoop
 
 logger = logging.getLogger("trine")
 
 Path_ = str | os.PathLike[str]
 
 
-class Engine(TrainingLoop, NamedState, Inference):
+class Engine(TrainingLoop, NamedState):
     """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself.
 
     If a plan needs a batch and no example was given, the parts are built when the first batch arrives. An engine that
     is dropped without ``close`` releases its resources when Python collects it.
     """
 
-    def __init__(self, build: BuildRuntime, coordinator: CheckpointCoordinator, resources: EngineResources) -> None:
-        self._build, self._model, self._config, self._comm = build, build.model, build.config, build.comm
-        self._grid, self._device = self._comm.grid, coordinator.device
-        self._built: RankRuntime | None = None
-        self._loop: UserLoop | None = None
-        self._control = LoopControl(managed=self._config.managed_gradient_accumulation)
-        self._update = Update(self._config, self._comm, self._device)
-        self._reports = StepReporter(self._config, self._comm, self._device)
-        self._checkpoints, self._resources = coordinator, resources
-        resources.add(self._reports.close)
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied or pickled."""
@@ -79,108 +60,91 @@ class Engine(TrainingLoop, NamedState, Inference):
 
         ``problem``: the reason why this rank has no example. It is raised here, and all other ranks raise too.
         """
-        if self._built is None:
-            entries = state_entries(self._model)
-            self._built = self._build(example, problem)
-            self._resources.add(self._built.close)
-            self._resources.refuse_by(self._built.away.refuse)
-            if self._built.averaged is not None:
-                self._resources.refuse_by(self._built.averaged.refuse)
-            self._runner = StepRunner(self._model, self._built, self._update, self._checkpoints)
-            self._loop = UserLoop(self._runner, self._built, self._control)
-            self._reports.built(self._built)
-            self._checkpoints.built(self._built, self._update, entries)
-            for part in self._built.parts.having(StepPart.restarted):
-                part.restarted(self._update.made)
+        self._parts.complete(example, problem)
 
     @property
     def _runtime(self) -> RankRuntime:
-        if self._built is None:
-            raise EngineError(
-                "the plan needs a batch, and no batch has been given yet; pass example_batch=... to engine.initialize, "
-                "or train a batch first."
-            )
-        return self._built
+        return self._parts.runtime
 
     @property
     def plan(self) -> Plan:
         """The plan: what every rank holds, does and sends."""
-        return self._runtime.plan
+        return self._parts.runtime.plan
 
     @property
     def batch_rows(self) -> BatchRows:
         """Which tensors of a batch are cut into microbatches, and which are not."""
-        return self._build.rows
+        return self._parts.rows
 
     @property
     def config(self) -> Config:
         """The resolved configuration."""
-        return self._config
+        return self._parts.config
 
     @property
     def grid(self) -> Grid:
         """The grid, with this rank's position."""
-        return self._grid
+        return self._parts.grid
 
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return self._device
+        return self._parts.device
 
     @property
     def comm(self) -> Comm:
         """Communication of this rank, counted by axis and label."""
-        return self._comm
+        return self._parts.comm
 
     @property
     def module(self) -> nn.Module:
         """The user's model; its parameters are views of the flat buckets (ZeRO 3: see ``full_parameters``)."""
-        return self._model
+        return self._parts.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The inner optimizer, over this rank's weights."""
-        return self._runtime.optimizer.inner
+        return self._parts.runtime.optimizer.inner
 
     @property
     def step_count(self) -> int:
         """Number of updates; skipped steps do not count."""
-        return self._update.made
+        return self._parts.update.made
 
     @property
     def skipped_steps(self) -> int:
         """Number of steps that were skipped because the gradient was not finite."""
-        return self._update.skipped
+        return self._parts.update.skipped
 
     @property
     def lr(self) -> float:
         """Learning rate of the first group in the next update."""
-        return self._runtime.learning_rate.at(self._update.made)
+        return self._parts.runtime.learning_rate.at(self._parts.update.made)
 
     @property
     def built(self) -> bool:
         """Whether the parts are there; a plan may wait for the first batch."""
-        return self._built is not None
+        return self._parts.built is not None
 
     @property
     def loss_scale(self) -> float:
         """The loss scale of the next step; 1 except under fp16."""
-        return self._update.scale.value
+        return self._parts.update.scale.value
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
         """The torch scheduler of the run; None: the rate is a function of the update, or constant."""
-        return self._runtime.learning_rate.scheduler
+        return self._parts.runtime.learning_rate.scheduler
 
     @property
     def sent(self) -> Tally:
         """Traffic of this rank so far, by axis and label."""
-        return self._comm.tally.copy()
+        return self._parts.comm.tally.copy()
 
     @property
     def waits(self) -> Mapping[Axis, float]:
         """Seconds that this rank has waited for communication so far, by axis; empty where no watchdog watches."""
-        return self._comm.recorder.waits if self._comm.recorder is not None else {}
+        return self._parts.comm.recorder.waits if self._parts.comm.recorder is not None else {}
 
     def explain(self, module: str = "") -> str:
         """List the patches around a module of the model, outside to inside, one line per patch: pipeline stage, gather,
@@ -192,7 +156,7 @@ class Engine(TrainingLoop, NamedState, Inference):
         Raises:
             EngineError: the model has no module of that name.
         """
-        lines = self._runtime.patches.explain(self._model, module)
+        lines = self._parts.runtime.patches.explain(self._parts.model, module)
         return "\n".join(lines) or f"{module or 'the model'}: runs as it is, without a patch of the engine"
 
     def timeline(self) -> StepTimeline:
@@ -200,12 +164,14 @@ class Engine(TrainingLoop, NamedState, Inference):
 
         ``draw`` shows it beside what ``simulate(plan.schedule)`` of ``engine.parallel.pipeline`` predicts.
         """
-        self._resources.refuse_closed("timeline")
-        return measured_timeline(self.plan.schedule, self._runtime.executor, self._comm, self._device)
+        self._parts.resources.refuse_closed("timeline")
+        return measured_timeline(self.plan.schedule, self._parts.runtime.executor, self._parts.comm, self._parts.device)
 
     def traffic_report(self) -> str:
         """Planned and measured bytes of a training step on this rank, side by side."""
-        return compare_traffic(self.plan, self._reports.trained, self.grid.rank, max(1, self._reports.attempts))
+        return compare_traffic(
+            self.plan, self._parts.reports.trained, self.grid.rank, max(1, self._parts.reports.attempts)
+        )
 
     # ------------------------------------------------------------------ whole steps
 
@@ -223,22 +189,22 @@ class Engine(TrainingLoop, NamedState, Inference):
             EngineError: the batch is bad, or differs from that of its replica: all ranks raise, each its own error, and
                 nothing is updated. Without tensor ranks, pipeline ranks and sharded parameters, the same holds for any
                 other failure; with them, a rank that fails during the schedule raises at once and the job ends. After
-                too many skipped steps in a row (``watchdog.max_skipped_steps``) all ranks raise the same error.
+                too many skipped steps in a row (``max_skipped_steps``) all ranks raise the same error.
         """
-        self._refuse_unfinished("train_batch")
+        self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
             raise EngineError(
                 "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
             )
-        with self._comm.within(self._update.made):
-            with self._comm.noted("train_batch"):
+        with self._parts.comm.within(self._parts.update.made):
+            with self._parts.comm.noted("train_batch"):
                 pass  # nobody is waited for: it would cost every step
-            batch = self._completed(batch)
-            if self._reports.attempts:
-                return self._report(self._runner.train(batch))
-            first = f"the first step{', which compiles blocks' * self._config.compile}"
-            with say_what_compiles(self.device, self._grid.rank), say_if_slow(first, self._grid.rank):
-                return self._report(self._runner.train(batch))
+            batch = self._parts.completed(batch)
+            if self._parts.reports.attempts:
+                return self._parts.report(self._parts.runner.train(batch))
+            first = f"the first step{', which compiles blocks' * self._parts.config.compile}"
+            with say_what_compiles(self.device, self._parts.grid.rank), say_if_slow(first, self._parts.grid.rank):
+                return self._parts.report(self._parts.runner.train(batch))
 
     @overload
     def eval_batch(self, batch: Batch | Iterator[Batch], return_output: Literal[False] = False) -> StepReport: ...
@@ -254,16 +220,16 @@ class Engine(TrainingLoop, NamedState, Inference):
 
         With ``return_output``: (report, model output of rank 0's share, None on other ranks).
         """
-        self._resources.refuse_closed("eval_batch")
-        with self._comm.within(self._update.made):
-            self._comm.join("eval_batch")
-            batch = self._completed(batch)
-            with self._evaluated():
-                step, outcome = self._runner.evaluate(batch, "output" if return_output else "evaluate")
-        report = self._reports.make(step, outcome, self.plan, self._update.made)
+        self._parts.resources.refuse_closed("eval_batch")
+        with self._parts.comm.within(self._parts.update.made):
+            self._parts.comm.join("eval_batch")
+            batch = self._parts.completed(batch)
+            with self._parts.evaluated():
+                step, outcome = self._parts.runner.evaluate(batch, "output" if return_output else "evaluate")
+        report = self._parts.reports.make(step, outcome, self.plan, self._parts.update.made)
         if not return_output:
             return report
-        return report, join_outputs(step.outputs) if step.outputs and self._grid.rank == 0 else None
+        return report, join_outputs(step.outputs) if step.outputs and self._parts.grid.rank == 0 else None
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """The rows [b, ...] of all data ranks, [data ranks * b, ...] in their order, with exact gradients. Collective.
@@ -277,15 +243,63 @@ class Engine(TrainingLoop, NamedState, Inference):
         Raises:
             EngineError: no tensor with rows.
         """
-        self._resources.refuse_closed("gather_rows")
-        return self._runtime.program.gather(rows)
+        self._parts.resources.refuse_closed("gather_rows")
+        return self._parts.runtime.program.gather(rows)
+
+    # ------------------------------------------------------------------ outputs
+
+    @torch.no_grad()
+    def predict(self, batch: Batch, rows: int | None = None) -> Any:
+        """The model's output for this data rank's rows, in eval mode, without a loss; the random state is restored.
+
+        Args:
+            batch: tensor, tuple, list or mapping of any number of rows, which may differ between data ranks; labels
+                are not needed.
+            rows: of the microbatches in which it runs, all but the last; None: ``train_micro_batch_size_per_gpu``.
+                Give the rows of the batch where a tensor in it belongs to rows without being cut as they are
+                (patches of pictures).
+
+        Every rank of a replica gets the full output: logits are gathered over tp, and the last stage sends them to the
+        others over pp, label "outputs". Collective; ZeRO 3 agrees over dp on the number of forwards (8 bytes).
+
+        Raises:
+            EngineError: the batch is bad, or differs from that of its replica; the same on all of its ranks.
+        """
+        self._open("predict")
+        with self._parts.evaluated():
+            return self._parts.runner.predict(batch, rows)
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor, **options: Any) -> Any:
+        """Generate with a Hugging Face model, by its own ``generate``: greedy, sampling, beams, stopping criteria.
+
+        Args:
+            inputs: token ids of this data rank's prompts [rows, tokens]; rows and tokens may differ between data ranks.
+            options: those of ``generate``, such as ``max_new_tokens`` and ``attention_mask``.
+
+        Returns what ``generate`` returns, equal on the ranks of a replica: its ranks sample with the random state of
+        the first one. Every token costs a forward over the whole sequence, without a cache of keys and values.
+        Collective; besides ``predict`` of each token, data ranks agree on who has forwards left (8 bytes over dp).
+
+        Raises:
+            EngineError: the model does not generate, the prompts are no token ids, or an accumulation is unfinished.
+        """
+        self._open("generate")
+        parts = self._parts
+        if parts.loop is not None and parts.loop.unfinished:
+            raise EngineError(
+                f"generate inside an accumulation of {parts.loop.unfinished} microbatch(es); call eng.step() before, "
+                "or eng.zero_grad() to drop their gradients."
+            )
+        with parts.evaluated():
+            return Generation(parts.model, parts.runner, parts.comm, parts.device).run(inputs, options)
 
     # ------------------------------------------------------------------ state
 
     def register_for_checkpointing(self, **things: Any) -> None:
         """Save and load other objects too, such as ``data=sampler``; its ``state_dict`` is JSON, equal on all ranks."""
-        self._resources.refuse_closed("register_for_checkpointing")
-        self._checkpoints.register(things)
+        self._parts.resources.refuse_closed("register_for_checkpointing")
+        self._parts.checkpoints.register(things)
 
     def save_checkpoint(
         self, folder: Path_ | None = None, client_state: Any = None, without_frozen: bool = False
@@ -304,10 +318,10 @@ class Engine(TrainingLoop, NamedState, Inference):
             EngineError: ``client_state`` is a string, such as a tag of DeepSpeed's. Problems of the save itself, such
                 as another engine that saves into the folder, are raised by ``wait()`` on all ranks.
         """
-        self._resources.refuse_closed("save_checkpoint")
+        self._parts.resources.refuse_closed("save_checkpoint")
         self._note_unfinished("save_checkpoint")
-        self._comm.join(f"save_checkpoint{'(without_frozen=True)' * without_frozen}")
-        return self._checkpoints.save(folder, client_state if client_state is not None else {}, without_frozen)
+        self._parts.comm.join(f"save_checkpoint{'(without_frozen=True)' * without_frozen}")
+        return self._parts.checkpoints.save(folder, client_state if client_state is not None else {}, without_frozen)
 
     def load_checkpoint(
         self,
@@ -333,17 +347,17 @@ class Engine(TrainingLoop, NamedState, Inference):
                 belongs to another model (names the first difference); ranks gave other folders. Raised on all ranks.
             EngineError: without ``load_lr_scheduler_states``, the rates are a function of the update.
         """
-        self._refuse_unfinished("load_checkpoint")
-        self._comm.join("load_checkpoint")
-        if self._built is not None:
-            self._built.settle()
+        self._parts.refuse_unfinished("load_checkpoint")
+        self._parts.comm.join("load_checkpoint")
+        if self._parts.built is not None:
+            self._parts.built.settle()
         options = LoadOptions(
             module_only=load_module_only,
             optimizer_states=load_optimizer_states,
             strict=strict,
             scheduler_states=load_lr_scheduler_states,
         )
-        return self._checkpoints.load(folder, self._update, options, missing_ok)
+        return self._parts.checkpoints.load(folder, self._parts.update, options, missing_ok)
 
     def copy_weights_from(self, other: "Engine") -> None:
         """Take parameters and persistent buffers of another engine on the same ranks, on any grid. Collective.
@@ -356,14 +370,14 @@ class Engine(TrainingLoop, NamedState, Inference):
             EngineError: the models differ, the engines have different numbers of ranks, or this engine has gradients
                 of an unfinished accumulation.
         """
-        self._refuse_unfinished("copy_weights_from")
-        other._resources.refuse_closed("copy_weights_from")
+        self._parts.refuse_unfinished("copy_weights_from")
+        other._parts.resources.refuse_closed("copy_weights_from")
         for eng in (self, other):
-            if (gatherer := eng._runtime.gatherer) is not None:
+            if (gatherer := eng._parts.runtime.gatherer) is not None:
                 gatherer.refuse_opened("copy_weights_from")
-        self._comm.join("copy_weights_from")
-        with self._runtime.changing(), other._runtime.changing():
-            self._checkpoints.copy_weights(other._checkpoints)
+        self._parts.comm.join("copy_weights_from")
+        with self._parts.runtime.changing(), other._parts.runtime.changing():
+            self._parts.checkpoints.copy_weights(other._parts.checkpoints)
 
     def close(self) -> None:
         """End the engine: wait for a pending checkpoint, remove every patch from the model, close logs and groups.
@@ -378,9 +392,9 @@ class Engine(TrainingLoop, NamedState, Inference):
         checkpoint, whose thread finishes writing it.
         """
         try:
-            self._checkpoints.close()  # raises if a failed save stops the run
+            self._parts.checkpoints.close()  # raises if a failed save stops the run
         finally:
-            self._resources.close()
+            self._parts.resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -390,39 +404,26 @@ class Engine(TrainingLoop, NamedState, Inference):
 
     # ------------------------------------------------------------------ around a step
 
-    def _refuse_unfinished(self, call: str) -> None:
-        self._resources.refuse_closed(call)
-        if self._loop is not None:
-            self._loop.leave(call)
-
     def _note_unfinished(self, call: str) -> None:
-        if self._loop is not None and self._loop.unfinished and self._grid.rank == 0:
+        if self._parts.loop is not None and self._parts.loop.unfinished and self._parts.grid.rank == 0:
             logger.warning(
                 "%s inside an unfinished accumulation keeps the state after update %d: the gradients of %d "
                 "microbatch(es) are not saved; training goes on with them.",
                 call,
-                self._update.made,
-                self._loop.unfinished,
+                self._parts.update.made,
+                self._parts.loop.unfinished,
             )
-
-    def _completed(self, batch: Batch | Iterator[Batch]) -> Batch | Iterator[Batch]:
-        """``batch`` itself; the first batch completes the build and is returned as an iterator of its microbatches."""
-        if self._built is not None:
-            return batch
-        config, rows = self._config, self._build.rows
-        take = partial(rows.take_microbatches, batch, config.micro, config.accumulation)
-        seen, problem, _ = take_batch(take, self._comm, self._device)
-        self.complete(seen[0] if seen else None, problem)
-        return iter(seen)
 
     def add_callback(self, callback: Callable[[StepReport], object]) -> None:
         """Call ``callback`` with the report of every training step from now on, on this rank, before ``train_batch`` or
         ``step`` returns it. What it raises ends the call; a callback that communicates is added on all ranks."""
-        self._reports.tell(callback)
+        self._parts.reports.tell(callback)
 
-    def _report(self, finished: FinishedStep) -> StepReport:
-        step, outcome = finished
-        report = self._reports.record(step, outcome, self.plan, self._update.made)
-        self._update.check(outcome)
-        self._checkpoints.after_step(not outcome.skipped, bool(outcome.totals.stops))
-        return report
+    def _open(self, call: str) -> None:
+        self._parts.resources.refuse_closed(call)
+        if self._parts.built is None:
+            raise EngineError(
+                f"{call} before the plan, for which a batch without labels is not enough; pass example_batch=... to "
+                "engine.initialize, or train a batch first."
+            )
+        self._parts.comm.join(call)

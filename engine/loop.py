@@ -6,45 +6,25 @@ for batch in loader:                # gradient_accumulation_steps: 1          # 
     eng.step()
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
-from engine.config import Config
+from engine.engine_parts import EngineParts
 from engine.errors import EngineError
-from engine.parallel.comm.comm import Comm
-from engine.program.batch import Batch
 from engine.reporting.step_report import StepReport
-from engine.resources import EngineResources
-from engine.step.runner import FinishedStep
-from engine.step.update import Update
-from engine.step.user_loop import LoopControl, UserLoop
+from engine.step.user_loop import UserLoop
 
 
-class TrainingLoop(ABC):
+class TrainingLoop:
     """The calls of the engine for a loop of the user's own.
 
     A pipeline, whose stages run one schedule, refuses them, unless ``open_pipeline`` was called.
     """
 
-    _config: Config
-    _resources: EngineResources
-    _control: LoopControl
-    _comm: Comm
-    _update: Update
-    _loop: UserLoop | None
-    """None until the engine is built."""
-
-    @abstractmethod
-    def complete(self, example: Batch, problem: BaseException | None = None) -> None:
-        """Build the missing parts."""
-
-    @abstractmethod
-    def _report(self, finished: FinishedStep) -> StepReport:
-        """Report a step that is over."""
+    _parts: EngineParts
 
     def open_pipeline(self, rows: int | None = None) -> None:
         """From now on ``eng(batch)`` runs all stages of a pipeline and gives its output to every rank. Collective.
@@ -57,8 +37,8 @@ class TrainingLoop(ABC):
         Args:
             rows: a batch goes through the stages in parts of so many rows, whose outputs are joined; None: as one.
         """
-        self._resources.refuse_closed("open_pipeline")
-        self._control.piped, self._control.rows = True, rows
+        self._parts.resources.refuse_closed("open_pipeline")
+        self._parts.control.piped, self._parts.control.rows = True, rows
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them.
@@ -68,10 +48,10 @@ class TrainingLoop(ABC):
                 that requires a gradient, or parts whose outputs are no rows.
         """
         self._refuse_pipeline("eng(batch)")
-        self.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
-        assert self._loop is not None
-        with self._comm.within(self._update.made):
-            return self._loop.forward(args, kwargs)
+        self._parts.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
+        assert self._parts.loop is not None
+        with self._parts.comm.within(self._parts.update.made):
+            return self._parts.loop.forward(args, kwargs)
 
     def backward(
         self,
@@ -96,7 +76,7 @@ class TrainingLoop(ABC):
                 scalar; a pipeline.
         """
         loop = self._looped("backward(loss)")
-        with self._comm.within(self._update.made):
+        with self._parts.comm.within(self._parts.update.made):
             loop.backward(loss, retain_graph, metrics or {})
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -105,9 +85,9 @@ class TrainingLoop(ABC):
         Raises:
             EngineError: the loss is not a scalar, or depends on no parameter; a pipeline, also after ``open_pipeline``.
         """
-        if self._config.pp > 1 and self._control.piped:
+        if (stages := self._parts.config.pp) > 1 and self._parts.control.piped:
             raise EngineError(
-                f"scale(loss) with parallel.pipeline {self._config.pp}: a backward of your own ends at the outputs, "
+                f"scale(loss) with parallel.pipeline {stages}: a backward of your own ends at the outputs, "
                 "and the stages behind them have to run back; call eng.backward(loss)."
             )
         return self._looped("scale(loss)").scale(loss)
@@ -123,7 +103,7 @@ class TrainingLoop(ABC):
             EngineError: ``max_norm`` is not above 0; inside an accumulation; a pipeline.
         """
         loop = self._looped("clip_gradients")
-        with self._comm.within(self._update.made):
+        with self._parts.comm.within(self._parts.update.made):
             return loop.clip(max_norm)
 
     def step(self) -> StepReport | None:
@@ -132,18 +112,18 @@ class TrainingLoop(ABC):
         Raises:
             EngineError: no backward was called in this step; a gradient lacks the loss scale.
         """
-        self._resources.refuse_closed("step()")
-        if self._loop is None:
+        self._parts.resources.refuse_closed("step()")
+        if self._parts.loop is None:
             raise EngineError("step() before backward(): there is no gradient to step with; call backward first.")
-        with self._comm.within(self._update.made):
-            finished = self._loop.step()
-        return None if finished is None else self._report(finished)
+        with self._parts.comm.within(self._parts.update.made):
+            finished = self._parts.loop.step()
+        return None if finished is None else self._parts.report(finished)
 
     def zero_grad(self) -> None:
         """Drop the gradients since the last update, on all ranks alike. After an update there are none."""
-        self._resources.refuse_closed("zero_grad()")
-        if self._loop is not None:
-            self._loop.zero_grad()
+        self._parts.resources.refuse_closed("zero_grad()")
+        if self._parts.loop is not None:
+            self._parts.loop.zero_grad()
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
         """Refuse code that looks for a gradient on its parameter, until the next forward, step or ``zero_grad``.
@@ -154,8 +134,8 @@ class TrainingLoop(ABC):
         Args:
             around: a module of the host around the model, whose ``zero_grad`` is that of the engine from now on.
         """
-        if self._loop is not None:
-            self._loop.guard_gradients(around)
+        if self._parts.loop is not None:
+            self._parts.loop.guard_gradients(around)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, no backward is taken for the last one of a step, in which gradients are reduced.
@@ -164,7 +144,7 @@ class TrainingLoop(ABC):
         ``reduce: microbatch`` keep shards only, and reduce in every backward.
         """
         self._refuse_pipeline("no_sync()")
-        return self._control.no_sync()
+        return self._parts.control.no_sync()
 
     def set_gradient_accumulation_boundary(self, boundary: bool | None) -> None:
         """Decide whether the next calls of ``step`` make an update (True) or only end a microbatch (False).
@@ -172,28 +152,28 @@ class TrainingLoop(ABC):
         The update averages over all microbatches since the last one. None: every ``gradient_accumulation_steps``.
         """
         self._refuse_pipeline("set_gradient_accumulation_boundary")
-        self._control.boundary = boundary
+        self._parts.control.boundary = boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the ``step`` after this microbatch makes an update."""
         self._refuse_pipeline("is_gradient_accumulation_boundary")
-        if self._control.boundary is not None:
-            return self._control.boundary
-        if self._loop is not None:
-            return self._loop.at_boundary
-        return self._control.managed and self._config.accumulation == 1
+        if self._parts.control.boundary is not None:
+            return self._parts.control.boundary
+        if self._parts.loop is not None:
+            return self._parts.loop.at_boundary
+        return self._parts.control.managed and self._parts.config.accumulation == 1
 
     def _looped(self, call: str) -> UserLoop:
         self._refuse_pipeline(call)
-        if self._loop is None:
+        if self._parts.loop is None:
             raise EngineError(f"{call} before eng(batch): there is no forward to differentiate; call eng(batch) first.")
-        return self._loop
+        return self._parts.loop
 
     def _refuse_pipeline(self, call: str) -> None:
-        self._resources.refuse_closed(call)
-        if self._config.pp > 1 and not self._control.piped:
+        self._parts.resources.refuse_closed(call)
+        if self._parts.config.pp > 1 and not self._parts.control.piped:
             raise EngineError(
-                f"{call} with parallel.pipeline {self._config.pp}: forwards and backwards of all stages are one "
+                f"{call} with parallel.pipeline {self._parts.config.pp}: forwards and backwards of all stages are one "
                 "schedule, and no stage alone has the output; call train_batch(batch) or eval_batch(batch), or, for a "
                 "loop of your own, eng.open_pipeline() before."
             )

@@ -2,21 +2,16 @@
 
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.checkpoint.format.safetensors_file import shard_bytes
+from engine.engine_parts import EngineParts
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import from_first
-from engine.resources import EngineResources
-from engine.step.runtime import RankRuntime
-from engine.step.update import Update
-from engine.step.user_loop import UserLoop
 from engine.zero.flat_buckets import FlatBucket, squared_norms
 from engine.zero.gather.full_parameters import ShardedModel, full_parameters
 from engine.zero.gather.full_tensors import HeldPart, NamedShards, full_tensors, local_tensors
@@ -28,23 +23,10 @@ from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.phases.offloaded_states import chosen_kinds
 
 
-class NamedState(ABC):
+class NamedState:
     """Access by name. A pattern is an ``fnmatch`` pattern over whole names; all ranks give the same one."""
 
-    _resources: EngineResources
-    _update: Update
-    _loop: UserLoop | None
-    _built: RankRuntime | None
-    _checkpoints: CheckpointCoordinator
-
-    @abstractmethod
-    def _refuse_unfinished(self, call: str) -> None:
-        """Refuse a call after ``close`` and inside an accumulation."""
-
-    @property
-    @abstractmethod
-    def _runtime(self) -> RankRuntime:
-        """The parts of this rank."""
+    _parts: EngineParts
 
     def full_state_dict(self, ema: bool = False) -> dict[str, Tensor]:
         """The whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
@@ -57,15 +39,15 @@ class NamedState(ABC):
         Raises:
             EngineError: inside ``full_parameters`` with sharded parameters, whose changes take effect at its end.
         """
-        self._resources.refuse_closed("full_state_dict")
-        if self._runtime.gatherer is not None:
-            self._runtime.gatherer.refuse_opened("full_state_dict")
+        self._parts.resources.refuse_closed("full_state_dict")
+        if self._parts.runtime.gatherer is not None:
+            self._parts.runtime.gatherer.refuse_opened("full_state_dict")
         if ema:
             self._check_average("full_state_dict(ema=True)")
-        averaged = self._runtime.averaged
+        averaged = self._parts.runtime.averaged
         taken = averaged is not None and not averaged.inside and (ema or averaged.by_itself)
-        with self._runtime.changing():
-            return self._checkpoints.gather_state(averaged.average if averaged is not None and taken else None)
+        with self._parts.runtime.changing():
+            return self._parts.checkpoints.gather_state(averaged.average if averaged is not None and taken else None)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Take the weights and persistent buffers of the whole model from ``state`` on rank 0. Collective.
@@ -83,13 +65,13 @@ class NamedState(ABC):
             CheckpointError: a key is missing or unknown, or a tensor does not fit; the same on all ranks, before a
                 weight is changed.
         """
-        self._refuse_unfinished("load_full_state_dict")
-        runtime = self._runtime
+        self._parts.refuse_unfinished("load_full_state_dict")
+        runtime = self._parts.runtime
         if runtime.gatherer is not None:
             runtime.gatherer.refuse_opened("load_full_state_dict")
         runtime.comm.join("load_full_state_dict")
         with runtime.changing():
-            self._checkpoints.load_state(state, strict)
+            self._parts.checkpoints.load_state(state, strict)
 
     def gradient_norms(self) -> dict[str, float]:
         """The L2 norm of the gradient of each trained parameter, by name, equal on all ranks. Collective.
@@ -101,8 +83,8 @@ class NamedState(ABC):
         Raises:
             EngineError: no backward yet.
         """
-        self._resources.refuse_closed("gradient_norms")
-        runtime, clipping = self._runtime, self._update.used_clipping
+        self._parts.resources.refuse_closed("gradient_norms")
+        runtime, clipping = self._parts.runtime, self._parts.update.used_clipping
         factor, readable = self._gradient_factor("gradient_norms")
         names = [row.name for row in runtime.plan.table if row.trainable]
         with runtime.away.held():
@@ -113,11 +95,11 @@ class NamedState(ABC):
 
     def _gradient_factor(self, call: str) -> tuple[Callable[[FlatBucket], float], bool]:
         """What makes of what lies in a bucket the averaged gradient, and whether a step has used and clipped it."""
-        if self._loop is not None and self._loop.unfinished:
-            before = 1.0 / self._loop.reduce_gradients()
+        if self._parts.loop is not None and self._parts.loop.unfinished:
+            before = 1.0 / self._parts.loop.reduce_gradients()
             return lambda flat: before, False
-        if self._update.used_factor is not None:
-            return self._update.used_factor, True
+        if self._parts.update.used_factor is not None:
+            return self._parts.update.used_factor, True
         raise EngineError(f"{call} before the first step: there is none yet; call backward or train_batch first.")
 
     @contextmanager
@@ -131,16 +113,10 @@ class NamedState(ABC):
         Raises:
             EngineError: the run keeps no average; a call inside that needs the weights of training.
         """
-        self._resources.refuse_closed("averaged_weights")
+        self._parts.resources.refuse_closed("averaged_weights")
         self._check_average("averaged_weights")
-        with self._runtime.averaging():
+        with self._parts.runtime.averaging():
             yield
-
-    def _evaluated(self) -> AbstractContextManager[None]:
-        """Context of an evaluation, which takes the average of a schedule-free optimizer by itself."""
-        averaged = self._built.averaged if self._built is not None else None
-        taken = averaged is not None and averaged.by_itself and not averaged.inside
-        return self._runtime.averaging() if taken else nullcontext()
 
     def save_pretrained(
         self, folder: str | os.PathLike[str], ema: bool = False, max_shard_size: int | str | None = None
@@ -155,17 +131,17 @@ class NamedState(ABC):
                 ranks have written, a few MiB at a time. None: a file of each rank that owns weights.
         """
         shards = shard_bytes(max_shard_size) if max_shard_size is not None else None
-        self._resources.refuse_closed("save_pretrained")
+        self._parts.resources.refuse_closed("save_pretrained")
         if ema:
             self._check_average("save_pretrained(ema=True)")
-        averaged = self._built.averaged if self._built is not None else None
+        averaged = self._parts.built.averaged if self._parts.built is not None else None
         inside = averaged is not None and averaged.inside
-        self._runtime.comm.join("save_pretrained")
-        with self._runtime.averaging() if ema and not inside else self._evaluated():
-            self._checkpoints.save_pretrained(folder, shards)
+        self._parts.runtime.comm.join("save_pretrained")
+        with self._parts.runtime.averaging() if ema and not inside else self._parts.evaluated():
+            self._parts.checkpoints.save_pretrained(folder, shards)
 
     def _check_average(self, call: str) -> None:
-        if self._runtime.averaged is None or ("ema" in call and self._runtime.average is None):
+        if self._parts.runtime.averaged is None or ("ema" in call and self._parts.runtime.average is None):
             raise EngineError(
                 f'{call} of a run that keeps no average; give "ema": {{"decay": 0.999}} in the configuration.'
             )
@@ -183,8 +159,8 @@ class NamedState(ABC):
         Raises:
             EngineError: inside a forward; no parameter matches; data ranks have written different values.
         """
-        self._resources.refuse_closed("full_parameters")
-        runtime = self._runtime
+        self._parts.resources.refuse_closed("full_parameters")
+        runtime = self._parts.runtime
         sharded = ShardedModel(
             model=runtime.program.model,
             table=runtime.plan.table,
@@ -215,8 +191,8 @@ class NamedState(ABC):
             EngineError: no backward yet; nothing matches; ranks have written different values; values written after
                 the step.
         """
-        self._resources.refuse_closed("gradients")
-        runtime = self._runtime
+        self._parts.resources.refuse_closed("gradients")
+        runtime = self._parts.runtime
         factor, readable = self._gradient_factor("gradients")
         pieces = _gradient_pieces(runtime.buckets, self._sharded, factor)
         with runtime.away.held(), self._opened("gradients", pieces, pattern, local) as found:
@@ -235,8 +211,8 @@ class NamedState(ABC):
         What is written is rounded into the parameters at the end, on all data ranks. Without masters (fp32, or bf16
         weights alone) they are the parameters' own values. Arguments, traffic and errors as for ``gradients``.
         """
-        self._resources.refuse_closed("masters")
-        runtime = self._runtime
+        self._parts.resources.refuse_closed("masters")
+        runtime = self._parts.runtime
         if runtime.gatherer is not None:
             runtime.gatherer.refuse_opened("masters")
         with runtime.changing():
@@ -254,8 +230,8 @@ class NamedState(ABC):
         To read and to write in place; before the first update there is none. Arguments, traffic and errors as for
         ``gradients``.
         """
-        self._resources.refuse_closed("optimizer_state")
-        runtime = self._runtime
+        self._parts.resources.refuse_closed("optimizer_state")
+        runtime = self._parts.runtime
         own = state_names(runtime.optimizer)
         names = json.loads(from_first(lambda: json.dumps(own).encode(), runtime.comm, runtime.program.device))
         with runtime.changing(), opened_state(runtime.optimizer) as state, ExitStack() as stack:
@@ -291,11 +267,11 @@ class NamedState(ABC):
             EngineError: another device, an unknown name, too little memory; inside an accumulation, or a
                 `with` block that refers to the state.
         """
-        self._refuse_unfinished("offload_states")
+        self._parts.refuse_unfinished("offload_states")
         kinds, place = chosen_kinds(include), str(getattr(device, "value", device))
         if place != "cpu":
             raise EngineError(f'offload_states was given device {place!r}; state is moved to host memory: give "cpu".')
-        if (runtime := self._built) is not None:
+        if (runtime := self._parts.built) is not None:
             runtime.away.refuse_held()
             with runtime.changing():
                 runtime.away.expire(kinds)
@@ -306,13 +282,13 @@ class NamedState(ABC):
 
         ``non_blocking``: copies may still run when this returns; what uses the state waits for them on the device.
         """
-        self._resources.refuse_closed("reload_states")
-        if self._built is not None:
-            self._built.away.reload(blocking=not non_blocking)
+        self._parts.resources.refuse_closed("reload_states")
+        if self._parts.built is not None:
+            self._parts.built.away.reload(blocking=not non_blocking)
 
     @property
     def _sharded(self) -> bool:
-        return self._runtime.plan.config.zero_optimization.stage > 0
+        return self._parts.runtime.plan.config.zero_optimization.stage > 0
 
     def _opened(
         self,
@@ -322,7 +298,7 @@ class NamedState(ABC):
         local: bool,
         refresh: Callable[[Sequence[FlatBucket]], None] | None = None,
     ) -> AbstractContextManager[dict[str, Tensor]]:
-        runtime = self._runtime
+        runtime = self._parts.runtime
         shards = NamedShards(
             call=call,
             table=runtime.plan.table,

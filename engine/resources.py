@@ -11,7 +11,7 @@ from engine.errors import EngineError
 class EngineResources:
     """Closes what an engine owns: patches of the model, logs, signal handlers, process groups, shared memory.
 
-    ``close`` does it, or the collection of the engine, which alone refers to this object.
+    ``close`` does it, or the collection of the engine, whose parts alone refer to this object.
 
     What is closed refers to the user's model, and the model may refer to the engine. ``weakref.finalize``, which holds
     its callback outside of the engine, would keep both alive; with ``__del__`` the garbage collector finds the cycle.

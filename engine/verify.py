@@ -33,12 +33,14 @@ from engine.precision.frozen_weights import round_frozen
 from engine.precision.loss_scaler import make_loss_scale
 from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows, Name
-from engine.program.forward_inputs import ForwardInputs, Inputs
-from engine.program.loss import LossFunction, find_loss
-from engine.program.row_gather import RowGather
-from engine.program.torch_loss import with_targets
+from engine.program.forward_inputs import ForwardInputs, Inputs, with_targets
+from engine.program.loss import LossFunction, RowGather, find_loss
 from engine.zero.optim.inner_optimizer import OptimizerFactory
 from engine.zero.optim.rules.schedule_free import take_averages
+
+ModelBuilder = Callable[[], nn.Module]
+Steps = Sequence[Batch]
+"""A global batch for each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,9 @@ class Parity:
 
 
 def verify(
-    build_model: Callable[[], nn.Module],
+    build_model: ModelBuilder,
     config: Any,
-    batches: Sequence[Batch],
+    batches: Steps,
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory | None = None,
     lr_scheduler: SchedulerArgument | None = None,
@@ -155,15 +157,15 @@ class VerifyOptions:
         return BatchRows.of(self.whole, None, 0)
 
 
+PLAIN = VerifyOptions()
+"""The loss of the model, and the configured optimizer."""
+
+
 def train_on_grid(
-    build_model: Callable[[], nn.Module],
-    config: Any,
-    batches: Sequence[Batch],
-    wishes: VerifyOptions | None = None,
-    world: World | None = None,
+    build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
     """Train with the engine; every rank calls it with the same global batches. The weights are on rank 0."""
-    wishes, world = wishes or VerifyOptions(), world or read_world()
+    world = world or read_world()
     resolved = load_config(config, world.size)
     part = wishes.rows.take_rows
     arguments = (wishes.loss_fn, part(batches[0], 0, resolved.micro), wishes.optimizer, wishes.lr_scheduler)
@@ -176,11 +178,7 @@ def train_on_grid(
 
 
 def train_alone(
-    build_model: Callable[[], nn.Module],
-    config: Any,
-    batches: Sequence[Batch],
-    wishes: VerifyOptions | None = None,
-    world: World | None = None,
+    build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
     """Train the same microbatches in order in one process of plain torch."""
     world = world or read_world()
@@ -189,7 +187,7 @@ def train_alone(
     everything = [name for name, _ in model.named_parameters()]
     materialize(model, everything, resolved.seed, world.device, lambda name, full: full)
     model.to(world.device)
-    return _Reference(model, resolved, wishes or VerifyOptions()).train(batches)
+    return _Reference(model, resolved, wishes).train(batches)
 
 
 class _Reference:
@@ -199,12 +197,7 @@ class _Reference:
     every few steps, after which two correct runs drift apart: expect about 1e-5 in a loss.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        wishes: VerifyOptions,
-    ) -> None:
+    def __init__(self, model: nn.Module, config: Config, wishes: VerifyOptions) -> None:
         self.model, self.config, self.rows = model, config, wishes.rows
         self.inputs = ForwardInputs.of(model, wishes.loss_fn is not None, wishes.inputs)
         self.loss_fn = with_targets(wishes.loss_fn, self.inputs)

@@ -152,7 +152,7 @@ def _for_folder(folder: Path) -> tuple[str, str]:
     """Name of the run and script for a folder of a Hugging Face model."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json; give the folder of a Hugging Face model, or module:function.")
-    from engine.models.huggingface_class import has_language_model_head, huggingface_class, import_transformers
+    from engine.models.named_model import has_language_model_head, huggingface_class, import_transformers
 
     config = import_transformers().AutoConfig.from_pretrained(folder)
     kind = huggingface_class(config)
@@ -192,7 +192,7 @@ def _folder_words(folder: Path, config: Any, kind: str) -> dict[str, Any]:
 
 def _for_function(name: str, out: Path) -> tuple[str, str]:
     """Name of the run and script for a function that builds the model."""
-    from engine.program.module_function import build_named, find_function, model_and_rows
+    from engine.models.named_model import build_named, find_function, model_and_rows
 
     module, _, function = name.partition(":")
     _, rows, _ = model_and_rows(name, build_named(name, find_function(name)))

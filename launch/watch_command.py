@@ -8,12 +8,12 @@ rank  host   pid   step  is in                                   for     finishe
 import json
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
 from engine.parallel.comm.meeting import name_ranks
+from engine.reporting.console import aligned
 from engine.watchdog.local_ranks import LocalRanks, flight_folder
 from engine.watchdog.monitor import REPORT
 from engine.watchdog.view import RankView
@@ -98,7 +98,7 @@ def _tables(views: list[RankView], waits: bool) -> list[str]:
 
 def rank_table(views: list[RankView]) -> list[str]:
     """A line for each rank, under a head."""
-    return _aligned([_HEAD, *(_row(view) for view in sorted(views, key=lambda view: view.rank))])
+    return aligned([_HEAD, *(_row(view) for view in sorted(views, key=lambda view: view.rank))])
 
 
 def wait_table(views: list[RankView]) -> list[str]:
@@ -108,15 +108,7 @@ def wait_table(views: list[RankView]) -> list[str]:
         for view in sorted(views, key=lambda view: view.rank)
         for one in sorted(view.streams, key=lambda one: -one.seconds)
     ]  # fmt: skip
-    return _aligned([_WAITS_HEAD, *rows])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as they have to be."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]  # fmt: skip
+    return aligned([_WAITS_HEAD, *rows])
 
 
 def _row(view: RankView) -> tuple[str, ...]:

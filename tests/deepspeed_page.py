@@ -17,8 +17,8 @@ from engine.config.deepspeed.keys import KEYS, LOGS, TABLE, Feature, Moved, Note
 from engine.config.deepspeed.translate import translate
 from engine.config.reader import paths
 from engine.config.rules import Problems
-from engine.deepspeed.auto_values import fill_auto
 from engine.errors import ConfigError
+from engine.hosting.arguments import fill_auto
 from tests.structure import ROOT
 
 PAGE = ROOT / "docs" / "deepspeed_configs.md"

@@ -133,7 +133,7 @@ dropout = partial(decoder, dropout=0.2, layers=4)
 
 PARALLEL = (
     "data", "tensor", "pipeline", "schedule", "virtual_stages", "split", "sequence_parallel",
-    "sequence_parallel_regather", "tensor_plan", "verify_plan",
+    "sequence_parallel_regather", "tensor_plan", "prove_plan", "check_replicas",
 )  # fmt: skip
 
 
@@ -222,7 +222,7 @@ RUNS: dict[str, Run] = {
     # tensor ranks
     "tp2-nano-views": Run(nano, settings(tensor=2), settings()),
     "tp2-moe": Run(moe, settings(tensor=2)),
-    "tp2-t5": Run(t5, settings(tensor=2, verify_plan=False, **BF16), example=False),
+    "tp2-t5": Run(t5, settings(tensor=2, prove_plan=False, check_replicas=False, **BF16), example=False),
     "tp2-decoder-written-edited": Run(
         decoder, settings(tensor=2, tensor_plan=PLAN), edited=True, unsteady=PROVEN_BY_THREADS
     ),

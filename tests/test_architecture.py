@@ -16,8 +16,9 @@ from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "resources", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint",
-        "reporting", "watchdog", "build", "rehearsal", "data", "models", "inference", "loop", "named_state", "engine",
-        "api", "verify", "deepspeed", "huggingface", "lightning",
+        "reporting", "watchdog", "build", "rehearsal", "data", "models", "engine_parts", "loop",
+        "named_state", "engine", "api", "verify", "hosting", "deepspeed", "huggingface",
+        "lightning",
     ),
     "engine.checkpoint": (
         "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state",
@@ -44,8 +45,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "estimate", "search",
     ),
     "engine.launch.jobs": (
-        "request", "bound_cores", "torchrun", "hostfile", "chosen_hosts", "deepspeed_options", "sent", "job_file",
-        "slurm", "kubernetes", "remote", "preflight", "ssh", "ssh_job", "launch_command",
+        "request", "bound_cores", "torchrun", "hostfile", "guard", "probe", "schedulers", "remote", "ssh",
+        "launch_command",
     ),
 }  # fmt: skip
 """The rooms of a folder, lowest first; a room imports from those before it."""
@@ -54,10 +55,10 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
 EVERYWHERE = "engine.errors"
 TORCH_FREE = (
     "engine", "engine.config", "engine.config.json_schema", "engine.data.corpus", "engine.errors",
-    "engine.launch.check_command", "engine.launch.checkpoint_command", "engine.launch.cli",
-    "engine.launch.doctor.doctor_command", "engine.launch.doctor.facts", "engine.launch.jobs.launch_command",
+    "engine.launch.checkpoint_command", "engine.launch.cli",
+    "engine.launch.doctor.doctor_command", "engine.launch.doctor.examined", "engine.launch.jobs.launch_command",
     "engine.launch.planner.plan_command", "engine.launch.planner.plan_request", "engine.launch.run_folder",
-    "engine.launch.schedule_command", "engine.launch.train_options", "engine.parallel.comm.traffic",
+    "engine.launch.schedule_command", "engine.parallel.comm.traffic",
     "engine.parallel.grid", "engine.parallel.pipeline.partition.auto_schedule",
     "engine.parallel.pipeline.report.perfetto", "engine.parallel.pipeline.report.svg",
     "engine.parallel.pipeline.report.text",
@@ -124,9 +125,9 @@ BROAD_HANDLERS = {
     ("engine/checkpoint/save.py", "_on_first"): "every rank is sent the sentence, and raises it",
     ("engine/checkpoint/save.py", "_report"): "rank 0 is sent the sentence, and every rank raises it",
     ("engine/planning/analysis.py", "_order_of_calls"): "a note of the plan",
-    ("launch/planner/counted_memory.py", "counted_costs"): "a line of the plan",
+    ("launch/planner/planned_model.py", "counted_costs"): "a line of the plan",
     ("launch/planner/planned_model.py", "called"): "nobody: every list of blocks counts as one that is called",
-    ("launch/planner/sampled_blocks.py", "_sample"): "nobody: the closed form stays, and the count of the plan says it",
+    ("launch/planner/planned_model.py", "_sample"): "nobody: the closed form stays, and the count of the plan says it",
     ("engine/planning/profile_calls.py", "run"): "a note of the plan",
     ("engine/planning/step_time/traced_workload.py", "_counted"): "the engine's own trace, which raises it again",
     ("engine/planning/drawn_block.py", "run"): "the block runs again, with the weights whole that its code has read",

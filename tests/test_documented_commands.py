@@ -165,7 +165,7 @@ TESTED = {
     "python -m tests.errors_page --write": "tests/test_architecture.py::test_the_page_of_errors_is_current",
     "python -m tests.config_page --write": "tests/test_documents.py::test_every_marked_section_shows_its_figure",
     "python -m tests.deepspeed_page --write":
-        "tests/engine/config/test_deepspeed_corpus.py::test_the_page_is_current",
+        "tests/engine/config/test_deepspeed_schema.py::test_the_page_is_current",
     "python -m tests.faults": "tests/faults/test_seeded_faults.py::test_every_fault_is_noticed",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 -m benchmarks scaling "
     "--out runs/scaling.json": "tests/cluster/test_scaling.py::test_a_job_that_lost_a_node_goes_on",
@@ -215,7 +215,7 @@ SUITES = (
     "pytest -m long tests/parallel/comm/symmetric/test_killed_rank.py",
     "pytest tests/kernels/gpu/overlap/test_protocol.py --write-figures",
     "pytest -m long tests/engine/parity/test_fused_communication.py",
-    "pytest tests/launch/test_schedule_page.py --write-figures",
+    "pytest tests/launch/test_schedule_command.py --write-figures",
     "pytest -m long tests/launch/test_report_pictures.py --write-figures",
     "pytest -m long --write-figures tests/engine/parity/test_transformers_types.py",
     *(FIGURES.format(f"parity_{name}") for name in ("axes", "schedules", "zero")),

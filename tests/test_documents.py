@@ -13,6 +13,7 @@ from benchmarks.harness.figures import FOLDER, ROOT, pages, read, section, secti
 from engine.config import load_config
 from engine.config.deepspeed.keys import TABLE
 from engine.config.optim_sections import OPTIMIZERS, SCHEDULERS
+from engine.config.reader import OLD_KEYS
 from tests.config_page import keys_table
 
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md"]
@@ -86,7 +87,7 @@ def known_keys() -> frozenset[str]:
         for kind in known.values()
         for setting in fields(kind)
     }
-    return frozenset(own | params | set(TABLE))
+    return frozenset(own | params | set(TABLE) | set(OLD_KEYS))
 
 
 def unknown_keys(text: str) -> list[str]:

@@ -93,5 +93,5 @@ def replay(world: ScaledWorld, rank: int) -> ReplayedRank:
 def _settings(world: ScaledWorld) -> dict[str, Any]:
     """Those of the world, in fp32, with the tensor plan given: every process would search the same one."""
     settings = dict(world.settings())
-    settings["parallel"] |= {"tensor_plan": dict(KNOWN_STYLES["decoder"]), "verify_plan": False}
+    settings["parallel"] |= {"tensor_plan": dict(KNOWN_STYLES["decoder"]), "prove_plan": False, "check_replicas": False}
     return settings | {"bf16": {"enabled": False}, "activation_checkpointing": {"mode": "none"}}

@@ -44,7 +44,7 @@ def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.devi
 
 def _open(comm: Comm, config: Config) -> SymmetricBuffer | None:
     sizes = SlotSizes(ranks=config.tp, capacity=config.parallel.overlap_buffer_bytes, most=_MOST_TILES)
-    return comm.open_symmetric("tp", sizes, timeout_seconds())
+    return comm.open_symmetric("tp", sizes, timeout_seconds(config.communication.timeout_seconds))
 
 
 def _reason(device: torch.device, runs: bool) -> str:

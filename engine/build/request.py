@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from engine.build.forward_changes import ForwardChanges
-from engine.config import Config
 from engine.optim.lr_schedules import SchedulerArgument
 from engine.optim.param_groups import GivenOptimizer
 from engine.parallel.comm.comm import Comm
@@ -18,10 +16,8 @@ from engine.precision.dtypes import Precision
 from engine.program.batch import Batch
 from engine.program.batch_rows import BatchRows
 from engine.program.forward_inputs import ForwardInputs
-from engine.program.loss import LossFunction
+from engine.program.loss import LossFunction, RowGather
 from engine.program.program import Program
-from engine.program.row_gather import RowGather
-from engine.step.runtime import RankRuntime
 from engine.zero.optim.inner_optimizer import OptimizerFactory
 from engine.zero.optim.matrix.own_whole import OwnWholeRule
 
@@ -63,26 +59,3 @@ class Request:
             self.gather.open(comm)
         loss_fn = self.gather.given_to(self.loss_fn)
         return Program(model, loss_fn, precision, device, self.rows, self.inputs, self.metrics, self.gather)
-
-
-class BuildRuntime(Protocol):
-    """Builds the runtime of this rank from an example; the process group is open."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model."""
-
-    @property
-    def config(self) -> Config:
-        """The resolved configuration."""
-
-    @property
-    def comm(self) -> Comm:
-        """Communication over the grid."""
-
-    @property
-    def rows(self) -> BatchRows:
-        """How batches are cut."""
-
-    def __call__(self, example: Batch, problem: BaseException | None) -> RankRuntime:
-        """Plan and build. Collective; ``problem``, the reason why this rank has no example, is raised."""

@@ -66,7 +66,7 @@ def _integrity(request: PartRequest) -> StepPart | None:
 
 
 def _equal_gradients(request: PartRequest) -> StepPart | None:
-    if request.comm.grid.tp == 1 or not request.plan.config.parallel.verify_plan:
+    if request.comm.grid.tp == 1 or not request.plan.config.parallel.check_replicas:
         return None
     return EqualGradients(ReplicaCheck(request.plan.table, request.buckets, request.comm))
 

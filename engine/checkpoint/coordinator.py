@@ -387,8 +387,8 @@ class CheckpointCoordinator:
 
     def _group(self) -> TorchHostGroup:
         if self._host is None:
-            grid = self._comm.grid
-            self._host = TorchHostGroup(grid.rank, grid.world_size, timeout_seconds())
+            grid, patience = self._comm.grid, self._config.communication.timeout_seconds
+            self._host = TorchHostGroup(grid.rank, grid.world_size, timeout_seconds(patience))
         return self._host
 
     def _renew_group(self) -> None:

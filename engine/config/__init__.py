@@ -15,15 +15,17 @@ from engine.config.between import (
     check_copies,
     check_integrity,
     check_nodes,
+    check_optimizer,
     check_parallel,
     check_precision,
     check_profile,
+    check_rates,
     check_recomputation,
     check_reruns,
     check_wire,
     check_zero,
 )
-from engine.config.config_file import read_config_file, remarks
+from engine.config.config_file import overridden, read_config_file, remarks
 from engine.config.deepspeed.keys import KEYS
 from engine.config.deepspeed.translate import translate
 from engine.config.optim_sections import (
@@ -36,14 +38,13 @@ from engine.config.optim_sections import (
     OptimizerConfig,
     SchedulerConfig,
 )
-from engine.config.optimizers.checks import check_optimizer, check_rates
-from engine.config.overrides import overridden
-from engine.config.reader import Section, Typed, dump_section, paths, read_section, setting
+from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
     ActivationCheckpointingConfig,
     Bf16Config,
     CheckpointConfig,
+    CommunicationConfig,
     EmaConfig,
     Fp16Config,
     IntegrityConfig,
@@ -67,6 +68,7 @@ __all__ = [
     "ActivationCheckpointingConfig",
     "Bf16Config",
     "CheckpointConfig",
+    "CommunicationConfig",
     "Config",
     "EmaConfig",
     "Fp16Config",
@@ -120,6 +122,8 @@ class Config:
     """Training in float16."""
     torch_autocast: TorchAutocastConfig = setting(TorchAutocastConfig(), Section(cls=TorchAutocastConfig))
     """Forwards inside torch.autocast."""
+    communication: CommunicationConfig = setting(CommunicationConfig(), Section(cls=CommunicationConfig))
+    """Communication between ranks."""
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = setting(None, Choice(
         options=("fp32", "bf16", "fp16"), noun="a communication type", null=True,
         also=FrozenMap({"bfp16": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
@@ -147,6 +151,8 @@ class Config:
     """Moving average of the weights; null keeps none."""
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
     """Maximum global gradient norm; 0 switches clipping off."""
+    max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
+    """Skipped steps in a row, because of non-finite gradients, that stop the run; 0 never stops it."""
     gradient_allreduce_op: Literal["mean", "sum"] = setting(
         "mean", Choice(options=("mean", "sum"), noun="a way to reduce gradients")
     )
@@ -175,7 +181,7 @@ class Config:
     monitor: MonitorConfig = setting(MonitorConfig(), Section(cls=MonitorConfig))
     """Destinations of the figures of each step."""
     watchdog: WatchdogConfig = setting(WatchdogConfig(), Section(cls=WatchdogConfig))
-    """Reactions to a run that has stopped learning."""
+    """Reactions to a run that stands still."""
     integrity: IntegrityConfig = setting(IntegrityConfig(), Section(cls=IntegrityConfig))
     """Detection of silent corruption of weights and optimizer state."""
     notes: tuple[str, ...] = ()
@@ -217,6 +223,12 @@ class Config:
     def pp(self) -> int:
         """Size of the pipeline axis."""
         return self._settled("pipeline")
+
+    @property
+    def watchdog_seconds(self) -> float | None:
+        """Seconds for which the watchdog lets a rank wait; None: there is no watchdog."""
+        given = self.watchdog.timeout_seconds
+        return self.communication.timeout_seconds / 2 if given == "auto" else given
 
     def _settled(self, name: str) -> int:
         sizes = {key: getattr(self, key) for key in BATCH} | axis_sizes(self.parallel)
@@ -307,11 +319,11 @@ def _read(source: "ConfigSource | Config", problems: Problems, overrides: Sequen
     raw = _object(source, problems)
     if raw is None:
         return Config()
-    given = overridden(raw, overrides, problems)
+    given, old = renamed(overridden(raw, overrides, problems), problems)
     own, notes = translate(given, frozenset(_PATHS), problems)
     read = read_section(Config, own, "", problems)
     passed = [f"{key}: accepted, changes nothing here; no key of this name is known." for key in problems.passed or ()]
-    return replace(read, notes=(*remarks(raw), *notes, *passed), written=_written(given))
+    return replace(read, notes=(*remarks(raw), *old, *notes, *passed), written=_written(given))
 
 
 def _written(given: Mapping[str, Any]) -> frozenset[str]:

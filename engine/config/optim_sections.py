@@ -17,6 +17,7 @@ COUNT = Int(low=0)
 NOT_NEGATIVE = Real(low=0)
 FACTOR = Real(low=0, below=1)
 RATIO = Real(low=0, high=1)
+BETAS = ListOf(each=FACTOR, length=2, noun="a list of two numbers from 0 to below 1")
 GLOBS = ListOf(each=Text(), noun='a list of name patterns such as ["*.bias"]')
 
 
@@ -39,8 +40,7 @@ class AdamWParams:
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
     """Learning rate."""
-    betas: tuple[float, float] = setting((0.9, 0.999), ListOf(
-        each=FACTOR, length=2, noun="a list of two numbers from 0 to below 1"))  # fmt: skip
+    betas: tuple[float, float] = setting((0.9, 0.999), BETAS)
     """Decay rates of the running averages of the gradient and of its square."""
     eps: float = setting(1e-8, NOT_NEGATIVE)
     """Term added to the denominator."""
@@ -91,30 +91,20 @@ class LionParams:
 
     lr: float = setting(1e-4, NOT_NEGATIVE)
     """Learning rate."""
-    betas: tuple[float, float] = setting((0.9, 0.99), ListOf(
-        each=FACTOR, length=2, noun="a list of two numbers from 0 to below 1"))  # fmt: skip
+    betas: tuple[float, float] = setting((0.9, 0.99), BETAS)
     """Interpolation weight of the update, and decay rate of the momentum."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Decoupled weight decay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LambParams:
+class LambParams(AdamWParams):
     """Parameters of LAMB, with DeepSpeed's names and defaults: Adam whose step is as long as the weights' norm asks."""
 
-    lr: float = setting(1e-3, NOT_NEGATIVE)
-    """Learning rate."""
-    betas: tuple[float, float] = setting((0.9, 0.999), ListOf(
-        each=FACTOR, length=2, noun="a list of two numbers from 0 to below 1"))  # fmt: skip
-    """Decay rates of the running averages of the gradient and of its square."""
-    eps: float = setting(1e-8, NOT_NEGATIVE)
-    """Term added to the denominator."""
     eps_inside_sqrt: bool = setting(False, Flag())
     """Add it to the mean square, and not to its root."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Weight decay, a part of the update whose norm is taken."""
-    bias_correction: bool = setting(True, Flag())
-    """Divide both averages by what they lack in the first updates, as published."""
     max_coeff: float = setting(10.0, Real(above=0))
     """Largest ratio of the norms of weights and update, by which the rate is multiplied."""
     min_coeff: float = setting(0.01, NOT_NEGATIVE)
@@ -169,8 +159,7 @@ class SOAPParams:
 
     lr: float = setting(3e-3, NOT_NEGATIVE)
     """Learning rate."""
-    betas: tuple[float, float] = setting((0.95, 0.95), ListOf(
-        each=FACTOR, length=2, noun="a list of two numbers from 0 to below 1"))  # fmt: skip
+    betas: tuple[float, float] = setting((0.95, 0.95), BETAS)
     """Decay rates of the running averages of the gradient and of its square, in the eigenbasis."""
     shampoo_beta: float | None = setting(None, Real(low=0, below=1, null=True))
     """Decay rate of the preconditioners, the averages of G G' and G' G; null takes the second of betas."""
@@ -242,8 +231,7 @@ class ScheduleFreeAdamWParams:
 
     lr: float = setting(2.5e-3, NOT_NEGATIVE)
     """Learning rate, at which the run stays."""
-    betas: tuple[float, float] = setting((0.9, 0.999), ListOf(
-        each=FACTOR, length=2, noun="a list of two numbers from 0 to below 1"))  # fmt: skip
+    betas: tuple[float, float] = setting((0.9, 0.999), BETAS)
     """Weight of the average in the point where gradients are taken, above 0, and decay rate of the mean square."""
     eps: float = setting(1e-8, NOT_NEGATIVE)
     """Term added to the denominator."""

@@ -127,6 +127,9 @@ _KEYS: Mapping[str, str] = MappingProxyType({
     "monitor.tensorboard": "tensorboard_dir tensorboard_log_dir logging_dir enable_tensorboard use_tensorboard",
     "monitor.jsonl (a file) or monitor.tensorboard (a folder)":
         "logging logger log log_dir log_file log_path metrics report_to log_with trackers",
+    "communication.timeout_seconds":
+        "timeout ddp_timeout timeout_seconds nccl_timeout init_timeout_seconds train_timeout_seconds"
+        " distributed_timeout_minutes",
     "monitor.wandb": "wandb_project wandb_config use_wandb enable_wandb",
     "monitor.mlflow": "mlflow mlflow_experiment",
 })  # fmt: skip
@@ -164,9 +167,6 @@ _NOT_KEYS: Mapping[str, str] = MappingProxyType({
         " main_process_port hostfile launcher strategy distributed_type compute_environment rdzv_backend downcast_bf16",
     "the process group is NCCL on GPUs and gloo otherwise, or the one that you have opened before":
         "backend dist_backend distributed_backend ddp_backend comm comm_backend distributed",
-    "the environment variable TRINE_TIMEOUT_SECONDS sets it for all collectives":
-        "timeout ddp_timeout timeout_seconds nccl_timeout init_timeout_seconds train_timeout_seconds"
-        " distributed_timeout_minutes",
     _AUTOMATIC:
         "find_unused_parameters ddp_find_unused_parameters static_graph broadcast_buffers gradient_as_bucket_view"
         " auto_wrap_policy fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap transformer_layer_cls_to_wrap"

@@ -7,12 +7,19 @@ section, so a new key takes one line at its declaration and none here.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from engine.config.rules import FrozenMap, Problems, Rule
 from engine.config.wording import join_path, kind, shown_value
 
 T = TypeVar("T")
+
+OLD_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "parallel.verify_plan": ("parallel.prove_plan", "parallel.check_replicas"),
+    "watchdog.max_skipped_steps": ("max_skipped_steps",),
+})  # fmt: skip
+"""Key of an earlier version -> the keys that have its value now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,3 +169,36 @@ def paths(cls: type[Any], at: str = "") -> Iterator[str]:
         if isinstance(rule, Typed):
             yield f"{here}.params"
             yield from dict.fromkeys(p for each in rule.kinds.values() for p in paths(each, f"{here}.params"))
+
+
+def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, Any], list[str]]:
+    """The configuration with today's keys in the place of earlier ones, and a note for each of those."""
+    present, notes = dict(raw), list[str]()
+    for old, keys in OLD_KEYS.items():
+        section, _, word = old.partition(".")
+        body = present.get(section)
+        if isinstance(body, Mapping) and word in body:
+            present[section] = {key: value for key, value in body.items() if key != word}
+            for key in keys:
+                move(present, key, body[word], old, problems)
+            notes.append(f"{old}: the earlier name of {' and '.join(keys)}, which it sets.")
+    return present, notes
+
+
+def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:
+    """Set the value that ``origin`` asks for at the dotted path ``target``; another one that is given is noted."""
+    if (given := put_at(raw, target, value)) != value:
+        rival = f"which is given as {shown_value(given)}"
+        problems.add(origin, f"asks for {target} {shown_value(value)}, {rival}; keep one of them.")
+
+
+def put_at(raw: dict[str, Any], path: str, value: object) -> object:
+    """Set the value of a dotted path, unless it is given; returns what stands there then. Sections are copied."""
+    *parents, leaf = path.split(".")
+    for parent in parents:
+        section = raw.get(parent, {})
+        if not isinstance(section, Mapping):
+            return value  # the reader reports a section that is no object
+        raw[parent] = dict(section)
+        raw = raw[parent]
+    return raw.setdefault(leaf, value)

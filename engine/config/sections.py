@@ -84,7 +84,9 @@ class ParallelConfig:
     """GPUs of a node, for plans: tensor groups that cross nodes are noted, and priced by trine plan; null: unknown."""
     tensor_proof: Literal["auto", "full"] = setting("auto", one_of("auto", "full", noun="a proof of the tensor plan"))
     """Weights in the search and proof: "auto": large matrices are products of thin ones; "full": all numbers."""
-    verify_plan: bool = setting(True, Flag())
+    prove_plan: bool = setting(True, Flag())
+    """Prove a written ``tensor_plan`` before training: its outputs and gradients are those of the whole model."""
+    check_replicas: bool = setting(True, Flag())
     """Compare the gradients that all tensor ranks should compute alike, in the first step."""
 
 
@@ -329,13 +331,23 @@ class IntegrityConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchdogConfig:
-    """Reactions to a run that stands still or has stopped learning."""
+class CommunicationConfig:
+    """Communication between ranks."""
 
-    timeout_seconds: float | None = setting(300.0, Real(
-        low=1, high=10**6, null=True,
-        remedy="give a number of seconds of at least 1, or null for no watchdog"))  # fmt: skip
-    """Seconds that a rank may wait for another one; then the one to blame is named and the job ends. null: forever."""
+    timeout_seconds: int = setting(600, Int(low=1, high=10**6))
+    """Seconds after which a rank that waits for another one gives up: to meet, in a collective, in a save.
+    TRINE_TIMEOUT_SECONDS in the environment is stronger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchdogConfig:
+    """Reactions to a run that stands still."""
+
+    timeout_seconds: float | Literal["auto"] | None = setting("auto", AnyOf(
+        rules=(AUTO, Real(low=1, high=10**6)), null=True,
+        remedy='give a number of seconds of at least 1, "auto", or null for no watchdog'))  # fmt: skip
+    """Seconds that a rank may wait for another one; then the one to blame is named and the job ends. auto: half of
+    communication.timeout_seconds, before a collective gives up; null: forever."""
     folder: str | None = setting(None, FOLDER)
     """Folder of the report about a job that stood still; null: that of the checkpoints, if there is one."""
     straggler_factor: float | None = setting(2.0, Real(
@@ -343,8 +355,6 @@ class WatchdogConfig:
     """A rank that computes so many times as long as others of its pipeline stage is named once, as slow."""
     straggler_steps: int = setting(100, SIZE)
     """Steps over which this is compared."""
-    max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
-    """Skipped steps in a row, because of non-finite gradients, that stop the run; 0 never stops it."""
 
 
 def check_installed(monitor: MonitorConfig) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from engine.config.deepspeed.forward_keywords import Curriculum, ForwardKeywords, read_keywords
+from engine.config.deepspeed.forms import Curriculum, ForwardKeywords, read_keywords
 from engine.config.rules import Problems
 from engine.deepspeed.engine_state import EngineState
 from engine.errors import ConfigError, EngineError

@@ -16,7 +16,6 @@ from engine.build.untrained import freeze
 from engine.config import Config, load_config, load_raw
 from engine.config.config_file import remarks
 from engine.deepspeed import comm
-from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule
 from engine.deepspeed.returned import configured_schedule
@@ -24,6 +23,7 @@ from engine.deepspeed.runtime.zero.partition_parameters import mark_sharded
 from engine.deepspeed.scheduled import Scheduled
 from engine.deepspeed.utils.tensor_fragment import tell_engine
 from engine.errors import ConfigError
+from engine.hosting.arguments import fill_auto
 from engine.parallel.comm.world import read_world
 from engine.zero.gather.left_shards import make_whole
 

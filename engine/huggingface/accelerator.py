@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
-from engine.huggingface.hosted_model import HostedModel
+from engine.hosting.hosted_model import HostedModel
 from engine.kernels.device import is_host
 from engine.parallel.comm.world import read_world
 from engine.parallel.grid import Grid

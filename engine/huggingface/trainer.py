@@ -24,17 +24,18 @@ from engine.checkpoint.contents.adapter_folder import is_peft_model
 from engine.config import ConfigSource, load_config, load_raw
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError
-from engine.huggingface.accelerator import EngineAccelerator
-from engine.huggingface.arguments import (
+from engine.hosting.arguments import (
+    GENERATING,
     checked_metrics,
     refuse_arguments,
     refuse_best_metric,
+    refuse_trl,
     refuse_unlike,
     settled,
 )
-from engine.huggingface.hosted_model import HostedModel
+from engine.hosting.hosted_model import HostedModel
+from engine.huggingface.accelerator import EngineAccelerator
 from engine.huggingface.trl_loop import TrlLoop, plan_inputs
-from engine.huggingface.trl_settings import GENERATING, refuse_trl
 from engine.huggingface.whole_steps import OwnLoss, WholeSteps
 from engine.program.batch_rows import Name
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import ConfigError
+from engine.hosting.arguments import BARE_REFERENCE, refuse_rewards, refuse_trl_grid
 from engine.huggingface.accelerator import EngineAccelerator
-from engine.huggingface.trl_settings import BARE_REFERENCE, refuse_rewards, refuse_trl_grid
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.tensor.logits.token_values import token_values
 

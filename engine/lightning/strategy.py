@@ -25,10 +25,9 @@ from engine.api import initialize
 from engine.config import Config, ConfigSource, load_raw
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, EngineError
-from engine.huggingface.arguments import conflict
-from engine.huggingface.hosted_model import HostedModel
-from engine.huggingface.loop_settings import part_rows
-from engine.lightning.hosted_module import move_others, of_lightning, replace_child, trained_child
+from engine.hosting.arguments import conflict
+from engine.hosting.hosted_model import HostedModel
+from engine.hosting.loop_settings import move_others, of_lightning, part_rows, replace_child, trained_child
 from engine.parallel.grid import Grid
 from engine.program.batch_rows import Name
 

@@ -230,8 +230,8 @@ def _prove(config: Config, request: PlanRequest, tensor: TensorPlan) -> tuple[st
     """Prove a written plan (a plan that was found has been proven); returns notes on what is not proven."""
     if config.parallel.tensor_plan == "auto":
         return ()
-    if not config.parallel.verify_plan:
-        return ("parallel.tensor_plan is not proven, because parallel.verify_plan is false",)
+    if not config.parallel.prove_plan:
+        return ("parallel.tensor_plan is not proven, because parallel.prove_plan is false",)
     return check_plan(request.program, request.example, tensor, config.tp, config.parallel.tensor_proof == "auto")
 
 

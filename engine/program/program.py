@@ -20,8 +20,7 @@ from engine.precision.dtypes import Precision
 from engine.program.batch import Batch, call_model, map_tensors
 from engine.program.batch_rows import BatchRows
 from engine.program.forward_inputs import ForwardInputs
-from engine.program.loss import LossFunction, WeightedLoss, find_loss, has_loss
-from engine.program.row_gather import RowGather
+from engine.program.loss import LossFunction, RowGather, WeightedLoss, find_loss, has_loss
 
 
 class ForwardResult(NamedTuple):

@@ -1,10 +1,17 @@
 """The banner that describes a plan before the run, and the comparison of planned and measured traffic."""
 
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from engine.config import Config
 from engine.config.sections import CheckpointConfig, IntegrityConfig
 from engine.kernels.codecs.block_codec import BlockFormat, NumberFormat
+from engine.kernels.device import compiles_triton
 from engine.kernels.overlap import OverlapChoices
 from engine.parallel.comm.traffic import Tally, megabytes
 from engine.parallel.kernel_injection.inject import describe_replacements as replaced
@@ -347,3 +354,47 @@ def _optimizer_line(plan: Plan) -> str:
     kind = optimizer.kind if optimizer and plan.moments is not None else "given in code"
     schedule = plan.config.scheduler.type if plan.config.scheduler else "constant lr or given in code"
     return f"{kind}, {len(plan.groups)} group{'s' * (len(plan.groups) > 1)}, {schedule}"
+
+
+logger = logging.getLogger("trine")
+
+
+@contextmanager
+def say_what_compiles(device: torch.device, rank: int) -> Iterator[None]:
+    """Say at the end which kernels Triton has compiled inside, and how long that took; on rank 0, nothing if none."""
+    knobs = _compilation_knobs() if rank == 0 and compiles_triton(device) else None
+    if knobs is None:
+        yield
+        return
+    kernels, found, microseconds, before = Counter[str](), 0, 0, knobs.listener
+
+    def listen(**call: Any) -> None:
+        nonlocal found, microseconds
+        if before is not None:
+            before(**call)
+        if call["cache_hit"]:
+            found += 1
+        else:
+            kernels[str(call["metadata"]["name"])] += 1
+            microseconds += call["times"].total
+
+    knobs.listener = listen
+    try:
+        yield
+    finally:
+        knobs.listener = before
+        if kernels:
+            names = ", ".join(f"{name} {count}x" for name, count in sorted(kernels.items()))
+            told = (
+                "Triton compiled %d kernels in %.1f s, which the next start finds in its cache, and found %d there: %s"
+            )
+            logger.info(told, kernels.total(), microseconds / 1e6, found, names)
+
+
+def _compilation_knobs() -> Any:
+    """Return Triton's settings of compilation; None without Triton."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return None
+    return knobs.compilation

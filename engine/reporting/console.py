@@ -8,7 +8,7 @@ TRINE_QUIET=1                            errors only, in both cases
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Timer
 from time import monotonic
@@ -89,6 +89,12 @@ def unless_within(seconds: float, call: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, whose columns are as wide as they have to be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import os
+import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,11 +18,8 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.planning.plan import Plan
 from engine.program.expert_load import ExpertStack
-from engine.reporting.progress import ProgressSink
-from engine.reporting.run_record import RunRecord
-from engine.reporting.step_profile import StepProfile, profiled_steps
-from engine.reporting.step_report import StepReport, metric_key, peak_memory, utilisation
-from engine.reporting.trackers import MLflow, WeightsAndBiases
+from engine.reporting.run_record import RunRecord, StepProfile, profiled_steps
+from engine.reporting.step_report import ProgressSink, StepReport, metric_key, peak_memory, utilisation
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState, metric_averages
 from engine.step.update import UpdateOutcome
@@ -36,32 +35,35 @@ class Sink(Protocol):
         """Flush and close."""
 
 
-class JsonLines:
-    """One JSON object a line, appended, so that a resumed run continues the same file."""
+class AppendedFile:
+    """A text file that a resumed run continues."""
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
-
-    def write(self, report: StepReport) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(report.as_dict()) + "\n")
-        self._file.flush()
+        self._file = open(path, "a+", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-class CommaSeparated:
-    """A line of comma-separated values for each report, appended; the first line names the columns."""
+class JsonLines(AppendedFile):
+    """One JSON object a line."""
+
+    def write(self, report: StepReport) -> None:
+        """Append one line."""
+        self._file.write(json.dumps(report.as_dict()) + "\n")
+        self._file.flush()
+
+
+class CommaSeparated(AppendedFile):
+    """A line of comma-separated values for each report; the first line names the columns."""
 
     def __init__(self, path: str, metrics: Sequence[str], experts: bool = False) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(path)
         skipped = ("metrics", "nonfinite_ranks", "expert_load")
         self._columns = [name for name in StepReport.__dataclass_fields__ if name not in skipped]
         self._columns += ["tokens_per_second", *map(metric_key, metrics), *["expert_imbalance"] * experts]
-        self._file = open(path, "a+", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
         self._file.seek(0)
         known = next(csv.reader(self._file), None)
         if known and known != self._columns:
@@ -78,10 +80,6 @@ class CommaSeparated:
         """Append one line."""
         self._writer.writerow(report.flat())
         self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class TensorBoard:
@@ -207,3 +205,63 @@ class StepReporter:
         self._sinks = ()
         if self._profile is not None:
             self._profile.close()
+
+
+class WeightsAndBiases:
+    """A run of a Weights & Biases project, with the configuration; ``WANDB_MODE=offline`` keeps it in a folder."""
+
+    def __init__(self, project: str, config: dict[str, Any]) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(project=project, config=config, resume="allow")
+
+    def write(self, report: StepReport) -> None:
+        """Log every number of the report."""
+        self._run.log(report.numbers(), step=report.step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run of an MLflow experiment; ``MLFLOW_TRACKING_URI`` says where, a resumed job goes on with MLFLOW_RUN_ID."""
+
+    def __init__(self, experiment: str, config: dict[str, Any]) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client: Any = MlflowClient()
+        known = self._client.get_experiment_by_name(experiment)
+        number = self._client.create_experiment(experiment) if known is None else known.experiment_id
+        resumed = os.environ.get("MLFLOW_RUN_ID")
+        self._run: str = resumed or self._client.create_run(number).info.run_id
+        if not resumed:
+            settings = [Param(key, str(value)[:_LONGEST]) for key, value in _flat(config).items()]
+            for start in range(0, len(settings), _MOST):
+                self._client.log_batch(self._run, params=settings[start : start + _MOST])
+
+    def write(self, report: StepReport) -> None:
+        """Log every number of the report, in one request."""
+        from mlflow.entities import Metric
+
+        now = round(1e3 * time.time())
+        metrics = [Metric(name, value, now, report.step) for name, value in report.numbers().items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._client.set_terminated(self._run)
+
+
+_LONGEST, _MOST = 500, 100
+"""Characters of a parameter's value, and parameters of a request, that every MLflow server takes."""
+
+
+def _flat(config: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """The settings by their dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        path = f"{above}.{key}" if above else key
+        found |= _flat(value, path) if isinstance(value, dict) else {path: value}
+    return found

@@ -348,9 +348,9 @@ class Update:
         """Stop a run whose steps are all skipped.
 
         Raises:
-            EngineError: ``watchdog.max_skipped_steps`` steps in a row were skipped; the same on every rank.
+            EngineError: ``max_skipped_steps`` steps in a row were skipped; the same on every rank.
         """
-        allowed = self._config.watchdog.max_skipped_steps
+        allowed = self._config.max_skipped_steps
         if outcome.nonfinite is None or not allowed or self._in_a_row < allowed:
             return
         scale = ""
@@ -360,5 +360,5 @@ class Update:
         raise EngineError(
             f"{self._in_a_row} steps in a row were skipped{scale}, because {outcome.nonfinite.subject} was not "
             f"finite after update {self.made}: lower the learning rate or check data and loss, and resume from "
-            "the last checkpoint; watchdog.max_skipped_steps sets how many may be skipped (0: any number)."
+            "the last checkpoint; max_skipped_steps sets how many may be skipped (0: any number)."
         )

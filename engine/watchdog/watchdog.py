@@ -55,7 +55,7 @@ class Watchdog:
     """
 
     def __init__(self, grid: Grid, store: KeyStore, job: str, config: WatchdogConfig, report: Path | None) -> None:
-        assert config.timeout_seconds is not None
+        assert isinstance(config.timeout_seconds, float), "open_watchdog gives the number"
         self._store, self._job, self._size, self._config = store, job, grid.size("world"), config
         self._timeout = config.timeout_seconds
         self._report = "" if report is None else str(report.absolute())
@@ -161,12 +161,13 @@ class Watchdog:
 
 def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watchdog | None:
     """The watchdog that ``config`` asks for; None if it asks for none, or if this host has no place for its files."""
-    if config.watchdog.timeout_seconds is None:
+    seconds = config.watchdog_seconds
+    if seconds is None:
         return None
     folder = config.watchdog.folder or config.checkpoint.folder
     report = None if folder is None else Path(folder)
     try:
-        return Watchdog(grid, store, job, config.watchdog, report)
+        return Watchdog(grid, store, job, replace(config.watchdog, timeout_seconds=seconds), report)
     except OSError as error:
         logger.warning("rank %d has no watchdog: %s", grid.rank, error)
         return None

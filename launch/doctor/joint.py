@@ -23,8 +23,7 @@ from engine.config import Config
 from engine.errors import EngineError, first_line
 from engine.kernels.device import is_host
 from engine.launch.doctor.examined import ClockFigure, Examined, Hosts, PairFigure, RankFacts
-from engine.launch.doctor.links import AxisTimes, axis_figures, measure_axes
-from engine.launch.doctor.pairs import PairTimes, measure_clocks, measure_pairs
+from engine.launch.doctor.links import AxisTimes, PairTimes, axis_figures, measure_axes, measure_clocks, measure_pairs
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup, collect
 from engine.parallel.comm.meeting import KeyStore, Meeting

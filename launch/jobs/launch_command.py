@@ -11,18 +11,31 @@ from pathlib import Path
 
 from engine.errors import LaunchError
 from engine.launch.jobs.bound_cores import read_cores
-from engine.launch.jobs.chosen_hosts import chosen_hosts
-from engine.launch.jobs.deepspeed_options import add_deepspeed_options, drop_one_node, environment_file
-from engine.launch.jobs.hostfile import Host, read_hostfile
-from engine.launch.jobs.job_file import write_job_file
-from engine.launch.jobs.kubernetes import KINDS, KubernetesRequest, manifest
-from engine.launch.jobs.preflight import HostReply, examine
-from engine.launch.jobs.remote import SshRequest
-from engine.launch.jobs.request import JobRequest, NodeCount, ScriptForm, exported, passed_on, refuse_all
-from engine.launch.jobs.sent.probe import gpu_names
-from engine.launch.jobs.slurm import PROCESSORS_WITH_GPU, SlurmRequest, slurm_script, submit
-from engine.launch.jobs.ssh import MeetingPlace, SshPlan
-from engine.launch.jobs.ssh_job import SshJob
+from engine.launch.jobs.hostfile import Host, chosen_hosts, read_hostfile
+from engine.launch.jobs.probe import gpu_names
+from engine.launch.jobs.remote import HostReply, SshRequest, examine
+from engine.launch.jobs.request import (
+    JobRequest,
+    NodeCount,
+    ScriptForm,
+    add_deepspeed_options,
+    drop_one_node,
+    environment_file,
+    exported,
+    passed_on,
+    refuse_all,
+)
+from engine.launch.jobs.schedulers import (
+    KINDS,
+    PROCESSORS_WITH_GPU,
+    KubernetesRequest,
+    SlurmRequest,
+    manifest,
+    slurm_script,
+    submit,
+    write_job_file,
+)
+from engine.launch.jobs.ssh import MeetingPlace, SshJob, SshPlan
 from engine.launch.jobs.torchrun import JOIN_SECONDS, shell_line, torchrun_command, torchrun_environment
 
 PLACES = {

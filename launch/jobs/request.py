@@ -1,10 +1,15 @@
-"""What the user of ``trine launch`` asked for, apart from where it runs."""
+"""The request of ``trine launch``, apart from where it runs; options of the ``deepspeed`` launcher stand for it too.
+
+Each of those is taken as one of Trine's, without effect, or refused; a line before the job says which.
+"""
 
 import fnmatch
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import environ
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from engine.errors import LaunchError
 
@@ -115,3 +120,140 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in PASSED_ON)
     }
+
+
+TAKEN: dict[str, tuple[str, ...]] = {
+    "--ranks-per-node": ("--num_gpus", "--num_accelerators"),
+    "--nodes": ("--num_nodes",),
+    "--port": ("--master_port",),
+    "--no-python": ("--no_python",),
+    "--hostfile": ("-H",),
+    "--include": ("-i",),
+    "--exclude": ("-e",),
+    "--local-rank": ("--local_rank",),
+    "--bind-cores": ("--bind_cores_to_rank",),
+    "--bind-cores-to": ("--bind_core_list",),
+}
+"""Options of Trine, and how DeepSpeed spells them."""
+IDLE = {
+    "--no_local_rank": "a script gets --local_rank only where --local-rank asks for it",
+    "--no_ssh_check": "hosts are asked before anything starts, within --preflight-timeout",
+    "--force_multi": "a hostfile is what makes a job run over ssh; --ssh ssh does so for this host alone",
+    "--quiet": "nothing is printed beside the job's own lines",
+    "-q": "nothing is printed beside the job's own lines",
+    "--elastic_training": "--elastic MIN:MAX makes a job elastic",
+}
+"""Flags without effect, and why nothing is lacking."""
+IDLE_VALUES = {
+    "--save_pid": "the launcher of one host becomes torchrun, whose process id is its own",
+    "--log_level": "TORCH_CPP_LOG_LEVEL and logging.getLogger('trine') say how much is told",
+}
+REFUSED = {
+    "--launcher_args": 'give the options of ssh in --ssh "ssh ...", and those of sbatch in --sbatch=OPTION',
+    "--enable_each_rank_log": "redirect by torchrun on each host: torchrun --redirects 3 --log-dir FOLDER",
+    "--autotuning": "trine plan MODEL --search finds a layout",
+    "--venv_script": "give --python PATH of the environment's interpreter",
+    "--master_addr": "the nodes meet on the first host of --hostfile; by hand, start torchrun on each host",
+    "--node_rank": "give --hostfile, or start torchrun --node-rank N on each host by hand",
+    "--min_elastic_nodes": "give --elastic MIN:MAX",
+    "--max_elastic_nodes": "give --elastic MIN:MAX",
+}
+"""Options with a value that name something which is done otherwise here."""
+LAUNCHERS = {"pdsh": "--hostfile", "ssh": "--hostfile"}
+ENVIRONMENT_FILE = ".deepspeed_env"
+
+
+def add_deepspeed_options(command: ArgumentParser) -> None:
+    """Take DeepSpeed's spellings beside those of Trine, which are there already; helps do not show them."""
+    command.set_defaults(became=[], refused=[])
+    known = command._option_string_actions
+    for ours, spellings in TAKEN.items():
+        action = known[ours]
+        command.add_argument(
+            *spellings, dest=action.dest, type=action.type or str, nargs=action.nargs, default=SUPPRESS, action=_Taken,
+            ours=ours, const=action.const, help=SUPPRESS,
+        )  # fmt: skip
+    for name, why in IDLE.items():
+        command.add_argument(name, nargs=0, action=_Idle, why=why, help=SUPPRESS, default=SUPPRESS)
+    for name, why in IDLE_VALUES.items():
+        command.add_argument(name, action=_Idle, why=why, help=SUPPRESS, default=SUPPRESS)
+    for name, instead in REFUSED.items():
+        command.add_argument(name, action=_Refused, why=instead, help=SUPPRESS, default=SUPPRESS)
+    command.add_argument("--no_ssh", nargs=0, action=_Refused, why=REFUSED["--node_rank"], help=SUPPRESS)
+    command.add_argument("--ssh_port", type=int, action=_SshPort, help=SUPPRESS, default=SUPPRESS)
+    command.add_argument("--launcher", action=_Launcher, help=SUPPRESS, default=SUPPRESS)
+
+
+class _Told(Action):
+    """An option that leaves a sentence."""
+
+    def __init__(self, *args: Any, why: str = "", ours: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._why, self._ours = why, ours
+
+
+class _Taken(_Told):
+    def __call__(self, parser: ArgumentParser, options: Namespace, value: Any, option: str | None = None) -> None:
+        given = self.const if self.nargs == 0 else value
+        setattr(options, self.dest, given)
+        shown = f" {value}" * (self.nargs != 0)
+        if option not in ("-H", "-i", "-e"):
+            options.became.append(f"{option}{shown}: taken as {self._ours}{shown}")
+
+
+class _Idle(_Told):
+    def __call__(self, parser: ArgumentParser, options: Namespace, value: Any, option: str | None = None) -> None:
+        options.became.append(f"{option}: without effect, since {self._why}")
+
+
+class _Refused(_Told):
+    def __call__(self, parser: ArgumentParser, options: Namespace, value: Any, option: str | None = None) -> None:
+        options.refused.append(LaunchError(f"{option} is an option of deepspeed that trine launch lacks; {self._why}."))
+
+
+class _SshPort(_Told):
+    def __call__(self, parser: ArgumentParser, options: Namespace, value: Any, option: str | None = None) -> None:
+        options.ssh = f"ssh -p {value}"
+        options.became.append(f'{option} {value}: taken as --ssh "{options.ssh}"')
+
+
+class _Launcher(_Told):
+    def __call__(self, parser: ArgumentParser, options: Namespace, value: Any, option: str | None = None) -> None:
+        if value in LAUNCHERS:
+            options.became.append(f"{option} {value}: without effect, since {LAUNCHERS[value]} runs a job over ssh")
+        else:
+            instead = (
+                "give --slurm" if value == "slurm" else "start the script by mpirun or srun itself, which it knows"
+            )
+            options.refused.append(LaunchError(f"{option} {value} is none of trine launch; {instead}."))
+
+
+def drop_one_node(options: Namespace) -> None:
+    """Drop what DeepSpeed gives on one host without meaning: one node of one."""
+    if options.nodes == "1" and options.hostfile is None and not options.slurm and options.kubernetes is None:
+        options.nodes = None
+
+
+def environment_file() -> tuple[Path, dict[str, str]] | None:
+    """The variables of ``.deepspeed_env``, here or in the home folder, which DeepSpeed gives to all hosts.
+
+    Raises:
+        LaunchError: one of its lines is no NAME=VALUE.
+    """
+    name = environ.get("DS_ENV_FILE", ENVIRONMENT_FILE)
+    path = next((folder / name for folder in (Path.cwd(), Path.home()) if (folder / name).is_file()), None)
+    if path is None:
+        return None
+    return path, dict(_pairs(path, path.read_text(encoding="utf-8", errors="replace").splitlines()))
+
+
+def _pairs(path: Path, lines: Sequence[str]) -> list[tuple[str, str]]:
+    found = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        name, equals, value = text.partition("=")
+        if text and not text.startswith("#"):
+            if not (equals and name.strip().isidentifier()):
+                raise LaunchError(f"{path}:{number}: {text!r} is no NAME=VALUE; mend the line, or take it out.")
+            found.append((name.strip(), value))
+    return found

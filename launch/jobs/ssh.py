@@ -1,6 +1,12 @@
 """torchrun on hosts that ssh reaches: how it is started, what it prints, and what it is told.
 
-``HostRun`` is one host as the launcher sees it, ``Running`` all of them; when they end, ``ssh_job`` decides.
+``HostRun`` is one host as the launcher sees it, ``Running`` all of them, and ``SshJob`` decides when they end:
+
+a host ends with 0        it is done; the others go on
+with an error             the job ends everywhere
+its ssh ends (LOST)       the job ends everywhere; an elastic one goes on while enough hosts are left
+.. and it had the store   an elastic job starts anew on the hosts that are left, which meet at the next one
+a lost host answers       it is taken in again
 """
 
 import contextlib
@@ -10,15 +16,30 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import IO, Any
 
+from engine.launch.jobs.guard import MARK
 from engine.launch.jobs.hostfile import Host
-from engine.launch.jobs.preflight import HostReply, ranks_on
-from engine.launch.jobs.remote import SshRequest, guard_input, last_words
+from engine.launch.jobs.remote import (
+    LOST,
+    Answer,
+    HostReply,
+    SshRequest,
+    ask,
+    differences,
+    free_port,
+    guard_input,
+    last_words,
+    question_for,
+    ranks_on,
+    unanswered,
+)
 from engine.launch.jobs.request import JobRequest
-from engine.launch.jobs.sent.guard import MARK
 from engine.launch.jobs.torchrun import Rendezvous, torchrun_command, torchrun_environment
 from engine.reporting.last_words import is_consequence
 
@@ -219,3 +240,238 @@ class Running:
             found.append((run, KILLED))
         self.runs.clear()
         return found
+
+
+RETRY_SECONDS = 2.0
+"""Between two tries of a lost host, each of which may take ``TRY_SECONDS``."""
+TRY_SECONDS = 5.0
+FAILED_SECONDS = 15.0
+"""Which hosts have to end after another one has failed: no step can end then, but the watchdog can still tell why."""
+HURRY_SECONDS = 1.0
+"""Signals within this time are one: Ctrl-C reaches the launcher once, schedulers may send several."""
+
+
+class AskedToStop:
+    """Signals that the launcher was sent."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self._last = float("-inf")
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Remember one."""
+        if time.monotonic() - self._last > HURRY_SECONDS:
+            self.numbers.append(number)
+        self._last = time.monotonic()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within the block SIGTERM and SIGINT end the job, not the launcher."""
+        before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass(slots=True)
+class JobEnd:
+    """How the job ends."""
+
+    code: int = 0
+    words: str = ""
+
+    @property
+    def given(self) -> bool:
+        """Whether it is known."""
+        return bool(self.words)
+
+
+class SshJob:
+    """The job from its start to its end."""
+
+    def __init__(self, plan: SshPlan, meeting: MeetingPlace, absent: Mapping[Host, str] | None = None) -> None:
+        """``absent``: hosts that an elastic job starts without, and why; they are tried again."""
+        self._plan = plan
+        self._meeting = meeting
+        self._screen = Screen()
+        self._running = Running(plan, self._screen)
+        self._absent = absent or {}
+        self._lost = dict.fromkeys(self._absent, time.monotonic() + RETRY_SECONDS)
+        """When each is to be tried again."""
+        self._tries: dict[Host, Future[Answer]] = {}
+        self._pool = ThreadPoolExecutor(max(1, min(16, len(plan.hosts))))
+        self._verdict = JobEnd()
+        self._done = 0
+        self._facts = {facts.host: facts for facts in plan.hosts}
+        """Of all hosts, lost or not."""
+
+    def run(self) -> int:
+        """Start all hosts; return the exit status of the first that failed, else 0."""
+        stop = AskedToStop()
+        try:
+            with stop.listening():
+                for facts in self._plan.hosts:
+                    self._running.start(facts, self._meeting)
+                begin = f"{len(self._plan.hosts)} hosts begin, and it is tried again."
+                for host, reason in self._absent.items():
+                    self._screen.say(f"{host.name} does not answer ({reason}); {begin}")
+                while self._running.runs and not self._verdict.given:
+                    if stop.numbers:
+                        self._stop(stop)
+                        break
+                    self._round()
+                self._finish()
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for run in self._running.runs.values():
+                run.abandon()
+        return self._verdict.code
+
+    def _round(self) -> None:
+        meeting = self._meeting
+        for run, code in self._running.ended():
+            if self._verdict.given or self._meeting is not meeting:
+                break  # it belongs to what has ended meanwhile
+            if code == 0:
+                self._done += 1
+            elif self._plan.request.elastic and self._done and (code == LOST or run.no_meeting):
+                self._say_too_late(run, code)
+            elif not self._plan.request.elastic:
+                self._fail(run, code)
+            elif code == LOST:
+                self._go_on_without(run.host, run.reason)
+            elif run.host != self._meeting.first and (gone := self._store_is_gone()):
+                self._go_on_without(self._meeting.first, gone)
+            else:
+                self._fail(run, code)
+        if self._plan.request.elastic and not (self._done or self._verdict.given):
+            self._try_lost_hosts()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _fail(self, run: HostRun, code: int) -> None:
+        """The job ends because of this host, or of one that is lost at the same time and is the cause."""
+        missing = [other.host for other in self._running.runs.values() if not other.joined]
+        missing += [] if run.joined else [run.host]
+        others = self._running.end(FAILED_SECONDS)
+        if self._plan.request.elastic and run.no_meeting and others and not any(ended for _, ended in others):
+            self._done += len(others)
+            self._say_too_late(run, code)
+            return
+        lost = [other for other, ended in [(run, code), *others] if ended == LOST]
+        first, self._verdict.code = next(
+            ((other, ended) for other, ended in [(run, code), *others] if ended and not other.taken_down), (run, code)
+        )
+        if lost:
+            self._verdict.words = "; ".join(
+                f"{other.host.name} was lost, its ssh connection ended ({other.reason})" for other in lost
+            )
+        elif run.no_meeting and missing:
+            self._verdict.words = "; ".join(self._did_not_join(host) for host in missing)
+        else:
+            self._verdict.words = (
+                f"{first.host.name} was the first to fail: its torchrun ended with exit status {self._verdict.code}"
+            )
+
+    def _say_too_late(self, run: HostRun, code: int) -> None:
+        """The job of the others is done; this host is no reason to call it failed."""
+        what = f"was lost ({run.reason})" if code == LOST else "came back"
+        self._screen.say(f"{run.host.name} {what} when others had ended well.")
+
+    def _did_not_join(self, host: Host) -> str:
+        first, seconds = self._meeting.first, self._plan.request.join_seconds
+        return (
+            f"{host.name} did not join the others within {seconds} s: it has not reached port {self._meeting.port} of "
+            f"{first.name}; a firewall, another network or a slow start of torch keeps it away (--join-timeout)"
+        )
+
+    def _stop(self, stop: AskedToStop) -> None:
+        """Pass the signal on and wait; a second one ends everything at once."""
+        name = signal.Signals(stop.numbers[0]).name
+        self._running.say(name.removeprefix("SIG"))
+        deadline = time.monotonic() + self._plan.request.grace_seconds + 5
+        while self._running.runs and len(stop.numbers) == 1 and time.monotonic() < deadline:
+            for _, code in self._running.ended():
+                self._verdict.code = self._verdict.code or code
+        for _, code in self._running.end(0.0):
+            self._verdict.code = self._verdict.code or code
+        self._verdict.words = f"stopped by {name}"
+
+    def _finish(self) -> None:
+        if not self._verdict.given and self._lost and not self._done:
+            names = ", ".join(host.name for host in self._lost)
+            self._verdict.code, self._verdict.words = LOST, f"all hosts are lost ({names})"
+        if self._verdict.given:
+            self._screen.say(f"{self._verdict.words}; the job has ended on all hosts.")
+
+    # -- an elastic job -----------------------------------------------------------------------------------------------
+
+    def _go_on_without(self, host: Host, reason: str) -> None:
+        """Leave out a host that is lost, if enough are left."""
+        nodes = self._plan.request.nodes
+        least = nodes.least if nodes is not None else 1
+        if run := self._running.runs.pop(host, None):
+            run.abandon()
+        self._lost[host] = time.monotonic() + RETRY_SECONDS
+        left = len(self._left)
+        if left < least:
+            self._running.end(FAILED_SECONDS)
+            self._verdict.code = LOST
+            self._verdict.words = f"{host.name} was lost ({reason}), and of {least} hosts or more only {left} are left"
+            return
+        self._screen.say(f"{host.name} was lost ({reason}); {left} hosts go on, and it is tried again.")
+        if host == self._meeting.first:
+            self._start_anew()
+
+    @property
+    def _left(self) -> list[HostReply]:
+        """Hosts that are not lost; torchrun may have ended on some of them, because the store is."""
+        return [facts for host, facts in self._facts.items() if host not in self._lost]
+
+    def _store_is_gone(self) -> str:
+        """Why the host with the store does not answer; empty if it does."""
+        first = self._meeting.first
+        answer = ask(self._plan.ssh, first, question_for(self._plan.request, self._plan.ssh, None))
+        return answer.reason if answer.facts is None else ""
+
+    def _start_anew(self) -> None:
+        """End torchrun everywhere and start it again, with the store on the next host that answers."""
+        left = self._left
+        self._running.end(FAILED_SECONDS)
+        for facts in left:
+            if port := free_port(self._plan.request, self._plan.ssh, facts.host):
+                self._meeting = self._meeting.moved(facts.host, port)
+                self._screen.say(f"{facts.host.name} has the store now; torchrun starts anew on {len(left)} hosts.")
+                for host in left:
+                    self._running.start(host, self._meeting)
+                return
+        self._verdict.code, self._verdict.words = LOST, "no host that is left gives a port to meet at"
+
+    def _try_lost_hosts(self) -> None:
+        """Ask lost hosts now and then, beside the job, and take in those that answer."""
+        for host, due in list(self._lost.items()):
+            if host not in self._tries and time.monotonic() > due:
+                question = question_for(self._plan.request, self._plan.ssh, None)
+                hasty = replace(self._plan.ssh, seconds=min(TRY_SECONDS, self._plan.ssh.seconds))
+                self._tries[host] = self._pool.submit(ask, hasty, host, question)
+            elif host in self._tries and self._tries[host].done():
+                self._lost[host] = time.monotonic() + RETRY_SECONDS
+                self._take_in(host, self._tries.pop(host).result())
+
+    def _take_in(self, host: Host, answer: Answer) -> None:
+        """Start torchrun on a host that is back, if it is what it was."""
+        if answer.facts is None:
+            if not answer.lost:
+                self._screen.say(str(unanswered(self._plan.ssh, host, answer)))
+            return
+        facts = HostReply(host=host, **answer.facts)
+        known = self._facts.get(host, self._plan.hosts[0])
+        if problems := list(differences(facts, known, self._plan.request.script)):
+            self._screen.say(f"{host.name} answers again and is another one: {problems[0]}")
+            return
+        del self._lost[host]
+        self._facts.setdefault(host, facts)
+        self._screen.say(f"{host.name} answers again; torchrun starts there.")
+        self._running.start(facts, self._meeting)

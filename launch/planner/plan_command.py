@@ -30,8 +30,7 @@ from engine.planning.cost_model.workload import Workload
 from engine.reporting.console import open_console, say_if_slow
 
 if TYPE_CHECKING:
-    from engine.launch.planner.planned_model import PlannedModel
-    from engine.launch.planner.sampled_blocks import SampledBlocks
+    from engine.launch.planner.planned_model import PlannedModel, SampledBlocks
     from engine.planning.plan import Plan
 
 MOST_ACTIONS = 12_000
@@ -155,7 +154,7 @@ def _with_change(made: Planned, search: SearchResult, choice: LayoutChoice) -> P
 
 def _choice(model: "_Model", search: SearchResult) -> LayoutChoice:
     """The layouts of a search in turn, as far as samples of the model's blocks let them fit."""
-    from engine.launch.planner.sampled_blocks import working_of
+    from engine.launch.planner.planned_model import working_of
 
     limit = USABLE * model.asked.gpu.memory_bytes
     return LayoutChoice(search.ranked, limit, working_of(model.samples, model.workload(model.config)))
@@ -186,7 +185,7 @@ def _costed(
 
 def _counted(model: "_Model", made: Planned, searches: bool = False) -> Planned:
     """The plan with its activations counted in place of estimates, where that takes seconds."""
-    from engine.launch.planner.counted_memory import counted_costs
+    from engine.launch.planner.planned_model import counted_costs
 
     if reason := model.why_not_counted(made.plan, searches):
         sampled = ", at the scale of blocks that were counted" * (model.samples.of(made.costs.layout) is not None)
@@ -373,7 +372,7 @@ class _Model:
     def samples(self) -> "SampledBlocks":
         """What was counted of its blocks, under the given configuration or none."""
         if self._samples is None:
-            from engine.launch.planner.sampled_blocks import SampledBlocks
+            from engine.launch.planner.planned_model import SampledBlocks
 
             base = self.asked.config
             self._samples = SampledBlocks(
@@ -383,7 +382,7 @@ class _Model:
 
     def why_not_counted(self, plan: "Plan", searches: bool = False) -> str:
         """Why activations of ``plan`` stay estimates; empty if they are counted."""
-        from engine.launch.planner.counted_memory import why_not_counted
+        from engine.launch.planner.planned_model import why_not_counted
 
         return why_not_counted(plan, self.built, searches) if self.asked.counts else "--estimate was given"
 

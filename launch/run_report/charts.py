@@ -1,9 +1,15 @@
-"""Small charts as inline SVG: curves over steps with readable axes. Colours and fonts are those of the page."""
+"""Small charts as inline SVG: curves over steps, heat maps, and both of the load of experts.
+
+Colours and fonts are those of the page.
+"""
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
+from statistics import median
+from typing import Any, Final, NamedTuple
 
 WIDTH, HEIGHT = 360, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 24
@@ -43,17 +49,16 @@ class _Frame(NamedTuple):
         return HEIGHT - _BOTTOM - (value - self.low) / ((self.high - self.low) or 1) * (HEIGHT - _TOP - _BOTTOM)
 
 
-def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False, note: str = "") -> str:
+def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -> str:
     """A figure of one or more curves; with one, its newest value stands beside the title.
 
     Args:
         form: how values are written.
         zero: the axis of values begins at 0.
-        note: a line under the picture.
     """
     found = [(x, y) for curve in curves for x, y in curve.points if y is not None]
     if not found:
-        return figure(title, "", '<p class="empty">no values</p>', note)
+        return figure(title, "", '<p class="empty">no values</p>')
     shown = f"{form(last)}" if len(curves) == 1 and (last := curves[0].last) is not None else ""
     values = [y for _, y in found] + [0.0] * zero
     ticks = nice_ticks(min(values), max(values))
@@ -66,14 +71,13 @@ def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False, n
         "</svg>",
     ]
     legend = "".join(f'<span class="key k{n % 6}">{escape(c.name)}</span>' for n, c in enumerate(curves))
-    return figure(title, shown, "".join(parts) + f'<p class="keys">{legend}</p>' * (len(curves) > 1), note)
+    return figure(title, shown, "".join(parts) + f'<p class="keys">{legend}</p>' * (len(curves) > 1))
 
 
-def figure(title: str, shown: str, picture: str, note: str = "") -> str:
-    """A picture under its title; ``shown`` stands beside that, ``note`` below."""
+def figure(title: str, shown: str, picture: str) -> str:
+    """A picture under its title; ``shown`` stands beside that."""
     head = f"<figcaption>{escape(title)}<b>{escape(shown)}</b></figcaption>"
-    below = f'<p class="note">{escape(note)}</p>' * bool(note)
-    return f'<figure class="chart">{head}{picture}{below}</figure>'
+    return f'<figure class="chart">{head}{picture}</figure>'
 
 
 def _axes(frame: _Frame, ticks: Sequence[float], form: Form) -> list[str]:
@@ -127,12 +131,226 @@ def _thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, 
     return kept
 
 
-def nice_ticks(low: float, high: float, wanted: int = 4) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten that span a range, about ``wanted`` of them."""
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten that span a range, about four of them."""
     if high - low <= abs(high) * 1e-12:
         low, high = (low - abs(low) * 0.5, high + abs(high) * 0.5) if low else (0.0, 1.0)
-    rough = (high - low) / wanted
+    rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(number * step, 12 - math.floor(math.log10(step))) for number in range(first, last + 1)]
+
+
+_MAP_LEFT, _MAP_RIGHT, _MAP_TOP, _MAP_BOTTOM = 44, 6, 4, 22
+_LOWEST, _HIGHEST, _ROW = 164, 400, 3.0
+"""Heights of the cells together, and the height of a row where there are many."""
+BOUNDS: Final = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
+"""Shares of the mean at which the colour changes; the middle one is even."""
+_WORDS: Final = ("under 1/4", "under 1/2", "under 4/5", "even", "over 5/4", "over 2", "over 4")
+KEYS: Final = (
+    '<p class="keys">times the mean of a layer: '
+    + "".join(f'<span class="key m{level}">{word}</span>' for level, word in enumerate(_WORDS))
+    + "</p>"
+)
+"""Legend of all heat maps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatMap:
+    """Rows from top to bottom, columns from left to right."""
+
+    title: str
+    cells: Sequence[Sequence[float]]
+    """Of each row: shares of the mean, 1 is even."""
+    rows: Sequence[str]
+    """Names of the rows."""
+    tips: Sequence[str]
+    """A sentence on each row, shown under the mouse."""
+    columns: Sequence[float]
+    """Ascending numbers of the columns."""
+    across: str
+    """Name of the columns."""
+
+    def drawn(self, shown: str) -> str:
+        """The figure; ``shown`` stands beside its title."""
+        height = min(_HIGHEST, max(_LOWEST, _ROW * len(self.cells)))
+        high = height / len(self.cells)
+        size = f"{WIDTH} {_MAP_TOP + height + _MAP_BOTTOM:.0f}"
+        parts = [
+            f'<svg viewBox="0 0 {size}" role="img" aria-label="{escape(self.title)}">',
+            *self._levels(high),
+            *self._tips(high),
+            *self._row_names(high),
+            *self._column_names(height),
+            "</svg>",
+        ]
+        return figure(self.title, shown, "".join(parts))
+
+    @property
+    def _wide(self) -> float:
+        return (WIDTH - _MAP_LEFT - _MAP_RIGHT) / len(self.columns)
+
+    def _levels(self, high: float) -> list[str]:
+        """One path for the cells of each colour; neighbours in a row are one rectangle."""
+        paths: list[list[str]] = [[] for _ in _WORDS]
+        for place, row in enumerate(self.cells):
+            levels = [bisect_right(BOUNDS, value) for value in row]
+            top, begin = _MAP_TOP + place * high, 0
+            for column in range(1, len(levels) + 1):
+                if column == len(levels) or levels[column] != levels[begin]:
+                    left, width = _MAP_LEFT + begin * self._wide, (column - begin) * self._wide
+                    paths[levels[begin]].append(f"M{left:.1f} {top:.1f}h{width:.1f}v{high:.1f}h-{width:.1f}z")
+                    begin = column
+        return [f'<path class="m{level}" d="{"".join(path)}"/>' for level, path in enumerate(paths) if path]
+
+    def _tips(self, high: float) -> list[str]:
+        width = WIDTH - _MAP_LEFT - _MAP_RIGHT
+        return [
+            f'<rect class="tip" x="{_MAP_LEFT}" y="{_MAP_TOP + place * high:.1f}" width="{width}" height="{high:.1f}">'
+            f"<title>{escape(tip)}</title></rect>"
+            for place, tip in enumerate(self.tips)
+        ]
+
+    def _row_names(self, high: float) -> list[str]:
+        every, left = max(1, math.ceil(14 / high)), _MAP_LEFT - 6
+        return [
+            f'<text class="tick right" x="{left}" y="{_MAP_TOP + (place + 0.5) * high + 4:.1f}">{escape(name)}</text>'
+            for place, name in enumerate(self.rows)
+            if place % every == 0
+        ]
+
+    def _column_names(self, height: float) -> list[str]:
+        y = _MAP_TOP + height + 15
+        lines = [f'<text class="tick right" x="{_MAP_LEFT - 6}" y="{y:.0f}">{escape(self.across)}</text>']
+        for tick in nice_ticks(self.columns[0], self.columns[-1]):
+            if self.columns[0] <= tick <= self.columns[-1] and tick == int(tick):
+                x = _MAP_LEFT + (bisect_left(self.columns, tick) + 0.5) * self._wide
+                lines.append(f'<text class="tick middle" x="{x:.1f}" y="{y:.0f}">{int(tick)}</text>')
+        return lines
+
+
+_COLUMNS = 48
+"""Columns of a heat map over steps; of more steps, neighbours are added up."""
+_LAYERS = 6
+"""Layers that have a heat map over steps of their own."""
+_RECENT = 0.1
+"""Part of the logged steps that counts as the newest."""
+
+
+class _Layer(NamedTuple):
+    """The experts of one layer."""
+
+    name: str
+    short: str
+    steps: Sequence[int]
+    rows: Sequence[Sequence[int]]
+    """Of each step: the rows of each expert."""
+    recent: Sequence[float]
+    """Share of each expert in the newest steps, over the mean."""
+
+    @property
+    def worst(self) -> float:
+        """Share of the busiest expert in the newest steps, over the mean."""
+        return max(self.recent)
+
+
+def expert_charts(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """(figures, a legend and a sentence below them) of the logged steps; empty if no rows were counted."""
+    layers = list(_layers([row for row in steps if row.get("expert_load")]))
+    if not layers:
+        return "", ""
+    uneven = {layer.name for layer in sorted(layers, key=lambda layer: -layer.worst)[:_LAYERS]}
+    pictures = [_imbalance(layers)]
+    if len(layers) > 1:
+        pictures.append(_by_layer(layers))
+    pictures += [_over_steps(layer) for layer in layers if layer.name in uneven]
+    left = len(layers) - len(uneven)
+    note = f'<p class="note">Over steps: the {_LAYERS} of {len(layers)} layers that are least even.</p>' * bool(left)
+    return "".join(pictures), KEYS + note
+
+
+def _layers(rows: Sequence[Mapping[str, Any]]) -> Iterator[_Layer]:
+    """The layers that were given any rows, in the order of the model."""
+    names = list(dict.fromkeys(name for row in rows for name in row["expert_load"]))
+    for name, short in zip(names, _shortened(names), strict=True):
+        size = next(len(row["expert_load"][name]) for row in reversed(rows) if name in row["expert_load"])
+        found = [(row["step"], row["expert_load"][name]) for row in rows if sum(row["expert_load"].get(name, ()))]
+        found = [(step, counts) for step, counts in found if len(counts) == size]
+        if found:
+            counted = [counts for _, counts in found]
+            recent = _shares(_summed(counted[-max(1, round(_RECENT * len(counted))) :]))
+            yield _Layer(name, short, [step for step, _ in found], counted, recent)
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    """Names without the parts with which all of them begin and end: ``model.layers.3.mlp.experts`` is 3."""
+    parts = [name.split(".") for name in names]
+    if len(names) < 2:
+        return [str(place) for place in range(len(names))]
+    shortest = min(map(len, parts))
+    head = next((n for n in range(shortest) if len({part[n] for part in parts}) > 1), shortest)
+    tail = next((n for n in range(shortest - head) if len({part[-1 - n] for part in parts}) > 1), 0)
+    return [".".join(part[head : len(part) - tail]) for part in parts]
+
+
+def _summed(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(counts) for counts in zip(*rows, strict=True)]
+
+
+def _shares(counts: Sequence[int]) -> list[float]:
+    """Over the mean."""
+    total = sum(counts) or 1
+    return [count * len(counts) / total for count in counts]
+
+
+def _imbalance(layers: Sequence[_Layer]) -> str:
+    """The busiest expert over the mean of its layer, by step."""
+    found: dict[int, list[float]] = {}
+    for layer in layers:
+        for step, counts in zip(layer.steps, layer.rows, strict=True):
+            found.setdefault(step, []).append(max(_shares(counts)))
+    steps = sorted(found)
+    curves = [Curve("least even layer", [(step, max(found[step])) for step in steps])]
+    if len(layers) > 1:
+        curves.append(Curve("median of the layers", [(step, median(found[step])) for step in steps]))
+    return chart("busiest expert, times the mean", curves, _times, zero=True)
+
+
+def _by_layer(layers: Sequence[_Layer]) -> str:
+    """All experts of all layers in the newest steps."""
+    most = max(len(layer.recent) for layer in layers)
+    tips = [
+        f"{layer.name}: {_times(min(layer.recent))} to {_times(layer.worst)} times the mean, "
+        f"{sum(share == 0 for share in layer.recent)} of {len(layer.recent)} experts without rows"
+        for layer in layers
+    ]
+    picture = HeatMap(
+        title="newest steps, by layer and expert",
+        cells=[[*layer.recent, *[1.0] * (most - len(layer.recent))] for layer in layers],
+        rows=[layer.short for layer in layers],
+        tips=tips,
+        columns=range(most),
+        across="expert",
+    )
+    return picture.drawn("")
+
+
+def _over_steps(layer: _Layer) -> str:
+    """The experts of one layer, step by step."""
+    stretch = -(-len(layer.steps) // _COLUMNS)
+    starts = range(0, len(layer.steps), stretch)
+    columns = [_shares(_summed(layer.rows[start : start + stretch])) for start in starts]
+    picture = HeatMap(
+        title=layer.name,
+        cells=list(zip(*columns, strict=True)),
+        rows=[str(expert) for expert in range(len(layer.recent))],
+        tips=[f"expert {expert}: {_times(share)} times the mean" for expert, share in enumerate(layer.recent)],
+        columns=[layer.steps[start] for start in starts],
+        across="step",
+    )
+    return picture.drawn(f"{_times(layer.worst)}")
+
+
+def _times(value: float) -> str:
+    return f"{value:.3g}"

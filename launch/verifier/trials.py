@@ -1,14 +1,21 @@
-"""The runs of ``trine verify``: the configuration as asked, and with one thing after another switched off.
+"""The trials of ``trine verify``: a model that can be built again and again with rows for it, and configurations.
 
 as asked         dp2 x tp2 x pp2, ZeRO 2, full recomputation     off by 3e-2
 tensor off       dp2 x  1  x pp2, ZeRO 2, full recomputation     equal          <- what brings it in
 pipeline off     dp2 x tp2 x  1 , ZeRO 2, full recomputation     off by 3e-2
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TypeVar
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from engine.config import ActivationCheckpointingConfig as Recomputation
 from engine.config import (
@@ -26,8 +33,262 @@ from engine.config import (
     load_config,
 )
 from engine.config.rules import FrozenMap
-from engine.launch.verifier.subject import Subject
+from engine.errors import PlanError
+from engine.launch.verifier.script_run import ScriptCall
+from engine.models.named_model import (
+    build_named,
+    find_function,
+    has_language_model_head,
+    huggingface_class,
+    import_transformers,
+    model_and_rows,
+)
+from engine.program.batch import Batch, map_tensors
+from engine.program.loss import LossFunction
 from engine.verify import Parity, verify
+
+TOKENS = 16
+"""Of a row."""
+SEED = 7
+"""Of the rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model under test."""
+
+    words: str
+    """What it is, for the first line."""
+    build: Callable[[], nn.Module]
+    loss_fn: LossFunction | None
+    rows: Batch
+    """Some rows, from which batches are drawn; each tensor has them in its first dim."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of :func:`engine.verify.verify`."""
+
+    def batches(self, count: int, size: int) -> list[Batch]:
+        """``count`` batches of ``size`` rows, drawn with replacement, the same on every call."""
+        chance = torch.Generator().manual_seed(SEED)
+        rows = len(next(leaf for leaf in tree_leaves(self.rows) if isinstance(leaf, Tensor)))
+        draws = [torch.randint(rows, (size,), generator=chance) for _ in range(count)]
+        return [map_tensors(self.rows, lambda tensor, draw=draw: tensor[draw]) for draw in draws]  # type: ignore[misc]
+
+
+def of_function(name: str) -> Subject:
+    """``module:function``, which returns the model, or (model, rows), or (model, rows, loss_fn); built as it is.
+
+    Raises:
+        PlanError: there is no such function, it raises, or it gives no model or no rows.
+    """
+    function = find_function(name)
+
+    def parts() -> tuple[nn.Module, Any, Any]:
+        return model_and_rows(name, build_named(name, function))
+
+    model, rows, loss_fn = parts()
+    if rows is None:
+        rows = _tokens_for(model, name)
+    _check_rows(rows, name)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    words = f"{name}, {type(model).__name__} as it is, {elements:,} parameters"
+    return Subject(words=words, build=lambda: parts()[0], loss_fn=loss_fn, rows=rows)
+
+
+def of_folder(folder: Path, tensor: int, layers: int) -> Subject:
+    """A model of a Hugging Face folder or its ``config.json``, shrunk; its weights are not read.
+
+    Raises:
+        PlanError: the model cannot be built at this size.
+    """
+    transformers = import_transformers()
+    config = build_named(str(folder), lambda: transformers.AutoConfig.from_pretrained(folder))
+    transformers.logging.set_verbosity_error()
+    kind = huggingface_class(config)
+    if not has_language_model_head(kind, config):
+        named = f", {kind.__name__}," if kind is not None else ""
+        raise PlanError(
+            f"MODEL {folder} is a {config.model_type}{named} without a language model head, so it has no loss of its "
+            "own; give module:function that returns (module, rows, loss_fn)."
+        )
+    return _shrunk(kind, config, str(folder), (tensor, layers))
+
+
+def _shrunk(kind: Any, config: Any, name: str, sizes: tuple[int, int]) -> Subject:
+    """A class of transformers at toy widths; ``sizes``: tensor ranks and blocks."""
+    shrink(config, *sizes)
+
+    def build() -> nn.Module:
+        made: nn.Module = kind(config)
+        return made.train().float()
+
+    elements = sum(parameter.numel() for parameter in build_named(name, build).parameters())
+    words = f"{config.model_type} of {name}, shrunk to {elements:,} parameters, without dropout"
+    return Subject(words=words, build=build, loss_fn=None, rows=_token_rows(VOCABULARY))
+
+
+def _tokens_for(model: nn.Module, name: str) -> Batch:
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        raise PlanError(f"MODEL {name} does not say what its rows are; return (module, some rows of a batch) from it.")
+    return _token_rows(vocabulary)
+
+
+def _token_rows(vocabulary: int) -> Batch:
+    ids = torch.randint(vocabulary, (64, TOKENS), generator=torch.Generator().manual_seed(SEED))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _check_rows(rows: Batch, name: str) -> None:
+    tensors = [leaf for leaf in tree_leaves(rows) if isinstance(leaf, Tensor)]
+    lengths = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
+    if len(lengths) != 1 or lengths <= {0, 1} or any(tensor.is_meta for tensor in tensors):
+        raise PlanError(
+            f"MODEL {name} gives first dims of {sorted(lengths)}; return at least two rows with content, as many in "
+            "every tensor."
+        )
+
+
+def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
+    """What a script gave to ``engine.initialize``: a model of transformers shrunk, any other one as it is.
+
+    Args:
+        sizes: tensor ranks and blocks of a model that is shrunk.
+
+    Raises:
+        PlanError: the model cannot be built again, or nothing says what its rows are.
+    """
+    model = build_named(name, call.model) if not isinstance(call.model, nn.Module) else call.model
+    config = getattr(model, "config", None)
+    if hasattr(config, "model_type") and has_language_model_head(type(model), config):
+        subject = _shrunk(type(model), deepcopy(config), name, sizes)
+        rows = subject.rows if call.rows is None else _folded(call.rows)
+    else:
+        built = model.cpu()
+        rows = call.rows if call.rows is not None else _tokens_for(model, name)
+        elements = sum(parameter.numel() for parameter in built.parameters())
+        words = f"{type(model).__name__} of {name}, as it is, {elements:,} parameters"
+        subject = Subject(words=words, build=lambda: deepcopy(built), loss_fn=None, rows=rows)
+    _check_rows(rows, name)
+    return replace(subject, loss_fn=call.loss_fn, rows=rows, more=call.more)
+
+
+def _folded(rows: Batch) -> Batch:
+    """Rows for a model that has shrunk: few tokens, of few kinds; -100 stays."""
+
+    def fold(tensor: Tensor) -> Tensor:
+        short = tensor[:, :TOKENS] if tensor.dim() > 1 else tensor
+        return short if short.is_floating_point() else torch.where(short >= 0, short % VOCABULARY, short)
+
+    return map_tensors(rows, fold)
+
+
+HEAD = 8
+"""Elements of a head; rotary embeddings take halves of it."""
+VOCABULARY, POSITIONS, WINDOW = 128, 64, 8
+CHOSEN = 2
+"""Experts that a token goes to, at most."""
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",
+           "decoder_layers")  # fmt: skip
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
+          "decoder_attention_heads")  # fmt: skip
+_KEYS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size", "lru_width")
+_INNER = ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim",
+          "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")  # fmt: skip
+_OF_A_HEAD = ("head_dim", "d_kv", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "kv_channels", "qk_head_dim")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_FIXED: Mapping[str, int] = MappingProxyType({
+    "vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS, "n_positions": POSITIONS, "n_ctx": POSITIONS,
+    "max_sequence_length": POSITIONS, "q_lora_rank": 2 * HEAD, "kv_lora_rank": 2 * HEAD,
+})  # fmt: skip
+_MOST: Mapping[str, int] = MappingProxyType({
+    "num_experts_per_tok": CHOSEN, "experts_per_token": CHOSEN, "moe_top_k": CHOSEN, "moe_topk": CHOSEN,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": WINDOW,
+    "window_size": WINDOW, "attention_window": WINDOW, "num_nextn_predict_layers": 0,
+})  # fmt: skip
+
+
+def shrink(config: Any, tensor: int, layers: int) -> None:
+    """Shrink a Hugging Face configuration in place, so that ``tensor`` ranks can share its heads and experts.
+
+    What decides on the path of the forward stays: activations, norms, biases, ties, kinds of attention, whether keys
+    are shared by heads, the pattern of layers. Widths, numbers of heads, experts and layers, vocabulary and positions
+    shrink.
+
+    Args:
+        layers: as many blocks, or as it has.
+    """
+    for name in getattr(config, "sub_configs", {}):
+        if (inner := getattr(config, name, None)) is not None:
+            shrink(inner, tensor, layers)
+    found = _Sizes(config)
+    before = found.first(_LAYERS)
+    keys, heads = _heads(found, tensor)
+    width = heads * HEAD
+    found.set(_HEADS, heads)
+    found.set(_KEYS, keys)
+    found.set(_WIDTHS, width)
+    found.set(_INNER, 2 * width)
+    found.set(_OF_A_HEAD, HEAD)
+    found.set(_LAYERS, min(before or layers, layers))
+    found.set(_EXPERTS, max(2 * CHOSEN, tensor))
+    for name, value in _FIXED.items():
+        found.set((name,), value)
+    for name, value in _MOST.items():
+        found.set((name,), value, most=True)
+    _shorten_lists(config, before, min(before or layers, layers))
+    _drop_nothing(config)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):
+        if isinstance(token := getattr(config, name, None), int) and token >= VOCABULARY:
+            setattr(config, name, VOCABULARY - 1)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+
+
+class _Sizes:
+    """The numbers of a configuration; a name that it does not have, or that is None there, is left alone."""
+
+    def __init__(self, config: Any) -> None:
+        self._config, self._known = config, set(config.to_dict())
+
+    def first(self, names: tuple[str, ...]) -> int | None:
+        values = (getattr(self._config, name, None) for name in names if name in self._known)
+        return next((value for value in values if _is_number(value)), None)
+
+    def set(self, names: tuple[str, ...], value: int, most: bool = False) -> None:
+        """Set those that are there; ``most``: only where they are larger."""
+        for name in names:
+            before: Any = getattr(self._config, name, None) if name in self._known else None
+            if _is_number(before) and not (most and before <= value):
+                setattr(self._config, name, value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _heads(found: _Sizes, tensor: int) -> tuple[int, int]:
+    """(key heads, query heads): equal where they were, else two query heads for each key head."""
+    heads, keys = found.first(_HEADS) or 1, found.first(_KEYS)
+    least = max(2, tensor)
+    if keys is None or keys == heads:
+        return least, least
+    return (1, least) if keys == 1 else (least, 2 * least)
+
+
+def _drop_nothing(config: Any) -> None:
+    """Without dropout, whose masks inside sharded layers are not those of one process."""
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+
+
+def _shorten_lists(config: Any, before: int | None, layers: int) -> None:
+    """Lists with an entry for each layer lose those of the layers that are gone."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and before is not None and len(value) == before and before > layers:
+            setattr(config, name, value[:layers])
+
 
 Chosen = TypeVar("Chosen", bound=OptimizerConfig)
 

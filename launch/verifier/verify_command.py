@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Config, axis_sizes, load_config, load_raw
-from engine.config.overrides import OVERRIDES_HELP, is_override
+from engine.config.config_file import OVERRIDES_HELP, is_override
 from engine.errors import ConfigError, EngineError, PlanError, first_line
 
 if TYPE_CHECKING:
     from engine.launch.verifier.script_run import ScriptCall
-    from engine.launch.verifier.subject import Subject
+    from engine.launch.verifier.trials import Subject
     from engine.verify import Parity
 
 BOUNDS = (1e-6, 1e-5, 1e-5)
@@ -80,12 +80,12 @@ def _calls(options: Namespace) -> "list[ScriptCall]":
 
 
 def _verify_call(options: Namespace, call: "ScriptCall") -> int:
-    from engine.launch.verifier import subject, trials
+    from engine.launch.verifier import trials
 
     config = trials.small_config(_configured(call.config, options.world))
     for note in call.notes:
         print(f"note       {note}")
-    return _compare(options, subject.of_call(call, options.model, (config.tp, _layers(options, config))), config)
+    return _compare(options, trials.of_call(call, options.model, (config.tp, _layers(options, config))), config)
 
 
 def _configured(config: Any, world: int | None) -> Config:
@@ -149,11 +149,11 @@ def _verdict(name: str, subject: "Subject", config: Config, steps: int) -> str:
 
 
 def _subject(options: Namespace, config: Config) -> "Subject":
-    from engine.launch.verifier import subject
+    from engine.launch.verifier import trials
 
     if ":" in options.model:
-        return subject.of_function(options.model)
-    return subject.of_folder(Path(options.model), config.tp, _layers(options, config))
+        return trials.of_function(options.model)
+    return trials.of_folder(Path(options.model), config.tp, _layers(options, config))
 
 
 def _layers(options: Namespace, config: Config) -> int:

@@ -55,6 +55,8 @@ class World:
     """Where the ranks meet; None for one process alone, or where the user has started the process group."""
     connect: Callable[[Grid], Backend] | None = None
     """Makes the backend of ranks that are not processes; None: they are, and use ``torch.distributed``."""
+    patience: int = 600
+    """Seconds after which communication with another rank fails, unless ``TRINE_TIMEOUT_SECONDS`` says it."""
 
 
 @cache
@@ -143,7 +145,7 @@ def open_store(world: World) -> Store:
             place.port,
             place.size,
             hosts,
-            timedelta(seconds=timeout_seconds()),
+            timedelta(seconds=timeout_seconds(world.patience)),
             wait_for_workers=False,
             multi_tenant=True,
             master_listen_fd=_listen(place) if hosts else None,
@@ -183,7 +185,7 @@ _BACKLOG = 4096
 def open_world(world: World, store: Store | None = None) -> None:
     """Start the process group that ``read_world`` described; it ends when the interpreter exits.
 
-    ``TRINE_TIMEOUT_SECONDS`` (default 600) is the timeout of the rendezvous and of every collective.
+    :func:`timeout_seconds` is the timeout of the rendezvous and of every collective.
 
     Args:
         store: where ranks find each other's addresses, under a prefix that no earlier start of the job has used: what a
@@ -207,7 +209,7 @@ def open_world(world: World, store: Store | None = None) -> None:
                 store=store,
                 rank=world.rank,
                 world_size=world.size,
-                timeout=timedelta(seconds=timeout_seconds()),
+                timeout=timedelta(seconds=timeout_seconds(world.patience)),
                 device_id=bound,
             )
     except (RuntimeError, ValueError) as error:
@@ -373,9 +375,9 @@ def _destroy(groups: list[dist.ProcessGroup], ended: Lock) -> None:
         ended.release()
 
 
-def timeout_seconds() -> int:
-    """Timeout of any communication between ranks: ``TRINE_TIMEOUT_SECONDS``, by default 600."""
-    return read_count(os.environ, "TRINE_TIMEOUT_SECONDS", 600)
+def timeout_seconds(configured: int = 600) -> int:
+    """Timeout of any communication between ranks: ``TRINE_TIMEOUT_SECONDS``, else ``communication.timeout_seconds``."""
+    return read_count(os.environ, "TRINE_TIMEOUT_SECONDS", configured)
 
 
 def group_timeout() -> timedelta:

@@ -12,11 +12,11 @@ from torch import nn
 
 import engine
 import engine.deepspeed as deepspeed
-from engine.deepspeed.auto_values import fill_auto
 from engine.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from engine.deepspeed.runtime.lr_schedules import WarmupLR
 from engine.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from engine.deepspeed.utils import RepeatingLoader, safe_get_full_grad, safe_get_full_optimizer_state
+from engine.hosting.arguments import fill_auto
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 4, "gradient_accumulation_steps": 2,

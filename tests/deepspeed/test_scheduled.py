@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import engine
 import engine.deepspeed as deepspeed
-from engine.config.deepspeed.forward_keywords import read_keywords
+from engine.config.deepspeed.forms import read_keywords
 from engine.config.rules import Problems
 from engine.deepspeed.pipe import LayerSpec, PipelineModule
 from tests.deepspeed.scheduled_runs import CONFIG, KEPT, LENGTHS, LINEAR, Layers, in_plain_torch, microbatch, trained

@@ -19,6 +19,7 @@ from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.hosts import HOSTS
 from tests.faults.job_ends import JOB_ENDS
 from tests.faults.kernels_and_planning import KERNELS_AND_PLANNING
+from tests.faults.keys_and_versions import KEYS_AND_VERSIONS
 from tests.faults.loops_of_hosts import LOOPS_OF_HOSTS
 from tests.faults.matrix_optimizers import MATRIX_OPTIMIZERS
 from tests.faults.offload import OFFLOAD
@@ -67,7 +68,7 @@ AREAS = {
     "checkpoint": CHECKPOINT,
     "reliability": (*RELIABILITY, *JOB_ENDS),
     "host memory": HOST_MEMORY,
-    "hosts": (*HOSTS, *LOOPS_OF_HOSTS),
+    "hosts": (*HOSTS, *LOOPS_OF_HOSTS, *KEYS_AND_VERSIONS),
     "kernels and planning": KERNELS_AND_PLANNING,
     "communicating kernels": COMMUNICATING_KERNELS,
     "data": DATA,

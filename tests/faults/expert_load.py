@@ -50,7 +50,7 @@ EXPERT_LOAD = (
     Fault(
         name="heat-map-loses-the-last-column",
         about="A heat map lacks the newest steps of every expert.",
-        file="launch/run_report/heat_map.py",
+        file="launch/run_report/charts.py",
         old="for column in range(1, len(levels) + 1):",
         new="for column in range(1, len(levels)):",
         tests=("tests/launch/test_report_experts.py::test_colours_say_how_far_from_even_an_expert_is",),

@@ -16,7 +16,7 @@ HOSTS = (
     Fault(
         name="accumulation-of-two-owners",
         about="A configuration that contradicts TrainingArguments is overruled without a word.",
-        file="engine/huggingface/arguments.py",
+        file="engine/hosting/arguments.py",
         old='        if given not in ("auto", None) and given != value:\n',
         new="        if False:\n",
         tests=(f"{_ARGUMENTS}::test_two_owners_are_refused",),
@@ -24,7 +24,7 @@ HOSTS = (
     Fault(
         name="optimizer-of-two-owners",
         about="The configuration's learning rate is ignored where the arguments have another one.",
-        file="engine/huggingface/arguments.py",
+        file="engine/hosting/arguments.py",
         old='        if given != "auto" and not _equal(given, value):\n',
         new="        if False:\n",
         tests=(f"{_ARGUMENTS}::test_two_owners_are_refused",),
@@ -32,7 +32,7 @@ HOSTS = (
     Fault(
         name="bf16-of-the-arguments-ignored",
         about="TrainingArguments ask for bf16, and training runs in fp32.",
-        file="engine/huggingface/arguments.py",
+        file="engine/hosting/arguments.py",
         old='                config["torch_autocast" if key == "bf16" else "fp16"] = {"enabled": True}\n',
         new='                config["torch_autocast" if key == "bf16" else "fp16"] = {"enabled": False}\n',
         tests=(f"{_ARGUMENTS}::test_bf16_is_autocast_unless_the_configuration_has_a_section_for_it",),
@@ -56,7 +56,7 @@ HOSTS = (
     Fault(
         name="losses-of-evaluation-averaged",
         about="Losses of microbatches are averaged in evaluation, whatever rows and labels they have.",
-        file="engine/huggingface/hosted_model.py",
+        file="engine/hosting/hosted_model.py",
         old='    output["loss"] = (losses * weights).sum()\n',
         new='    output["loss"] = losses.mean()\n',
         tests=(f"{_STEPS}::test_losses_of_microbatches_become_that_of_the_batch",),
@@ -80,7 +80,7 @@ HOSTS = (
     Fault(
         name="accumulation-of-the-loop-overruled",
         about="A configuration that contradicts a loop of the user's own is overruled without a word.",
-        file="engine/huggingface/loop_settings.py",
+        file="engine/hosting/loop_settings.py",
         old="        if config.get(key) is not None and config[key] != value:\n",
         new="        if False:\n",
         tests=(f"{_SETTINGS}::test_two_owners_are_refused",),
@@ -104,7 +104,7 @@ HOSTS = (
     Fault(
         name="parameters-beside-the-module-stay",
         about="Parameters of a LightningModule beside the placed module are never trained, and nobody says so.",
-        file="engine/lightning/hosted_module.py",
+        file="engine/hosting/loop_settings.py",
         old="    if beside:\n",
         new="    if False:\n",
         tests=(f"{_LIGHTNING}::test_parameters_beside_it_are_refused",),
@@ -128,7 +128,7 @@ HOSTS = (
     Fault(
         name="generated-inside-a-step",
         about="TRL may generate between the microbatches of a step, whose gradients are half summed.",
-        file="engine/huggingface/trl_settings.py",
+        file="engine/hosting/arguments.py",
         old="    if every % accumulation:\n",
         new="    if False:\n",
         tests=(f"{_TRL_SETTINGS}::test_what_trl_cannot_do_over_an_engine_is_refused",),
@@ -136,7 +136,7 @@ HOSTS = (
     Fault(
         name="groups-over-tensor-ranks",
         about="GRPO on tensor ranks runs, and counts each of them as a data rank.",
-        file="engine/huggingface/trl_settings.py",
+        file="engine/hosting/arguments.py",
         old="    if config.tp > 1 and kind not in _ON_TENSOR_RANKS:\n",
         new="    if False:\n",
         tests=(f"{_TRL_SETTINGS}::test_grids_on_which_trl_would_compute_something_else_are_refused",),
@@ -144,7 +144,7 @@ HOSTS = (
     Fault(
         name="ranks-of-different-arguments",
         about="Ranks train with different learning rates, or have different numbers of rows, until one waits forever.",
-        file="engine/huggingface/arguments.py",
+        file="engine/hosting/arguments.py",
         old="        if unlike:\n",
         new="        if False:\n",
         tests=(f"{_ARGUMENTS}::test_what_ranks_were_given_differently_is_refused_on_all",),
@@ -192,7 +192,7 @@ HOSTS = (
     Fault(
         name="parts-of-the-configuration-ignored",
         about="A batch goes through a pipeline as one part, whatever rows of a part the configuration has.",
-        file="engine/huggingface/loop_settings.py",
+        file="engine/hosting/loop_settings.py",
         old="    return rows if isinstance(rows, int) and rows > 0 else None\n",
         new="    return None\n",
         tests=(f"{_SETTINGS}::test_a_pipeline_may_have_a_batch_of_the_loader_in_equal_parts",),

@@ -145,7 +145,7 @@ RELIABILITY = (
     Fault(
         name="other-sources-are-not-told",
         about="A job starts on hosts that have different sources of the engine.",
-        file="launch/jobs/preflight.py",
+        file="launch/jobs/remote.py",
         old="    if facts.engine != other.engine:\n",
         new="    if facts.engine_folder != other.engine_folder:\n",
         tests=(
@@ -156,7 +156,7 @@ RELIABILITY = (
     Fault(
         name="another-gpu-is-not-told",
         about="A job starts on hosts that have other GPUs, as long as there are equally many.",
-        file="launch/jobs/preflight.py",
+        file="launch/jobs/remote.py",
         old="    if sorted(facts.gpus) != sorted(other.gpus):\n",
         new="    if len(facts.gpus) != len(other.gpus):\n",
         tests=(f"{_PREFLIGHT}::test_a_difference_is_a_sentence",),
@@ -164,7 +164,7 @@ RELIABILITY = (
     Fault(
         name="a-taken-port-is-free",
         about="A port that another program has is taken for free, and the job never comes together.",
-        file="launch/jobs/sent/probe.py",
+        file="launch/jobs/probe.py",
         old="        except OSError:\n            return 0\n        return int(listener",
         new="        except OSError:\n            return wish\n        return int(listener",
         tests=("tests/launch/jobs/test_ssh.py::test_free_ports_are_free",),

@@ -67,7 +67,7 @@ SCRIPTS_OF_DEEPSPEED = (
     Fault(
         name="name-of-a-user-cuts-a-host",
         about="--include takes the sign of user@host for the one between hosts.",
-        file="launch/jobs/chosen_hosts.py",
+        file="launch/jobs/hostfile.py",
         old="        if joined != word and _named(joined, known)[0] in known:\n",
         new="        if False:\n",
         tests=(_WORDS,),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.launch.reference_run import read_settings
-from engine.launch.train_options import training_options
+from engine.launch.run_folder import training_options
 from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[2]

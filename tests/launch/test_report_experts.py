@@ -10,8 +10,7 @@ import pytest
 
 import engine
 from engine.launch.cli import main
-from engine.launch.run_report.expert_charts import expert_charts
-from engine.launch.run_report.heat_map import BOUNDS, HeatMap
+from engine.launch.run_report.charts import BOUNDS, HeatMap, expert_charts
 from engine.launch.run_report.recorded_run import read_run
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World

@@ -11,7 +11,7 @@ import pytest
 
 from engine.data.corpus import Corpus
 from engine.errors import EngineError
-from engine.launch.progress_line import ProgressLine
+from engine.launch.reference_run import ProgressLine
 from engine.launch.run_folder import go_on, open_run
 from engine.models.decoder import DecoderConfig
 from engine.reporting.step_report import StepReport

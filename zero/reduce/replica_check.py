@@ -24,7 +24,7 @@ PLAN_CHECK = "plan check"
 
 
 class ReplicaCheck:
-    """Check of ``parallel.verify_plan``: runs once, after the first step's gradients are reduced."""
+    """Check of ``parallel.check_replicas``: runs once, after the first step's gradients are reduced."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         alike = {row.name for row in table if row.dim is None}

@@ -9,15 +9,22 @@
     OneBitLamb                      LAMB without bias correction, in the same way
     a file of ``accelerate config`` with deepspeed_config in it
 
-What is rewritten says so in a note with the words "acts as".
+A note names what is rewritten, with the words "acts as".
+
+``read_keywords``: keywords that ``engine.deepspeed`` passes to the model's forward, as functions of the update number:
+
+    progressive_layer_drop    progressive_layer_drop=True, pld_theta=...     (Zhang and He 2020)
+    curriculum_learning       curriculum_seqlen=...                          (Li et al. 2022)
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from engine.config.deepspeed.elasticity import elastic_batch
-from engine.config.rules import Choice, Flag, Int, Problems
+from engine.config.reader import Section, move, put_at, read_section, setting
+from engine.config.rules import Choice, Flag, Int, ListOf, Problems, Real, Text
 from engine.config.wording import shown_value
 
 _COMPRESSED: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -72,7 +79,7 @@ def _accelerate(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
         elif key == "deepspeed_config_file":
             problems.add(f"deepspeed_config.{key}", "names another file; give that one as the configuration.")
         elif key in _PLUGIN:
-            _put(raw, _PLUGIN[key], value)
+            put_at(raw, _PLUGIN[key], value)
         else:
             problems.unknown("deepspeed_config", key, (*_PLUGIN, *_UNREAD))
     if "mixed_precision" in raw:
@@ -80,26 +87,7 @@ def _accelerate(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
         rule = Choice(options=("no", "bf16", "fp16"), noun="a precision")
         precision = rule.read(raw.pop("mixed_precision"), "mixed_precision", problems)
         if precision in ("bf16", "fp16"):
-            _put(raw, f"{precision}.enabled", True)
-
-
-def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:
-    """Set the value that ``origin`` asks for at the dotted path ``target``; another one that is given is noted."""
-    if (given := _put(raw, target, value)) != value:
-        rival = f"which is given as {shown_value(given)}"
-        problems.add(origin, f"asks for {target} {shown_value(value)}, {rival}; keep one of them.")
-
-
-def _put(raw: dict[str, Any], path: str, value: object) -> object:
-    """Set the value of a dotted path, unless it is given; returns what stands there then. Sections are copied."""
-    *parents, leaf = path.split(".")
-    for parent in parents:
-        section = raw.get(parent, {})
-        if not isinstance(section, Mapping):
-            return value  # the reader reports a section that is no object
-        raw[parent] = dict(section)
-        raw = raw[parent]
-    return raw.setdefault(leaf, value)
+            put_at(raw, f"{precision}.enabled", True)
 
 
 def _zero_as_flag(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
@@ -130,7 +118,7 @@ def _sequence_parallel(raw: dict[str, Any], problems: Problems, notes: Notes) ->
     if ranks is None or ranks == 1:
         return
     move(raw, "parallel.tensor", ranks, key, problems)
-    _put(raw, "parallel.sequence_parallel", True)
+    put_at(raw, "parallel.sequence_parallel", True)
     notes.append(
         f"{key}: acts as parallel.tensor {ranks} with parallel.sequence_parallel; each of these ranks is given whole "
         "sequences, and the engine shards them."
@@ -184,3 +172,178 @@ def _compressed(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
 _FORMS: tuple[Callable[[dict[str, Any], Problems, Notes], None], ...] = (
     _accelerate, _zero_as_flag, _bfloat16, _amp, _sequence_parallel, _elasticity, _compressed,
 )  # fmt: skip
+
+
+_SIZE = Int(low=1)
+_HIGHLY_COMPOSITE = (
+    1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160,
+    25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720,
+)  # fmt: skip
+"""Numbers with more divisors than any smaller one."""
+
+
+class ElasticBatch(NamedTuple):
+    """Rows of a step, and of a microbatch."""
+
+    rows: int
+    micro: int
+
+
+def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatch | None:
+    """The batch of an ``elasticity`` section; None if a value is wrong, which is then noted.
+
+    Candidates are multiples of each microbatch, and of their common multiple, by a number with many divisors. The one
+    wins that most numbers of GPUs divide into whole microbatches. The smallest microbatch is taken, which divides the
+    batch for every one of these numbers.
+    """
+    most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
+    micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)
+    low, high = (_read(_SIZE, section, *part, problems) for part in (("min_gpus", 1), ("max_gpus", 10000)))
+    larger = _read(Flag(), section, "prefer_larger_batch", True, problems)
+    if micros is not None and not micros:
+        problems.add("elasticity.micro_batch_sizes", "an empty list; give the rows that a microbatch may have.")
+    if most is None or not micros or low is None or high is None or larger is None:
+        return None
+    if min(micros) > most:
+        problems.add("elasticity.max_train_batch_size", f"{most} is less than all of micro_batch_sizes; give more.")
+        return None
+    candidates = {_multiple(base, most) for base in (*micros, math.lcm(*micros)) if base <= most}
+    counted = {rows: len(set(_worlds(rows, micros, low, high))) for rows in candidates}
+    rows = max(candidates, key=lambda rows: (counted[rows], rows if larger else -rows))
+    fitting = [micro for micro in sorted(micros) if rows % micro == 0]
+    return ElasticBatch(rows, fitting[0])
+
+
+def _read(rule: Any, section: Mapping[str, Any], key: str, default: object, problems: Problems) -> Any:
+    return rule.read(section.get(key, default), f"elasticity.{key}", problems)
+
+
+def _multiple(base: int, most: int) -> int:
+    """The largest multiple of ``base`` up to ``most`` by a highly composite number."""
+    return base * max(number for number in _HIGHLY_COMPOSITE if number <= most // base)
+
+
+def _worlds(rows: int, micros: Sequence[int], low: int, high: int) -> Iterable[int]:
+    """Numbers of GPUs that divide the batch into whole microbatches."""
+    for micro in micros:
+        if rows % micro == 0:
+            yield from (gpus for gpus in range(low, min(high, rows // micro) + 1) if rows // micro % gpus == 0)
+
+
+_STEPS = Int(low=1, null=True)
+_COUNTS = ListOf(each=Int(low=1), noun="a list of numbers that do not fall, such as [8, 16, 32]", null=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDrop:
+    """``progressive_layer_drop``: the probability of keeping a layer falls from 1 to ``theta``."""
+
+    enabled: bool = setting(False, Flag())
+    theta: float = setting(1.0, Real(low=0, high=1), required=True)
+    gamma: float = setting(0.001, Real(low=0), required=True)
+
+    def kept(self, steps: int) -> float:
+        """The probability after so many steps; DeepSpeed's falls from the third step on."""
+        return (1 - self.theta) * math.exp(-self.gamma * max(0, steps - 1)) + self.theta
+
+
+@dataclass(frozen=True, slots=True)
+class CurriculumSchedule:
+    """``curriculum_learning.schedule_config``."""
+
+    total_curriculum_step: int | None = setting(None, _STEPS)
+    difficulty_step: int | None = setting(None, _STEPS)
+    root_degree: float | None = setting(None, Real(above=0, null=True))
+    difficulty: tuple[int, ...] | None = setting(None, _COUNTS)
+    max_step: tuple[int, ...] | None = setting(None, _COUNTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Curriculum:
+    """``curriculum_learning``: a difficulty that rises from ``min_difficulty`` to ``max_difficulty``."""
+
+    enabled: bool = setting(False, Flag())
+    curriculum_type: str = setting("seqlen", Text())
+    min_difficulty: int = setting(1, Int(low=1), required=True)
+    max_difficulty: int = setting(1, Int(low=1), required=True)
+    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete"] = setting(
+        "fixed_linear",
+        Choice(options=("fixed_linear", "fixed_root", "fixed_discrete"), noun="a schedule that is given by numbers"),
+        required=True,
+    )
+    schedule_config: CurriculumSchedule = setting(CurriculumSchedule(), Section(cls=CurriculumSchedule), required=True)
+
+    def difficulty(self, step: int) -> int:
+        """The difficulty of a step; the first one is 1."""
+        schedule = self.schedule_config
+        if self.schedule_type == "fixed_discrete":
+            assert schedule.difficulty is not None and schedule.max_step is not None
+            return schedule.difficulty[sum(step > last for last in schedule.max_step)]
+        assert schedule.total_curriculum_step is not None and schedule.difficulty_step is not None
+        degree = schedule.root_degree if self.schedule_type == "fixed_root" else 1.0
+        share = math.pow(step / schedule.total_curriculum_step, 1 / (degree or 1.0))
+        reached = math.floor(self.min_difficulty + share * (self.max_difficulty - self.min_difficulty))
+        unit = schedule.difficulty_step
+        return min(max(reached // unit, math.ceil(self.min_difficulty / unit)) * unit, self.max_difficulty)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardKeywords:
+    """What a configuration adds to every forward of training."""
+
+    layer_drop: LayerDrop | None = None
+    curriculum: Curriculum | None = None
+
+    def at(self, steps: int) -> dict[str, Any]:
+        """The keyword arguments after so many steps, skipped ones too."""
+        given: dict[str, Any] = {}
+        if self.layer_drop is not None:
+            given |= {"progressive_layer_drop": True, "pld_theta": self.layer_drop.kept(steps)}
+        if self.curriculum is not None and self.curriculum.curriculum_type == "seqlen":
+            given["curriculum_seqlen"] = self.curriculum.difficulty(steps + 1)
+        return given
+
+
+def read_keywords(raw: Mapping[str, Any], problems: Problems) -> ForwardKeywords:
+    """Read both sections, where they are enabled; what is wrong in them is noted."""
+    drop, curriculum = raw.get("progressive_layer_drop"), raw.get("curriculum_learning")
+    read = None
+    if _enabled(curriculum):
+        read = read_section(Curriculum, curriculum, "curriculum_learning", problems)
+        if not problems.touch("curriculum_learning"):
+            _check(read, problems)
+    return ForwardKeywords(
+        read_section(LayerDrop, drop, "progressive_layer_drop", problems) if _enabled(drop) else None, read
+    )
+
+
+def _enabled(section: object) -> bool:
+    """Whether a section is an object that is on; others are answered where keys are treated."""
+    return isinstance(section, Mapping) and section.get("enabled") is True
+
+
+def _check(given: Curriculum, problems: Problems) -> None:
+    at, schedule = "curriculum_learning.schedule_config", given.schedule_config
+    needed = {
+        "fixed_linear": ("total_curriculum_step", "difficulty_step"),
+        "fixed_root": ("total_curriculum_step", "difficulty_step", "root_degree"),
+        "fixed_discrete": ("difficulty", "max_step"),
+    }[given.schedule_type]
+    for key in needed:
+        if getattr(schedule, key) is None:
+            problems.add(f"{at}.{key}", f"missing; schedule_type {given.schedule_type} takes {' and '.join(needed)}.")
+    if given.max_difficulty < given.min_difficulty:
+        problems.add(
+            "curriculum_learning.max_difficulty",
+            f"{given.max_difficulty} is below min_difficulty {given.min_difficulty}; the difficulty rises.",
+        )
+    if given.schedule_type != "fixed_discrete" or problems.touch(at):
+        return
+    levels, ends = schedule.difficulty or (), schedule.max_step or ()
+    if not ends or len(levels) != len(ends) + 1:
+        problems.add(
+            f"{at}.difficulty",
+            f"has {len(levels)} entries beside {len(ends)} of max_step; give one more, for the steps after the last.",
+        )
+    elif list(levels) != sorted(levels) or list(ends) != sorted(ends):
+        problems.add(f"{at}.difficulty", "falls, or max_step does; give both in rising order.")

@@ -54,7 +54,7 @@ class Feature:
     noted: bool = False
     """Training is the same without it: a note says what to use instead."""
     passed: bool = False
-    """``engine.deepspeed`` acts on it (``forward_keywords``): a note says how."""
+    """``engine.deepspeed`` acts on it (``read_keywords``): a note says how."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real as RealNumber
 from typing import Any
 
-from engine.config.deepspeed.forms import move, rewritten
-from engine.config.deepspeed.forward_keywords import read_keywords
+from engine.config.deepspeed.forms import read_keywords, rewritten
 from engine.config.deepspeed.keys import DERIVED, LOG, LOGS, TABLE, Feature, Moved, Noted, Only, Treatment, WithMode
 from engine.config.other_engines import other_engines_word
+from engine.config.reader import move
 from engine.config.rules import Flag, Problems
 from engine.config.wording import join_path, kind, shown_value
 

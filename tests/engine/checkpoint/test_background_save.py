@@ -127,7 +127,7 @@ def outlasts_the_timeout(folder: str) -> tuple[str, list[str]]:
     files = Slow()
     with (
         patch("engine.checkpoint.coordinator.Files", lambda: files),
-        patch("engine.checkpoint.coordinator.timeout_seconds", lambda: 1),
+        patch("engine.checkpoint.coordinator.timeout_seconds", lambda configured: 1),
         course(settings("dp2", checkpoint={"folder": folder, "on_failure": "continue"})) as run,
     ):
         run.until(1)

@@ -21,7 +21,7 @@ DESIGN: dict[str, Any] = json.loads("""{
   "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8,
   "parallel": {"data": "auto", "tensor": 2, "pipeline": 2, "sequence_parallel": true,
                "schedule": "1f1b", "schedule_costs": null, "virtual_stages": 1, "split": "auto", "tensor_plan": "auto",
-               "verify_plan": true},
+               "prove_plan": true, "check_replicas": true},
   "zero_optimization": {"stage": 1, "reduce": "step", "gather": "microbatch",
                         "offload_optimizer": {"device": "none"}},
   "bf16": {"enabled": true}, "fp16": {"enabled": false}, "communication_data_type": null, "keep_fp32": [],
@@ -33,8 +33,8 @@ DESIGN: dict[str, Any] = json.loads("""{
   "checkpoint": {"folder": null, "every": 0, "keep": 2, "async": true},
   "monitor": {"jsonl": null, "tensorboard": null, "csv": null, "wandb": null, "mlflow": null, "every": 10,
               "progress": false, "metrics": []},
-  "watchdog": {"timeout_seconds": 60, "folder": null, "straggler_factor": 2.0, "straggler_steps": 100,
-               "max_skipped_steps": 100}
+  "watchdog": {"timeout_seconds": 60, "folder": null, "straggler_factor": 2.0, "straggler_steps": 100},
+  "communication": {"timeout_seconds": 600}, "max_skipped_steps": 100
 }""")
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -55,6 +55,27 @@ def test_the_design_example_loads_and_settles() -> None:
     expected = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
     assert config.optimizer.params == expected
     assert config.scheduler.params["cos_min_ratio"] == 1e-4
+
+
+def test_an_earlier_key_sets_those_of_today_unless_they_contradict_it() -> None:
+    config = load_config({"parallel": {"verify_plan": False}, "watchdog": {"max_skipped_steps": 7}})
+    assert (config.parallel.prove_plan, config.parallel.check_replicas, config.max_skipped_steps) == (False, False, 7)
+    assert config.notes == (
+        "parallel.verify_plan: the earlier name of parallel.prove_plan and parallel.check_replicas, which it sets.",
+        "watchdog.max_skipped_steps: the earlier name of max_skipped_steps, which it sets.",
+    )
+    assert load_config(config.to_json()).notes == ()
+    assert refusal({"parallel": {"verify_plan": False, "check_replicas": True}}) == (
+        "parallel.verify_plan: asks for parallel.check_replicas false, which is given as true; keep one of them."
+    )
+    assert refusal({"watchdog": {"max_skipped_steps": -1}}).startswith("max_skipped_steps: -1 is below 0; ")
+
+
+def test_the_watchdog_acts_before_a_collective_gives_up() -> None:
+    for raw, seconds in (({}, 300.0), ({"communication": {"timeout_seconds": 90}}, 45.0)):
+        assert load_config(raw).watchdog_seconds == seconds
+    assert load_config({"watchdog": {"timeout_seconds": 60}}).watchdog_seconds == 60
+    assert load_config({"watchdog": {"timeout_seconds": None}}).watchdog_seconds is None
 
 
 def test_empty_config_has_the_documented_defaults() -> None:
@@ -142,9 +163,9 @@ def test_params_are_read_only() -> None:
         ({"seed": 1.5}, "seed: 1.5 is not a whole number; give a whole number of at least 0."),
         ({"seed": 10**400}, None),
         (
-            {"watchdog": {"timeout_seconds": 0.5, "max_skipped_steps": 4}},
-            "watchdog.timeout_seconds: 0.5 is below 1; give a number of seconds of at least 1, or null for no "
-            "watchdog.",
+            {"watchdog": {"timeout_seconds": 0.5}},
+            'watchdog.timeout_seconds: 0.5 is below 1; give a number of seconds of at least 1, "auto", or null for '
+            "no watchdog.",
         ),
         (
             {"bf16": {"enabled": "auto"}},

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from engine.config import load_config
-from engine.config.overrides import is_override
+from engine.config.config_file import is_override
 from engine.errors import ConfigError
 from tests.engine.config.valid_configs import FULL
 

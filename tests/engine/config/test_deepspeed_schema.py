@@ -1,15 +1,19 @@
-"""Every key that DeepSpeed declares for its configuration is known: acted on, noted or refused with the way."""
+"""DeepSpeed's keys: those that it declares, and all of real configurations, are acted on, noted or refused."""
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.config import Config
-from engine.config.deepspeed.keys import KEYS, TABLE
+from engine.config import Config, load_config
+from engine.config.deepspeed.keys import KEYS, TABLE, Moved
 from engine.config.reader import paths
+from engine.errors import ConfigError
+from tests.deepspeed_page import PAGE, files, outcomes, rendered, told
 
 SECTIONS = {
     "DeepSpeedFP16Config": "fp16", "DeepSpeedBF16Config": "bf16", "DeepSpeedZeroConfig": "zero_optimization",
@@ -42,3 +46,47 @@ def test_every_key_that_deepspeed_declares_is_known() -> None:
     # a section without an entry for each key is noted as a whole
     unknown = {key for key in keys - known if not any(key.startswith(f"{whole}.") for whole in TABLE)}
     assert len(keys) > 100 and not unknown
+
+
+FILES: Mapping[str, Any] = files()
+REFUSED = {name for name, raw in FILES.items() if told(raw).refusals}
+
+
+def test_all_but_a_few_are_accepted() -> None:
+    assert len(FILES) >= 75 and len(FILES) - len(REFUSED) >= 72 and len(REFUSED) >= 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_has_an_outcome(name: str) -> None:
+    assert not [path for path, became in outcomes(FILES[name]).items() if became is None]
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - REFUSED))
+def test_what_is_acted_on_acts_and_nothing_else_does(name: str) -> None:
+    """Without a key that acts the configuration is another one or none, unless the value is the default."""
+    config = load_config(FILES[name]).to_json()
+    for path, became in outcomes(FILES[name]).items():
+        without = deepcopy(FILES[name])
+        *parents, leaf = path.split(".")
+        value = at(without, parents).pop(leaf)
+        try:
+            same = load_config(without).to_json() == config
+        except ConfigError:
+            assert became == "acted on", "others need it"
+            continue
+        if became != "acted on":
+            assert same, path
+        elif same and leaf != "adam_w_mode":
+            entry = TABLE.get(path)
+            there = entry.target if isinstance(entry, Moved) else path
+            assert at(config, there.split(".")) in (value, "AdamW" if value == "Adam" else value), path
+
+
+def at(tree: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
+
+
+def test_the_page_is_current() -> None:
+    assert rendered() == PAGE.read_text(encoding="utf-8"), "python -m tests.deepspeed_page --write"

@@ -17,7 +17,7 @@ FULL: Tree = json.loads("""{
                "schedule_costs": {"forward": 1, "input": 1, "weight": 0.5, "transfer": 0.1}, "split": ["h.1", "h.2"],
                "balance": "time", "activation_limit_bytes": 1000000,
                "tensor_plan": {"*.q": "column", "*.o": "row"}, "gpus_per_node": 8,
-               "tensor_proof": "full", "verify_plan": true},
+               "tensor_proof": "full", "prove_plan": true, "check_replicas": true},
   "zero_optimization": {"stage": 3, "reduce": "step", "gather": "microbatch", "keep_gathered_bytes": 100,
                         "reduce_bucket_size": 5e6, "zero_quantized_weights": true, "zero_quantized_weights_bits": 4,
                         "zero_quantized_gradients": true, "zero_quantized_gradients_bits": 4,
@@ -53,8 +53,8 @@ FULL: Tree = json.loads("""{
   "monitor": {"jsonl": "steps.jsonl", "csv": "steps.csv", "tensorboard": "board", "wandb": "project",
     "mlflow": "experiment", "every": 10, "progress": true, "metrics": ["accuracy"], "expert_load": true,
     "report": "run", "profile": null},
-  "watchdog": {"timeout_seconds": null, "folder": null, "straggler_factor": null, "straggler_steps": 100,
-               "max_skipped_steps": 100}
+  "watchdog": {"timeout_seconds": null, "folder": null, "straggler_factor": null, "straggler_steps": 100},
+  "communication": {"timeout_seconds": 60}, "max_skipped_steps": 50
 }""")
 """Every key of every section."""
 CYCLE: Tree = json.loads("""{

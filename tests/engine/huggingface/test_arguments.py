@@ -10,15 +10,9 @@ import pytest
 import torch
 
 import engine
+from engine import hosting
 from engine.config import load_config
-from engine.huggingface import versions
-from engine.huggingface.arguments import (
-    checked_metrics,
-    refuse_arguments,
-    refuse_best_metric,
-    refuse_unlike,
-    settled,
-)
+from engine.hosting.arguments import checked_metrics, refuse_arguments, refuse_best_metric, refuse_unlike, settled
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
@@ -143,14 +137,27 @@ def test_arguments_that_place_the_model_are_refused(changes: dict[str, Any], sen
     assert str(caught.value) == sentence
 
 
-def test_versions_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "version", {"transformers": "5.23.1", "accelerate": "1.14.0"}.__getitem__)
-    versions.refuse_untested("transformers")
+def test_another_minor_version_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    hosting._warn.cache_clear()
+    monkeypatch.setattr(hosting, "version", {"transformers": "5.23.1", "accelerate": "2.0.dev0"}.__getitem__)
+    monkeypatch.delenv("RANK", raising=False)
+    hosting.check_versions("transformers")
+    assert not caplog.messages
+    for _ in range(2):
+        hosting.check_versions("transformers", "accelerate")
+    assert caplog.messages == [
+        "accelerate is 2.0.dev0, and the engine is tested inside the loop of accelerate 1.15; install it with "
+        'pip install "accelerate==1.15.*", if a run differs from what its loop promises.'
+    ]
+
+
+def test_an_earlier_major_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "version", {"transformers": "4.57.1"}.__getitem__)
     with pytest.raises(engine.ConfigError) as caught:
-        versions.refuse_untested("transformers", "accelerate")
+        hosting.check_versions("transformers")
     assert str(caught.value) == (
-        "accelerate is 1.14.0, and the engine is tested inside the loop of accelerate 1.15; install it with "
-        'pip install "accelerate==1.15.*".'
+        "transformers is 4.57.1, whose loop lacks calls that the engine enters in transformers 5.23; install it with "
+        'pip install "transformers==5.23.*".'
     )
 
 
@@ -158,9 +165,9 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions, "version", missing)
+    monkeypatch.setattr(hosting, "version", missing)
     with pytest.raises(engine.ConfigError, match=r"^transformers is not installed, .*; install it with pip install"):
-        versions.refuse_untested("transformers")
+        hosting.check_versions("transformers")
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import engine
-from engine.huggingface.loop_settings import LoopSettings, of_accelerator, part_rows
+from engine.hosting.loop_settings import LoopSettings, of_accelerator, part_rows
 
 
 def of_loop(**changes: Any) -> LoopSettings:

@@ -7,7 +7,7 @@ import pytest
 
 import engine
 from engine.config import load_config
-from engine.huggingface.trl_settings import refuse_rewards, refuse_trl, refuse_trl_grid
+from engine.hosting.arguments import refuse_rewards, refuse_trl, refuse_trl_grid
 
 SIZES = {"train_batch_size": 16}
 

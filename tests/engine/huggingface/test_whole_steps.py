@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import engine
-from engine.huggingface.hosted_model import HostedModel, with_one_loss, with_share
+from engine.hosting.hosted_model import HostedModel, with_one_loss, with_share
 from engine.huggingface.whole_steps import OwnLoss, WholeSteps
 from engine.program.batch_rows import BatchRows
 from tests import models

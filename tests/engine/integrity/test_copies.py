@@ -102,7 +102,9 @@ def twice(setting: Setting, section: dict[str, Any], flaky: int) -> tuple[list[f
         return output * (1 + 1e-4 * calls[0])
 
     losses, said = [], ""
-    parallel = GRIDS[setting.grid] | {"verify_plan": flaky < 0}  # which takes the first step's gradients for the plan's
+    parallel = GRIDS[setting.grid] | {
+        "check_replicas": flaky < 0
+    }  # which takes the first step's gradients for the plan's
     with engine.initialize(noted(), setting.config(integrity=section, parallel=parallel), loss_sum, example) as eng:
         if eng.grid.rank == flaky:
             eng.module.get_submodule("blocks.0.norm2").register_forward_hook(differ)

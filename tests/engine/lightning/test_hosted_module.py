@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import engine
-from engine.huggingface.loop_settings import LoopSettings
-from engine.lightning.hosted_module import move_others, of_lightning, replace_child, trained_child
+from engine.hosting.loop_settings import LoopSettings, move_others, of_lightning, replace_child, trained_child
 
 
 def trainer(**changes: Any) -> SimpleNamespace:

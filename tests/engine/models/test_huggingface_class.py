@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import transformers
 
-from engine.models.huggingface_class import has_language_model_head, huggingface_class
+from engine.models.named_model import has_language_model_head, huggingface_class
 
 
 @pytest.mark.parametrize(

@@ -188,8 +188,8 @@ def test_a_model_that_cannot_be_followed_is_said_to_be_unproven() -> None:
 
 
 def test_a_proof_that_is_switched_off_is_said() -> None:
-    notes = planned(Chain(Perceptron(), Perceptron()), STYLES, verify_plan=False).notes
-    assert notes == ("parallel.tensor_plan is not proven, because parallel.verify_plan is false",)
+    notes = planned(Chain(Perceptron(), Perceptron()), STYLES, prove_plan=False).notes
+    assert notes == ("parallel.tensor_plan is not proven, because parallel.prove_plan is false",)
 
 
 class OfOneLength(nn.Module):

@@ -181,7 +181,7 @@ def test_a_run_that_only_overflows_ends_at_the_lowest_scale() -> None:
     config = {
         "train_batch_size": 1,
         "fp16": {"enabled": True, "initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 2.0},
-        "watchdog": {"max_skipped_steps": 4},
+        "max_skipped_steps": 4,
     }
     with engine.initialize(Loud(), config) as eng:
         scales = [eng.train_batch(torch.full((1, 4), 60000.0)).loss_scale for _ in range(3)]

@@ -86,7 +86,7 @@ class Way:
         if self.pp > 1:
             parallel |= {"schedule": self.schedule, "virtual_stages": self.virtual}
         if self.tp > 1:
-            parallel |= {"sequence_parallel": self.sequence, "verify_plan": False}
+            parallel |= {"sequence_parallel": self.sequence, "prove_plan": False, "check_replicas": False}
         return {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": self.microbatches,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from triton import knobs
 
-from engine.reporting.compilations import say_what_compiles
+from engine.reporting.banner import say_what_compiles
 
 GPU = torch.device("cuda", 0)
 

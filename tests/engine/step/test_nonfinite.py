@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.errors import EngineError
-from engine.launch.progress_line import ProgressLine
+from engine.launch.reference_run import ProgressLine
 from engine.models.decoder import Block, loss_sum
 from engine.parallel.comm.agreement import bit_sum
 from engine.zero.reduce.replica_check import NON_FINITE
@@ -151,7 +151,7 @@ def spoil_each(grid: str, stage: int) -> list[str]:
     named. After each, this rank's state has to be what it was."""
     settings = {
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "parallel": GRIDS[grid],
-        "zero_optimization": {"stage": stage}, "watchdog": {"max_skipped_steps": 0},
+        "zero_optimization": {"stage": stage}, "max_skipped_steps": 0,
     }  # fmt: skip
     (batch,) = models.batches_for("decoder", 8, 1)
     example = {key: value[:2] for key, value in batch.items()}
@@ -243,17 +243,17 @@ def test_what_is_not_finite_is_named_also_where_it_is_no_gradient() -> None:
 
 
 def test_a_run_of_skipped_steps_is_stopped_and_good_steps_begin_it_anew() -> None:
-    few = Settings(watchdog={"max_skipped_steps": 3})
+    few = Settings(max_skipped_steps=3)
     reports = alone(few, [math.nan, math.nan, 1.0, math.nan, math.nan, 1.0])
     assert [report.skipped for report in reports] == [True, True, False] * 2
     with pytest.raises(EngineError, match=r"^3 steps in a row .* because the loss on rank 0 was not finite after "):
         alone(few, [1.0, math.nan, math.nan, math.nan, 1.0])
-    assert len(alone(Settings(watchdog={"max_skipped_steps": 0}), [math.nan] * 120)) == 120
+    assert len(alone(Settings(max_skipped_steps=0), [math.nan] * 120)) == 120
 
 
 def stopped() -> str:
     """Body of a rank: the error of a run that only skips; the other rank poisons it."""
-    settings = Settings(train_batch_size=8, watchdog={"max_skipped_steps": 2})
+    settings = Settings(train_batch_size=8, max_skipped_steps=2)
     with engine.initialize(nn.Linear(3, 3), settings.config, lambda output, batch: output.square().mean()) as eng:
         batch = torch.ones(4, 3) * (math.inf if eng.grid.rank else 1.0)
         try:

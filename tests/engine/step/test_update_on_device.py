@@ -180,7 +180,8 @@ def fails() -> list[Any]:
                 if bad and eng.grid.rank:
                     patch.setattr(CheckpointCoordinator, "problem", lambda self: EngineError("made up"))
                 # without a microbatch the weight of a step is 0
-                eng.train_batch(batch) if bad else eng._runner.finish(eng._runner._open(batch, "train")[0])
+                runner = eng._parts.runner
+                eng.train_batch(batch) if bad else runner.finish(runner._open(batch, "train")[0])
             found += [str(caught.value), test_nonfinite.traces(eng) == before]
         found.append(eng.train_batch(batch).skipped)
     return found
@@ -232,14 +233,14 @@ def events_of_update(monkeypatch: pytest.MonkeyPatch, mode: str) -> list[str]:
         monkeypatch.context() as patch,
     ):
         eng.train_batch(batch)
-        optimizer, update = eng.optimizer, eng._update.run
+        optimizer, update = eng.optimizer, eng._parts.update.run
 
         def watched(*args: Any, **named: Any) -> Any:
             events.clear()
             with Watch(events):
                 return update(*args, **named)
 
-        patch.setattr(eng._update, "run", watched)
+        patch.setattr(eng._parts.update, "run", watched)
         patch.setattr(launcher, "adamw", noted(events, "update", lambda *_: None))  # the interpreter reads
         if mode == "reference":
             patch.setattr(optimizer, "step", noted(events, "update", optimizer.step))

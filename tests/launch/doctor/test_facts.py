@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import engine
-from engine.launch.doctor import facts
-from engine.launch.doctor.examined import HostFacts, InterfaceFacts
-from engine.launch.doctor.network import addresses_of, network_interfaces
-from engine.launch.jobs.sent.probe import sources_digest
+from engine.launch.doctor import examined
+from engine.launch.doctor.examined import HostFacts, InterfaceFacts, addresses_of, network_interfaces
+from engine.launch.jobs.probe import sources_digest
 from engine.parallel.comm.launcher import route_address
 from tests.launch.doctor.seen import host
 
@@ -20,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_facts_of_this_machine() -> None:
-    told = facts.host_facts({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "^lo"}, "localhost")
+    told = examined.host_facts({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "^lo"}, "localhost")
     assert told.name == socket.gethostname() and told.identity
     assert told.versions["trine"] == engine.__version__
     assert told.versions["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -81,8 +80,8 @@ def test_the_digest_is_of_names_and_contents(tmp_path: Path) -> None:
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, there: bool, visible: str = "0") -> HostFacts:
-    monkeypatch.setattr(facts, "_has_gpu", lambda: there)
-    return facts.with_gpus(host(0), {"CUDA_VISIBLE_DEVICES": visible}, "")
+    monkeypatch.setattr(examined, "_has_gpu", lambda: there)
+    return examined.with_gpus(host(0), {"CUDA_VISIBLE_DEVICES": visible}, "")
 
 
 def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:

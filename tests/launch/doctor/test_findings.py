@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.launch.doctor.doctor_command import report_lines, verdict_line
 from engine.launch.doctor.examined import (
     AxisFigure,
     ClockFigure,
@@ -17,7 +18,6 @@ from engine.launch.doctor.examined import (
     RankFacts,
 )
 from engine.launch.doctor.findings import find_all
-from engine.launch.doctor.report import report_lines, verdict_line
 from tests.launch.doctor.seen import GPU, VERSIONS, examined, host, ranks
 
 

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from engine.launch.doctor.pairs import (
+from engine.launch.doctor.links import (
     LARGE,
     MOST_HOSTS,
     PATIENCE,

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.launch.cli import main
-from engine.launch.jobs.chosen_hosts import chosen_hosts
-from engine.launch.jobs.deepspeed_options import IDLE, IDLE_VALUES, REFUSED, TAKEN
-from engine.launch.jobs.hostfile import Host
+from engine.launch.jobs.hostfile import Host, chosen_hosts
+from engine.launch.jobs.request import IDLE, IDLE_VALUES, REFUSED, TAKEN
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,9 @@ import pytest
 
 from engine.errors import LaunchError
 from engine.launch.cli import main
-from engine.launch.jobs import preflight
+from engine.launch.jobs import remote
 from engine.launch.jobs.hostfile import Host
-from engine.launch.jobs.preflight import HostReply, differences, examine
-from engine.launch.jobs.remote import Answer, SshRequest
+from engine.launch.jobs.remote import Answer, HostReply, SshRequest, differences, examine
 from engine.launch.jobs.request import JobRequest, NodeCount
 
 HERE = HostReply(
@@ -110,7 +109,7 @@ def test_an_elastic_job_is_examined_without_hosts_that_do_not_answer(
         port = 29400 if question["port"] is not None else 0
         return Answer(facts={**facts, "port": port, "unknown": [gone]})
 
-    monkeypatch.setattr(preflight, "ask", ask)
+    monkeypatch.setattr(remote, "ask", ask)
     ssh = SshRequest(hostfile=Path("hosts"), hosts=hosts, ssh=("ssh",), python="python", seconds=1)
     job = JobRequest(
         script="job.py", arguments=(), python="python", ranks_per_node=8,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.launch.cli import main
-from engine.launch.jobs.job_file import WRITTEN
+from engine.launch.jobs.schedulers import WRITTEN
 from tests.cluster.jobs import ROOT, copied
 
 COMMANDS: Mapping[str, str] = {

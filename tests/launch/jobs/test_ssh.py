@@ -1,16 +1,25 @@
 """A job over hosts that ssh reaches: it runs on all of them, ends on all of them, and says which one was the cause."""
 
+import json
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from engine.launch.jobs import ssh as ssh_jobs
+from engine.launch.jobs.hostfile import Host
+from engine.launch.jobs.remote import Answer, HostReply, SshRequest
+from engine.launch.jobs.request import JobRequest, NodeCount
+from engine.launch.jobs.ssh import HostRun, MeetingPlace, Screen, SshJob, SshPlan
 from tests.cluster.jobs import ROOT, copied
 from tests.launch.jobs.hosts import Hosts
+from tests.launch.jobs.test_preflight import HERE, THERE
 from tests.selection import wide
 
 MakeHosts = Callable[[int], Hosts]
@@ -193,8 +202,180 @@ def test_a_host_that_does_not_join_is_named(hosts: MakeHosts, tmp_path: Path) ->
 
 
 def test_free_ports_are_free() -> None:
-    from engine.launch.jobs.sent.probe import _free_port
+    from engine.launch.jobs.probe import _free_port
 
     with socket.create_server(("", 0)) as taken:
         assert _free_port(taken.getsockname()[1]) == 0
     assert _free_port(None) == 0 and _free_port(0) > 0
+
+
+LATE = "echo torch.distributed.elastic.rendezvous.api.RendezvousConnectionError >&2; exit 1"
+BAD = "echo ValueError: odd input >&2; exit 1"
+DONE = "exit 0"
+
+
+def after(seconds: float, script: str) -> str:
+    return f"sleep {seconds}; {script}"
+
+
+@pytest.mark.parametrize(
+    ("store", "other", "status", "said"),
+    [
+        (DONE, after(0.5, LATE), 0, "node1 came back when others had ended well.\n"),
+        (after(0.5, DONE), LATE, 0, "node1 came back when others had ended well.\n"),
+        (DONE, after(0.5, BAD), 1, "node1 was the first to fail: its torchrun ended with exit status 1"),
+        (after(0.5, BAD), LATE, 1, "node1 was the first to fail: its torchrun ended with exit status 1"),
+    ],
+)
+def test_a_host_that_comes_back_too_late_fails_nothing(
+    store: str, other: str, status: int, said: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert ended(monkeypatch, tmp_path, {HERE.host: store, THERE.host: other}, elastic=True) == status
+    assert said in capfd.readouterr().err
+
+
+def ended(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, scripts: Mapping[Host, str], elastic: bool,
+    absent: Mapping[Host, str] | None = None,
+) -> int:  # fmt: skip
+    """The status of a job on the hosts that have scripts, of which those that are ``absent`` do not begin."""
+    made = list[HostRun]()
+
+    def start(self: SshPlan, facts: HostReply, meeting: MeetingPlace, screen: Screen) -> HostRun:
+        made.append(HostRun(facts.host, ["sh", "-c", scripts[facts.host]], {}, screen))
+        made[-1].joined = True
+        return made[-1]
+
+    monkeypatch.setattr(SshPlan, "start", start)
+    monkeypatch.setattr(ssh_jobs, "ask", lambda ssh, host, question: Answer(facts={}, reason=""))
+    request = JobRequest(
+        script="job.py", arguments=(), python="python", ranks_per_node=1,
+        nodes=NodeCount(least=1, most=2, elastic=elastic), export={}, folder=folder, name="job", port=None,
+        join_seconds=60, grace_seconds=30,
+    )  # fmt: skip
+    ssh = SshRequest(
+        hostfile=Path("hosts.txt"), hosts=(HERE.host, THERE.host), ssh=("ssh",), python="python", seconds=10
+    )
+    place = MeetingPlace(first=Host(name="node0", slots=None), port=1, identity="job")
+    hosts = tuple(facts for facts in (HERE, THERE) if facts.host not in (absent or {}))
+    status = SshJob(SshPlan(request=request, ssh=ssh, hosts=hosts), place, absent).run()
+    for run in made:
+        with suppress(BrokenPipeError), run._process:  # its pipes are closed, also the one that nobody reads
+            pass
+    return status
+
+
+GONE = r"""
+cat >&2 <<'END'
+[W1126 18:28:47.240984633 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=3): Connection reset
+Exception raised from recvBytes at /__w/pytorch/Utils.hpp:787 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f7eed979b8d in libc10.so)
+<omitting python frames>
+frame #27: <unknown function> + 0x2724a (0x7f7eefc4524a in libc.so.6)
+
+W1126 18:28:47.491000 21794 torch/distributed/elastic/rendezvous/dynamic_rendezvous.py:1298] The node 'a' has failed to shutdown the rendezvous 'j' due to an error of type RendezvousConnectionError.
+END
+echo a line of the script >&2
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_what_torchrun_says_of_a_store_that_ended_first_is_shown_with_an_error_only(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scripts = {HERE.host: DONE, THERE.host: f"{GONE}exit {status}"}
+    assert ended(monkeypatch, tmp_path, scripts, elastic=False) == status
+    told = capfd.readouterr().err
+    assert "[node1] a line of the script" in told
+    assert told.count("frame #") == 2 * status and told.count("[node1]") == 1 + 7 * status
+
+
+TORCHRUN = r"""
+cat >&2 <<'END'
+Root Cause (first observed failure):
+[0]:
+  exitcode  : {code} (pid: 12957)
+  traceback : {words}
+END
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (1, "EngineError: control failed. A peer has probably stopped: rank 1."),
+        (-15, "Signal 15 (SIGTERM)"),
+    ],
+)
+def test_a_host_that_another_one_has_taken_down_is_not_called_the_first(
+    code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scripts = {
+        HERE.host: TORCHRUN.format(code=code, words=words),
+        THERE.host: after(0.6, TORCHRUN.format(code=3, words="ValueError: odd").replace("exit 1", "exit 3")),
+    }
+    assert ended(monkeypatch, tmp_path, scripts, elastic=False) == 3
+    said = "trine launch: node1 was the first to fail: its torchrun ended with exit status 3"
+    assert said in capfd.readouterr().err
+
+
+def test_an_elastic_job_begins_without_a_host_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scripts, absent = {HERE.host: after(0.3, DONE)}, {THERE.host: "No route to host"}
+    assert ended(monkeypatch, tmp_path, scripts, True, absent) == 0
+    said = "trine launch: node1 does not answer (No route to host); 1 hosts begin, and it is tried again."
+    assert said in capfd.readouterr().err
+
+
+STEPS = {"power": 120, "cable": 300}
+"""A host that is cut off has the store and trains on alone, until its guard ends it after 30 s without a word from the
+launcher; then there are some left for the others."""
+
+
+def grids(run: Path) -> list[str]:
+    """Numbers of ranks that trained one after the other, as the updates tell them that were made last."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ranks = [line["grid"].partition(" ")[0] for line in {line["step"]: line for line in lines}.values()]
+    return ranks[:1] + [now for before, now in pairwise(ranks) if now != before]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("lost", "fault"), [(0, "power"), (1, "power"), (0, "cable")])
+def test_a_host_is_lost_and_comes_back(hosts: Callable[[int], Hosts], tmp_path: Path, lost: int, fault: str) -> None:
+    made, run = hosts(2), tmp_path / "run"
+    copied("elastic.py", tmp_path)
+    node = made.nodes[lost]
+    launch = made.launch("--elastic", "1:2", "elastic.py", str(run), str(STEPS[fault]), "0.2", ssh=QUICK)
+    launch.wait_for("step 10 on 2 ranks")
+    if fault == "power":
+        node.end()
+    else:
+        made.cluster.unplug(node)
+    launch.wait_for(f"trine launch: {node.name} was lost (")
+    launch.wait_for("on 1 ranks", 60)
+    if fault == "power":
+        made.cluster.boot(node)
+        made.start_sshd(node)
+    else:
+        made.cluster.plug(node)  # what was cut off still runs there, and gives way
+    launch.wait_for(f"trine launch: {node.name} answers again; torchrun starts there.", 20)
+    ended = launch.end(90)
+    assert ended.code == 0, ended.text
+    assert ("node1 has the store now; torchrun starts anew on 1 hosts" in ended.text) is (lost == 0), ended.text
+    assert grids(run) == ["2", "1", "2"] and not survivors(made)
+
+
+@pytest.mark.long
+def test_too_few_hosts_end_the_job(hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
+    made = hosts(2)
+    copied("elastic.py", tmp_path)
+    launch = made.launch("--elastic", "2:2", "elastic.py", str(tmp_path / "run"), "1000", "0.1", ssh=QUICK)
+    launch.wait_for("step 10 on 2 ranks")
+    made.nodes.pop().end()
+    ended = launch.end(40)
+    assert ended.code == 255, ended.text
+    assert ", and of 2 hosts or more only 1 are left; the job has ended on all hosts." in ended.text
+    assert not survivors(made)

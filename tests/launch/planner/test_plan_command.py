@@ -13,7 +13,7 @@ import pytest
 
 from engine.config import load_config
 from engine.launch.cli import main
-from engine.launch.planner import plan_command
+from engine.launch.planner import plan_command, planned_model
 from engine.launch.planner.plan_report import setting_text
 from engine.launch.planner.plan_request import ModelSource
 
@@ -78,9 +78,8 @@ def test_a_file_alone_of_any_name(llama: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_folder_alone(llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from engine.launch.planner import counted_memory
 
-    monkeypatch.setattr(counted_memory, "MOST_SILENT", 1)
+    monkeypatch.setattr(planned_model, "MOST_SILENT", 1)
     assert main(["plan", str(llama), "--world", "16", "--gpu", "h100", "--context", "32", "--json"]) == 0
     written = capsys.readouterr()
     found = json.loads(written.out)
@@ -159,9 +158,8 @@ def test_a_search_proposes_nothing_slower_than_the_plain_command(
 
 def count_more(monkeypatch: pytest.MonkeyPatch, modes: Sequence[str], gib: float) -> list[str]:
     """Counting finds so much more where these are recomputed; returns the layouts that are counted. No samples."""
-    from engine.launch.planner import counted_memory, sampled_blocks
 
-    monkeypatch.setattr(sampled_blocks.SampledBlocks, "of", lambda *_, **__: None)
+    monkeypatch.setattr(planned_model.SampledBlocks, "of", lambda *_, **__: None)
 
     layouts = list[str]()
 
@@ -171,7 +169,7 @@ def count_more(monkeypatch: pytest.MonkeyPatch, modes: Sequence[str], gib: float
         memory = tuple(replace(rank, activations=rank.activations + more) for rank in costs.memory)
         return replace(costs, memory=memory), "counted"
 
-    monkeypatch.setattr(counted_memory, "counted_costs", counted)
+    monkeypatch.setattr(planned_model, "counted_costs", counted)
     return layouts
 
 
@@ -205,9 +203,8 @@ def test_no_layout_fits_once_counted(
 def test_a_search_keeps_estimates_where_counting_would_take_long(
     deeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from engine.launch.planner import counted_memory
 
-    monkeypatch.setattr(counted_memory, "MOST_SEARCHED", 1)
+    monkeypatch.setattr(planned_model, "MOST_SEARCHED", 1)
     out = tmp_path / "best.json"
     given = deeper, "--world", 8, "--batch", 32, "--search", "--top", 1, "--out", out
     (found,) = planned(capsys, *given)["finalists"]
@@ -220,13 +217,12 @@ def test_a_search_keeps_estimates_where_counting_would_take_long(
 def test_a_model_that_is_too_large_to_count_has_estimates_at_the_scale_of_its_blocks(
     deeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from engine.launch.planner import counted_memory
 
     config = tmp_path / "run.json"
     config.write_text(json.dumps({**GRID, "parallel": {"tensor": 2}}))
     given = deeper, config, "--world", 8
     (counted,) = planned(capsys, *given)["memory_bytes"]
-    monkeypatch.setattr(counted_memory, "MOST_LEAVES", 1)
+    monkeypatch.setattr(planned_model, "MOST_LEAVES", 1)
     found = planned(capsys, *given)
     (estimate,) = found["memory_bytes"]
     start = "activations and buffers are estimates, at the scale of blocks that were counted: "

@@ -11,10 +11,8 @@ from torch import nn
 from engine.build.request import Request
 from engine.config import Config, load_config
 from engine.launch.planner import planned_model
-from engine.launch.planner.counted_memory import kernels_of
 from engine.launch.planner.plan_command import settings_of
-from engine.launch.planner.planned_model import KNOWN_STYLES, PlannedModel
-from engine.launch.planner.sampled_blocks import SampledBlocks, working_of
+from engine.launch.planner.planned_model import KNOWN_STYLES, PlannedModel, SampledBlocks, kernels_of, working_of
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.schedule.actions import Op

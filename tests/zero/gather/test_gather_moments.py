@@ -56,7 +56,7 @@ class Watch:
             output.register_hook(lambda _: self._note("backward", index))  # type: ignore[no-untyped-call]
 
     def _note(self, direction: str, index: int) -> None:
-        labels = [record.label for record in self.eng._comm.records]
+        labels = [record.label for record in self.eng.comm.records]
         storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in self.eng.module.parameters()}
         self.notes.append(
             (direction, index, labels.count("parameters"), labels.count("gradients"), sum(storages.values()))
@@ -65,7 +65,7 @@ class Watch:
     def step(self, number: int) -> None:
         """One step, noted alone."""
         self.notes.clear()
-        self.eng._comm.records.clear()
+        self.eng.comm.records.clear()
         self.eng.train_batch(rows(self.eng, number))
 
 

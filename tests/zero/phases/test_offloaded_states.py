@@ -125,7 +125,7 @@ def calls(eng: Engine, folder: Path) -> dict[str, Callable[[], object]]:
         "train_batch": lambda: eng.train_batch(rows),
         "eng(batch)": lambda: eng(rows),
         "eval_batch": lambda: eng.eval_batch(rows),
-        "predict": lambda: eng._resources.refuse_closed("predict"),
+        "predict": lambda: eng._parts.resources.refuse_closed("predict"),
         "save_checkpoint": lambda: eng.save_checkpoint(folder).wait(),
         "load_checkpoint": lambda: eng.load_checkpoint(folder),
         "full_state_dict": eng.full_state_dict,

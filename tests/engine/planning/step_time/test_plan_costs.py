@@ -42,7 +42,7 @@ def planned(pp: int, dp: int, tp: int, stage: int = 1, node: int | None = None) 
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
         "bf16": {"enabled": True},
-        "parallel": {**grid, "tensor_plan": STYLES, "verify_plan": False},
+        "parallel": {**grid, "tensor_plan": STYLES, "prove_plan": False},
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW"},
     }

@@ -1,4 +1,6 @@
-"""Runs torchrun on a host for as long as its launcher is there; sent to the host and run there.
+"""Runs torchrun on a host for as long as its launcher is there.
+
+It is sent to the host as text and run there, so it imports nothing but Python's own modules.
 
     launcher --ssh--> guard --> torchrun --> ranks
 

@@ -1,22 +1,38 @@
-"""``TrainingArguments`` and the engine's configuration: each value has one owner.
+"""Arguments of the Hugging Face Trainer, and of TRL's, beside the engine's configuration: each value has one owner.
 
 The arguments own what they name: sizes, clipping, optimizer, schedule, precision. The configuration leaves it out,
-says "auto", or says the same; anything else is refused.
+says "auto", or says the same; anything else is refused before the host acts on it, or before anything is sent.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Mapping
 from functools import wraps
+from numbers import Real
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from engine.deepspeed.auto_values import fill_auto
-from engine.errors import ConfigError
+from engine.config import Config
+from engine.errors import ConfigError, EngineError
+from engine.hosting import check_versions
 from engine.parallel.comm.agreement import differing
 from engine.parallel.comm.comm import Comm
+
+
+def _warmup(args: Any) -> int:
+    """``get_warmup_steps`` of TrainingArguments counts a ratio too."""
+    count = getattr(args, "get_warmup_steps", None)
+    return int(count(args.max_steps) if count is not None else args.warmup_steps)
+
+
+def _all_steps(args: Any) -> int:
+    if args.max_steps <= 0:
+        raise AttributeError("max_steps")  # epochs do not say how many steps there are
+    return int(args.max_steps)
 
 
 class _Owned(NamedTuple):
@@ -26,20 +42,48 @@ class _Owned(NamedTuple):
     value: Callable[[Any], Any]
 
 
-_TAKEN: Mapping[str, _Owned] = MappingProxyType({
-    "train_micro_batch_size_per_gpu":
-        _Owned("per_device_train_batch_size", lambda args: args.per_device_train_batch_size),
-    "gradient_accumulation_steps": _Owned("gradient_accumulation_steps", lambda args: args.gradient_accumulation_steps),
-    "gradient_clipping": _Owned("max_grad_norm", lambda args: float(args.max_grad_norm)),
-    "seed": _Owned("seed", lambda args: args.seed),
-})  # fmt: skip
+def _plain(name: str) -> _Owned:
+    return _Owned(name, attrgetter(name))
 
-_OF_ADAM: Mapping[str, _Owned] = MappingProxyType({
-    "lr": _Owned("learning_rate", lambda args: args.learning_rate),
-    "betas": _Owned("adam_beta1, adam_beta2", lambda args: [args.adam_beta1, args.adam_beta2]),
-    "eps": _Owned("adam_epsilon", lambda args: args.adam_epsilon),
-    "weight_decay": _Owned("weight_decay", lambda args: args.weight_decay),
+
+_OWNED: Mapping[str, _Owned] = MappingProxyType({
+    "train_micro_batch_size_per_gpu": _plain("per_device_train_batch_size"),
+    "gradient_accumulation_steps": _plain("gradient_accumulation_steps"),
+    "gradient_clipping": _plain("max_grad_norm"),
+    "seed": _plain("seed"),
+    "fp16.enabled": _Owned("fp16", lambda args: bool(args.fp16)),
+    "bf16.enabled": _Owned("bf16", lambda args: bool(args.bf16)),
+    "optimizer.params.lr": _plain("learning_rate"),
+    "optimizer.params.betas": _Owned("adam_beta1, adam_beta2", lambda args: [args.adam_beta1, args.adam_beta2]),
+    "optimizer.params.eps": _plain("adam_epsilon"),
+    "optimizer.params.weight_decay": _plain("weight_decay"),
+    "scheduler.params.warmup_min_lr": _Owned("warmup_steps", lambda args: 0.0),
+    "scheduler.params.warmup_max_lr": _plain("learning_rate"),
+    "scheduler.params.warmup_num_steps": _Owned("warmup_steps", _warmup),
+    "scheduler.params.total_num_steps": _Owned("max_steps", _all_steps),
 })  # fmt: skip
+"""Key of the configuration -> the argument that has its value."""
+_OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "seed")
+"""Keys that take the value of the arguments in any case."""
+
+
+def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]:
+    """A copy of a configuration in which each "auto" that ``args`` has a value for is that value."""
+    if not at and "distributed_type" in raw and "deepspeed_config" in raw:
+        raw = {"train_micro_batch_size_per_gpu": "auto", **raw}  # as Accelerate makes it of its own file
+    filled: dict[str, Any] = {}
+    for key, value in raw.items():
+        path = f"{at}.{key}" if at else key
+        filled[key] = value
+        if isinstance(value, Mapping):
+            filled[key] = fill_auto(value, args, path)
+        elif value == "auto" and path in _OWNED:
+            try:
+                filled[key] = _OWNED[path].value(args)
+            except AttributeError:
+                continue
+    return filled
+
 
 _REFUSED: Mapping[str, str] = MappingProxyType({
     "deepspeed": "engine_config says what DeepSpeed's file does",
@@ -92,7 +136,8 @@ def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
         ConfigError: a value that differs from that of the arguments.
     """
     config = fill_auto({"initial_weights": "rank0"} | dict(raw), args)
-    for key, owned in _TAKEN.items():
+    for key in _OF_STEPS:
+        owned = _OWNED[key]
         given, value = raw.get(key, "auto"), owned.value(args)
         if given not in ("auto", None) and given != value:
             raise conflict(key, given, owned.name, value)
@@ -127,9 +172,8 @@ def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
                 "give Trainer an optimizer with groups of its own in optimizers=."
             )
     for key, given in (section.get("params") or {}).items():
-        if key not in _OF_ADAM:
+        if (owned := _OWNED.get(f"optimizer.params.{key}")) is None:
             raise ConfigError(f"optimizer.params.{key} in engine_config; give it in optim_args of TrainingArguments.")
-        owned = _OF_ADAM[key]
         value = owned.value(args)
         if given != "auto" and not _equal(given, value):
             raise conflict(f"optimizer.params.{key}", given, owned.name, value)
@@ -210,3 +254,96 @@ def refuse_best_metric(args: Any, metrics: Mapping[str, Any]) -> None:
             f"metric_for_best_model is {name!r}, and evaluation found {value!r} for it, which is not a number; return "
             "a number for it from compute_metrics, or name another metric."
         ) from None
+
+
+GENERATING = ("GRPOTrainer", "RLOOTrainer")
+_ON_TENSOR_RANKS = ("SFTTrainer", "DPOTrainer")
+BARE_REFERENCE = ("DPOTrainer", "KTOTrainer")
+_TESTED = (*_ON_TENSOR_RANKS, *GENERATING, "KTOTrainer", "RewardTrainer")
+
+_REFUSED_OF_TRL: Mapping[str, str] = MappingProxyType({
+    "use_vllm": "completions come from the engine's weights, which vLLM does not see; leave it out",
+    "use_transformers_continuous_batching": "completions come from eng.generate; leave it out",
+    "cache_implementation": "eng.generate keeps no keys and values; leave it out",
+})  # fmt: skip
+_REFUSED_PARTS_OF_TRL = ("tools", "environment_factory", "rollout_func")
+
+
+def refuse_trl(kind: str | None, given: Mapping[str, Any], args: Any) -> None:
+    """Refuse what no trainer of TRL over an engine can do, before TRL acts on it.
+
+    ``kind``: name of the trainer; ``given``: its keyword arguments; ``args``: its settings.
+
+    Raises:
+        ConfigError: a trainer, an argument or a size that is not served; a version that is not tested.
+    """
+    if kind is None:
+        return
+    check_versions("trl")
+    if kind not in _TESTED:
+        served = f"{', '.join(_TESTED[:-1])} or {_TESTED[-1]}"
+        raise ConfigError(f"{kind} of TRL is not tested over the engine; use {served}.")
+    for name, remedy in _REFUSED_OF_TRL.items():
+        if getattr(args, name, None):
+            raise ConfigError(f"{type(args).__name__} has {name}, and {remedy}.")
+    for name in _REFUSED_PARTS_OF_TRL:
+        if given.get(name):
+            raise ConfigError(
+                f"{kind} was given {name}, by which ranks generate different numbers of times, and the engine "
+                "generates on all ranks together; leave it out."
+            )
+    if kind in GENERATING and args is not None:
+        _check_generations(args)
+
+
+def _check_generations(args: Any) -> None:
+    """Refuse to generate between the microbatches of one step, whose gradients would be half summed."""
+    every, accumulation = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
+    if every % accumulation:
+        raise ConfigError(
+            f"{type(args).__name__} has steps_per_generation {args.steps_per_generation}, num_iterations "
+            f"{args.num_iterations} and gradient_accumulation_steps {accumulation}, so that completions would be "
+            "generated inside a step; give steps_per_generation that is a multiple of gradient_accumulation_steps."
+        )
+
+
+def refuse_rewards(name: str, rewards: Any, count: int) -> None:
+    """Refuse what a reward function of TRL's has returned for ``count`` completions.
+
+    Raises:
+        EngineError: no list, another number of rewards, or one that is not a number.
+    """
+    listed = hasattr(rewards, "__len__") and hasattr(rewards, "__iter__") and not isinstance(rewards, str | Mapping)
+    if not listed or len(rewards) != count:
+        given = f"{len(rewards)} rewards" if listed else f"a {type(rewards).__name__}"
+        raise EngineError(f"the reward function {name} returned {given} for {count} completions; return one for each.")
+    for reward in rewards:
+        if not (reward is None or isinstance(reward, Real | Tensor)):
+            raise EngineError(
+                f"the reward function {name} returned {reward!r} for a completion, which is not a number; return "
+                "numbers, and None where there is no reward."
+            )
+
+
+def refuse_trl_grid(kind: str, args: Any, config: Config) -> None:
+    """Refuse a grid on which a trainer of TRL would compute something else.
+
+    Raises:
+        ConfigError: stages, tensor ranks, or sharded parameters, that it does not know of.
+    """
+    if config.pp > 1:
+        raise ConfigError(
+            f"{kind} of TRL with parallel.pipeline {config.pp}: its loss multiplies by the weight of the head, which "
+            "the last stage alone has; leave parallel.pipeline out."
+        )
+    if config.tp > 1 and kind not in _ON_TENSOR_RANKS:
+        raise ConfigError(
+            f"{kind} of TRL with parallel.tensor {config.tp}: it counts every process as a data rank; leave "
+            f"parallel.tensor out, or use {' or '.join(_ON_TENSOR_RANKS)}."
+        )
+    if getattr(args, "sync_ref_model", False) and (config.tp > 1 or config.zero_optimization.stage == 3):
+        raise ConfigError(
+            f"{type(args).__name__} has sync_ref_model, which reads whole weights of the trained model on every rank, "
+            "and a rank has a part of them; leave parallel.tensor out and give zero_optimization.stage 2, or leave it "
+            "out."
+        )

@@ -1,1 +1,0 @@
-"""Rules between the settings of optimizers and those of other sections."""

@@ -1,0 +1,41 @@
+"""Faults of earlier keys, of time-outs that follow from each other, and of versions of hosts."""
+
+from tests.faults.fault import Fault
+
+_CONFIG = "tests/engine/config/test_config.py"
+_ARGUMENTS = "tests/engine/huggingface/test_arguments.py"
+
+KEYS_AND_VERSIONS = (
+    Fault(
+        name="half-of-an-earlier-key",
+        about="A key whose two effects have keys of their own now sets the first of them alone.",
+        file="engine/config/reader.py",
+        old="            for key in keys:\n                move(",
+        new="            for key in keys[:1]:\n                move(",
+        tests=(f"{_CONFIG}::test_an_earlier_key_sets_those_of_today_unless_they_contradict_it",),
+    ),
+    Fault(
+        name="an-earlier-key-without-a-note",
+        about="Nobody is told that a key has another name now.",
+        file="engine/config/__init__.py",
+        old="notes=(*remarks(raw), *old, *notes, *passed)",
+        new="notes=(*remarks(raw), *notes, *passed)",
+        tests=(f"{_CONFIG}::test_an_earlier_key_sets_those_of_today_unless_they_contradict_it",),
+    ),
+    Fault(
+        name="watchdog-after-the-collective",
+        about="The watchdog waits as long as a collective, which gives up without a word on the rank to blame.",
+        file="engine/config/__init__.py",
+        old='return self.communication.timeout_seconds / 2 if given == "auto"',
+        new='return float(self.communication.timeout_seconds) if given == "auto"',
+        tests=(f"{_CONFIG}::test_the_watchdog_acts_before_a_collective_gives_up",),
+    ),
+    Fault(
+        name="every-other-version-is-refused",
+        about="A later version of a library shuts the door to its loop.",
+        file="engine/hosting/__init__.py",
+        old='if int(found.partition(".")[0]) < int(tested.partition(".")[0]):',
+        new='if found.split(".")[:2] != tested.split("."):',
+        tests=(f"{_ARGUMENTS}::test_another_minor_version_warns_once",),
+    ),
+)
