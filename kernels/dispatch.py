@@ -28,6 +28,8 @@ from engine.kernels.main_gradient import MainGradients
 logger = logging.getLogger("trine")
 
 Mode = Literal["auto", "reference", "triton"]
+NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
+"""Dtypes that the kernels support."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Kernels:
         self.mode = mode
         self._winners = shipped_choices() if winners is None else winners
         self._made: dict[tuple[Any, ...], bool] = {}
+        self._products: dict[tuple[torch.device, torch.dtype], Kernels] = {}
         self.card: str | None = None
         """GPU whose rows apply; "" turns all kernels off, None uses the GPU that the tensor is on."""
         self.main = MainGradients()
@@ -109,6 +112,25 @@ class Kernels:
     def replaces(self, device: torch.device) -> bool:
         """Return whether modules of a model are given our operators at all; "auto" leaves CPU models unchanged."""
         return self.mode != "auto" or not is_host(device)
+
+    def takes(self, operator: str, x: Tensor) -> bool:
+        """Return whether a Triton kernel should run on the rows of ``x``, in a dtype that the kernels support."""
+        return self.mode != "reference" and is_narrow(x) and self.triton(operator, x, x.shape[-1])
+
+    def for_products(self, x: Tensor) -> "Kernels":
+        """Return the kernels of the products of a layer with ``x``: these, or the reference where none has Triton.
+
+        A layer asks once, and its three products ask nothing where the table has no width at which Triton is faster.
+        """
+        if self.mode == "reference":
+            return self
+        found = self._products.get((x.device, x.dtype))
+        if found is None:
+            widths = {1, *(row.width for row in self._winners if row.operator in _PRODUCTS)}
+            kinds = ((operator, width) for operator in _PRODUCTS for width in sorted(widths))
+            some = any(self._known(operator, x.device, x.dtype, width) for operator, width in kinds)
+            found = self._products[x.device, x.dtype] = self if some else REFERENCE
+        return found
 
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
         """Return whether a Triton kernel should run on ``x``. Each new choice is logged once."""
@@ -144,11 +166,17 @@ class Kernels:
 REFERENCE = Kernels("reference")
 """Kernels that always choose PyTorch."""
 _NAMES = ("torch", "triton")
+_PRODUCTS = ("linear", "linear_backward")
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Return whether autocast is on for the device of ``x``."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
 def is_narrow(x: Tensor) -> bool:
     """Return whether the kernels support ``x``: fp32, fp16 or bf16, with a last dim."""
-    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.dim() > 0 and x.shape[-1] > 0
+    return x.dtype in NARROW and x.dim() > 0 and x.shape[-1] > 0
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -12,10 +12,9 @@ from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
-from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.dispatch import REFERENCE, Kernels, is_autocast
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
 from engine.kernels.ops.gated_unit import gated
 from engine.parallel.kernel_injection.equivalence import (
@@ -116,7 +115,7 @@ def injected_gated_mlp(found: GatedModule, own: Callable[..., Any], kernels: Ker
     """The forward of such a module through the operator; calls that it does not cover run the module's own forward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or torch.is_autocast_enabled(args[0].device.type):
+        if len(args) != 1 or kwargs or is_autocast(args[0]):
             return own(self, *args, **kwargs)
         return found.run(self, args[0], kernels)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.dispatch import REFERENCE, Kernels, is_autocast
 from engine.kernels.ops.norm import Norm, norm
 from engine.parallel.kernel_injection.equivalence import agrees, own_forward, random, twin
 
@@ -71,7 +71,7 @@ def injected_norm(found: NormModule, own: Callable[..., Any], kernels: Kernels) 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight = getattr(self, found.weight)
         plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == weight.dtype
-        if not plain or torch.is_autocast_enabled(args[0].device.type):
+        if not plain or is_autocast(args[0]):
             return own(self, *args, **kwargs)
         bias = None if found.bias is None else getattr(self, found.bias)
         return norm(args[0], weight, bias, found.form, kernels)

@@ -11,10 +11,9 @@ from itertools import product
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.dispatch import REFERENCE, Kernels, is_autocast
 from engine.kernels.ops.rotary import Rotary, rotary
 from engine.parallel.kernel_injection.equivalence import agrees, own_forward, random
 from engine.parallel.model.forward_patch import with_global
@@ -55,7 +54,7 @@ def injected_rotary(
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         full = cos.shape[-1] == q.shape[-1] == k.shape[-1] and cos.ndim == 3 and q.dtype == k.dtype == cos.dtype
-        if args or kwargs or not full or torch.is_autocast_enabled(q.device.type):
+        if args or kwargs or not full or is_autocast(q):
             return function(q, k, cos, sin, *args, **kwargs)
         return rotary(q, k, cos, sin, form, kernels)
 

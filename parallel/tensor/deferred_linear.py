@@ -37,6 +37,8 @@ from engine.parallel.model.placeholders import is_plain
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is Hugging Face's Conv1D, a linear layer with the weight [in, out]; known by its name and ``nf``."""
+    if isinstance(module, nn.Linear):  # first, since it is asked at every call, and an absent attribute takes 2 us
+        return False
     return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
 
 
