@@ -13,6 +13,7 @@ thing that the backward of the layer launches.
 Shape suffixes: M rows (all leading dims together), I inputs, O outputs.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -102,8 +103,8 @@ def _with_main(given: _Given, form: LinearForm, kernels: Kernels, main: MainGrad
         within = residual.dtype == x.dtype and residual.shape == shape
         inside = _rows(residual) if within else None
     how = MainProduct(form.transposed, form.activation if fused else "none", fused, multiply, main)
-    apply = _MainLinear.apply if is_wrapped(x) else _apply_main
-    y: Tensor = apply(x, weight, bias, inside, how)
+    apply: Callable[..., Tensor] = _MainLinear.apply if is_wrapped(x) else _apply_main
+    y = apply(x, weight, bias, inside, how)
     if not fused and form.activation != "none":
         return activate(y, None, form.activation, kernels, residual)
     return y if residual is None or within else y + residual

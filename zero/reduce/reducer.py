@@ -53,9 +53,10 @@ class GradientHooks:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Context of one backward. A ``grad`` that a backward of the user's own has left is set aside and restored."""
-        for name, parameter in self._parameters.items():
-            check_own_hooks(name, parameter, 1)
-        users = [(p, p.grad) for p in self._parameters.values() if p.grad is not None]
+        with torch._C.DisableTorchFunctionSubclass():  # freed parameters would run code of their class
+            for name, parameter in self._parameters.items():
+                check_own_hooks(name, parameter, 1)
+            users = [(p, p.grad) for p in self._parameters.values() if p.grad is not None]
         for parameter, _ in users:
             self._warn(parameter)
             parameter.grad = None
