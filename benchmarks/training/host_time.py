@@ -128,7 +128,7 @@ def split(one: HostMode, seconds: Mapping[tuple[str, int], float], layers: int, 
 
 def cells(modes: Sequence[HostMode], rounds: Rounds) -> Cells:
     """Return the medians over rounds, in microseconds and milliseconds."""
-    made = {}
+    made: dict[tuple[str, str], str] = {}
     for one in modes:
         times = [found[one.mode.name] for found in rounds]
         bases = [found[one.base] for found in rounds]

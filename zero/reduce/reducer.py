@@ -94,18 +94,18 @@ class GradientHooks:
     def _arrive(self, name: str, parameter: Tensor) -> None:
         if not self.open and self._start is not None:
             self._begin(parameter, self._start)
-        product = self._products.get(name)
-        if self.open and parameter.grad is None:
-            if product is not None:
-                product.all_done()
-            return
         if not self.open:
             self._warn(parameter)
             return  # a gradient of the user's own backward
+        product, grad = self._products.get(name), parameter.grad
+        if grad is None:
+            if product is not None:
+                product.all_done()
+            return
         if product is not None:
             product.forget()
         _check_gathered(name, parameter)
-        grad, parameter.grad = parameter.grad.detach(), None  # with create_graph, a gradient has a graph
+        grad, parameter.grad = grad.detach(), None  # with create_graph, a gradient has a graph
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
 
     def admits(self, name: str, node: Any | None) -> bool:
