@@ -268,6 +268,11 @@ class Comm:
         """
         return self._issue(op, full, axis, label, call)
 
+    def bring_status(self) -> None:
+        """Start copies for the next ``check_kernels``, which then waits for no kernel that is launched after them."""
+        for buffer in self._symmetric:
+            buffer.bring_status()
+
     def check_kernels(self) -> None:
         """Fail if a kernel that communicates did not get something in time. A GPU has to have ended its step.
 
