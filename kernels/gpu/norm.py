@@ -3,6 +3,7 @@
     forward    s = x + residual     y = (s - mean) rstd (offset + weight) + bias       mean, rstd kept, fp32
     backward   g = dy (offset + weight), n = (s - mean) rstd
                ds = (g - mean(g) - n mean(g n)) rstd + ds of the stream                 mean terms only if centered
+               the next row of a program is loaded while one is computed
                dweight, dbias: a fixed number of programs loops over the rows and accumulates in fp32; the partial sums
                are then added in a fixed order, so that equal inputs give equal bits. Where a row and these sums do not
                fit in registers together, a second kernel reads everything again to compute the sums
@@ -19,6 +20,9 @@ from engine.kernels.gpu.launch_shapes import ceil_div, processors, row_shape
 
 _WIDEST_WITH_SUMS = 8192
 """Widest row that leaves registers for the sums of its parameter gradients."""
+_WIDEST_AHEAD = 16384
+"""Most bytes of a row whose successor is loaded to shared memory while it is computed: three rows of each of two
+programs fit beside each other on a processor of an A100 too."""
 _COLUMNS = 1024
 
 
@@ -54,7 +58,7 @@ def norm_forward_kernel(
 def norm_backward_kernel(
     dy, dstream, stream, weight, mean, rstd, dx, dweight, dbias, rows, width, rows_each,
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dx of ``rows_each`` consecutive rows and, with WEIGHT and BIAS, their parameter gradients."""
     program = tl.program_id(0).to(tl.int64)
@@ -64,7 +68,7 @@ def norm_backward_kernel(
     dw = tl.zeros((BLOCK,), tl.float32)
     db = tl.zeros((BLOCK,), tl.float32)
     first = program * rows_each
-    for row in range(first, tl.minimum(first + rows_each, rows)):
+    for row in tl.range(first, tl.minimum(first + rows_each, rows), num_stages=STAGES):
         place = row * width + column
         g = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(stream + place, mask=inside, other=0.0).to(tl.float32)
@@ -158,7 +162,8 @@ def norm_backward(
         norm_backward_kernel[(programs,)](
             dy, dstream, stream, weight_H, *statistics, dx, dweight_PH, dbias_PH, rows, width, each,
             OFFSET=offset, CENTERED=centered, RESIDUAL=dstream is not None, WEIGHT=at_once, BIAS=biased and at_once,
-            BLOCK=shape.block, num_warps=shape.warps,
+            BLOCK=shape.block, STAGES=2 if width * stream.element_size() <= _WIDEST_AHEAD else 1,
+            num_warps=shape.warps,
         )  # fmt: skip
     if rows and not at_once:
         norm_parameters_kernel[programs, ceil_div(width, _COLUMNS)](
