@@ -59,7 +59,7 @@ def linear(
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     main = kernels.main.use(weight) if torch.is_grad_enabled() and weight.ndim == 2 else None
     if main is not None and x.dtype == weight.dtype:
-        return _with_main(_Given(x, weight, bias, residual), form, kernels, main)
+        return _with_main((x, weight, bias, residual), form, kernels, main)
     matrix_IO = weight if form.transposed or weight.ndim != 2 else weight.t()
     if not _fits(x, matrix_IO, bias):
         return linear_reference(x, weight, bias, form, residual)
@@ -82,13 +82,8 @@ def linear_reference(
     return y if residual is None else y + residual
 
 
-class _Given(NamedTuple):
-    """Operands of a linear layer."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
+_Given = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""x, weight, bias and residual of a linear layer."""
 
 
 def _with_main(given: _Given, form: LinearForm, kernels: Kernels, main: MainGradient) -> Tensor:
