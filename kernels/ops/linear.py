@@ -13,7 +13,6 @@ thing that the backward of the layer launches.
 Shape suffixes: M rows (all leading dims together), I inputs, O outputs.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.kernels.device import is_host, multiplies_wide
 from engine.kernels.dispatch import Kernels, is_autocast, is_narrow
-from engine.kernels.fused_operator import fused_operator, is_wrapped, plain_apply
+from engine.kernels.fused_operator import eager_apply, fused_operator
 from engine.kernels.main_gradient import MainGradient, open_sum
 from engine.kernels.ops.activation_functions import ACTIVATIONS, Activation
 from engine.kernels.ops.bias_activation import activate, activate_backward
@@ -98,8 +97,7 @@ def _with_main(given: _Given, form: LinearForm, kernels: Kernels, main: MainGrad
         within = residual.dtype == x.dtype and residual.shape == shape
         inside = _rows(residual) if within else None
     how = MainProduct(form.transposed, form.activation if fused else "none", fused, multiply, main)
-    apply: Callable[..., Tensor] = _MainLinear.apply if is_wrapped(x) else _apply_main
-    y = apply(x, weight, bias, inside, how)
+    y: Tensor = _multiply_main(x, weight, bias, inside, how)
     if not fused and form.activation != "none":
         return activate(y, None, form.activation, kernels, residual)
     return y if residual is None or within else y + residual
@@ -406,4 +404,4 @@ class _MainLinear(torch.autograd.Function):
         return dx, dweight, dbias if needs_bias else None, dy_MO if needs_residual else None, None
 
 
-_apply_main = plain_apply(_MainLinear)
+_multiply_main = eager_apply(_MainLinear)
