@@ -3,7 +3,7 @@
     python -m benchmarks host_time [--layers 24] [--width 32] [--rounds 7] [--rows dp,tp,pp,gpu] [--write-figures]
 
 On a GPU this time decides whether the host stays ahead of the device. The model is deep and so narrow that its
-arithmetic is next to nothing: 24 blocks of width 32 on 8 tokens. Every mode takes steps of 1 and of 5 microbatches of
+arithmetic is next to nothing: 24 blocks of width 32 on 8 tokens. Every mode takes steps of 2 and of 6 microbatches of
 the same size. The difference is the time of 4 microbatches, and what is left of the first is the fixed time of a step.
 
 Figures are CPU seconds of all threads of all ranks, for each block and microbatch that a rank computes. "added" is the
@@ -26,7 +26,7 @@ from benchmarks.peers.workload import Mode, Workload
 from benchmarks.training.comparison import BLOCK_STEPS, WARMUP_STEPS, make_workload, some_of
 from engine.models.decoder import DecoderConfig
 
-FEW, MANY = 1, 5
+FEW, MANY = 2, 6
 """Microbatches of the two steps that are compared."""
 PLAIN = "plain torch"
 GROUPS = ("dp", "tp", "pp", "gpu")
