@@ -32,8 +32,8 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "zero": Benchmark("training.zero", "every ZeRO stage beside DDP, FSDP2, DeepSpeed", STEPS),
         "pipeline": Benchmark("training.pipeline", "schedules beside pipelining and DeepSpeed's PipelineModule", STEPS),
         "tensor": Benchmark("training.tensor", "tensor ranks beside parallelize_module", STEPS),
-        "host": Benchmark(
-            "training.host", "host time that an engine adds to a block, beside torch's own wrappers",
+        "host_time": Benchmark(
+            "training.host_time", "host time that an engine adds to a block, beside torch's own wrappers",
             frozenset({"rounds", "write_figures"}),
         ),
         "sleeping_blocks": Benchmark(

@@ -104,6 +104,8 @@ def open_sum(main: MainGradient | None, node: Any | None) -> OpenSum | None:
 
 
 Mode = Literal["auto", "reference", "triton"]
+NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
+"""Dtypes that the kernels support."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,7 @@ class Kernels:
         self.mode = mode
         self._winners = shipped_choices() if winners is None else winners
         self._made: dict[tuple[Any, ...], bool] = {}
+        self._products: dict[tuple[torch.device, torch.dtype], Kernels] = {}
         self.card: str | None = None
         """GPU whose rows apply; "" turns all kernels off, None uses the GPU that the tensor is on."""
         self.main = MainGradients()
@@ -185,6 +188,25 @@ class Kernels:
     def replaces(self, device: torch.device) -> bool:
         """Return whether modules of a model are given our operators at all; "auto" leaves CPU models unchanged."""
         return self.mode != "auto" or not is_host(device)
+
+    def takes(self, operator: str, x: Tensor) -> bool:
+        """Return whether a Triton kernel should run on the rows of ``x``, in a dtype that the kernels support."""
+        return self.mode != "reference" and is_narrow(x) and self.triton(operator, x, x.shape[-1])
+
+    def for_products(self, x: Tensor) -> "Kernels":
+        """Return the kernels of the products of a layer with ``x``: these, or the reference where none has Triton.
+
+        A layer asks once, and its three products ask nothing where the table has no width at which Triton is faster.
+        """
+        if self.mode == "reference":
+            return self
+        found = self._products.get((x.device, x.dtype))
+        if found is None:
+            widths = {1, *(row.width for row in self._winners if row.operator in _PRODUCTS)}
+            kinds = ((operator, width) for operator in _PRODUCTS for width in sorted(widths))
+            some = any(self._known(operator, x.device, x.dtype, width) for operator, width in kinds)
+            found = self._products[x.device, x.dtype] = self if some else REFERENCE
+        return found
 
     def triton(self, operator: str, x: Tensor, width: int) -> bool:
         """Return whether a Triton kernel should run on ``x``. Each new choice is logged once."""
@@ -220,11 +242,17 @@ class Kernels:
 REFERENCE = Kernels("reference")
 """Kernels that always choose PyTorch."""
 _NAMES = ("torch", "triton")
+_PRODUCTS = ("linear", "linear_backward")
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Return whether autocast is on for the device of ``x``."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
 def is_narrow(x: Tensor) -> bool:
     """Return whether the kernels support ``x``: fp32, fp16 or bf16, with a last dim."""
-    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.dim() > 0 and x.shape[-1] > 0
+    return x.dtype in NARROW and x.dim() > 0 and x.shape[-1] > 0
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -236,6 +264,32 @@ def rows_of(x: Tensor) -> Tensor:
 R = TypeVar("R")
 _PLAIN: Any = Tensor.__torch_dispatch__
 """Marks a tensor class that runs no Python code of its own below autograd."""
+_has_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def _plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return the ``apply`` of ``function`` for tensors that no transform of torch.func has wrapped.
+
+    ``Function.apply`` looks for transforms in Python before it calls this one, which takes a fifth of its time.
+    """
+    return cast(Callable[..., Any], super(torch.autograd.Function, function).apply)  # type: ignore[misc]
+
+
+def _is_wrapped(tensor: Tensor) -> bool:
+    """Return whether a transform of torch.func is at work, or has left its wrapper on ``tensor``."""
+    return torch._C._are_functorch_transforms_active() or _has_wrapper(tensor)
+
+
+def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` for calls whose first argument is a tensor, and fast in eager mode."""
+    plain = _plain_apply(function)
+
+    def apply(x: Tensor, *more: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_wrapped(x):
+            return function.apply(x, *more)  # type: ignore[no-untyped-call]
+        return plain(x, *more)
+
+    return apply
 
 
 class FusedOperator(Generic[R]):
@@ -248,7 +302,7 @@ class FusedOperator(Generic[R]):
         self.registered = torch.library.custom_op(name, function, mutates_args=mutates)
         self._function = function
         self._written = [index for index, one in enumerate(inspect.signature(function).parameters) if one in mutates]
-        self._differentiable: type[torch.autograd.Function] | None = None
+        self._differentiable: Callable[..., Any] | None = None
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
         """Register the function that makes outputs without content from inputs without content."""
@@ -271,7 +325,7 @@ class FusedOperator(Generic[R]):
             def backward(ctx: Any, *slopes: Any) -> Any:
                 return gradients(ctx, *slopes)
 
-        self._differentiable = Eager
+        self._differentiable = _plain_apply(Eager)
 
     def __call__(self, *args: Any) -> R:
         """Run the function on ``args``."""
@@ -280,13 +334,13 @@ class FusedOperator(Generic[R]):
         differentiable = False
         for one in args:
             if isinstance(one, Tensor):
-                if type(one).__torch_dispatch__ is not _PLAIN or one.is_meta:
+                if one.is_meta or type(one).__torch_dispatch__ is not _PLAIN or _has_wrapper(one):
                     return cast(R, self.registered(*args))
                 differentiable = differentiable or one.requires_grad
         if differentiable and torch.is_grad_enabled():
             if self._differentiable is None:  # torch refuses the backward of this operator by its name
                 return cast(R, self.registered(*args))
-            return cast(R, self._differentiable.apply(*args))  # type: ignore[no-untyped-call]
+            return cast(R, self._differentiable(*args))
         output = self._function(*args)
         for index in self._written:  # autograd compares versions of what it has saved; a kernel's write changes none
             torch.autograd.graph.increment_version(cast(Tensor, args[index]))

@@ -115,7 +115,7 @@ class Grid:
         GridError: a size below 1, an axis that is not in the table, or a rank outside the box.
     """
 
-    __slots__ = ("_coord", "_digits", "_known", "order", "rank", "shard_size", "sizes", "world_size")
+    __slots__ = ("_coord", "_digits", "_known", "_sizes", "order", "rank", "shard_size", "sizes", "world_size")
 
     def __init__(
         self, *, rank: int = 0, order: Order = "tp-dp-pp", shard_size: int | None = None, **sizes: int
@@ -141,6 +141,7 @@ class Grid:
         self.rank, self.order, self.shard_size = rank, order, shard_size
         self._digits = _digits(self.sizes, order, shard_size or self.dp)
         self._known: dict[Axis, tuple[tuple[int, int], ...]] = {}
+        self._sizes: dict[Axis, int] = {}
         self._coord = self.coord(rank)
 
     @property
@@ -221,7 +222,10 @@ class Grid:
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along ``axis``."""
-        return math.prod(size for size, _ in self._digits_of(axis))
+        found = self._sizes.get(axis)
+        if found is None:
+            found = self._sizes[axis] = math.prod(size for size, _ in self._digits_of(axis))
+        return found
 
     def stride(self, axis: Axis) -> int:
         """Distance, in ranks, from a rank to its next peer along ``axis``."""

@@ -230,6 +230,7 @@ MEASURED = (
     "python -m benchmarks integrity --write-figures",
     "python -m benchmarks step --rows watchdog --write-figures",
     "python -m benchmarks sleeping_blocks --write-figures",
+    "python -m benchmarks host_time",
     "python -m benchmarks matrix_rounds",
     "python -m benchmarks plan_search --write-figures",
     "python -m benchmarks tensor --models llama,fused --rounds 7 --write-figures",

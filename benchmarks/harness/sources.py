@@ -57,6 +57,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "plan-search": ("engine/planning", "parallel/tensor", "parallel/trace"),
         "timeline": ("engine/step", "parallel/pipeline"),
         **dict.fromkeys(("step", "zero", "pipeline", "tensor"), STEPS),
+        "host-time": (*STEPS, "kernels/ops"),
     }
 )
 """Folders by figure; for others :data:`RUN`."""

@@ -313,6 +313,7 @@ class Update:
         """Launch an update that the device decides; after a NaN loss of a pipeline, the host checks the trace first."""
         looks = step.look_again is not None
         condition = Condition(scale=step.divides, max_norm=self._max_norm(step), finite=self._checks, loss=looks)
+        self._comm.bring_status()  # before the event that the host waits for, and before the update
         launched = DeviceDecidedUpdate(packed, condition, runtime.optimizer)
         launched.launch(runtime.learning_rate, self.made)
         return launched

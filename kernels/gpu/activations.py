@@ -174,28 +174,33 @@ def gated_backward_kernel(
     tl.store(dup + place, (d * activated(g, KIND)).to(dup.dtype.element_ty), mask=inside)
 
 
-def gated_forward(gate_NF: Tensor, up_NF: Tensor, activation: str) -> Tensor:
-    """Return f(gate) up [N, F]."""
-    rows, width = gate_NF.shape
-    y_NF = gate_NF.new_empty(gate_NF.shape)
+def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return f(gate) up."""
+    width = gate.shape[-1]
+    y = gate.new_empty(gate.shape)
     shape = column_shape(width)
-    if rows:
+    if rows := gate.numel() // width:
         gated_forward_kernel[rows, ceil_div(width, shape.block)](
-            gate_NF, up_NF, y_NF, width, gate_NF.stride(0), up_NF.stride(0),
+            gate, up, y, width, _distance(gate), _distance(up),
             KIND=activation, BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
-    return y_NF
+    return y
 
 
-def gated_backward(dy_NF: Tensor, gate_NF: Tensor, up_NF: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return (dgate, dup), [N, F] each."""
-    rows, width = gate_NF.shape
-    dgate_NF = gate_NF.new_empty(gate_NF.shape)
-    dup_NF = torch.empty_like(dgate_NF)
+def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Return (dgate, dup)."""
+    width = gate.shape[-1]
+    dgate = gate.new_empty(gate.shape)
+    dup = torch.empty_like(dgate)
     shape = column_shape(width)
-    if rows:
+    if rows := gate.numel() // width:
         gated_backward_kernel[rows, ceil_div(width, shape.block)](
-            dy_NF, gate_NF, up_NF, dgate_NF, dup_NF, width, dy_NF.stride(0), gate_NF.stride(0), up_NF.stride(0),
+            dy, gate, up, dgate, dup, width, _distance(dy), _distance(gate), _distance(up),
             KIND=activation, BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
-    return dgate_NF, dup_NF
+    return dgate, dup
+
+
+def _distance(x: Tensor) -> int:
+    """Return the elements from one row to the next."""
+    return x.shape[-1] if x.is_contiguous() else x.stride(0)

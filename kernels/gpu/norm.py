@@ -3,11 +3,12 @@
     forward    s = x + residual     y = (s - mean) rstd (offset + weight) + bias       mean, rstd kept, fp32
     backward   g = dy (offset + weight), n = (s - mean) rstd
                ds = (g - mean(g) - n mean(g n)) rstd + ds of the stream                 mean terms only if centered
+               the next row of a program is loaded while one is computed
                dweight, dbias: a fixed number of programs loops over the rows and accumulates in fp32; the partial sums
                are then added in a fixed order, so that equal inputs give equal bits. Where a row and these sums do not
                fit in registers together, a second kernel reads everything again to compute the sums
 
-Shape suffixes: N rows, H width, P programs.
+Rows are those of contiguous tensors with any leading dims. Shape suffixes: N rows, H width, P programs.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,9 @@ from engine.kernels.gpu.launch_shapes import ceil_div, processors, row_shape
 
 _WIDEST_WITH_SUMS = 8192
 """Widest row that leaves registers for the sums of its parameter gradients."""
+_WIDEST_AHEAD = 16384
+"""Most bytes of a row whose successor is loaded to shared memory while it is computed: three rows of each of two
+programs fit beside each other on a processor of an A100 too."""
 _COLUMNS = 1024
 
 
@@ -56,7 +60,7 @@ def norm_forward_kernel(
 def norm_backward_kernel(
     dy, dstream, stream, weight, mean, rstd, dx, dweight, dbias, rows, width, rows_each,
     OFFSET: tl.constexpr, CENTERED: tl.constexpr, RESIDUAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dx of ``rows_each`` consecutive rows and, with WEIGHT and BIAS, their parameter gradients."""
     program = tl.program_id(0).to(tl.int64)
@@ -66,7 +70,7 @@ def norm_backward_kernel(
     dw = tl.zeros((BLOCK,), tl.float32)
     db = tl.zeros((BLOCK,), tl.float32)
     first = program * rows_each
-    for row in range(first, tl.minimum(first + rows_each, rows)):
+    for row in tl.range(first, tl.minimum(first + rows_each, rows), num_stages=STAGES):
         place = row * width + column
         g = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(stream + place, mask=inside, other=0.0).to(tl.float32)
@@ -119,53 +123,56 @@ def norm_parameters_kernel(
 
 
 def norm_forward(
-    x_NH: Tensor, residual_NH: Tensor | None, affine: tuple[Tensor, Tensor | None], eps: float, offset: float,
+    x: Tensor, residual: Tensor | None, affine: tuple[Tensor, Tensor | None], eps: float, offset: float,
     centered: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (y, stream, mean, rstd); ``stream`` is empty without a residual, ``mean`` without centering."""
-    rows, width = x_NH.shape
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """Return (y, stream, mean, rstd); ``stream`` is None without a residual, ``mean`` empty without centering."""
+    width = x.shape[-1]
+    rows = x.numel() // width
     weight_H, bias_H = affine
-    y_NH = torch.empty_like(x_NH)
-    stream_NH = torch.empty_like(x_NH) if residual_NH is not None else x_NH.new_empty(0)
-    rstd_N = x_NH.new_empty(rows, dtype=torch.float32)
+    y = torch.empty_like(x)
+    stream = None if residual is None else torch.empty_like(x)
+    rstd_N = x.new_empty(rows, dtype=torch.float32)
     mean_N = torch.empty_like(rstd_N) if centered else rstd_N.new_empty(0)
     shape = row_shape(width)
     if rows:
         norm_forward_kernel[(rows,)](
-            x_NH, residual_NH, weight_H, bias_H, y_NH, stream_NH, mean_N, rstd_N, width, eps,
-            OFFSET=offset, CENTERED=centered, RESIDUAL=residual_NH is not None, BIAS=bias_H is not None,
+            x, residual, weight_H, bias_H, y, stream, mean_N, rstd_N, width, eps,
+            OFFSET=offset, CENTERED=centered, RESIDUAL=residual is not None, BIAS=bias_H is not None,
             BLOCK=shape.block, num_warps=shape.warps,
         )  # fmt: skip
-    return y_NH, stream_NH, mean_N, rstd_N
+    return y, stream, mean_N, rstd_N
 
 
 def norm_backward(
-    dy_NH: Tensor, dstream_NH: Tensor | None, stream_NH: Tensor, weight_H: Tensor, statistics: tuple[Tensor, Tensor],
+    dy: Tensor, dstream: Tensor | None, stream: Tensor, weight_H: Tensor, statistics: tuple[Tensor, Tensor],
     form: tuple[float, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dx, dweight, dbias), parameter gradients in fp32; ``form`` is (offset, centered, has a bias)."""
-    rows, width = stream_NH.shape
+    width, device = stream.shape[-1], stream.device
+    rows = stream.numel() // width
     offset, centered, biased = form
-    programs = max(1, min(rows, 2 * processors(stream_NH.device)))
-    dx_NH = torch.empty_like(stream_NH)
+    programs = max(1, min(rows, 2 * processors(device)))
+    dx = torch.empty_like(stream)
     # every program writes its row; without rows none runs
     make = torch.empty if rows else torch.zeros
-    dweight_PH = make((programs, width), dtype=torch.float32, device=stream_NH.device)
-    dbias_PH = make((programs if biased else 0, width), dtype=torch.float32, device=stream_NH.device)
+    dweight_PH = make((programs, width), dtype=torch.float32, device=device)
+    dbias_PH = make((programs if biased else 0, width), dtype=torch.float32, device=device)
     each, shape = ceil_div(rows, programs), row_shape(width, elements_per_thread=8)
     at_once = width <= _WIDEST_WITH_SUMS
     if rows:
         norm_backward_kernel[(programs,)](
-            dy_NH, dstream_NH, stream_NH, weight_H, *statistics, dx_NH, dweight_PH, dbias_PH, rows, width, each,
-            OFFSET=offset, CENTERED=centered, RESIDUAL=dstream_NH is not None, WEIGHT=at_once, BIAS=biased and at_once,
-            BLOCK=shape.block, num_warps=shape.warps,
+            dy, dstream, stream, weight_H, *statistics, dx, dweight_PH, dbias_PH, rows, width, each,
+            OFFSET=offset, CENTERED=centered, RESIDUAL=dstream is not None, WEIGHT=at_once, BIAS=biased and at_once,
+            BLOCK=shape.block, STAGES=2 if width * stream.element_size() <= _WIDEST_AHEAD else 1,
+            num_warps=shape.warps,
         )  # fmt: skip
     if rows and not at_once:
         norm_parameters_kernel[programs, ceil_div(width, _COLUMNS)](
-            dy_NH, stream_NH, *statistics, dweight_PH, dbias_PH, rows, width, each,
+            dy, stream, *statistics, dweight_PH, dbias_PH, rows, width, each,
             CENTERED=centered, BIAS=biased, BLOCK=_COLUMNS, num_warps=4,
         )  # fmt: skip
-    return dx_NH, dweight_PH.sum(0), dbias_PH.sum(0) if biased else dbias_PH.view(0)
+    return dx, dweight_PH.sum(0), dbias_PH.sum(0) if biased else dbias_PH.view(0)
 
 
 _BLOCK = 2048

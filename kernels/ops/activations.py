@@ -139,15 +139,20 @@ def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     from engine.kernels.gpu.activations import gated_forward
 
-    return gated_forward(rows_of(gate), rows_of(up), activation).view(gate.shape)
+    return gated_forward(_rows(gate), _rows(up), activation).view(gate.shape)
 
 
 @fused_operator("trine::gated_backward")
 def _gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     from engine.kernels.gpu.activations import gated_backward
 
-    dgate, dup = gated_backward(rows_of(dy), rows_of(gate), rows_of(up), activation)
+    dgate, dup = gated_backward(_rows(dy), _rows(gate), _rows(up), activation)
     return dgate.view(gate.shape), dup.view(gate.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return ``x`` where its rows lie one behind the other, else its rows as a matrix."""
+    return x if x.is_contiguous() else rows_of(x)
 
 
 @_gated.register_fake

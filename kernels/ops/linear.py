@@ -13,7 +13,6 @@ thing that the backward of the layer launches.
 Shape suffixes: M rows (all leading dims together), I inputs, O outputs.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from engine.kernels.device import is_host, multiplies_wide
-from engine.kernels.dispatch import Kernels, MainGradient, fused_operator, is_narrow, open_sum
+from engine.kernels.dispatch import Kernels, MainGradient, eager_apply, fused_operator, is_autocast, is_narrow, open_sum
 from engine.kernels.ops.activations import ACTIVATIONS, Activation, activate, activate_backward
 
 _ALIGNED = 16
@@ -33,8 +32,7 @@ _SLAB = 8192
 """Rows of a sum that are added at a time where the matrix product cannot accumulate into fp32 itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinearForm:
+class LinearForm(NamedTuple):
     """Settings of a linear layer besides its tensors."""
 
     activation: Activation = "none"
@@ -52,12 +50,12 @@ def linear(
     given = x, weight, bias, residual
     if has_torch_function(given):
         return handle_torch_function(linear, given, x, weight, bias, form, kernels, residual=residual)
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if is_autocast(x) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     main = kernels.main.use(weight) if torch.is_grad_enabled() and weight.ndim == 2 else None
     if main is not None and x.dtype == weight.dtype:
-        return _with_main(_Given(x, weight, bias, residual), form, kernels, main)
+        return _with_main((x, weight, bias, residual), form, kernels, main)
     matrix_IO = weight if form.transposed or weight.ndim != 2 else weight.t()
     if not _fits(x, matrix_IO, bias):
         return linear_reference(x, weight, bias, form, residual)
@@ -80,25 +78,23 @@ def linear_reference(
     return y if residual is None else y + residual
 
 
-class _Given(NamedTuple):
-    """Operands of a linear layer."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
+_Given = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""x, weight, bias and residual of a linear layer."""
 
 
 def _with_main(given: _Given, form: LinearForm, kernels: Kernels, main: MainGradient) -> Tensor:
     """:func:`linear` of a weight with a main gradient; what the product's kernel cannot fuse comes after it."""
     x, weight, bias, residual = given
-    fused = is_narrow(x) and kernels.triton("linear", x, x.shape[-1])
+    multiply = kernels.for_products(x)
+    fused = multiply.takes("linear", x)
     fused = fused and _fits(x, weight if form.transposed else weight.t(), bias)
-    shape = (*x.shape[:-1], weight.shape[1 if form.transposed else 0])
-    within = fused and residual is not None and residual.dtype == x.dtype and residual.shape == shape
-    inside = _rows(residual) if residual is not None and within else None
-    how = MainProduct(form.transposed, form.activation if fused else "none", fused, kernels, main)
-    y: Tensor = _MainLinear.apply(x, weight, bias, inside, how)  # type: ignore[no-untyped-call]
+    within, inside = False, None
+    if fused and residual is not None:
+        shape = (*x.shape[:-1], weight.shape[1 if form.transposed else 0])
+        within = residual.dtype == x.dtype and residual.shape == shape
+        inside = _rows(residual) if within else None
+    how = MainProduct(form.transposed, form.activation if fused else "none", fused, multiply, main)
+    y: Tensor = _multiply_main(x, weight, bias, inside, how)
     if not fused and form.activation != "none":
         return activate(y, None, form.activation, kernels, residual)
     return y if residual is None or within else y + residual
@@ -130,9 +126,8 @@ def product(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
     """Multiply a [.., K] by b [K, N] -> [.., N] in a backward; the Triton path is not differentiable."""
     if has_torch_function((a, b)):
         return handle_torch_function(product, (a, b), a, b, kernels)
-    chosen = is_narrow(a) and kernels.triton("linear_backward", a, a.shape[-1])
-    if not chosen or b.ndim != 2 or not _multiply(a, b):
-        return a @ b
+    if not kernels.takes("linear_backward", a) or b.ndim != 2 or not _multiply(a, b):
+        return torch.mm(a, b) if a.ndim == b.ndim == 2 else a @ b
     a_MK = a if a.ndim == 2 and _lies(a) else _rows(a)
     if not _lies(a_MK):
         return a @ b
@@ -147,7 +142,7 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bo
     Sums are fp32 wherever ``into`` is, and no memory is taken for the product, except on an accelerator that cannot
     multiply 16-bit matrices into an fp32 one.
     """
-    chosen = is_narrow(a) and kernels.triton("linear_backward", a, a.shape[-1])
+    chosen = kernels.takes("linear_backward", a)
     if chosen and _multiply(a, b) and _lies(a) and into.shape == (a.shape[0], b.shape[1]) and _is_written(into, a):
         _add_product(into, a, b, fresh)
     elif into.dtype == a.dtype or is_host(a.device) or multiplies_wide(a.device):
@@ -160,10 +155,11 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, kernels: Kernels, fresh: bo
 
 def add_by_library_(total: Tensor, a: Tensor, b: Tensor, fresh: bool = False) -> None:
     """Compute ``total += a b``, ``fresh`` ``total = a b``; narrow operands are summed in the dtype of ``total``."""
-    if a.dtype == total.dtype or not multiplies_wide(a.device):
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, beta=0 if fresh else 1)
+    elif not multiplies_wide(a.device):
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if fresh else 1)
-        return
-    if fresh:  # overwritten by the product: zeros would be one write more, and one read
+    elif fresh:  # overwritten by the product: zeros would be one write more, and one read
         torch.mm(a, b, out_dtype=total.dtype, out=total)
     elif _adds_wide(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -311,6 +307,8 @@ def _before_activation(ctx: Any, dy: Tensor, bias: Tensor | None, needed: Tensor
     d, dbias = dy.contiguous(), None
     if ctx.activation != "none":
         d, dbias = activate_backward(d, needed, bias, ctx.activation)
+    elif ctx.bias is None:
+        return d, None
     if ctx.bias is not None and (dbias is None or not dbias.numel()):
         dbias = d.sum(0, dtype=torch.promote_types(d.dtype, torch.float32))
     return d, None if ctx.bias is None or dbias is None else dbias.to(ctx.bias)
@@ -401,3 +399,6 @@ class _MainLinear(torch.autograd.Function):
             if not added_to_main(how.main, ctx.next_functions[1][0], left.t(), right, how.kernels):
                 dweight = product(left.t(), right, how.kernels)
         return dx, dweight, dbias if needs_bias else None, dy_MO if needs_residual else None, None
+
+
+_multiply_main = eager_apply(_MainLinear)

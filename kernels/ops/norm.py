@@ -85,8 +85,8 @@ def _norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from engine.kernels.gpu.norm import norm_forward
 
-    y_NH, _, mean, rstd = norm_forward(x.view(-1, x.shape[-1]), None, (weight, bias), eps, offset, centered)
-    return y_NH.view(x.shape), mean, rstd
+    y, _, mean, rstd = norm_forward(x, None, (weight, bias), eps, offset, centered)
+    return y, mean, rstd
 
 
 @fused_operator("trine::add_norm")
@@ -95,9 +95,9 @@ def _add_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from engine.kernels.gpu.norm import norm_forward
 
-    x_NH, residual_NH = x.view(-1, x.shape[-1]), residual.view(-1, x.shape[-1])
-    y_NH, stream_NH, mean, rstd = norm_forward(x_NH, residual_NH, (weight, bias), eps, offset, centered)
-    return y_NH.view(x.shape), stream_NH.view(x.shape), mean, rstd
+    y, stream, mean, rstd = norm_forward(x, residual, (weight, bias), eps, offset, centered)
+    assert stream is not None
+    return y, stream, mean, rstd
 
 
 @fused_operator("trine::norm_backward")
@@ -107,11 +107,8 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from engine.kernels.gpu.norm import norm_backward
 
-    dy_NH, stream_NH = dy.view(-1, dy.shape[-1]), stream.view(-1, dy.shape[-1])
-    dstream_NH = None if dstream is None else dstream.view(-1, dy.shape[-1])
     form = offset, mean.numel() > 0, biased
-    ds_NH, dweight, dbias = norm_backward(dy_NH, dstream_NH, stream_NH, weight, (mean, rstd), form)
-    return ds_NH.view(stream.shape), dweight, dbias
+    return norm_backward(dy, dstream, stream, weight, (mean, rstd), form)
 
 
 @_norm.register_fake

@@ -34,9 +34,10 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary, kernels
         return handle_torch_function(rotary, (q, k, cos, sin), q, k, cos, sin, form, kernels)
     if not _fits(q, k, cos, sin, form.heads_dim) or not kernels.triton("rotary", q, q.shape[-1]):
         return rotary_reference(q, k, cos, sin, form)
-    q_BHSD, k_BHSD = (_dense(x.transpose(1, form.heads_dim)) for x in (q, k))
-    turned = _rotary(q_BHSD, k_BHSD, cos.contiguous(), sin.contiguous(), form.interleaved, False)
-    return turned[0].transpose(1, form.heads_dim), turned[1].transpose(1, form.heads_dim)
+    swapped = form.heads_dim != 1  # a transpose that changes nothing would still be a node of the graph
+    q_BHSD, k_BHSD = (q.transpose(1, 2), k.transpose(1, 2)) if swapped else (q, k)
+    turned = _rotary(_dense(q_BHSD), _dense(k_BHSD), cos.contiguous(), sin.contiguous(), form.interleaved, False)
+    return (turned[0].transpose(1, 2), turned[1].transpose(1, 2)) if swapped else turned
 
 
 def rotary_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: Rotary) -> tuple[Tensor, Tensor]:
@@ -59,10 +60,11 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> bool:
     if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and is_narrow(q) and cos.shape == sin.shape):
         return False
-    batch, _, length, features = q.transpose(1, heads_dim).shape
+    positions = 3 - heads_dim
+    batch, length, features = q.shape[0], q.shape[positions], q.shape[3]
     even = cos.shape[2] % 2 == 0 and 0 < cos.shape[2] <= features
     alike = all(t.dtype == q.dtype for t in (k, cos, sin)) and not (cos.requires_grad or sin.requires_grad)
-    agree = (k.shape[0], *k.transpose(1, heads_dim).shape[2:]) == (batch, length, features)
+    agree = (k.shape[0], k.shape[positions], k.shape[3]) == (batch, length, features)
     return even and alike and agree and cos.shape[1] == length and cos.shape[0] in (1, batch)
 
 

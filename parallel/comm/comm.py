@@ -9,7 +9,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from time import sleep
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from engine.parallel.comm.flight.layout import CALLS, EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
 from engine.parallel.comm.meeting import FailureReports, JointCalls
 from engine.parallel.comm.symmetric_memory import PeerEndedError, SlotSizes, SymmetricBuffer
-from engine.parallel.comm.traffic import Op, Record, Tally, Traffic, sent_bytes
+from engine.parallel.comm.traffic import Op, Record, Tally, sent_bytes
 from engine.parallel.grid import Axis, Grid
 
 logger = logging.getLogger("trine")
@@ -160,6 +159,9 @@ class Comm:
         self._symmetric: list[SymmetricBuffer] = []
         self._in_flight: WeakSet[Pending] = WeakSet()
         self._sequence = 0
+        self._routes: dict[Axis, _Route] = {}
+        """Those of collectives over whole axes."""
+        self._gather_routes: dict[int | None, _Route] = {}
         self._closed = False
 
     def all_reduce(self, tensor: Tensor, axis: Axis, label: str, op: Reduction = "sum") -> Pending:
@@ -264,6 +266,11 @@ class Comm:
         """
         return self._issue(op, full, axis, label, call)
 
+    def bring_status(self) -> None:
+        """Start copies for the next ``check_kernels``, which then waits for no kernel that is launched after them."""
+        for buffer in self._symmetric:
+            buffer.bring_status()
+
     def check_kernels(self) -> None:
         """Fail if a kernel that communicates did not get something in time. A GPU has to have ended its step.
 
@@ -310,14 +317,19 @@ class Comm:
         elements = sum(full.numel() for full, _ in pairs)
         size = sum(full.numel() * full.element_size() for full, _ in pairs)
         work = _Work("all_gather", elements, size, str(pairs[0][0].dtype).removeprefix("torch."))
+        route = self._gather_routes.get(within)
+        if route is None:
+            route = self._gather_routes[within] = self._gather_route(within)
+        call = partial(self._backend.gather_parameters, pairs, within)
+        return self._launch(work, self.grid.sharding, label, call, route)
+
+    def _gather_route(self, within: int | None) -> "_Route":
         line = self.grid.shard_line
         name, ranks = f"{line} gathers", within or self.grid.size(line)
         if within is not None:
             first = self.grid.index(line) // ranks * ranks
             name += f" indices {','.join(map(str, range(first, first + ranks)))}"
-        axis = self.grid.sharding
-        route = _Route(ranks, Stream(EventKind.COLLECTIVE, axis, name))
-        return self._launch(work, axis, label, lambda: self._backend.gather_parameters(pairs, within), route)
+        return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
         """What each rank says that ``gather_parameters`` joins, in order of index; all give the same number of bytes.
@@ -355,7 +367,10 @@ class Comm:
     def _issue(
         self, op: Op, full: Tensor, axis: Axis, label: str, call: Callable[[], Wait], route: "_Route | None" = None
     ) -> Pending:
-        route = route or _Route(self.grid.size(axis), Stream(EventKind.COLLECTIVE, axis, axis))
+        if route is None:
+            route = self._routes.get(axis)
+        if route is None:
+            route = self._routes[axis] = _Route(self.grid.size(axis), Stream(EventKind.COLLECTIVE, axis, axis))
         dtype = str(full.dtype).removeprefix("torch.")
         work = _Work(op, full.numel(), full.numel() * full.element_size(), dtype)
         return self._launch(work, axis, label, call, route)
@@ -374,7 +389,7 @@ class Comm:
         record = Record(self._sequence, work.op, axis, label, work.elements, work.dtype)
         self.records.append(record)
         if work.op != "receive":
-            self.tally.add(Traffic(axis, label, 1, sent_bytes(work.op, work.bytes, route.ranks)))
+            self.tally.count(axis, label, 1, sent_bytes(work.op, work.bytes, route.ranks))
         note = None
         if self.recorder is not None:
             seen = self.recorder.begin(route.stream, label, (work.bytes, work.dtype))
@@ -410,8 +425,7 @@ class _Route(NamedTuple):
     stream: Stream
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """The data that a collective or message moves."""
 
     op: Op

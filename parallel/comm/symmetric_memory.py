@@ -176,6 +176,8 @@ class SymmetricBuffer:
         """How much fits."""
         self._epoch = 0
         self._said: set[str] = set()
+        self._brought: Tensor | None = None
+        """A copy of the status word on the host, for the next check."""
         device = memory.own.device
         slots = torch.tensor(memory.addresses, dtype=torch.int64)
         self._ended = host_words(sizes.ranks, device)
@@ -234,14 +236,22 @@ class SymmetricBuffer:
     def _turn(self, epoch: int, writer: int) -> int:
         return (epoch % 2) * self.sizes.ranks + writer
 
+    def bring_status(self) -> None:
+        """Start a copy of the status word to the host, which the next ``check`` reads.
+
+        The caller waits for the device before that check, so that the check itself waits for nothing launched since.
+        """
+        self._brought = self.mailbox.status.to("cpu", non_blocking=True, copy=True)
+
     def check(self) -> None:
-        """Fail if a signal did not come. Waits for the kernel on a GPU.
+        """Fail if a signal did not come. Waits for the kernel on a GPU, unless the status word was brought.
 
         Raises:
             PeerEndedError: the rank that had to send it has ended; it names the rank, the tile and the call.
             RuntimeError: it has not come in time, likewise.
         """
-        missing = read_status(int(self.mailbox.status.item()))
+        word, self._brought = self._brought, None
+        missing = read_status(int((self.mailbox.status if word is None else word).item()))
         if missing is None:
             return
         what = f"tile {missing.tile} of tensor rank {missing.rank} in call {missing.epoch}"

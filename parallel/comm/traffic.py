@@ -9,7 +9,7 @@ A message of n bytes to one other rank sends n; receiving it counts 0.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.parallel.grid import Axis
 
@@ -47,8 +47,7 @@ class Traffic:
         return Traffic(self.axis, self.label, self.calls + other.calls, self.bytes + other.bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One collective or message as it was issued; the flight record keeps the most recent ones."""
 
     sequence: int
@@ -66,22 +65,27 @@ class Tally:
     """Sums of :class:`Traffic` by axis and label."""
 
     def __init__(self, entries: Iterable[Traffic] = ()) -> None:
-        self._rows: dict[tuple[Axis, str], Traffic] = {}
+        self._rows: dict[tuple[Axis, str], tuple[int, int]] = {}
+        """Calls and bytes."""
         for entry in entries:
             self.add(entry)
 
     def add(self, entry: Traffic) -> None:
         """Add an entry to the sum of its axis and label."""
-        key = (entry.axis, entry.label)
-        self._rows[key] = self._rows[key] + entry if key in self._rows else entry
+        self.count(entry.axis, entry.label, entry.calls, entry.bytes)
+
+    def count(self, axis: Axis, label: str, calls: int, sent: int) -> None:
+        """Add calls and sent bytes to the sum of an axis and label."""
+        before = self._rows.get((axis, label), (0, 0))
+        self._rows[axis, label] = before[0] + calls, before[1] + sent
 
     def rows(self) -> tuple[Traffic, ...]:
         """All sums, ordered by axis and label."""
-        return tuple(self._rows[key] for key in sorted(self._rows))
+        return tuple(Traffic(*key, *self._rows[key]) for key in sorted(self._rows))
 
     def bytes(self) -> int:
         """Bytes sent by this rank, over all axes and labels."""
-        return sum(row.bytes for row in self._rows.values())
+        return sum(sent for _, sent in self._rows.values())
 
     def times(self, count: int) -> "Tally":
         """The same with calls and bytes multiplied by ``count``."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from engine.kernels.dispatch import REFERENCE, Kernels
+from engine.kernels.dispatch import REFERENCE, Kernels, is_autocast
 from engine.kernels.ops.activations import ACTIVATIONS, Activation, activate, gated
 from engine.kernels.ops.norm import Norm, norm
 from engine.kernels.ops.rotary import Rotary, rotary
@@ -108,7 +108,7 @@ def injected_norm(found: NormModule, own: Callable[..., Any], kernels: Kernels) 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         weight = getattr(self, found.weight)
         plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == weight.dtype
-        if not plain or torch.is_autocast_enabled(args[0].device.type):
+        if not plain or is_autocast(args[0]):
             return own(self, *args, **kwargs)
         bias = None if found.bias is None else getattr(self, found.bias)
         return norm(args[0], weight, bias, found.form, kernels)
@@ -152,7 +152,7 @@ def injected_rotary(
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         full = cos.shape[-1] == q.shape[-1] == k.shape[-1] and cos.ndim == 3 and q.dtype == k.dtype == cos.dtype
-        if args or kwargs or not full or torch.is_autocast_enabled(q.device.type):
+        if args or kwargs or not full or is_autocast(q):
             return function(q, k, cos, sin, *args, **kwargs)
         return rotary(q, k, cos, sin, form, kernels)
 
@@ -245,7 +245,7 @@ def injected_gated_mlp(found: GatedModule, own: Callable[..., Any], kernels: Ker
     """The forward of such a module through the operator; calls that it does not cover run the module's own forward."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or torch.is_autocast_enabled(args[0].device.type):
+        if len(args) != 1 or kwargs or is_autocast(args[0]):
             return own(self, *args, **kwargs)
         return found.run(self, args[0], kernels)
 

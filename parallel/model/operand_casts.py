@@ -73,4 +73,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def is_watched() -> bool:
     """Whether a function mode other than these casts is on, such as a tracer that matches operations by name."""
+    if (
+        not torch._C._len_torch_function_stack()
+    ):  # as in every run without a mode; this is asked at each call of a layer
+        return False
     return any(not isinstance(mode, OperandCasts) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]

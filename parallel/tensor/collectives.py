@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.errors import EngineError
+from engine.kernels.dispatch import eager_apply
 from engine.parallel.comm.comm import Pending
 from engine.parallel.tensor.tp_axis import TensorAxis
 
@@ -58,7 +59,7 @@ def start_copy_to(x: Tensor, axis: TensorAxis, owned: bool, started: Callable[[P
     The gradient is passed on at once; ``started`` gets the pending all-reduce, which must be waited for before the
     gradient is read.
     """
-    copied: Tensor = _CopyTo.apply(x, axis, owned, started)  # type: ignore[no-untyped-call]
+    copied: Tensor = _copy(x, axis, owned, started)
     axis.expect("all_reduce", COLUMN_INPUTS, x, copied)
     return copied
 
@@ -68,7 +69,7 @@ def reduce_from(x: Tensor, axis: TensorAxis, label: str = ROW_OUTPUTS) -> Tensor
     if axis.size == 1:
         return x
     if torch.is_grad_enabled() and x.requires_grad:
-        summed: Tensor = _ReduceFrom.apply(x, axis, label)  # type: ignore[no-untyped-call]
+        summed: Tensor = _sum(x, axis, label)
         return summed
     x = x.contiguous()
     axis.all_reduce(x, label)
@@ -226,6 +227,9 @@ class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad, None, None
+
+
+_copy, _sum = eager_apply(_CopyTo), eager_apply(_ReduceFrom)
 
 
 class _GatherLast(torch.autograd.Function):

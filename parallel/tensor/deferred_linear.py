@@ -17,7 +17,7 @@ model's own activation module into a no-op.
 Shape suffixes: B rows (all leading dims together), I inputs, O outputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +35,8 @@ from engine.parallel.model.placeholders import is_plain
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is Hugging Face's Conv1D, a linear layer with the weight [in, out]; known by its name and ``nf``."""
+    if isinstance(module, nn.Linear):  # first, since it is asked at every call, and an absent attribute takes 2 us
+        return False
     return hasattr(module, "nf") and any(base.__name__ == "Conv1D" for base in type(module).__mro__)
 
 
@@ -186,13 +188,18 @@ class FusedForward:
     module: nn.Module
     activation: Activation
     kernels: Kernels
+    form: LinearForm = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "form", LinearForm(self.activation, is_conv1d(self.module)))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [.., I] -> [.., O]."""
         if is_watched():
             # a tracer matches products by torch's own names
             return followed(self.module, type(self.module).forward(self.module, x), self.kernels)
-        return fused_forward(self.module, x, self.activation, self.kernels)
+        layer: Any = self.module
+        return linear(x, layer.weight, layer.bias, self.form, self.kernels)
 
 
 def fuse(layer: nn.Module, activation: Activation, kernels: Kernels, patches: ForwardPatches) -> None:

@@ -106,11 +106,11 @@ class TensorAxis:
         ``made``: the tensor in whose backward it happens; None: it happens now. A backward may never get there.
         """
         # a trace runs each operation a second time on fake tensors, to learn the dtype that autocast chooses
-        fake = isinstance(whole, FakeTensor)
-        if self.dry and self.listener is not None and not fake:
-            node = None if made is None else made.grad_fn
-            for sent, size in self._as_sent(op, label, whole):
-                self.listener(Expected(sent, label, size, made is not None), node)
+        if not self.dry or self.listener is None or isinstance(whole, FakeTensor):
+            return
+        node = None if made is None else made.grad_fn
+        for sent, size in self._as_sent(op, label, whole):
+            self.listener(Expected(sent, label, size, made is not None), node)
 
     def _as_sent(self, op: Op, label: str, whole: Tensor) -> tuple[tuple[Op, int], ...]:
         """The collectives of a call, each with the bytes of its full tensor."""

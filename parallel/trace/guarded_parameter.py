@@ -62,22 +62,24 @@ class GuardedPart(WholeSizes, GuardedParameter):
 
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
     """Change the class to a guarded one, so that ``read`` is called when code needs the values."""
-    if isinstance(parameter, GuardedParameter):
+    own = type(parameter)
+    if issubclass(own, GuardedParameter):
         return
     untyped: Any = parameter
-    untyped._guard = Guard(type(parameter), read, where)
-    untyped.__class__ = _guarded_class(parameter)
+    untyped._guard = Guard(own, read, where)
+    untyped.__class__ = _guarded_class(own)
 
 
-def _guarded_class(parameter: nn.Parameter) -> type[GuardedParameter]:
-    if isinstance(parameter, WholeSizes):
+def _guarded_class(own: type[nn.Parameter]) -> type[GuardedParameter]:
+    # asked of classes: isinstance would run code of torch's Parameter, for every parameter of a block
+    if issubclass(own, WholeSizes):
         return GuardedPart
-    return GuardedShape if isinstance(parameter, FakeTensor) else GuardedParameter
+    return GuardedShape if issubclass(own, FakeTensor) else GuardedParameter
 
 
 def reveal(parameter: nn.Parameter) -> None:
     """Restore the parameter's own class: the inverse of :func:`conceal`."""
-    if isinstance(parameter, GuardedParameter):
+    if issubclass(type(parameter), GuardedParameter):
         untyped: Any = parameter
         untyped.__class__ = untyped._guard.own_class
         del untyped._guard

@@ -33,9 +33,9 @@ PRODUCTS_INTO_BUCKETS = (
     Fault(
         name="complete-although-a-gradient-arrives",
         about="A bucket is sent while the gradient that a weight has beside its products is still to be added.",
-        file="zero/reduce/bucket_gradient.py",
-        old="if all(grad is None for grad in grads):",
-        new="if True:",
+        file="zero/reduce/reducer.py",
+        old="            product.forget()\n        _check_gathered",
+        new="            product.all_done()\n        _check_gathered",
         tests=(f"{_PRODUCTS}::test_another_use_that_no_product_has_may_come_later",),
     ),
     Fault(
@@ -49,9 +49,9 @@ PRODUCTS_INTO_BUCKETS = (
     Fault(
         name="products-alone-tell-nobody",
         about="A weight of several products is never told, so its bucket and all behind it wait for the step's end.",
-        file="zero/reduce/bucket_gradient.py",
-        old="if all(grad is None for grad in grads):",
-        new="if any(grad is not None for grad in grads):",
+        file="zero/reduce/reducer.py",
+        old="                product.all_done()\n",
+        new="                product.forget()\n",
         tests=(f"{_PRODUCTS}::test_a_weight_of_several_uses_is_told_after_all_of_them",),
     ),
     Fault(

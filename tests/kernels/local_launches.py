@@ -68,6 +68,7 @@ def norm_launches() -> Iterator[tuple[str, Launch]]:
 def _norm(width: int, centered: bool, dtype: torch.dtype) -> None:
     x, affine = meta(64, width, dtype=dtype), meta(width, dtype=dtype)
     y, stream, mean, rstd = norm_forward(x, x, (affine, affine if centered else None), 1e-6, 0.0, centered)
+    assert stream is not None
     norm_backward(y, y, stream, affine, (mean, rstd), (0.0, centered, centered))
 
 

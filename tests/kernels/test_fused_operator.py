@@ -110,3 +110,16 @@ def test_a_write_changes_the_version_that_autograd_compares() -> None:
     _fill(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_tensor_that_a_transform_has_left_behind_keeps_its_gradient() -> None:
+    left: list[Tensor] = []
+    outer = torch.ones(2, requires_grad=True)
+
+    def inner(x: Tensor) -> Tensor:
+        left.append(outer * x.detach())
+        return x.sum()
+
+    torch.func.grad(inner)(torch.full((2,), 3.0))
+    _double(left[0], 5.0).sum().backward()  # type: ignore[no-untyped-call]
+    assert outer.grad is not None and outer.grad.tolist() == [15.0] * 2

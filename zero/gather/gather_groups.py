@@ -125,6 +125,9 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
     Attributes may be records again: the shard that cut logits hold, through which gradients pass them by.
     """
+    if type(output) is Tensor and not vars(output):  # of most blocks
+        yield output
+        return
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -31,7 +31,7 @@ class UnshardedBuckets:
         self, buckets: Sequence[FlatBucket], comm: Comm, read: Callable[[int, str], None],
         within: SecondaryLayout = NO_SHARDS,
     ) -> None:  # fmt: skip
-        self._buckets, self._comm, self._read = buckets, comm, read
+        self._buckets, self._comm = buckets, comm
         self._ranks = comm.grid.size(comm.grid.sharding)
         self.secondary = SecondaryShards(buckets, within, comm)
         """What this node keeps of buckets that were gathered before."""
@@ -41,6 +41,10 @@ class UnshardedBuckets:
         """Live buckets that have arrived."""
         self._versions: dict[int, tuple[int, ...]] = {}
         """Versions of the parameters of each shown bucket at its arrival: how often each had been written."""
+        self._reads = [
+            tuple(partial(read, index, slot.name) for slot in flat.bucket.slots) for index, flat in enumerate(buckets)
+        ]
+        """Calls of ``read`` for each parameter of each bucket."""
         self._index_of = {_memory(flat.params): index for index, flat in enumerate(buckets)}
         for index in range(len(buckets)):
             self._hide(index)
@@ -72,7 +76,7 @@ class UnshardedBuckets:
         flats = [self._buckets[index] for index in missing]
         for flat in flats:
             flat.reserve()
-        with self._shards.on_device(flats, beside=exact or not self.encoded.intersection(missing)) as arrival:
+        with self._shards.on_device(flats, beside=exact or all(flat.codec is None for flat in flats)) as arrival:
             pairs, encoded = [], []
             for flat in flats:
                 own = self._shards.of(flat)
@@ -189,9 +193,8 @@ class UnshardedBuckets:
 
     def _hide(self, index: int) -> None:
         self._shown.discard(index)
-        flat = self._buckets[index]
-        for slot, parameter in zip(flat.bucket.slots, flat.parameters, strict=True):
-            conceal(parameter, partial(self._read, index, slot.name), "sharded over the data ranks (ZeRO 3)")
+        for read, parameter in zip(self._reads[index], self._buckets[index].parameters, strict=True):
+            conceal(parameter, read, "sharded over the data ranks (ZeRO 3)")
 
 
 def _decode(gathers: Sequence[EncodedGather]) -> None:
@@ -205,7 +208,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _versions(flat: FlatBucket) -> tuple[int, ...]:
-    return tuple(parameter._version for parameter in flat.parameters)
+    return tuple([parameter._version for parameter in flat.parameters])  # of every block at every use: no generator
 
 
 def _has_memory(tensor: Tensor) -> bool:

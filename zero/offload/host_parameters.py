@@ -10,7 +10,7 @@ ends with the bucket: weights are written by the host, or into its memory, and n
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -36,22 +36,23 @@ class ShardSource:
 
     def __init__(self, buckets: Sequence[FlatBucket]) -> None:
         hosted = [flat for flat in buckets if flat.kept_on_host]
+        self._hosts = bool(hosted)
         self._device = hosted[0].params.device if hosted else torch.device("cpu")
         self._side = SideStream(self._device)
         self._last: torch.Event | None = None
         """After the newest copy that the host has not waited for."""
 
-    @contextmanager
-    def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> Iterator[ShardArrival]:
+    def on_device(self, flats: Sequence[FlatBucket], beside: bool) -> AbstractContextManager[ShardArrival]:
         """Copy the shards of these buckets, whose memory is reserved; gathers are started inside.
 
         ``beside``: copies and gathers go beside the computation. Codes are made on its own stream instead, whose
         memory they take.
         """
-        hosted = [flat for flat in flats if flat.kept_on_host]
-        if not hosted:
-            yield ShardArrival(None)
-            return
+        hosted = [flat for flat in flats if flat.kept_on_host] if self._hosts else []
+        return self._copying(hosted, beside) if hosted else nullcontext(ShardArrival(None))
+
+    @contextmanager
+    def _copying(self, hosted: Sequence[FlatBucket], beside: bool) -> Iterator[ShardArrival]:
         with self._side.behind() if beside else nullcontext():
             for flat in hosted:
                 flat.params[flat.shard].copy_(flat.kept, non_blocking=True)

@@ -5,14 +5,13 @@
     autograd               the layer below
 
 That a sum is complete is told by the node of autograd that accumulates the weight: it waits for all uses, whether
-products have added them or a gradient arrives, and runs before the layer below.
+products have added them or a gradient arrives, and runs before the layer below. The reducer's own hook of the parameter
+hears of it, also where no gradient has come: a hook for each backward would take 3 us a weight.
 """
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from engine.kernels.dispatch import OpenSum
 
@@ -35,7 +34,8 @@ class BucketGradient:
 
     def __init__(self, name: str, parameter: nn.Parameter, sums: ProductSums) -> None:
         self.name, self.parameter, self._sums = name, parameter, sums
-        self._handle: RemovableHandle | None = None
+        self._waits = False
+        """True between the first product of a backward and the parameter's node."""
 
     def begin(self, node: Any | None) -> OpenSum | None:
         """The slice of the bucket, if the running backward may write there; see :class:`MainGradient`."""
@@ -46,17 +46,15 @@ class BucketGradient:
         self._sums.added(self.name)
         if node is None:
             self._sums.complete(self.name)
-        elif self._handle is None:
-            self._handle = node.register_prehook(self._all_done)
+        else:
+            self._waits = True
 
     def forget(self) -> None:
-        """Wait for no node any more: its backward has ended."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.remove()
+        """Wait for no node any more: its backward has ended, or the reducer takes a gradient beside the products."""
+        self._waits = False
 
-    def _all_done(self, grads: Sequence[Tensor | None]) -> None:
-        """All uses have given what they have; a gradient beside the products is taken by the parameter's own hook."""
-        self.forget()
-        if all(grad is None for grad in grads):
+    def all_done(self) -> None:
+        """The node has run: all uses have given what they have, and no gradient is beside the products."""
+        if self._waits:
+            self._waits = False
             self._sums.complete(self.name)

@@ -47,17 +47,18 @@ def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
             gradient.
     """
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)  # torch leaves it untyped
-    if hooks and sum(isinstance(hook, EngineHook) for hook in hooks.values()) > known:
+    if not hooks or len(hooks) <= known:
+        return
+    if sum(isinstance(hook, EngineHook) for hook in hooks.values()) > known:
         raise EngineError(
             f"another engine trains this model already (parameter {name!r}), and a model belongs to one engine; call "
             "close() of that one before, or build the model anew, as a notebook cell that runs twice has to."
         )
-    if hooks and len(hooks) > known:
-        raise EngineError(
-            f"parameter {name!r} has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which "
-            "the engine keeps in its own buckets; remove the hook, and use register_hook for the gradient of one "
-            "backward, or eng.gradients() before step()."
-        )
+    raise EngineError(
+        f"parameter {name!r} has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which the "
+        "engine keeps in its own buckets; remove the hook, and use register_hook for the gradient of one backward, or "
+        "eng.gradients() before step()."
+    )
 
 
 def _refuse(parameter: Tensor, *_: object) -> NoReturn:

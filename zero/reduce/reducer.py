@@ -29,14 +29,17 @@ Take = Callable[[str, Tensor], None]
 class GradientHooks:
     """Passes gradients to ``take`` while ``backward`` is open, so that none stays on a parameter.
 
+    ``products`` hear of the nodes of their parameters, behind which nothing is added to their sums.
+
     A gradient that arrives at another time is announced by ``start``, which may open ``backward``. Else it changes no
     weight; if ``warns``, the log says so once.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], take: Take, start: Callable[[], None] | None, warns: bool = False
-    ) -> None:
-        self._parameters = parameters
+        self, parameters: Mapping[str, nn.Parameter], take: Take, start: Callable[[], None] | None,
+        products: Mapping[str, BucketGradient], warns: bool = False,
+    ) -> None:  # fmt: skip
+        self._parameters, self._products = parameters, products
         self._take, self._start, self._warns = take, start, warns
         self.open = False
         """True while a backward runs whose gradients are taken."""
@@ -50,9 +53,10 @@ class GradientHooks:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Context of one backward. A ``grad`` that a backward of the user's own has left is set aside and restored."""
-        for name, parameter in self._parameters.items():
-            check_own_hooks(name, parameter, 1)
-        users = [(p, p.grad) for p in self._parameters.values() if p.grad is not None]
+        with torch._C.DisableTorchFunctionSubclass():  # freed parameters would run code of their class
+            for name, parameter in self._parameters.items():
+                check_own_hooks(name, parameter, 1)
+            users = [(p, p.grad) for p in self._parameters.values() if p.grad is not None]
         for parameter, _ in users:
             self._warn(parameter)
             parameter.grad = None
@@ -90,11 +94,18 @@ class GradientHooks:
     def _arrive(self, name: str, parameter: Tensor) -> None:
         if not self.open and self._start is not None:
             self._begin(parameter, self._start)
-        if not self.open or parameter.grad is None:
+        if not self.open:
             self._warn(parameter)
-            return  # a gradient of the user's own backward, or none beside what products have added
+            return  # a gradient of the user's own backward
+        product, grad = self._products.get(name), parameter.grad
+        if grad is None:
+            if product is not None:
+                product.all_done()
+            return
+        if product is not None:
+            product.forget()
         _check_gathered(name, parameter)
-        grad, parameter.grad = parameter.grad.detach(), None  # with create_graph, a gradient has a graph
+        grad, parameter.grad = grad.detach(), None  # with create_graph, a gradient has a graph
         self._take(name, grad.to_dense() if grad.layout != torch.strided else grad)
 
     def admits(self, name: str, node: Any | None) -> bool:
@@ -140,7 +151,7 @@ def _check_gathered(name: str, parameter: Tensor) -> None:
     Raises:
         EngineError: the parameter is sharded and not gathered.
     """
-    if isinstance(parameter, GuardedParameter):
+    if issubclass(type(parameter), GuardedParameter):  # isinstance would run code of torch's Parameter
         raise EngineError(
             f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so the gradient is invalid: "
             "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."
@@ -261,13 +272,14 @@ class SharedReduction:
         self._watched: list[Tensor] | None = None
         """While not None: for each gradient of a backward, whether it is finite, on the device."""
         self._observer: Take | None = None
-        self._hooks = GradientHooks(trained, self.take, setup.start, warns=setup.comm.grid.rank == 0)
         self._main = setup.main
-        self._products: list[BucketGradient] = []
+        self._products: dict[str, BucketGradient] = {}
         if setup.main is not None:
-            self._products = [BucketGradient(name, parameter, self) for name, parameter in trained.items()]
-            for product in self._products:
+            self._products = {name: BucketGradient(name, parameter, self) for name, parameter in trained.items()}
+            for product in self._products.values():
                 setup.main.register(product.parameter, product)
+        told = setup.comm.grid.rank == 0
+        self._hooks = GradientHooks(trained, self.take, setup.start, self._products, warns=told)
 
     def take(self, name: str, grad: Tensor) -> None:
         """Take the gradient of a parameter inside a backward."""
@@ -345,7 +357,7 @@ class SharedReduction:
         self.unused = self.names - self._seen - self._kept_names
 
     def _forget_products(self) -> None:
-        for product in self._products:
+        for product in self._products.values():
             product.forget()
 
     def remove(self) -> None:

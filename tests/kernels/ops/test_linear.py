@@ -278,3 +278,17 @@ def test_a_fresh_wide_sum_is_one_operator_that_reads_no_zeros(
     with _Calls() as calls:
         linear_ops.add_by_library_(total, a, b, fresh)
     assert calls.names == [operator]
+
+
+@pytest.mark.parametrize("operator", ["linear", "linear_backward"])
+def test_products_ask_nothing_more_where_the_table_has_no_width_for_triton(
+    operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.kernels.dispatch.runs_triton", lambda device: True)
+    x = torch.ones(2, 64)
+    rows = [TunedChoice(name, "cpu", "*", 1, triton=False) for name in ("linear", "linear_backward")]
+    never = Kernels("auto", tuple(rows))
+    assert never.for_products(x).mode == "reference"
+    wide = Kernels("auto", (*rows, TunedChoice(operator, "cpu", "float32", 4096, triton=True)))
+    assert wide.for_products(x) is wide, "another layer may be as wide"
+    assert wide.for_products(x.bfloat16()).mode == "reference"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.overlap.virtual_ranks import virtual_ranks
 from engine.errors import EngineError
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
@@ -156,3 +157,14 @@ def too_large() -> tuple[int, bool]:
 
 def test_what_does_not_fit_goes_by_collectives(run_ranks: RunRanks) -> None:
     assert run_ranks(too_large, 2) == [(1, True)] * 2
+
+
+def test_a_status_that_was_brought_is_read_once_in_place_of_the_live_one() -> None:
+    buffer, _ = virtual_ranks(SlotSizes(ranks=2, capacity=1 << 12, most=4), 1.0, torch.device("cpu"))
+    buffer.mailbox.status.fill_((7 << 32) | (1 << 24) | 3)
+    buffer.bring_status()
+    buffer.mailbox.status.zero_()  # a later kernel's word is for a later check
+    with pytest.raises(RuntimeError, match="tile 2 of tensor rank 1 in call 7 has not come in time"):
+        buffer.check()
+    buffer.check()
+    buffer.close()

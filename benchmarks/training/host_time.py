@@ -1,13 +1,14 @@
 """Host time that an engine adds to a block: microseconds of Python and dispatch, beside plain torch and its wrappers.
 
-    python -m benchmarks host [--layers 24] [--width 32] [--rounds 7] [--rows dp,tp,pp,gpu] [--write-figures]
+    python -m benchmarks host_time [--layers 24] [--width 32] [--rounds 7] [--rows dp,tp,pp,gpu] [--write-figures]
 
 On a GPU this time decides whether the host stays ahead of the device. The model is deep and so narrow that its
-arithmetic is next to nothing: 24 blocks of width 32 on 8 tokens. Every mode takes steps of 1 and of 5 microbatches of
+arithmetic is next to nothing: 24 blocks of width 32 on 8 tokens. Every mode takes steps of 2 and of 6 microbatches of
 the same size. The difference is the time of 4 microbatches, and what is left of the first is the fixed time of a step.
 
 Figures are CPU seconds of all threads of all ranks, for each block and microbatch that a rank computes. "added" is the
-distance to plain torch in the same round. Modes take turns, in a new order each round.
+distance to plain torch in the same round. Modes take turns, in a new order each round. The figure keeps rows that a run
+does not measure.
 """
 
 import argparse
@@ -19,16 +20,17 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.harness.figures import record_text
+from benchmarks.harness.figures import Cells, record_cells
 from benchmarks.harness.team import Team, start_server
 from benchmarks.peers.workload import Mode, Workload
 from benchmarks.training.comparison import BLOCK_STEPS, WARMUP_STEPS, make_workload, some_of
 from engine.models.decoder import DecoderConfig
 
-FEW, MANY = 1, 5
+FEW, MANY = 2, 6
 """Microbatches of the two steps that are compared."""
 PLAIN = "plain torch"
 GROUPS = ("dp", "tp", "pp", "gpu")
+COLUMNS = ("us a block and microbatch", "added", "x plain", "ms a step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ MODES: Mapping[str, tuple[HostMode, ...]] = {
         HostMode(Mode("Trine, Llama", "trine", 1), "plain torch, Llama", "llama"),
         HostMode(
             Mode("Trine, Llama, a GPU's operators", "trine, empty launches", 1), "plain torch, Llama", "llama"
+        ),
+        HostMode(
+            Mode("Trine ZeRO 3, Llama, a GPU's operators, 2 ranks", "trine, empty launches", 2, stage=3),
+            "plain torch, Llama", "llama",
         ),
     ),
 }  # fmt: skip
@@ -120,19 +126,28 @@ def split(one: HostMode, seconds: Mapping[tuple[str, int], float], layers: int, 
     return HostTime(microbatch / blocks, few - FEW * microbatch)
 
 
-def table(modes: Sequence[HostMode], rounds: Rounds) -> str:
-    """Return the medians over rounds as text, in microseconds and milliseconds."""
-    width = max(len(one.mode.name) for one in modes)
-    lines = [f"{'':{width}}  us a block and microbatch   added   x plain   ms a step"]
+def cells(modes: Sequence[HostMode], rounds: Rounds) -> Cells:
+    """Return the medians over rounds, in microseconds and milliseconds."""
+    made: dict[tuple[str, str], str] = {}
     for one in modes:
         times = [found[one.mode.name] for found in rounds]
         bases = [found[one.base] for found in rounds]
         added = median(time.block - base.block for time, base in zip(times, bases, strict=True))
         ratio = median(time.block / base.block for time, base in zip(times, bases, strict=True))
         block, step = (median(values) for values in zip(*times, strict=True))
-        lines.append(
-            f"{one.mode.name:{width}}  {block * 1e6:25.0f}  {added * 1e6:+6.0f}   {ratio:7.2f}   {step * 1e3:9.1f}"
-        )
+        texts = (f"{block * 1e6:.0f}", f"{added * 1e6:+.0f}", f"{ratio:.2f}", f"{step * 1e3:.1f}")
+        made |= {(one.mode.name, column): text for column, text in zip(COLUMNS, texts, strict=True)}
+    return made
+
+
+def table(found: Cells) -> str:
+    """Return the cells as text in columns."""
+    rows = list(dict.fromkeys(row for row, _ in found))
+    width = max(map(len, rows))
+    lines = ["  ".join([" " * width, *COLUMNS])]
+    for row in rows:
+        texts = [f"{found[row, column]:>{len(column)}}" for column in COLUMNS]
+        lines.append("  ".join([f"{row:{width}}", *texts]))
     return "\n".join(lines)
 
 
@@ -142,7 +157,7 @@ def chosen_modes(groups: Sequence[str]) -> tuple[HostMode, ...]:
 
 
 def _parse(command: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks host", description="Host time of a block.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks host_time", description="Host time of a block.")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=8, help="of a microbatch")
@@ -162,8 +177,8 @@ def main(command: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(bucket=None, adamw="fused")
     workload = replace(make_workload(options), decoder=decoder)
     modes = chosen_modes(arguments.rows)
-    text = table(modes, measure(modes, workload, arguments.rounds, arguments.steps))
-    print(text)
+    found = cells(modes, measure(modes, workload, arguments.rounds, arguments.steps))
+    print(table(found))
     if arguments.write_figures:
-        record_text("host", f"```\n{text}\n```")
+        record_cells("host-time", "CPU time of a rank", found)
     return 0
