@@ -11,6 +11,7 @@ from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.planning.activation_memory.live_storages import LiveStorages
 from tests.engine.rehearsal.measured_peak import LENGTH, VOCABULARY, hugging_face
+from tests.selection import wide
 
 
 def left_by_a_step(mode: str, world: World) -> int:
@@ -37,7 +38,7 @@ def left_by_a_step(mode: str, world: World) -> int:
         return int(live.bytes)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", wide("full")])
 def test_a_second_run_that_stops_inside_of_sharded_experts_leaves_nothing(mode: str) -> None:
     again = run_thread_ranks(2, partial(left_by_a_step, mode))
     kept = run_thread_ranks(2, partial(left_by_a_step, "none"))
