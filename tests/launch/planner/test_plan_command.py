@@ -223,7 +223,7 @@ def test_a_model_that_is_too_large_to_count_has_estimates_at_the_scale_of_its_bl
     from engine.launch.planner import counted_memory
 
     config = tmp_path / "run.json"
-    config.write_text(json.dumps({**GRID, "parallel": {"tensor": 2}}))
+    config.write_text(json.dumps({**GRID, "parallel": {}}))
     given = deeper, config, "--world", 8
     (counted,) = planned(capsys, *given)["memory_bytes"]
     monkeypatch.setattr(counted_memory, "MOST_LEAVES", 1)
