@@ -19,7 +19,7 @@ LIMIT = 70 * 2**30
 
 @cache
 def ranked() -> tuple[LayoutEstimate, ...]:
-    wish = Wish(world=32, rows=512, node=8, memory_bytes=LIMIT / 0.94)
+    wish = Wish(world=8, rows=128, node=8, memory_bytes=LIMIT / 0.94)
     return search_layouts(WORK, StepModel(WORK, GPU, 8), wish).ranked
 
 
