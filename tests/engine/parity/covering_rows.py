@@ -83,8 +83,8 @@ def train(row: Row, folder: str) -> tuple[TrainingRecord, tuple[str, ...]]:
             problems += [f"rank {eng.grid.rank} holds {held} bytes, planned {planned}"] if held != planned else []
             if part == 0:
                 eng.save_checkpoint()
-                tensor = eng.plan.tensor
-                config["parallel"] |= {"tensor_plan": dict(tensor.patterns)} if tensor else {}
+                if eng.plan.tensor and row["recompute"] == "none":  # every rank proves what is written
+                    config["parallel"] |= {"tensor_plan": dict(eng.plan.tensor.patterns)}
             else:
                 weights = eng.full_state_dict()
     return TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights), tuple(problems)

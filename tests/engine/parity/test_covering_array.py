@@ -1,8 +1,8 @@
 """Every pair of (model, sizes of the axes, ZeRO, schedule, recomputation, precision, sequence) trains as one process.
 
-Each row trains a step or two, saves, and goes on in a fresh engine, which is given as a written plan what the search
-has found. Losses, norms and weights are those of one process; what was sent and what is held is what the plan
-says. Pairs by default on at most four ranks; ``-m long`` has all triples, on at most eight.
+Each row trains a step or two, saves, and goes on in a fresh engine; without recomputation it is given as a written
+plan what the search has found. Losses, norms and weights are those of one process; what was sent and what is held is
+what the plan says. Pairs by default on at most four ranks; ``-m long`` has all triples, on at most eight.
 """
 
 from collections.abc import Callable, Mapping

@@ -20,7 +20,7 @@ from tests.selection import wide
 RunRanks = Callable[..., list[Any]]
 STAGES = (0, 1, 2, 3)
 ALONE = {"enabled": True, "bf16_master_weights_and_grads": True}
-STEPS = 4
+STEPS = 3
 
 
 def settings(grid: str, stage: int, **changes: Any) -> dict[str, Any]:

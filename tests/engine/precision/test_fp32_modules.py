@@ -54,7 +54,7 @@ def build() -> nn.Module:
 
 def compare(config: dict[str, Any]) -> Parity | None:
     """Body of a rank."""
-    return verify(build, config, models.batches_for("decoder", 16, 4), loss_sum)
+    return verify(build, config, models.batches_for("decoder", 16, 3), loss_sum)
 
 
 @pytest.mark.parametrize(

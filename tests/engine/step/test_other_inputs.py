@@ -57,7 +57,7 @@ def text_and_picture(way: str) -> nn.Module:
 def sometimes_pictures() -> list[Any]:
     """Text, twice, then text with pictures."""
     generator = torch.Generator().manual_seed(3)
-    batches: list[Any] = [{"ids": tokens[:, :-1], "targets": tokens[:, 1:]} for tokens in models.token_batches(16, 4)]
+    batches: list[Any] = [{"ids": tokens[:, :-1], "targets": tokens[:, 1:]} for tokens in models.token_batches(16, 3)]
     for batch in batches[2:]:
         batch["picture"] = torch.randn(16, LENGTH, WIDTH, generator=generator)
     return batches
