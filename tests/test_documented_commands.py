@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -323,7 +322,7 @@ def test_every_command_has_a_row_and_every_row_a_command() -> None:
     assert not set(rows) - {one.command for one in FOUND}, "rows of commands that no document has"
 
 
-def execute(command: str) -> str:
+def execute(command: str, python: str) -> str:
     """Run one command and return what it prints; what may be left out, in brackets, is."""
     words, _, target = re.sub(r" \[\w+\]", "", command).partition(" > ")
     program, *arguments = shlex.split(words)
@@ -333,9 +332,7 @@ def execute(command: str) -> str:
         printed = caught.getvalue()
     else:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([python, *arguments], env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         printed = done.stdout
     if target:
@@ -343,14 +340,14 @@ def execute(command: str) -> str:
     return printed
 
 
-def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")  # of the pictures
     page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     (given,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
     for name in ("config.json", "FILE"):
         Path(name).write_text(given)
-    printed = {command: execute(command) for command in RUN}
+    printed = {command: execute(command, warm_python) for command in RUN}
     assert all(printed.values())
     assert "64 ranks = 2 pipeline x 16 data x 2 tensor" in printed["trine plan config.json --world 64"]
     assert printed["trine schedule mine.txt"].startswith("mine.txt\nrank 0 |F0 F1 F2 F3")

@@ -24,7 +24,7 @@ def check(saved: str, origin: str, ranks: int, more: dict[str, Any], warm_python
     assert [number for _, number in found] == pytest.approx([number for _, number in expected], rel=bound)
 
 
-OFTEN = ("zero1", "zero2", "zero3")
+OFTEN = ("zero2", "zero3")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests import models
 from tests.parallel.tensor.plans import written_plan
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -269,7 +270,7 @@ def does_not_fit(example: bool) -> str:
     return message(build_and_train)
 
 
-@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize("example", [wide(True), False])
 def test_a_size_that_no_plan_can_be_found_for_is_said_on_all_ranks(run_ranks: RunRanks, example: bool) -> None:
     (said,) = set(run_ranks(does_not_fit, 3, example))
     assert said.startswith(
@@ -327,7 +328,7 @@ MISTAKES = ("ends", "keys", "rows", "shape", "content")
 """First those that can keep a rank from meeting the others where the model is built from the first batch."""
 
 
-NARROW = (("tp2", False), ("pp2", True), ("dp2 x tp2", True))
+NARROW = (("tp2", False), ("pp2", True))
 
 
 def mistaken(grid: str, example: bool) -> dict[str, Any]:

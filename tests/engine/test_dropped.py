@@ -133,7 +133,11 @@ class Trainer:
 def new_model(grid: str) -> nn.Module:
     """One process gets a model that is quickly placed."""
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)) if grid == "one" else models.decoder()
+    return (
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        if grid == "one"
+        else models.decoder(layers=RANKS[grid] // 2)
+    )
 
 
 def config(grid: str, folder: str) -> dict[str, Any]:
@@ -324,7 +328,7 @@ def test_an_engine_has_what_is_counted(run_ranks: RunRanks, tmp_path: Path) -> N
     assert run_ranks(counted, 2, str(tmp_path)) == [[True] * 5] * 2
 
 
-@pytest.mark.parametrize("end", [wide("close"), "drop_both", "fail_late"])
+@pytest.mark.parametrize("end", [wide("close"), "drop_both", wide("fail_late")])
 def test_a_hundred_engines_leave_nothing(run_ranks: RunRanks, end: str) -> None:
     assert run_ranks(ended, 1, "one", (end,), 100) == [[]]
 

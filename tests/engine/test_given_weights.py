@@ -99,10 +99,16 @@ def half_on_ranks(grid: dict[str, int], stage: int, dtype: torch.dtype) -> tuple
         return norms, eng.full_state_dict(), " ".join(eng.plan.notes)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize(("grid", "stage"), every_grid("dp2-zero3", "tp2"))
+@pytest.mark.parametrize(
+    ("dtype", "grid", "stage"),
+    [
+        pytest.param(dtype, *case.values, marks=case.marks, id=f"{case.id}-{str(dtype).removeprefix('torch.')}")
+        for dtype, often in ((torch.bfloat16, "dp2-zero3"), (torch.float16, "tp2"))
+        for case in every_grid(often)
+    ],
+)
 def test_a_model_in_16_bits_trains_in_an_fp32_run(
-    grid: dict[str, int], stage: int, dtype: torch.dtype, run_ranks: RunRanks
+    dtype: torch.dtype, grid: dict[str, int], stage: int, run_ranks: RunRanks
 ) -> None:
     norms, weights, notes = run_ranks(half_on_ranks, math.prod(grid.values()), grid, stage, dtype)[0]
     expected = half_in_one_process(dtype, grid["data"])

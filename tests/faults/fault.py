@@ -1,7 +1,9 @@
 """A seeded fault: a small mistake in one product file, and the tests that have to notice it. Pure data, no torch."""
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,11 @@ def _exists(test: str, root: Path) -> bool:
     file, _, function = test.partition("::")
     if not (root / file).is_file():
         return False
-    tree = ast.parse((root / file).read_text(encoding="utf-8"))
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return not function or function.partition("[")[0] in names
+    return not function or function.partition("[")[0] in functions_of(root / file)
+
+
+@cache
+def functions_of(path: Path) -> Mapping[str, ast.FunctionDef]:
+    """Return the functions of a test file by name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

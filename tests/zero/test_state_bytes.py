@@ -108,7 +108,7 @@ def measure_all(cases: list[Case]) -> list[str]:
     ("dp", "cases"),
     [
         (2, CORE),
-        (4, CORE[:12:2]),
+        pytest.param(4, CORE[:12:2], marks=pytest.mark.long),
         pytest.param(2, CASES, marks=pytest.mark.long),
         pytest.param(4, CASES, marks=pytest.mark.long),
     ],

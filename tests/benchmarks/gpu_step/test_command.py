@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_step import command
-from benchmarks.gpu_step.command import CONTENDERS, Effort, choose_scale, run_model, run_wave
+from benchmarks.gpu_step.command import CONTENDERS, choose_scale
 from benchmarks.gpu_step.contenders import Contender, Job, make_runner
 from benchmarks.gpu_step.models import (
     EIGHT_BILLION_SHAPE,
@@ -21,8 +21,7 @@ from benchmarks.gpu_step.models import (
     needed_bytes,
     step_flops,
 )
-from benchmarks.gpu_step.report import BF16_PEAK, COMPILED, PLAIN, Row, formula, judge, known_peak, make_row, table
-from benchmarks.harness.budget import Budget
+from benchmarks.gpu_step.report import BF16_PEAK, COMPILED, PLAIN, Row, formula, judge, make_row, table
 from benchmarks.harness.worker import WorkerError
 
 CPU = torch.device("cpu")
@@ -54,21 +53,6 @@ def test_operations_are_those_of_the_formula() -> None:
     text = formula(job_of(), BF16_PEAK)
     assert "6 x 26,624 multiplied weights" in text and "MFU over 989.4 TFLOP/s" in text
     assert "--peak-tflops" in formula(job_of(), None)
-
-
-@pytest.mark.parametrize(
-    ("device", "peak"),
-    [
-        ("NVIDIA H200", BF16_PEAK),
-        ("NVIDIA H100 80GB HBM3", BF16_PEAK),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA A100-SXM4-80GB", None),
-        ("cpu", None),
-    ],
-)
-def test_the_peak_is_known_or_asked_for(device: str, peak: float | None) -> None:
-    assert known_peak(device) == peak
 
 
 def found_of(seconds: float, loss: float, turns: int = 2) -> dict[str, Any]:
@@ -149,54 +133,6 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def test_a_contender_that_fails_does_not_stop_the_rest(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(job: Job) -> Any:
-        def answer(task: str, steps: int = 0) -> dict[str, Any]:
-            if job.contender.kernels == "triton" and task == "start":
-                raise RuntimeError("cannot be built")
-            if job.contender.compiled and steps == 4:
-                raise RuntimeError("fails later")
-            return {"start_seconds": 1.0} if task == "start" else {"seconds": 1.0, "losses": [1.0], "peak_bytes": 1}
-
-        return answer
-
-    monkeypatch.setattr(command, "make_runner", make)
-    found = run_wave([job_of(contender=one) for one in CONTENDERS], Effort(), Budget(100))
-    errors = {one.name: answer.get("error") for one, answer in zip(CONTENDERS, found, strict=True)}
-    assert errors["engine, kernels triton"] == "RuntimeError: cannot be built"
-    assert errors[COMPILED] == "RuntimeError: fails later"
-    assert errors[PLAIN] is None
-    assert [len(answer["turns"]) for answer in found] == [3, 3, 3, 0, 0, 0, 3]
-    assert [one.name for one in CONTENDERS[:2]] == list(command.QUICK), "what is compared first"
-
-
-def test_waves_without_time_are_not_measured(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, jobs = [0.0], [job_of(contender=one) for one in CONTENDERS]
-
-    def slow(wave: Any, effort: Effort, budget: Budget) -> list[dict[str, Any]]:
-        now[0] += 60
-        return [{"turns": []} for _ in wave]
-
-    monkeypatch.setattr(command, "run_wave", slow)
-    found = run_model(jobs, 3, Effort(), Budget(100, clock=lambda: now[0]))
-    assert [one.get("error") for one in found] == [None] * 6 + [command.NO_TIME]
-
-
-def test_turns_end_when_the_time_does(inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def make(job: Job) -> Any:
-        def answer(task: str, steps: int = 0) -> dict[str, Any]:
-            now[0] += 10
-            return {"start_seconds": 1.0} if task == "start" else {"seconds": 1.0, "losses": [1.0], "peak_bytes": 1}
-
-        return answer
-
-    monkeypatch.setattr(command, "make_runner", make)
-    (found,) = run_wave([job_of()], Effort(), Budget(35, clock=lambda: now[0]))
-    assert len(found["turns"]) == 2 and found["error"] == "2 turns: no time left"
-
-
 @pytest.mark.parametrize("name", TINY)
 def test_the_engine_and_the_torch_loop_train_the_same(name: str, inline: None) -> None:
     losses = []
@@ -241,11 +177,3 @@ def test_every_contender_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     for model in found["models"].values():
         errors = {row["contender"]: row["error"] for row in model["rows"]}
         assert not any(error for name, error in errors.items() if "DeepSpeed" not in name), errors
-
-
-def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(SystemExit):
-        command.main(["--out", "x"])
-    assert "--device cpu" in capsys.readouterr().err

@@ -1,9 +1,7 @@
 """The benchmark of kernels: its formulas, verdicts and winners, its patience with what fails, and a tiny run."""
 
 import json
-import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,22 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.harness.budget import Budget
 from benchmarks.kernels import command
 from benchmarks.kernels.cases.case import Case, Cost, Slice, Target, llama
 from benchmarks.kernels.cases.lineup import MAKERS, TINY, Order, checked, measured
-from benchmarks.kernels.clock import EventClock, WallClock
 from benchmarks.kernels.correctness import check_case
 from benchmarks.kernels.device_process import make_desk
-from benchmarks.kernels.report import Verdict, failures, judge, losses, share, table
-from benchmarks.kernels.trial import EAGER, REFERENCE, TRITON, Bench, BrokenDeviceError, Effort, measure_case
+from benchmarks.kernels.report import Verdict, judge, share
+from benchmarks.kernels.trial import EAGER, TRITON
 from benchmarks.kernels.winners import Speedup, propose_winners, speedups, winners_json
 from engine.kernels.dispatch import TunedChoice, find_choice, read_choices, shipped_choices
 from engine.kernels.gpu.launch_shapes import tiles_for
 from tests.kernels.interpreter import repair
 
 CPU = torch.device("cpu")
-BENCH = Bench(CPU, WallClock(), Effort(rounds=2, samples=1))
 RATES = {"copy_bytes_per_second": 1e12, "product_flops_per_second": 1e14}
 T, H, F, V = 8192, 4096, 14336, 128256
 
@@ -97,12 +92,6 @@ def test_every_row_of_the_table_of_winners_is_decided_by_a_case() -> None:
 
 
 @pytest.mark.parametrize("operator", MAKERS)
-def test_inputs_have_as_many_rows_as_asked(operator: str) -> None:
-    case = case_of(operator)
-    assert any(3 in x.shape for x in case.make(CPU, 3))
-
-
-@pytest.mark.parametrize("operator", MAKERS)
 def test_every_operator_passes_its_check_in_the_interpreter(operator: str) -> None:
     case = checked(operator, torch.bfloat16, "tiny")[0]
     found = check_case(case, CPU)
@@ -148,25 +137,6 @@ def test_targets_pass_fail_or_are_open() -> None:
     assert str(Verdict("x", "share", 0.5, 0.9)) == "FAIL: x: share 0.50; at least 0.90"
 
 
-def test_tables_tell_failures_and_who_is_faster() -> None:
-    good, bad, absent = case_of("norm"), case_of("gated"), case_of("linear")
-    found: dict[str, Any] = {
-        good.name: found_of(good, triton=(1.0, 1.0), reference=(2.0, 2.0), eager=(0.5, 0.5)),
-        bad.name: {"contenders": {TRITON: {"error": "CompilationError: at 3:1"}}},
-        absent.name: {"error": command.NO_TIME},
-    }
-    found[good.name]["contenders"]["Liger"] = {"error": "ModuleNotFoundError: No module named 'liger_kernel'"}
-    lines = table([good, bad, absent], found, RATES).splitlines()
-    assert "2.00 | 0.50" in lines[2] and "1.0e-03" in lines[2]
-    assert "CompilationError" in lines[3] and command.NO_TIME in lines[4]
-    assert losses(found) == [f"{good.name}: eager is 2.00x as fast as triton"]
-    assert failures(found) == [
-        "Liger: ModuleNotFoundError: No module named 'liger_kernel'",
-        f"{bad.name}, triton: CompilationError: at 3:1",
-        f"{absent.name}: {command.NO_TIME}",
-    ]
-
-
 def test_triton_is_proposed_only_where_it_wins_everywhere() -> None:
     measured_all = [
         Speedup("norm", "bfloat16", 4096, 1.5),
@@ -198,74 +168,6 @@ def test_products_are_decided_by_direction_and_wrong_ones_lose() -> None:
     assert [one.value for one in speedups([linear], failed, ())] == [None, None]
 
 
-def test_contenders_that_fail_do_not_stop_the_rest() -> None:
-    def fails(x: Tensor, weight: Tensor) -> Tensor:
-        raise RuntimeError("out of luck")
-
-    case = replace(case_of("norm"), peers={"unlucky": lambda: fails}, compiled=False)
-    found = measure_case(case, BENCH, 60, {EAGER: "broke the device"})["contenders"]
-    assert found["unlucky"] == {"error": "RuntimeError: out of luck"}
-    assert found[EAGER] == {"error": "broke the device"}
-    assert set(found[TRITON]["seconds"]) == {"forward", "backward", "both"}
-    assert found[REFERENCE]["count"] == {"forward": 2, "backward": 2}
-
-
-def test_without_time_there_is_one_round_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = replace(case_of("norm"), peers={}, compiled=False)
-    assert {row["error"] for row in measure_case(case, BENCH, 0, {})["contenders"].values()} == {
-        "TimeoutError: no time left"
-    }
-    asked: list[str] = []
-
-    def ask(task: str, *_: Any, seconds: float) -> dict[str, Any]:
-        asked.append(task)
-        return {}
-
-    assert command.measure_all([case], ask, Budget(0)) == {case.name: {"error": command.NO_TIME}}
-    assert {one["error"] for one in command.check_all(["norm"], ask, Budget(0))} == {command.NO_TIME}
-    assert not asked
-
-
-def test_what_broke_the_device_is_left_out_the_second_time() -> None:
-    case, asked = case_of("norm"), []
-
-    def ask(task: str, name: str, seconds_each: float, without: Mapping[str, str], *, seconds: float) -> dict[str, Any]:
-        asked.append(dict(without))
-        return {"contenders": {}} if "triton" in without else {"broken": "triton"}
-
-    assert command.measure_all([case], ask, Budget(100)) == {case.name: {"contenders": {}}}
-    assert asked == [{}, {"triton": "broke the device"}]
-
-
-def test_a_broken_device_ends_the_worker_and_another_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-
-    class Broken(Inline):
-        def __init__(self, *given: Any) -> None:
-            started.append(given)
-
-        def ask(self, request: tuple[Any, ...], seconds: float) -> Any:
-            return {"broken": "measure"} if request[0] == "measure" else {}
-
-    monkeypatch.setattr(command, "Worker", Broken)
-    desk = command.Desk(Order("cpu"))
-    assert desk("measure", "x", seconds=1) == {"broken": "measure"}
-    assert desk("rates", seconds=1) == {}
-    assert len(started) == 2
-
-
-def test_tasks_answer_with_their_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = make_desk(Order("cpu"))
-    assert answer("check", "norm", "float13")["error"].startswith("AttributeError")
-
-    def breaks(*_: Any) -> None:
-        raise BrokenDeviceError("triton")
-
-    monkeypatch.setattr("benchmarks.kernels.device_process.measure_case", breaks)
-    name = measured(Order("cpu"))[0].name
-    assert answer("measure", name, 1.0, {}) == {"broken": "triton"}
-
-
 def test_tuning_tells_what_won() -> None:
     answer = make_desk(Order("cpu"))
     product = answer("tune", "product square")
@@ -275,39 +177,6 @@ def test_tuning_tells_what_won() -> None:
     warps = answer("tune", "warps activation")
     assert set(warps["milliseconds_by_factor"]) == {"0.5", "1.0", "2.0"}
     assert set(warps["won"]) == {"forward", "backward"}
-
-
-def test_a_gpu_is_timed_by_events_after_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            done.append("event")
-
-        def elapsed_time(self, end: "Event") -> float:
-            assert done[-1] == "wait"  # nobody waits between samples
-            return 2.0
-
-    writes: list[int] = []
-    monkeypatch.setattr("benchmarks.kernels.clock.FLUSH_BYTES", 4)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("wait"))
-    monkeypatch.setattr(torch.Tensor, "zero_", lambda flush: writes.append(1))
-    clock = EventClock(CPU)  # a write lasts 2 ms
-    done.clear()
-    writes.clear()
-
-    def work() -> None:
-        time.sleep(0.01)
-        done.append("work")
-
-    seconds = clock.sample(lambda: done.append("prepare"), work, 2)
-    assert seconds == [2e-3, 2e-3]
-    assert done == [*["prepare", "event", "work", "event"] * 2, "wait"]
-    assert len(writes) == 1 + 2  # for 1.5 ms, what is not known; then for 3 ms, the longest
 
 
 class Inline:
@@ -352,11 +221,3 @@ def test_all_operators_run_in_a_process_of_their_own(tmp_path: Path) -> None:
     assert command.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     figures = json.loads((tmp_path / "kernels.json").read_text())
     assert all(one["passed"] for one in figures["checks"])
-
-
-def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(SystemExit):
-        command.main(["--out", "x"])
-    assert "--device cpu" in capsys.readouterr().err

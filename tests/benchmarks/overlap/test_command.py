@@ -12,27 +12,22 @@ import pytest
 import torch
 
 from benchmarks.harness.budget import Budget
-from benchmarks.harness.worker import WorkerError
 from benchmarks.overlap import command
 from benchmarks.overlap.cases import OPERATIONS, TILES, OverlapCase, llama_cases, tiny_cases
-from benchmarks.overlap.command import OverlapOrder, VirtualDesk, conclude_overlap, measure_overlap
 from benchmarks.overlap.measure import Sampling, describe, run_case, time_ways
 from benchmarks.overlap.places import VirtualPlace
 from benchmarks.overlap.report import (
-    check_table,
     gain,
     gated_ratio,
     hidden,
     hidden_from_host,
     judge_overlap,
-    overlap_failures,
 )
 from benchmarks.overlap.trial import OverlapTrial
 from benchmarks.overlap.winners import overlap_json, propose_overlap
 from engine.kernels.gpu.launch_shapes import Tile
 from engine.kernels.gpu.overlap.launches import tile_of
 from engine.kernels.overlap import OverlapChoice, ProductSizes, read_overlap
-from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from tests.kernels.interpreter import repair
 from tests.selection import wide
 from tests.structure import ROOT
@@ -70,13 +65,6 @@ def test_cases_are_the_products_of_llama() -> None:
     assert TILES[0] == (tile_of(torch.bfloat16).rows, 128, 64, 8, 3), "the first tile ships"
 
 
-def test_a_slot_holds_rows_and_parts_of_products() -> None:
-    gathers, scatters, sums = llama_cases((2,), quick=True)
-    assert gathers.capacity == 2 * 4096 * max(4096, 14336 // 2)
-    assert scatters.capacity == 2 * 4096 * max(4096, 14336 // 2)
-    assert sums.capacity == 2 * 8192 * 4096, "two ranks send each other the whole product"
-
-
 def test_shares_and_ratios_follow_the_formulas() -> None:
     assert hidden(MEASURED) == pytest.approx((1.0 + 0.4 - 1.1) / 0.4)
     assert gated_ratio(MEASURED) == pytest.approx(1.01)
@@ -112,57 +100,6 @@ def test_winners_are_right_faster_by_a_margin_and_read_back() -> None:
     assert propose_overlap([found_of(fused=1.0)], GPU, ()) == [], "nothing to compare with"
 
 
-def test_what_is_wrong_or_did_not_run_is_told() -> None:
-    ways = {
-        "fused": {"deviation": 2.0, "passed": False},
-        "copied": {"deviation": 0.0, "passed": True},
-        "chunks": {"error": "RuntimeError: no", "passed": False},
-    }
-    found = found_of(passed=False) | {"checks": {"16x16x16 w4 s2": {"ways": ways, "passed": False}}}
-    assert "| 1 | WRONG | exact | did not run | - | - |" in check_table([found])
-    assert len(overlap_failures([found])) == 2
-    assert "no time left | -" in check_table([describe(CASE) | {"error": "no time left"}])
-
-
-def test_a_case_that_takes_its_process_along_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    class Dying:
-        def __init__(self, *_: Any) -> None:
-            asked.append(("start",))
-
-        def ask(self, request: tuple[Any, ...], seconds: float) -> Any:
-            asked.append(request)
-            if len(asked) == 2:
-                raise WorkerError("the process died", ended=True)
-            return {"passed": True}
-
-        def close(self) -> None:
-            asked.append(("close",))
-
-    monkeypatch.setattr(command, "Worker", Dying)
-    cases = llama_cases((8,), quick=True)[:2]
-    found = measure_overlap(cases, Budget(100), VirtualDesk(OverlapOrder((8,), True, False)))
-    assert [row.get("error", "passed") for row in found] == ["the process died", "passed"]
-    assert [one[0] for one in asked] == ["start", cases[0].name, "close", "start", cases[1].name]
-    late = measure_overlap(cases, Budget(1), VirtualDesk(OverlapOrder((8,), True, False)))
-    assert {row["error"] for row in late} == {"not measured: no time left"}
-
-
-def test_a_table_of_a_gpu_has_times_and_goals() -> None:
-    about = {"device": GPU}
-    text = conclude_overlap(
-        {"interpreted": False, "where": "here", "about": about, "cases": [MEASURED], "seconds": 1.0}
-    )
-    line = next(line for line in text.splitlines() if line.startswith("| gather_product"))
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[3:] == [
-        "8192 x 1792 x 4096", "bfloat16", "yes", "128x256x64", "1200.000", "1100.000", "1400.000", "1500.000", "-",
-        "950.000", "400.000", "1.27", "75%", "50%", "1.010",
-    ]  # fmt: skip
-    assert "FAIL: gather_product 8B up tp8 bfloat16: hidden at least 85%, reached 0.750" in text
-
-
 def test_a_run_without_a_gpu_checks_and_times_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,18 +119,6 @@ def test_a_run_without_a_gpu_checks_and_times_nothing(
     text = (tmp_path / "overlap.md").read_text()
     assert "times would mean nothing" in text and " ms |" not in text and text in capsys.readouterr().out
     assert not (tmp_path / "overlap_winners.json").exists(), "nothing was measured"
-
-
-class Apart(VirtualPlace):
-    """Ranks that share no memory."""
-
-    def open(self, sizes: SlotSizes) -> list[SymmetricBuffer]:
-        raise RuntimeError("the ranks share no memory that all of them can write")
-
-
-def test_ranks_that_share_no_memory_are_told() -> None:
-    found = run_case(TINY["product_sum"], Apart(2, CPU), 1.0, Sampling())
-    assert found["error"] == "RuntimeError: the ranks share no memory that all of them can write"
 
 
 @pytest.mark.parametrize("operation", [wide(operation) for operation in OPERATIONS])

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.harness.footprint import Footprint
-from benchmarks.harness.report import Comparison, Sample, loss_spread, medians
+from benchmarks.harness.report import Sample, loss_spread, medians
 from benchmarks.peers.pipelining import held_stages
 from benchmarks.peers.trine import make_config
 from benchmarks.peers.workload import Mode, Workload
@@ -20,26 +20,6 @@ MODES = make_pipeline_lineup(2, 4).modes
 
 def named(name: str) -> Mode:
     return next(mode for mode in MODES if mode.name == name)
-
-
-def test_every_schedule_has_its_rows() -> None:
-    assert [mode.name for mode in MODES] == [
-        ONE, "Trine 1f1b", "torch 1f1b", "torch 1f1b" + AGAIN, "DeepSpeed 1f1b",
-        "Trine interleaved", "torch interleaved", "torch interleaved" + AGAIN,
-        "Trine zb-v", "torch zb-v", "torch zb-v" + AGAIN,
-    ]  # fmt: skip
-    assert {mode.accumulation for mode in MODES} == {4}
-    few = make_pipeline_lineup(4, 8, ("zb-v",)).of_peers(["deepspeed"])
-    assert ([mode.name for mode in few.modes], few.comparisons) == ([ONE, "Trine zb-v"], ())
-
-
-def test_every_peer_of_a_schedule_is_a_limit() -> None:
-    assert make_pipeline_lineup(4, 8).comparisons == (
-        Comparison("Trine 1f1b", "torch 1f1b", "torch 1f1b" + AGAIN, 1.0),
-        Comparison("Trine 1f1b", "DeepSpeed 1f1b", limit=1.0),
-        Comparison("Trine interleaved", "torch interleaved", "torch interleaved" + AGAIN, 1.0),
-        Comparison("Trine zb-v", "torch zb-v", "torch zb-v" + AGAIN, 1.0),
-    )
 
 
 def test_a_slower_row_fails() -> None:
@@ -115,20 +95,3 @@ def test_deepspeed_trains_as_one_process_but_clips_by_the_first_stage() -> None:
     modes = [named(ONE), named("DeepSpeed 1f1b")]
     assert loss_spread(measure(modes, TINY, Effort(rounds=1, steps=2))) <= 1e-5
     assert measure_clipping(modes, TINY)["DeepSpeed 1f1b"] > pipeline.WEIGHT_TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("command", "answer"),
-    [
-        (["--schedules", "1f1b,gpipe"], "no schedules are called gpipe; choose of 1f1b,interleaved,zb-v"),
-        (["--peers", "megatron"], "no peers are called megatron; choose of ddp,dtensor,pipelining,fsdp2,deepspeed"),
-        (["--accumulation", "5"], "accumulation must divide the batch of 16 sequences"),
-        (["--accumulation", "2"], "2 microbatches are fewer than 4 ranks"),
-        (["--ranks", "8"], "16 stages are more than the 8 layers"),
-        (["--profile", "Trine"], "no row is called 'Trine'; there are: one process"),
-    ],
-)
-def test_unknown_choices_are_refused(capsys: pytest.CaptureFixture[str], command: list[str], answer: str) -> None:
-    with pytest.raises(SystemExit):
-        pipeline.main(command)
-    assert answer in capsys.readouterr().err

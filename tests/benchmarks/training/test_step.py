@@ -10,9 +10,8 @@ from benchmarks.harness.footprint import Footprint
 from benchmarks.harness.report import Comparison, Sample, Verdict, judge, loss_spread, medians, wrong_losses
 from benchmarks.harness.team import RankError, Team
 from benchmarks.peers.workload import Workload
-from benchmarks.training.comparison import Effort, conclude, measure, profile
-from benchmarks.training.lineups import AGAIN, DDP, ONE, make_lineup
-from benchmarks.training.step import main
+from benchmarks.training.comparison import Effort, conclude, measure
+from benchmarks.training.lineups import AGAIN, DDP, make_lineup
 from engine.models.decoder import DecoderConfig
 
 CONTROL = DDP + AGAIN
@@ -80,52 +79,6 @@ def test_the_limit_is_kept_or_not() -> None:
     assert str(told).endswith("9.000x torch DDP; no limit")
 
 
-def test_every_group_has_its_verdicts() -> None:
-    lineup = make_lineup(ranks=4)
-    cpu = {"torch DTensor tp4": 4.0, "Trine tp4": 1.8, "torch pipelining pp4 again (control)": 1.02, "Trine pp4": 1.04}
-    rounds = [[Sample(m.name, 1.0, cpu.get(m.name, 1.0), 0.0, 5.0, None, NOTHING) for m in lineup.modes]]
-    text, figures, passed = conclude(rounds, lineup)
-    itself = "limit 1.03 + spread of torch DDP against itself (0.000)"
-    assert text.splitlines()[-6:] == [
-        f"CPU seconds of Trine ZeRO-1 = 1.000x torch DDP; {itself} -> pass",
-        f"CPU seconds of Trine ZeRO-0 = 1.000x torch DDP; {itself} -> pass",
-        "CPU seconds of Trine tp4 = 0.450x torch DTensor tp4; limit 0.50 -> pass",
-        "CPU seconds of Trine tp4 = 1.800x one process, plain torch; no limit",
-        "CPU seconds of Trine pp4 = 1.030x torch pipelining pp4; limit 1.00 + spread of torch pipelining pp4 against "
-        "itself (0.020) -> FAIL",
-        "losses of all modes and rounds within 0.0e+00; limit 1e-05 -> pass",
-    ]
-    assert not passed
-    assert [verdict["passed"] for verdict in figures["verdicts"]] == [True, True, True, True, False]
-
-
-def test_a_profile_names_the_functions_of_a_step() -> None:
-    text = profile(make_lineup(ranks=2, groups=("dp",)).modes, ONE, TINY, steps=2)
-    assert "CPU s per step of rank 0" in text
-    assert "run_backward" in text
-
-
-def test_sizes_that_do_not_divide_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--ranks", "3"])
-    assert "must divide the batch of 16 sequences" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("command", "answer"),
-    [
-        (["--rows", "dp,xp"], "no rows are called xp"),
-        (["--ranks", "8"], "ranks must divide the 4 heads for tp"),
-        (["--ranks", "16", "--rows", "dp,pp"], "at most one rank for each of 8 layers"),
-        (["--profile", "Trine zero"], "no row is called 'Trine zero'; there are: one process"),
-    ],
-)
-def test_unknown_choices_are_refused(capsys: pytest.CaptureFixture[str], command: list[str], answer: str) -> None:
-    with pytest.raises(SystemExit):
-        main(command)
-    assert answer in capsys.readouterr().err
-
-
 def test_a_row_with_another_loss_is_named() -> None:
     first, control, trine = _round(ddp=1.0, control=1.0, trine=1.0)
     rounds = [[first, control, replace(trine, loss=5.1)], [first, control, replace(trine, loss=float("nan"))]]
@@ -135,12 +88,6 @@ def test_a_row_with_another_loss_is_named() -> None:
     text, _, passed = conclude([everyone], lineup)
     assert text.splitlines()[-1] == "WRONG: the loss of Trine ZeRO-1 is off by 1.0e-01"
     assert not passed
-
-
-def test_only_as_many_steps_are_compared_as_all_took() -> None:
-    modes = make_lineup(ranks=2, groups=("dp",)).modes[:1]
-    (short,), (long,), (longer,) = (measure(modes, TINY, Effort(1, steps))[0] for steps in (2, 7, 8))
-    assert long.loss == longer.loss != short.loss  # after the warm-up, step 10 is the seventh
 
 
 def _round(ddp: float, control: float, trine: float) -> Sequence[Sample]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.harness.footprint import Footprint
-from benchmarks.harness.report import Comparison, Sample, loss_spread, medians
+from benchmarks.harness.report import Sample, loss_spread, medians
 from benchmarks.peers.models import Fused, FusedBlock, Name, SplitBlock
 from benchmarks.peers.workload import Mode, Workload, make_rows
 from benchmarks.training import tensor
@@ -23,21 +23,6 @@ def tiny(model: Name) -> Workload:
 
 def rows(model: Name, *names: str) -> list[Mode]:
     return [mode for mode in make_tensor_lineup(model, (2, 4)).modes if mode.name in names]
-
-
-def test_both_sizes_have_their_rows_and_limits() -> None:
-    lineup = make_tensor_lineup("llama", (2, 4))
-    assert [mode.name for mode in lineup.modes] == [
-        ONE, "Trine tp2", "torch DTensor tp2", "Trine tp4", "torch DTensor tp4",
-    ]  # fmt: skip
-    assert {(mode.accumulation, mode.data_ranks) for mode in lineup.modes} == {(1, 1)}
-    assert lineup.comparisons == (
-        Comparison("Trine tp2", ONE, limit=1.25),
-        Comparison("Trine tp2", "torch DTensor tp2"),
-        Comparison("Trine tp4", ONE),
-        Comparison("Trine tp4", "torch DTensor tp4", limit=0.6),
-    )
-    assert make_tensor_lineup("fused", (2,)).comparisons[0].limit == 1.4
 
 
 @pytest.mark.parametrize(
@@ -81,18 +66,3 @@ def test_blocks_with_three_products_are_those_with_one() -> None:
     assert torch.allclose(SplitBlock(fused)(x), fused(x), atol=1e-6)
     batch = make_rows(Mode(ONE, "plain", 1), tiny("fused"), 0, 0)
     assert Fused(SIZES)(batch[:, :-1]).shape == (4, 16, SIZES.vocabulary)
-
-
-@pytest.mark.parametrize(
-    ("command", "answer"),
-    [
-        (["--models", "gpt"], "no models are called gpt; choose of llama,fused"),
-        (["--ranks", "3"], "3 ranks are not measured; choose of 2,4"),
-        (["--accumulation", "3"], "accumulation must divide the batch of 4 sequences"),
-        (["--profile", "Trine"], "no row is called 'Trine'; there are: one process"),
-    ],
-)
-def test_unknown_choices_are_refused(capsys: pytest.CaptureFixture[str], command: list[str], answer: str) -> None:
-    with pytest.raises(SystemExit):
-        tensor.main(command)
-    assert answer in capsys.readouterr().err

@@ -19,6 +19,7 @@ from engine.checkpoint.load import Loader
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.damage import Fault, damaged
 from tests.engine.checkpoint.fake_ranks import FakeRun, fake_run
+from tests.selection import wide
 from tests.zero import small
 
 SETTINGS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
@@ -57,7 +58,7 @@ class Trained:
     run: FakeRun
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(scope="module", params=[wide("fp32"), "bf16"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     folder = tmp_path_factory.mktemp("damage")
     with start(request.param) as eng:

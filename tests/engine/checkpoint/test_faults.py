@@ -20,6 +20,7 @@ from engine.checkpoint.format.step_reader import StepReader
 from engine.errors import CheckpointError
 from tests.engine.checkpoint.fake_ranks import FakeRun, MemoryHost, memory_hosts
 from tests.engine.checkpoint.test_crash import run_of
+from tests.selection import wide
 from tests.zero import small
 
 WRITING = (
@@ -130,7 +131,7 @@ def saves_with_every_fault(
 
 
 @pytest.mark.parametrize(
-    ("error", "lasting"), [(errno.EIO, False), (errno.ENOSPC, False), (errno.ENOSPC, True)], ids=str
+    ("error", "lasting"), [wide(errno.EIO, False), (errno.ENOSPC, False), (errno.ENOSPC, True)], ids=str
 )
 def test_every_operation_of_a_save_fails(
     eng: engine.Engine, files: FailingFiles, tmp_path: Path, error: int, lasting: bool

@@ -79,7 +79,7 @@ def part_of_run(grown: bool, grid: Grid, stage: int, folder: Path) -> dict[str, 
     ("before", "after"),
     [
         (({"data": 2}, 1), ({"data": 2}, 3)),
-        (({"data": 2}, 3), ({"data": 2}, 1)),
+        pytest.param(({"data": 2}, 3), ({"data": 2}, 1), marks=pytest.mark.long),
         (({"data": 1, "tensor": 2}, 0), ({"data": 1, "pipeline": 2}, 0)),
         *(pytest.param(before, after, marks=pytest.mark.long) for before, after in pairwise(GRIDS.values())),
     ],

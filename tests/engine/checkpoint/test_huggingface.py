@@ -62,7 +62,8 @@ def saves(name: str, parallel: dict[str, int], stage: int, folder: str, precisio
 @pytest.mark.parametrize(
     ("name", "parallel", "stage"),
     [
-        ("llama", {"data": 2, "tensor": 2, "pipeline": 2}, 1),
+        ("llama", {"data": 2, "tensor": 2}, 1),
+        wide("llama", {"data": 2, "tensor": 2, "pipeline": 2}, 1),
         wide("gpt2", {"data": 2, "pipeline": 2}, 0),
         ("t5", {"pipeline": 2}, 0),
         pytest.param("qwen3", {"tensor": 4}, 0, marks=pytest.mark.long),

@@ -135,7 +135,7 @@ def goes_on(name: str, grid: Grid, folder: str) -> Losses:
 
 @pytest.mark.parametrize(
     ("name", "first", "then"),
-    [pytest.param(*pair, marks=[pytest.mark.long] * (index > 1)) for index, pair in enumerate(PAIRS)],
+    [pytest.param(*pair, marks=[pytest.mark.long] * (index > 0)) for index, pair in enumerate(PAIRS)],
     ids=str,
 )
 def test_goes_on_on_another_grid(run_ranks: RunRanks, tmp_path: Path, name: str, first: Grid, then: Grid) -> None:

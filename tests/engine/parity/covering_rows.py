@@ -4,7 +4,7 @@ Ranks find their function in this file, and nothing here counts rows: an array t
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import engine
 from engine.models.decoder import loss_sum
-from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
+from engine.verify import TrainingRecord, VerifyOptions, train_alone
 from tests import models
 from tests.covering import Row
 from tests.engine.parity.launches import differences, held_bytes
@@ -83,19 +83,24 @@ def train(row: Row, folder: str) -> tuple[TrainingRecord, tuple[str, ...]]:
             problems += [f"rank {eng.grid.rank} holds {held} bytes, planned {planned}"] if held != planned else []
             if part == 0:
                 eng.save_checkpoint()
-                tensor = eng.plan.tensor
-                config["parallel"] |= {"tensor_plan": dict(tensor.patterns)} if tensor else {}
+                if eng.plan.tensor and row["recompute"] == "none":  # every rank proves what is written
+                    config["parallel"] |= {"tensor_plan": dict(eng.plan.tensor.patterns)}
             else:
                 weights = eng.full_state_dict()
     return TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), weights), tuple(problems)
 
 
-def train_both(row: Row, folder: str) -> tuple[Parity | None, tuple[str, ...]]:
-    """Body of a rank: on the grid, and on rank 0 alone too."""
-    run, problems = train(row, folder)
-    if not run.weights:
-        return None, problems
-    wishes = VerifyOptions(loss_sum if row["model"].startswith("decoder") else None)
-    batches = models.batches_for(row["model"].split()[0], rows_of(row), sum(row["steps"]))
+def reference(row: Row) -> TrainingRecord:
+    """One process of plain torch; rows share it that have the same model, batches and precision."""
+    return _reference(row["model"], row["precision"], rows_of(row), sum(row["steps"]))
+
+
+@cache
+def _reference(model: str, precision: str, rows: int, steps: int) -> TrainingRecord:
+    alone = {"data": 1, "tensor": 1, "pipeline": 1, "zero": "0", "schedule": "1f1b", "recompute": "none"}
+    row = alone | {"precision": precision, "sequence": False, "accumulation": rows // MICRO}
+    wishes = VerifyOptions(loss_sum if model.startswith("decoder") else None)
     torch.manual_seed(0)
-    return Parity(run, train_alone(MODELS[row["model"]], settings(row, folder), batches, wishes)), problems
+    return train_alone(
+        MODELS[model], settings(row, "nowhere"), models.batches_for(model.split()[0], rows, steps), wishes
+    )

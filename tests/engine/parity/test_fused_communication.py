@@ -52,7 +52,7 @@ def _counted(name: str, launch: Callable[..., Any], launched: Counter[str]) -> C
     [
         # a block gathers and scatters twice each in forward, and the other way round in backward
         ({"tensor": 2, "sequence_parallel": True}, {"launch_gather_product": 16, "launch_product_scatter": 16}),
-        ({"tensor": 2}, {"launch_product_scatter": 8}),
+        wide({"tensor": 2}, {"launch_product_scatter": 8}),
         wide({"tensor": 4}, {"launch_product_scatter": 8, "launch_forward_slots": 8}),
     ],
     ids=str,

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from engine.verify import verify
 from tests import models
 from tests.engine.parity.launches import settings
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -60,9 +61,9 @@ def train(config: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("pp", "changes"),
     [
-        (2, {}),
+        wide(2, {}),
         (2, {"split": ["blocks.1.two"]}),
-        (4, {"split": ["blocks.0.one", "blocks.2.norm:1", "head"]}),
+        wide(4, {"split": ["blocks.0.one", "blocks.2.norm:1", "head"]}),
     ],
     ids=str,
 )

@@ -112,6 +112,7 @@ def test_the_plan_tells_what_it_replaces_and_close_puts_it_back() -> None:
         assert "forward" not in vars(module) and module._compiled_call_impl is None
 
 
+@pytest.mark.long  # test_compiled_blocks has them on tensor ranks
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own, of its fake tensors
 def test_compiled_blocks_compute_what_they_did() -> None:
     batches = [torch.randn(2, 8) for _ in range(2)]

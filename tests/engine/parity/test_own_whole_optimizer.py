@@ -61,7 +61,7 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def settings(parallel: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
     """Clipped steps of microbatches, whose rate falls."""
     return {
-        "train_batch_size": 16, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.05, "parallel": parallel,
+        "train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.05, "parallel": parallel,
         "zero_optimization": zero, "scheduler": {"type": "ExponentialLR", "params": {"gamma": 0.8}},
     }  # fmt: skip
 
@@ -91,7 +91,7 @@ def test_any_grid_trains_as_one_process(parallel: dict[str, Any], zero: dict[str
         return models.decoder(tied=True)
 
     config = settings(parallel, zero)
-    found = verify(build, config, models.batches_for("decoder", 16), loss_sum, Balanced, threads=ranks)
+    found = verify(build, config, models.batches_for("decoder", 16, 3), loss_sum, Balanced, threads=ranks)
     assert found is not None and found.holds(), str(found)
     assert all(norm > 0.05 for norm in found.reference.norms), "clipping must be active"
 

@@ -94,7 +94,7 @@ def test_each_parameter_counts_its_own_updates(optimizer: str) -> None:
         wide(4, {"data": 4}, {"stage": 1, "shard_size": 2}),
     ],
 )
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [wide(False), True])
 def test_bytes_sent_and_kept_are_those_of_the_plan(
     ranks: int, parallel: dict[str, Any], zero: dict[str, Any], bf16: bool
 ) -> None:

@@ -18,6 +18,7 @@ from tests.engine.parity.adapted_models import ADAPTED, DORA, EXPERTS
 from tests.engine.parity.architectures import Architecture
 from tests.engine.parity.launches import compare, differences, held_bytes, settings
 from tests.models import take_rows
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 STEPS, NAME = 2, "Llama with LoRA"
@@ -204,7 +205,9 @@ def averaging(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"parallel": {"data": 2}, "zero_optimization": {"stage": 3}}, {"parallel": {"tensor": 2}}], ids=str
+    "changes",
+    [{"parallel": {"data": 2}, "zero_optimization": {"stage": 3}}, wide({"parallel": {"tensor": 2}})],
+    ids=str,
 )
 def test_an_average_and_moments_in_8_bits_beside_codes(changes: dict[str, Any], tmp_path: Path) -> None:
     from safetensors.torch import load_file

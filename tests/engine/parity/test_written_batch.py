@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from engine.verify import Parity, verify
 from tests import models
 from tests.engine.parity.test_parity import config_for
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -43,7 +44,7 @@ def trained(parallel: dict[str, Any]) -> Parity | None:
     "parallel",
     [
         {"pipeline": 2},
-        {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2},
+        wide({"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}),
         {"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2},
     ],
     ids=str,

@@ -20,7 +20,7 @@ from tests.resumed_runs import own_rows
 from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
-STEPS, ROWS, CLIP = 4, 16, 0.5
+STEPS, ROWS, CLIP = 3, 16, 0.5
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 5e-4, "eps": 1e-5, "weight_decay": 0.1}}
 Found = tuple[list[float], dict[str, Tensor], bool]
 

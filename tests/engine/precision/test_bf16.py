@@ -14,7 +14,7 @@ from tests.resumed_runs import own_rows
 from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
-STEPS, ROWS, CLIP = 6, 16, 0.5
+STEPS, ROWS, CLIP = 4, 16, 0.5
 STAGES = (0, 1, 2, 3)
 
 
@@ -78,14 +78,14 @@ def test_losses_and_masters_equal_plain_torch(run_ranks: RunRanks, dp: int, stag
     assert deviation <= 1e-9
 
 
-@pytest.mark.parametrize("stage", [wide(0), 1, wide(2), 3])
+@pytest.mark.parametrize("stage", [wide(0), wide(1), wide(2), 3])
 def test_four_ranks_add_in_another_order(run_ranks: RunRanks, stage: int) -> None:
     losses, expected, deviation = run_ranks(train, 4, stage)[0]
     assert losses == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
     assert deviation <= 1e-3
 
 
-@pytest.mark.parametrize(("dp", "stage"), [wide(2, 0), (2, 1), wide(2, 2), (2, 3), wide(4, 1)])
+@pytest.mark.parametrize(("dp", "stage"), [wide(2, 0), wide(2, 1), wide(2, 2), (2, 3), wide(4, 1)])
 def test_gradients_on_the_wire_in_bf16_stay_close_to_plain_torch(run_ranks: RunRanks, dp: int, stage: int) -> None:
     config = config_for(dp, stage, bf16={"enabled": True}, communication_data_type="bf16")
     result = parity(run_ranks, "decoder", config, dp)  # nano's loss is a bf16 number, too coarse to compare

@@ -113,9 +113,7 @@ def on_grid(grid: str, wire: str | None, power: int) -> Parity | None:
     return verify(lambda: models.decoder(layers=4), config, models.batches_for("decoder", ROWS, STEPS), loss_sum)
 
 
-@pytest.mark.parametrize(
-    "grid", [grid if grid == "dp2 x tp2" else pytest.param(grid, marks=pytest.mark.long) for grid in GRIDS]
-)
+@pytest.mark.parametrize("grid", [grid if grid == "tp2" else wide(grid) for grid in GRIDS])
 def test_every_grid_skips_the_same_steps_and_stays_close(run_ranks: RunRanks, grid: str) -> None:
     result = run_ranks(on_grid, prod(GRIDS[grid].values()), grid, None, POWER)[0]
     finite = [[norm < float("inf") for norm in run.norms] for run in (result.engine, result.reference)]

@@ -40,7 +40,6 @@ CASES = [
 ROUNDED_OTHERWISE = 2.6e-5
 """What one process deviates from itself in four steps if the last bits of its fp32 weights differ (worst of 24 tries):
 such a bit flips the bf16 rounding of a weight every few steps."""
-OFTEN = (("norms", "pp2"), ("attention and ends", "tp2 x pp2"))
 SOME = [*((*case, 1) for case in CASES), ("attention and ends", "dp2 x pp2", 3), ("cut layers", "dp2 x tp2", 3)]
 
 
@@ -55,15 +54,12 @@ def build() -> nn.Module:
 
 def compare(config: dict[str, Any]) -> Parity | None:
     """Body of a rank."""
-    return verify(build, config, models.batches_for("decoder", 16, 4), loss_sum)
+    return verify(build, config, models.batches_for("decoder", 16, 3), loss_sum)
 
 
 @pytest.mark.parametrize(
     ("name", "grid", "stage"),
-    [
-        pytest.param(*case, marks=[pytest.mark.long] * (case[:2] not in (CASES[1], CASES[3]) and case[2] == 1))
-        for case in SOME
-    ],
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[:2] != CASES[1] and case[2] == 1)) for case in SOME],
 )
 def test_every_grid_gives_what_one_process_gives(run_ranks: RunRanks, name: str, grid: str, stage: int) -> None:
     result = run_ranks(compare, prod(GRIDS[grid].values()), settings(name, grid, stage))[0]
@@ -108,7 +104,7 @@ def measure(name: str, grid: str, mode: str, stage: int) -> dict[str, Any]:
 
 def measure_all(name: str, grid: str) -> list[dict[str, Any]]:
     """Body of a rank: without and with recomputation."""
-    return [measure(name, grid, mode, stage) for mode, stage in (("none", 1), ("full", 1), ("full", 3))]
+    return [measure(name, grid, mode, stage) for mode, stage in (("none", 1), ("full", 3))]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +120,7 @@ def test_bytes_sent_and_held_meet_the_plan_and_recomputation_changes_no_bit(
             assert run["sent"] == run["planned"], rank
             assert run["held"] == run["state"], rank
             assert run["dtypes"] == {n: "torch.float32" if n in kept else "torch.bfloat16" for n in run["dtypes"]}
-        assert found[0]["losses"] == found[1]["losses"] == found[2]["losses"]
+        assert found[0]["losses"] == found[1]["losses"]
 
 
 class Spy(nn.Module):

@@ -70,7 +70,7 @@ def request_of(model: nn.Module) -> Request:
 
 @pytest.mark.parametrize("name", ["1f1b", *(wide(name) for name in PIPELINES if name != "1f1b")])
 def test_alike_ranks_are_rehearsed_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    way, model = PIPELINES[name], deep(8 if name == "1f1b" else 16)
+    way, model = PIPELINES[name], deep(4 if name == "1f1b" else 16)
     plan = planned(model, way)
     alone = [
         forecast_rank(model, plan, plan.grid(0).rank_at(pp=pp), request_of(model), batch_of(ROWS, 0))

@@ -13,6 +13,7 @@ import engine
 from tests import models
 from tests.engine.parity.architectures import find
 from tests.engine.parity.launches import settings
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 
@@ -123,7 +124,7 @@ def switched(pp: int, residual: bool) -> tuple[list[float], list[float], int]:
         return losses, evaluated, model.calls - before
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["plain", "glue"])
+@pytest.mark.parametrize("residual", [wide(False, id="plain"), pytest.param(True, id="glue")])
 def test_attributes_may_change_between_steps(run_ranks: RunRanks, residual: bool) -> None:
     losses, evaluated, _ = run_ranks(switched, 1, 1, residual)[0]
     assert len(set(losses)) == len(losses)
@@ -177,7 +178,7 @@ def nan_at_will(output: Any, batch: Any) -> Any:
     return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten()) * Elsewhere.factor
 
 
-@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=["pp2", "tp2 x pp2"])
+@pytest.mark.parametrize("parallel", [pytest.param({}, id="pp2"), wide({"tensor": 2}, id="tp2 x pp2")])
 def test_a_loss_that_is_not_a_number_for_its_own_reasons_skips_the_step(
     run_ranks: RunRanks, parallel: dict[str, int]
 ) -> None:
@@ -243,8 +244,8 @@ def diverged(names: Sequence[str]) -> list[tuple[float, bool]]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(("Mixtral", "GPT-2, dropout"), id="some"),
-        pytest.param(("T5", "Gemma 3n"), id="more", marks=pytest.mark.long),
+        pytest.param(("GPT-2, dropout",), id="one"),
+        wide(("Mixtral", "T5", "Gemma 3n"), id="more"),
     ],
 )
 def test_a_model_that_has_diverged_is_not_taken_for_a_changed_one(run_ranks: RunRanks, names: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import engine
 from tests import models
 from tests.engine.every_grid import every_grid
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 MICRO = 2
@@ -95,9 +96,12 @@ def bad_batches(config: dict[str, Any]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("grid", [{"data": 2}, {"data": 1, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_bad_batch_is_refused_on_all_ranks(grid: dict[str, int], stage: int, run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize(
+    ("stage", "grid"),
+    [(3, {"data": 2}), (0, {"data": 1, "tensor": 2}), wide(0, {"data": 2}), wide(3, {"data": 1, "tensor": 2})],
+    ids=str,
+)
+def test_a_bad_batch_is_refused_on_all_ranks(stage: int, grid: dict[str, int], run_ranks: RunRanks) -> None:
     others, own = run_ranks(bad_batches, 2, settings(grid, stage))
     assert own[0] == "the batch has no row; give tensors whose leading dim is the number of rows."
     assert own[1] == "the batch is a str; give a tensor, tuple or dict."

@@ -24,6 +24,7 @@ from tests.engine.parity.test_parity import config_for, train_both
 from tests.engine.precision.test_fp16 import POWER
 from tests.engine.step import test_nonfinite
 from tests.kernels.interpreter import repair
+from tests.selection import wide
 from tests.zero import small
 
 RunRanks = Callable[..., list[Any]]
@@ -53,7 +54,7 @@ def test_one_process_keeps_the_promise() -> None:
     assert all(norm > 0.25 for norm in result.reference.norms), "clipping must be active"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [wide(1), 3])
 def test_two_data_ranks_keep_the_promise(run_ranks: RunRanks, stage: int) -> None:
     result = run_ranks(on_grid, 2, "decoder tied", 2, stage, env=INTERPRETED)[0]
     assert isinstance(result, Parity) and result.holds(), str(result)
@@ -89,7 +90,7 @@ def skips(stage: int, kind: str) -> dict[str, Any]:
         return test_nonfinite.train("dp2", stage, kind, TRITON)
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(1, "gradient"), (3, "activation")])
+@pytest.mark.parametrize(("stage", "kind"), [wide(1, "gradient"), (3, "activation")])
 def test_a_skipped_step_leaves_no_bit(run_ranks: RunRanks, stage: int, kind: str) -> None:
     for found in run_ranks(skips, 2, stage, kind, env=INTERPRETED):
         name = "blocks.1.norm1.weight" if kind == "gradient" else "the loss"

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@cache
 def numbers(size: int, seed: int) -> Tensor:
     """fp32 [size] of every magnitude, with zeros, denormals, infinities and NaN among them."""
     generator = torch.Generator().manual_seed(1000 * seed + size)

@@ -143,7 +143,7 @@ def test_rates_of_another_gpu_are_said(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_search_proposes_nothing_slower_than_the_plain_command(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = llama, "--world", 8, "--batch", 32
+    given = llama, "--world", 4, "--batch", 16
     plain = planned(capsys, *given)
     real = plan_command._finalists
     monkeypatch.setattr(  # the fastest layouts are no finalists
@@ -176,7 +176,7 @@ def count_more(monkeypatch: pytest.MonkeyPatch, modes: Sequence[str], gib: float
 def test_a_layout_that_is_too_large_once_counted_gives_way(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = llama, "--world", 8, "--batch", 32
+    given = llama, "--world", 4, "--batch", 16
     first = planned(capsys, *given)
     counted = count_more(monkeypatch, ["none", "selective"], 100.0)
     found = planned(capsys, *given)
@@ -194,10 +194,10 @@ def test_no_layout_fits_once_counted(
     llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counted = count_more(monkeypatch, ["none", "selective", "full"], 100.0)
-    assert main(["plan", str(llama), "--world", "8", "--batch", "32"]) == 0
+    assert main(["plan", str(llama), "--world", "4", "--batch", "16"]) == 0
     text = capsys.readouterr().out
     assert "  fits       no: " in text and f"nor does any other of the {len(counted)} layouts that were counted" in text
-    assert not planned(capsys, llama, "--world", 8, "--batch", 32, "--search", "--top", 1)["finalists"][0]["fits"]
+    assert not planned(capsys, llama, "--world", 4, "--batch", 16, "--search", "--top", 1)["finalists"][0]["fits"]
 
 
 def test_a_search_keeps_estimates_where_counting_would_take_long(
@@ -206,11 +206,11 @@ def test_a_search_keeps_estimates_where_counting_would_take_long(
 
     monkeypatch.setattr(planned_model, "MOST_SEARCHED", 1)
     out = tmp_path / "best.json"
-    given = deeper, "--world", 8, "--batch", 32, "--search", "--top", 1, "--out", out
+    given = deeper, "--world", 4, "--batch", 16, "--search", "--top", 1, "--out", out
     (found,) = planned(capsys, *given)["finalists"]
     start = "activations and buffers are estimates, at the scale of blocks that were counted: a search does not run "
     assert found["counted"].startswith(start)
-    alone = planned(capsys, deeper, out, "--world", 8)
+    alone = planned(capsys, deeper, out, "--world", 4)
     assert alone["counted"].startswith("activations and buffers of each pipeline rank, by storages on shapes: ")
 
 
@@ -219,7 +219,7 @@ def test_a_model_that_is_too_large_to_count_has_estimates_at_the_scale_of_its_bl
 ) -> None:
 
     config = tmp_path / "run.json"
-    config.write_text(json.dumps({**GRID, "parallel": {"tensor": 2}}))
+    config.write_text(json.dumps({**GRID, "parallel": {}}))
     given = deeper, config, "--world", 8
     (counted,) = planned(capsys, *given)["memory_bytes"]
     monkeypatch.setattr(planned_model, "MOST_LEAVES", 1)

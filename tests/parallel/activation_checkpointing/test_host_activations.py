@@ -54,7 +54,7 @@ def offloads(name: str, settings: Settings, modes: list[Settings]) -> None:
     ("name", "grid", "kinds"),
     [
         ("decoder", "pp2", ("all", "half, others full")),
-        ("llama", "tp2", ("all",)),
+        wide("llama", "tp2", ("all",)),
         *(wide(*case, tuple(OFFLOADS)) for case in CASES),
     ],
     ids=str,

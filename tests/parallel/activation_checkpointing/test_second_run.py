@@ -19,6 +19,7 @@ from engine.parallel.model.forward_patch import ForwardPatches
 from engine.planning.activation_memory.live_storages import LiveStorages
 from tests.engine.rehearsal.measured_peak import LENGTH, VOCABULARY, hugging_face
 from tests.parallel.activation_checkpointing.test_blocks import Policy
+from tests.selection import wide
 
 WIDTH, MICROBATCHES = 6, 3
 
@@ -238,7 +239,7 @@ def left_by_a_step(mode: str, world: World) -> int:
         return int(live.bytes)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", wide("full")])
 def test_a_second_run_that_stops_inside_of_sharded_experts_leaves_nothing(mode: str) -> None:
     again = run_thread_ranks(2, partial(left_by_a_step, mode))
     kept = run_thread_ranks(2, partial(left_by_a_step, "none"))

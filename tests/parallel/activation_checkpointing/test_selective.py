@@ -25,6 +25,7 @@ from tests import models
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows
 from tests.resumed_runs import own_rows
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 Settings = dict[str, Any]
@@ -82,9 +83,9 @@ CASES = [(name, grid) for name in ("decoder", "gpt2", "llama") for grid in GRIDS
 SHORT = (
     ("decoder", "tp2", ("default",)),
     ("decoder", "pp2", ("drawn", "every")),
-    ("t5", "pp2", ("default",)),
 )
-"""Every way of saving where sums over ranks are saved too; data ranks have no part in what a block saves."""
+"""Every way of saving where sums over ranks are saved too; data ranks have no part in what a block saves, and t5 is in
+rows of ``test_covering_array``."""
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ WAYS: dict[str, tuple[int, Settings]] = {
 }  # fmt: skip
 
 
-LONG = ("interleaved", "ZeRO 2 by microbatch", "ZeRO 3 x tp", "split x tp", "bf16 x tp")
+LONG = ("split backward", "interleaved", "ZeRO 2 by microbatch", "ZeRO 3 x tp", "split x tp", "bf16 x tp")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way in LONG)) for way in WAYS])
@@ -135,8 +136,9 @@ def other_shapes(settings: Settings) -> None:
     assert found[0] == found[1]
 
 
-def test_other_shapes_than_the_example(run_ranks: RunRanks) -> None:
-    run_ranks(other_shapes, 4, config_for(1, 0, parallel={"data": 1, "tensor": 2, "pipeline": 2}))
+@pytest.mark.parametrize("tensor", [1, wide(2)])
+def test_other_shapes_than_the_example(run_ranks: RunRanks, tensor: int) -> None:
+    run_ranks(other_shapes, 2 * tensor, config_for(1, 0, parallel={"data": 1, "tensor": tensor, "pipeline": 2}))
 
 
 def summed(axis: Any, mode: Settings) -> tuple[int, list[Tensor]]:

@@ -22,7 +22,7 @@ def losses(config: dict[str, Any], world: World) -> list[float]:
 
 
 @pytest.mark.parametrize("overlap", ["off", wide("chunks")])
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", wide("full")])
 def test_a_watched_forward_is_recomputed_as_it_ran(mode: str, overlap: str) -> None:
     settings: dict[str, Any] = {
         "train_batch_size": 4,

@@ -84,7 +84,7 @@ def trains_on(name: str, grids: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
-SHORT = ("pp2", "dp2 ZeRO-3", "tp2 x pp2")
+SHORT = ("pp2", "dp2 ZeRO-3", "tp2")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from engine.engine import Engine
 from engine.models.decoder import loss_sum
 from engine.zero.layout import Turn
 from tests import models
+from tests.selection import wide
 
 RunRanks = Callable[..., list[Any]]
 LAYERS = 5
@@ -138,8 +139,16 @@ def peaks(grid: dict[str, int], zero: dict[str, Any], schedule: str) -> tuple[in
     return most[0], sizes[-1] + sizes[-2], limit
 
 
-@pytest.mark.parametrize("zero", [{}, {"keep_gathered_bytes": 60_000}], ids=str)
-@pytest.mark.parametrize(("grid", "schedule"), [({"data": 2}, "gpipe"), ({"data": 2, "pipeline": 2}, "1f1b")], ids=str)
+@pytest.mark.parametrize(
+    ("grid", "schedule", "zero"),
+    [
+        ({"data": 2}, "gpipe", {}),
+        ({"data": 2, "pipeline": 2}, "1f1b", {"keep_gathered_bytes": 60_000}),
+        wide({"data": 2}, "gpipe", {"keep_gathered_bytes": 60_000}),
+        wide({"data": 2, "pipeline": 2}, "1f1b", {}),
+    ],
+    ids=str,
+)
 def test_memory_of_whole_parameters_is_bounded(
     run_ranks: RunRanks, grid: dict[str, int], schedule: str, zero: dict[str, Any]
 ) -> None:

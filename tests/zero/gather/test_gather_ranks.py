@@ -42,7 +42,8 @@ def trained(model: nn.Module, zero: dict[str, Any], **changes: Any) -> tuple[lis
         for step in range(3):
             report = eng.train_batch(batch(eng, step))
             figures.append((report.loss, report.grad_norm))
-            figures.append((eng.eval_batch(batch(eng, 50 + step)).loss, 0.0))
+            if step == 1:
+                figures.append((eng.eval_batch(batch(eng, 51)).loss, 0.0))
         return figures, eng.full_state_dict()
 
 
@@ -125,9 +126,9 @@ def skip(zero: dict[str, Any]) -> list[float]:
         return [eng.train_batch(batch(eng, step)).loss for step in range(4)]
 
 
-@pytest.mark.parametrize("zero", STAGE_3[:2], ids=str)
-def test_ranks_that_skip_different_modules_still_meet(run_ranks: RunRanks, zero: dict[str, Any]) -> None:
-    assert run_ranks(skip, 2, zero) == run_ranks(skip, 2, {"stage": 1})
+def test_ranks_that_skip_different_modules_still_meet(run_ranks: RunRanks) -> None:
+    whole = run_ranks(skip, 2, {"stage": 1})
+    assert all(run_ranks(skip, 2, zero) == whole for zero in STAGE_3[:2])
 
 
 def three_calls() -> tuple[bool, bool]:
