@@ -148,7 +148,7 @@ class Config:
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
     """Maximum global gradient norm; 0 switches clipping off."""
     gradient_allreduce_op: Literal["mean", "sum"] = setting(
-        "mean", Choice(options=("mean", "sum"), noun="a way to reduce gradients")
+        "mean", Choice(options=("mean", "sum"), noun="a way to reduce gradients", fold=True)
     )
     """mean: gradients are averaged over data ranks; sum: they are added. The loss is a mean in both."""
     managed_gradient_accumulation: bool = setting(True, Flag())
