@@ -14,7 +14,7 @@ from engine.deepspeed.runtime import lr_schedules
 from engine.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from engine.deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from engine.parallel.grid import Grid
-from tests.deepspeed.pipeline_runs import batch, chain, train_and_load
+from tests.deepspeed.pipeline_runs import batch, chain, meet_as_the_script_says, train_and_load
 from tests.deepspeed.test_names import CONFIG, net
 
 USED = (
@@ -94,6 +94,10 @@ def test_a_place_in_the_grid_names_ranks_of_stages() -> None:
     assert grid.is_last_stage and not grid.is_first_stage
     assert [grid.stage_to_global(stage) for stage in (0, 1)] == [1, 3]
     assert grid.stage_to_global(0, data=0) == 0
+
+
+def test_ranks_meet_where_the_script_says(run_ranks: Any, tmp_path: Path) -> None:
+    assert run_ranks(meet_as_the_script_says, 2, tmp_path) == [(1.0, 2, 0), (1.0, 2, 1)]
 
 
 def test_train_batch_takes_what_the_loader_or_the_iterator_gives() -> None:
