@@ -154,7 +154,7 @@ class Config:
     max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
     """Skipped steps in a row, because of non-finite gradients, that stop the run; 0 never stops it."""
     gradient_allreduce_op: Literal["mean", "sum"] = setting(
-        "mean", Choice(options=("mean", "sum"), noun="a way to reduce gradients")
+        "mean", Choice(options=("mean", "sum"), noun="a way to reduce gradients", fold=True)
     )
     """mean: gradients are averaged over data ranks; sum: they are added. The loss is a mean in both."""
     managed_gradient_accumulation: bool = setting(True, Flag())

@@ -27,6 +27,11 @@ RATES = AnyOf(
 )
 """Rate of all groups, or one of each."""
 RATES_OR_NULL = replace(RATES, null=True)
+MOMENTA = AnyOf(
+    rules=(FACTOR, ListOf(each=FACTOR, noun="a list of momenta")),
+    remedy="give a number from 0 to below 1, or a list of one number for each parameter group",
+)
+"""Momentum of all groups, or one of each."""
 
 
 def one_of(*options: str, noun: str) -> Rule:
@@ -271,7 +276,7 @@ class OneCycleParams:
     """Decay of the rate after the cycle."""
     cycle_first_step_size: int = setting(2000, SIZE)
     """Steps of the rise."""
-    cycle_second_step_size: int | None = setting(None, Int(low=1, null=True))
+    cycle_second_step_size: int | None = setting(None, Int(low=0, null=True))
     """Steps of the fall; null takes as many as the rise."""
     cycle_first_stair_count: int = setting(0, COUNT)
     """Stairs of the rise; 0 rises continuously."""
@@ -281,9 +286,9 @@ class OneCycleParams:
     """Steps per decay after the cycle; 0 means no decay."""
     cycle_momentum: bool = setting(True, Flag())
     """Cycle the momentum as well."""
-    cycle_min_mom: float = setting(0.8, FACTOR)
+    cycle_min_mom: float | tuple[float, ...] = setting(0.8, MOMENTA)
     """Momentum at the peak of the rate."""
-    cycle_max_mom: float = setting(0.9, FACTOR)
+    cycle_max_mom: float | tuple[float, ...] = setting(0.9, MOMENTA)
     """Momentum at the start and the end of the cycle."""
     decay_mom_rate: float = setting(0.0, NOT_NEGATIVE)
     """Decay of the momentum after the cycle."""

@@ -18,12 +18,13 @@ from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.integrations import HfDeepSpeedConfig
 from engine.deepspeed.missing import install, missing_sentence
 from engine.deepspeed.pipe import PipelineModule
-from engine.deepspeed.runtime.config import DeepSpeedConfig
+from engine.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from engine.deepspeed.setup import add_config_arguments, initialize, tp_model_init
 from engine.deepspeed.utils.logging import log_dist
 
 __all__ = [
     "DeepSpeedConfig",
+    "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "HfDeepSpeedConfig",
     "PipelineModule",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 __version__ = "0.19.8"
 """The DeepSpeed whose names and numbers these are, for scripts that ask for a version at least."""
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 install()
 
 

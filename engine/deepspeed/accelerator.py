@@ -89,6 +89,24 @@ class Accelerator:
 
     manual_seed_all = manual_seed
 
+    def initial_seed(self) -> int:
+        """Seed of the device's generator."""
+        return torch.initial_seed() if self._is_host else int(self._module.initial_seed())
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """State of the device's generator."""
+        if self._is_host:
+            return torch.get_rng_state()
+        state: torch.Tensor = self._module.get_rng_state(*(() if device_index is None else (device_index,)))
+        return state
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Set that state."""
+        if self._is_host:
+            torch.set_rng_state(new_state)
+        else:
+            self._module.set_rng_state(new_state, *(() if device_index is None else (device_index,)))
+
     def random(self) -> Any:
         """Module of random numbers."""
         return torch.random

@@ -1,11 +1,13 @@
 """``deepspeed.comm``: the functions of torch.distributed, and ``init_distributed``."""
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from engine.parallel.comm.world import open_world, read_world
+from engine.kernels.device import collectives_for
+from engine.parallel.comm.world import open_world, read_world, timeout_seconds
 
 
 def __getattr__(name: str) -> Any:
@@ -14,11 +16,28 @@ def __getattr__(name: str) -> Any:
     return getattr(dist, name)
 
 
-def init_distributed(*_: Any, **__: Any) -> None:
-    """Start the default process group as the launcher says, unless there is one; ``initialize`` starts it too.
+def init_distributed(
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500,
+    verbose: bool = True, timeout: timedelta | None = None, init_method: str | None = None,
+    dist_init_required: bool | None = None, config: Any = None, rank: int = -1, world_size: int = -1,
+) -> None:  # fmt: skip
+    """Start the default process group, unless there is one, as the launcher says; ``initialize`` starts it too.
 
-    NCCL on GPUs, gloo otherwise, with the timeout of ``TRINE_TIMEOUT_SECONDS``: DeepSpeed's arguments change nothing.
+    NCCL on GPUs, gloo otherwise, with the timeout of ``TRINE_TIMEOUT_SECONDS``. The other arguments change nothing.
+
+    Args:
+        init_method: the place where ranks meet, as torch takes it, in place of the launcher's.
+        rank: this process among the ``world_size`` of them; -1: as the launcher says.
     """
+    if not dist.is_initialized() and (init_method is not None or rank >= 0):
+        told = read_world()
+        dist.init_process_group(
+            collectives_for(told.device),
+            init_method=init_method,
+            rank=told.rank if rank < 0 else rank,
+            world_size=told.size if world_size < 0 else world_size,
+            timeout=timeout or timedelta(seconds=timeout_seconds()),
+        )
     open_world(read_world())
 
 

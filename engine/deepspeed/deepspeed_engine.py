@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from engine.deepspeed import comm
 from engine.deepspeed.asked import AskedSettings, DeepSpeedMonitor, Throughput, Timers
+from engine.deepspeed.engine_state import MicrobatchCount
 from engine.deepspeed.missing import missing_attribute
 from engine.deepspeed.returned import LastStep, returned_optimizer, returned_schedule
+from engine.deepspeed.runtime.dataloader import loader_of_a_rank
 from engine.deepspeed.scheduled import Scheduled, ScheduledMembers
 from engine.deepspeed.utils.tensor_fragment import RepeatingLoader
 from engine.deepspeed.utils.zero_to_fp32 import write_script
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.kernels.device import ACCELERATORS
 
 logger = logging.getLogger("trine")
 
@@ -32,8 +35,9 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     """What ``deepspeed.initialize`` returns first; attributes that it lacks are the model's."""
 
     def __init__(
-        self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None, scheduled: Scheduled
-    ) -> None:
+        self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None, scheduled: Scheduled,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:  # fmt: skip
         self.engine = engine
         self._scheduled = scheduled
         self.training_dataloader: Any = loader
@@ -42,7 +46,9 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self.lr_scheduler: Any = returned_schedule(engine, scheduler)
         self._items: Iterator[Any] | None = iter(RepeatingLoader(loader)) if loader is not None else None
         self._batch_fn: Callable[[Any], Any] | None = None
+        self.collate_fn = collate_fn
         self.micro_steps = 0
+        self._counted = MicrobatchCount(self.engine.config)
         self.tput_timer, self.timers, self.monitor = Throughput(), Timers(), DeepSpeedMonitor()
         self.at_end: list[Callable[[], None]] = []
         """Calls of ``destroy``."""
@@ -72,11 +78,13 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         """
         steps = self.gradient_accumulation_steps()
         self.engine.backward(loss if scale_wrt_gas else loss * steps, retain_graph)
+        self._counted.waiting += 1
         return loss / steps if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: Any = None) -> None:
         """Update at the end of an accumulation, else nothing."""
         self.micro_steps += 1
+        self._counted.end_step()
         self._last.take(self.engine.step())
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -89,6 +97,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         report = self.engine.train_batch(self._given(data_iter))
         self._last.take(report)
         self.micro_steps += self.gradient_accumulation_steps()
+        self._counted.waiting = self.gradient_accumulation_steps()
+        self._counted.end_step()
         return torch.tensor(report.loss, device=self.device)
 
     def eval_batch(
@@ -127,6 +137,29 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """The microbatches of ``train_batch`` from now on."""
         self.training_dataloader, self._items = None, iterator
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:  # fmt: skip
+        """A loader of this data rank's rows of ``dataset``, in microbatches.
+
+        Args:
+            route: "train" shuffles the rows; "eval" and "predict" keep their order.
+            data_sampler: rows of this rank, in place of the loader's own.
+            num_local_io_workers: processes that read; None: this one reads.
+        """
+        return loader_of_a_rank(
+            dataset,
+            self.engine.grid,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            collate_fn or self.collate_fn,
+            route == "train",
+            data_sampler,
+            pin_memory=pin_memory and self.device.type in ACCELERATORS,
+            num_workers=num_local_io_workers or 0,
+        )
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Apply ``fn`` to each microbatch of ``train_batch`` and ``eval_batch``."""
@@ -198,7 +231,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         if save_dir is None or not os.fspath(save_dir):
             raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; give the folder of the run.")
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}}
+        counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}} | self._counted.kept()
         self.engine.save_checkpoint(Path(save_dir, tag), counted, exclude_frozen_parameters).wait()
         if save_latest and self.global_rank == 0:
             Path(save_dir, "latest").write_text(tag, encoding="utf-8")
@@ -234,7 +267,8 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             strict=load_module_strict,
             load_lr_scheduler_states=load_lr_scheduler_states,
         )
-        if found.keys() != _COUNTED:  # DeepSpeed's own checkpoint: it does not count microbatches
+        self._counted.restore(found, self.global_steps)
+        if found.keys() - {MicrobatchCount.KEY} != _COUNTED:  # DeepSpeed's own checkpoint does not count microbatches
             self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
             return str(folder), dict(found.items())
         self.micro_steps = found["micro_steps"]

@@ -1,11 +1,13 @@
 """Sizes, counters and rates of DeepSpeed's engine object."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from engine.config import Config
 from engine.deepspeed import comm
 from engine.deepspeed.returned import LastStep
 from engine.deepspeed.runtime.pipe.topology import PipelineParallelGrid
@@ -14,12 +16,41 @@ from engine.errors import EngineError
 from engine.parallel.comm.launcher import local_rank
 
 
+class MicrobatchCount:
+    """The microbatches of all steps, where a step takes as many as the script gives it."""
+
+    KEY = "microbatches"
+
+    def __init__(self, config: Config) -> None:
+        self._steps = config.accumulation or 1
+        self.waiting = 0
+        """Backwards since the last step."""
+        self.taken = None if config.managed_gradient_accumulation else 0
+        """Microbatches of all steps; None: each step has the same number."""
+
+    def end_step(self) -> None:
+        """Count what has waited for this step."""
+        if self.taken is not None:
+            self.taken += self.waiting
+        self.waiting = 0
+
+    def kept(self) -> dict[str, int]:
+        """What a checkpoint keeps of it."""
+        return {} if self.taken is None else {self.KEY: self.taken}
+
+    def restore(self, found: Mapping[str, Any], steps: int) -> None:
+        """Go on from a checkpoint, or from a number of steps of equal size."""
+        if self.taken is not None:
+            self.taken = int(found.get(self.KEY, steps * self._steps))
+
+
 class EngineState:
     """What a script asks the engine object."""
 
     engine: Engine
     optimizer: Any
     _last: LastStep
+    _counted: MicrobatchCount
 
     @property
     def module(self) -> nn.Module:
@@ -83,7 +114,9 @@ class EngineState:
     @property
     def global_samples(self) -> int:
         """Rows of all steps so far."""
-        return self.global_steps * self.train_batch_size()
+        if (taken := self._counted.taken) is None:
+            return self.global_steps * self.train_batch_size()
+        return taken * self.train_batch_size() // self.gradient_accumulation_steps()
 
     @property
     def skipped_steps(self) -> int:

@@ -130,6 +130,8 @@ def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
     if config.optimizer is None and given is None:
         return None
     plain = config.zero_optimization.stage == 0 and not config.bf16.enabled and not config.fp16.enabled
+    if plain and own is None and given is not None and engine.built:
+        return engine.optimizer  # that which a callable made
     return own if own is not None and plain else DeepSpeedOptimizer(engine, own, last)
 
 

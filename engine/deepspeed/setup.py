@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torch.utils.data.distributed import DistributedSampler
 
 import engine
 from engine.build.untrained import freeze
@@ -19,6 +18,7 @@ from engine.deepspeed import comm
 from engine.deepspeed.deepspeed_engine import DeepSpeedEngine
 from engine.deepspeed.pipe import PipelineModule
 from engine.deepspeed.returned import configured_schedule
+from engine.deepspeed.runtime.dataloader import loader_of_a_rank
 from engine.deepspeed.runtime.zero.partition_parameters import mark_sharded
 from engine.deepspeed.scheduled import Scheduled
 from engine.deepspeed.utils.tensor_fragment import tell_engine
@@ -57,7 +57,7 @@ def initialize(
     """
     if model is None:
         raise ConfigError("deepspeed.initialize was given no model; pass model=....")
-    given = _given(config if config is not None else config_params, getattr(args, "deepspeed_config", None))
+    given = _given(config if config is not None else config_params, args)
     raw, pipeline = _adapted(model, given, args), model if isinstance(model, PipelineModule) else None
     notes = [*remarks(given), *_unused_sections(raw, optimizer, lr_scheduler)]
     if optimizer is not None:
@@ -73,8 +73,7 @@ def initialize(
     collate = collate_fn or default_collate
     example = None if pipeline is None else _example(training_data, resolved.micro, collate)
     lr_scheduler = configured_schedule(resolved, None if resolved.scheduler is not None else lr_scheduler)
-    # a scheduler that is made from the section gives it its effect
-    resolved = resolved if lr_scheduler is None else replace(resolved, scheduler=None)
+    resolved = resolved if lr_scheduler is None else replace(resolved, scheduler=None)  # one made from it acts
     scheduled, loss_fn = Scheduled(model, raw, pipeline is not None), _loss_of(pipeline)
     thaw = freeze(parts.left_out)
     try:
@@ -84,8 +83,9 @@ def initialize(
         thaw()
         raise
     tell_engine(made)
-    loader = _loader(training_data, made, resolved.micro, collate, shuffle=pipeline is None)
-    wrapped = DeepSpeedEngine(made, optimizer, lr_scheduler, loader, scheduled)
+    of_rank = (made.grid, resolved.micro, collate, pipeline is None)
+    loader = loader_of_a_rank(training_data, *of_rank) if training_data is not None else None
+    wrapped = DeepSpeedEngine(made, optimizer, lr_scheduler, loader, scheduled, collate_fn)
     wrapped.at_end += [thaw, *([mark_sharded(model)] if resolved.zero_optimization.stage == 3 else [])]
     return wrapped, wrapped.optimizer, loader, wrapped.lr_scheduler
 
@@ -136,7 +136,8 @@ def _refuse_other_grid(config: Config, mpu: Any, mesh_param: Any) -> None:
             )
 
 
-def _given(source: Any, named: Any) -> Mapping[str, Any]:
+def _given(source: Any, args: Any) -> Mapping[str, Any]:
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)  # the older name of it
     if source is not None and named is not None:
         raise ConfigError(
             "deepspeed.initialize was given a configuration in code and another one by --deepspeed_config; keep one of "
@@ -240,13 +241,3 @@ def _example(data: Any, micro: int, collate: Callable[[list[Any]], Any]) -> Any:
     if data is None or not hasattr(data, "__len__") or len(data) < micro:
         return None
     return collate([data[index] for index in range(micro)])
-
-
-def _loader(
-    data: Dataset[Any] | None, made: engine.Engine, micro: int, collate: Callable[[list[Any]], Any], shuffle: bool
-) -> DataLoader[Any] | None:
-    if data is None:
-        return None
-    grid = made.grid
-    sampler = DistributedSampler[Any](data, num_replicas=grid.row_ranks, rank=grid.row_rank, shuffle=shuffle)
-    return DataLoader(data, batch_size=micro, sampler=sampler, collate_fn=collate)

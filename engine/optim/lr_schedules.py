@@ -166,7 +166,8 @@ class LearningRate:
     """Configured rate of each group."""
     schedules: tuple[LrSchedule, ...] = ()
     """Schedule of each group; empty: the rates are constant, the user's, or a torch scheduler's."""
-    momentum: Momentum | None = None
+    momenta: tuple[Momentum, ...] = ()
+    """Momentum of each group by update; empty: the betas are constant."""
     scheduler: LRScheduler | None = None
     """torch scheduler, which counts updates itself."""
     guarded: GuardedSteps | None = None
@@ -182,7 +183,7 @@ class LearningRate:
     def governs(self) -> frozenset[str]:
         """Options of the groups that this sets before an update, or a torch scheduler after it."""
         rates = {"lr"} if self.schedules or self.scheduler is not None else set[str]()
-        return frozenset(rates | ({"betas"} if self.momentum is not None else set()))
+        return frozenset(rates | ({"betas"} if self.momenta else set()))
 
     def at(self, update: int) -> float:
         """Return the rate of the first group for an update, or the current one of a torch scheduler."""
@@ -198,8 +199,8 @@ class LearningRate:
                 self._notice(index, float(group["lr"]))
                 group["lr"] = self.schedules[index](update, base)
                 self._set[index] = group["lr"]
-            if self.momentum is not None and "betas" in group:
-                group["betas"] = (self.momentum(update), 0.99)
+            if self.momenta and "betas" in group:
+                group["betas"] = (self.momenta[index](update), 0.99)
 
     def begin_at(self, update: int) -> None:
         """Put a configured torch scheduler at an update, as if the run had had it from the start."""
@@ -270,11 +271,10 @@ def make_learning_rate(
     if config.type in TORCH_SCHEDULERS:
         remake = partial(getattr(torch.optim.lr_scheduler, config.type), optimizer, **_lists(config.params))
         return LearningRate(optimizer, base, scheduler=_made(config.type, remake), remake=remake)
-    momentum = None
-    if config.type == "OneCycle" and config.params["cycle_momentum"]:
-        momentum = partial(one_cycle_momentum, p=config.params)
     schedule, params = _SCHEDULES[config.type], params_by_group(config.params, len(base))
-    return LearningRate(optimizer, base, tuple(partial(schedule, p=p) for p in params), momentum)
+    moved = config.type == "OneCycle" and config.params["cycle_momentum"]
+    momenta = tuple(partial(one_cycle_momentum, p=p) for p in params) if moved else ()
+    return LearningRate(optimizer, base, tuple(partial(schedule, p=p) for p in params), momenta)
 
 
 def _made(kind: str, make: Callable[[], LRScheduler]) -> LRScheduler:
@@ -306,8 +306,8 @@ def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str,
     for key, value in params.items():
         if isinstance(value, list | tuple) and len(value) != groups:
             raise ConfigError(
-                f"scheduler.params.{key} is a list of {len(value)} rates and the optimizer has {groups} parameter "
-                f"group{'s' * (groups > 1)}; give one rate for each group, or one number for all."
+                f"scheduler.params.{key} is a list of {len(value)} numbers and the optimizer has {groups} "
+                f"parameter group{'s' * (groups > 1)}; give one number for each group, or one for all."
             )
     entries = params.items()
     return [{k: v[index] if isinstance(v, list | tuple) else v for k, v in entries} for index in range(groups)]

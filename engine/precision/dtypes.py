@@ -28,7 +28,7 @@ from engine.parallel.model.operand_casts import OperandCasts
 from engine.parallel.model.placeholders import placeholder
 from engine.precision.fp32_modules import KeptFp32, find_fp32_modules, marked_tensors, running_statistics
 
-_NAMED: Mapping[str | None, torch.dtype | None] = MappingProxyType(
+NAMED_DTYPES: Mapping[str | None, torch.dtype | None] = MappingProxyType(
     {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 )
 
@@ -150,7 +150,8 @@ def make_precision(config: Config, model: nn.Module) -> Precision:
     Raises:
         ConfigError: a pattern of ``keep_fp32`` matches no module, or splits a shared tensor.
     """
-    wire, compute = _NAMED[config.communication_data_type], torch.bfloat16 if config.bf16.enabled else torch.float16
+    wire = NAMED_DTYPES[config.communication_data_type]
+    compute = torch.bfloat16 if config.bf16.enabled else torch.float16
     cast = torch.bfloat16 if config.torch_autocast.enabled else None
     if not (config.bf16.enabled or config.fp16.enabled):
         return Precision(None, wire, find_fp32_modules(model, config.keep_fp32), autocast=cast)
@@ -164,7 +165,7 @@ def make_precision(config: Config, model: nn.Module) -> Precision:
         narrow_moments=config.bf16.enabled and config.bf16.bf16_optimizer_states,
         autocast=cast,
         cast_inputs=config.cast_forward_inputs,
-        buffers=_NAMED[config.buffer_dtype],
+        buffers=NAMED_DTYPES[config.buffer_dtype],
         operands=None if config.compile else OperandCasts(compute),
     )
 

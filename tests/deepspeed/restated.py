@@ -17,125 +17,23 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from tests.deepspeed.restated_engine import CONFIG, net, part, rows, run, seen, started
+from tests.deepspeed.restated_schedules import (
+    REFUSED,
+    SCHEDULES,
+    momenta_in_an_engine,
+    momenta_of_each_group,
+    momenta_of_one_cycle,
+    rates_after_a_jump,
+    rates_alone,
+    rates_from_a_position,
+    rates_of_an_engine,
+    refused_value,
+)
 
 Case = Callable[[Any], list[Any]]
-ADAM: dict[str, Any] = {"type": "Adam", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "eps": 1e-6, "torch_adam": True}}
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.05,
-    "optimizer": ADAM, "zero_allow_untested_optimizer": True,
-}  # fmt: skip
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 0.5},
-    "OneCycle": {
-        "cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3, "decay_step_size": 2,
-        "decay_lr_rate": 0.5, "decay_mom_rate": 0.1,
-    },
-    "WarmupLR": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"},
-    "WarmupDecayLR": {"total_num_steps": 8, "warmup_max_lr": 1e-2, "warmup_num_steps": 3},
-    "WarmupCosineLR": {"total_num_steps": 8, "warmup_num_steps": 3, "warmup_min_ratio": 0.1},
-}  # fmt: skip
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "a negative warmup": ("WarmupLR", {"warmup_num_steps": -5}),
-    "no warmup steps": ("WarmupLR", {"warmup_num_steps": 0}),
-    "half a warmup step": ("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 2.5}),
-    "a cosine without warmup steps": ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 0}),
-    "two rates for one group": ("WarmupLR", {"warmup_min_lr": [0.0, 0.1]}),
-    "no rise": ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 0}),
-    "a negative fall": ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_second_step_size": -1}),
-    "stairs of no length": ("LRRangeTest", {"lr_range_test_step_size": 0}),
-}
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def rows(number: int) -> Tensor:
-    return torch.randn(2, 4, generator=torch.Generator().manual_seed(number))
-
-
-def started(ds: Any, model: nn.Module | None = None, stage: int = 0, **changes: Any) -> Any:
-    """An engine; ``given`` among the changes: other arguments of ``initialize``."""
-    given = changes.pop("given", {})
-    config = CONFIG | {"zero_optimization": {"stage": stage}} | changes
-    return ds.initialize(model=model or net(), config=config, **given)[0]
-
-
-def run(eng: Any, micros: int, first: int = 0) -> None:
-    for micro in range(first, first + micros):
-        eng.backward(eng(rows(micro)).square().mean())
-        eng.step()
-
-
-@torch.no_grad()
-def seen(eng: Any) -> float:
-    """A number that depends on every weight."""
-    return float(eng(rows(99)).square().sum())
-
-
-def optimizer() -> torch.optim.Optimizer:
-    return torch.optim.Adam([nn.Parameter(torch.zeros(1))], lr=0.05)
-
-
-def part(ds: Any, path: str) -> Any:
-    return import_module(f"{ds.__name__}.{path}")
-
-
-def schedule(ds: Any, kind: str, over: Any, **more: Any) -> Any:
-    return getattr(part(ds, "runtime.lr_schedules"), kind)(over, **SCHEDULES[kind], **more)
-
-
-def rates_alone(kind: str, ds: Any) -> list[Any]:
-    over, found = optimizer(), list[Any]()
-    made = schedule(ds, kind, over)
-    for _ in range(10):
-        found.append(over.param_groups[0]["lr"])
-        over.step()
-        made.step()
-        found += [made.get_lr()[0], made.get_last_lr()[0], over.param_groups[0]["betas"][0]]
-    return found
-
-
-def rates_after_a_jump(kind: str, ds: Any) -> list[Any]:
-    over, found = optimizer(), list[Any]()
-    made = schedule(ds, kind, over)
-    for place in (1, 5, 2):
-        made.step(place)
-        found += [over.param_groups[0]["lr"], made.state_dict()["last_batch_iteration"]]
-    made.step()
-    return [*found, over.param_groups[0]["lr"]]
-
-
-def rates_from_a_position(kind: str, ds: Any) -> list[Any]:
-    over = optimizer()
-    made = schedule(ds, kind, over, last_batch_iteration=3)
-    before = over.param_groups[0]["lr"]
-    made.step()
-    other = schedule(ds, kind, optimizer())
-    other.load_state_dict(made.state_dict())
-    other.step()
-    return [before, over.param_groups[0]["lr"], other.get_last_lr()[0], other.last_batch_iteration]
-
-
-def rates_of_an_engine(kind: str, ds: Any) -> list[Any]:
-    eng = started(ds, gradient_accumulation_steps=1, scheduler={"type": kind, "params": SCHEDULES[kind]})
-    found = [eng.get_lr()[0], eng.optimizer.param_groups[0]["lr"], type(eng.lr_scheduler).__name__]
-    for micro in range(6):
-        run(eng, 1, micro)
-        last, shown = eng.lr_scheduler.get_last_lr()[0], eng.optimizer.param_groups[0]["lr"]
-        found += [eng.get_lr()[0], eng.lr_scheduler.get_lr()[0], last, shown, seen(eng)]
-    return found
-
-
-def refused_value(what: str, ds: Any) -> list[Any]:
-    kind, options = REFUSED[what]
-    try:
-        getattr(part(ds, "runtime.lr_schedules"), kind)(optimizer(), **options)
-    except ValueError:
-        return ["ValueError"]
-    return ["accepted"]
 
 
 def schedule_after_load(states: bool, ds: Any) -> list[Any]:
@@ -178,6 +76,55 @@ def returned_loss(ds: Any) -> list[Any]:
     eng = started(ds)
     loss = eng(rows(0)).square().mean()
     return [float(loss.detach()), float(eng.backward(loss).detach())]
+
+
+def samples_of_unequal_steps(ds: Any) -> list[Any]:
+    """Rows are counted by the microbatches that a script gives each step, also over a checkpoint."""
+    eng, found = started(ds, managed_gradient_accumulation=False), list[Any]()
+    for micros in (2, 3, 1):
+        for micro in range(micros):
+            eng.backward(eng(rows(micro)).square().mean())
+        eng.step()
+        found += [eng.global_samples, eng.global_steps, eng.micro_steps]
+    with tempfile.TemporaryDirectory() as folder:
+        eng.save_checkpoint(folder)
+        other = started(ds, managed_gradient_accumulation=False)
+        other.load_checkpoint(folder)
+    return [*found, other.global_samples, seen(other)]
+
+
+def rows_of_a_loader(ds: Any) -> list[Any]:
+    eng = started(ds)
+    data = torch.utils.data.TensorDataset(torch.arange(7.0))
+    found = [batch[0].tolist() for batch in eng.deepspeed_io(data, route="eval")]
+    found += [batch[0].tolist() for batch in eng.deepspeed_io(data, 3, data_sampler=[6, 1, 0, 2])]
+    once = sorted(row for batch in eng.deepspeed_io(data) for row in batch[0].tolist())
+    return [json.dumps(found), json.dumps(once)]
+
+
+def optimizer_of_a_callable(ds: Any) -> list[Any]:
+    config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    made = ds.initialize(model=net(), config=config, optimizer=lambda params: torch.optim.AdamW(params, lr=0.1))[1]
+    return [isinstance(made, torch.optim.AdamW), made.param_groups[0]["lr"]]
+
+
+def older_argument(ds: Any) -> list[Any]:
+    """The configuration under the name that DeepSpeed's first releases gave it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "a.json")
+        file.write_text(json.dumps(CONFIG), encoding="utf-8")
+        eng = ds.initialize(args=argparse.Namespace(deepscale_config=str(file), local_rank=0), model=net())[0]
+    return [eng.train_micro_batch_size_per_gpu(), eng.gradient_accumulation_steps()]
+
+
+def words_of_a_configuration(ds: Any) -> list[Any]:
+    config, found = part(ds, "runtime.config").DeepSpeedConfig, list[Any]()
+    made = config({"train_batch_size": 4, "gradient_allreduce_op": "SUM", "checkpoint": {"tag_validation": "warn"}})
+    try:
+        config({"train_batch_size": 4, "checkpoint": {"tag_validation": "often"}})
+    except ds.DeepSpeedConfigError:
+        found.append("DeepSpeedConfigError")
+    return [*found, made.gradient_allreduce_op, ds.__version_major__, ds.__version_minor__]
 
 
 def norm_between_updates(ds: Any) -> list[Any]:
@@ -363,6 +310,7 @@ def topology(ds: Any) -> list[Any]:
         made.filter_match(pipe=1),
         made.get_rank_repr(5),
         made.get_dim("pipe"),
+        made.get_coord(5) == made.ProcessCoord(1, 0, 1),
     ]
 
 
@@ -405,7 +353,9 @@ def _cases() -> Iterator[tuple[str, Case]]:
     yield "sizes with a stage", partial(sizes, {"train_batch_size": 4, "zero_optimization": {"stage": 2}})
     for case in (
         returned_loss, norm_between_updates, counters, schedule_of_a_callable, directly_called_networks, empty_folder,
-        client_state, leaves, repeated, topology, arguments,
+        client_state, leaves, repeated, topology, arguments, momenta_of_one_cycle, momenta_in_an_engine,
+        momenta_of_each_group, samples_of_unequal_steps, rows_of_a_loader, optimizer_of_a_callable, older_argument,
+        words_of_a_configuration,
     ):  # fmt: skip
         yield case.__name__.replace("_", " "), case
 

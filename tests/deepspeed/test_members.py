@@ -11,8 +11,10 @@ from torch import Tensor, nn
 import engine
 import engine.deepspeed as deepspeed
 from engine.deepspeed.runtime import lr_schedules
+from engine.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from engine.deepspeed.utils import safe_get_full_grad, safe_set_full_grad
-from tests.deepspeed.pipeline_runs import batch, chain, train_and_load
+from engine.parallel.grid import Grid
+from tests.deepspeed.pipeline_runs import batch, chain, meet_as_the_script_says, train_and_load
 from tests.deepspeed.test_names import CONFIG, net
 
 USED = (
@@ -37,6 +39,65 @@ def started(model: nn.Module | None = None, **changes: Any) -> Any:
 def test_every_member_is_there() -> None:
     eng = started()
     assert not [name for name in USED if name not in dir(eng) and name not in vars(eng)]
+
+
+@pytest.mark.parametrize("given", [
+    {}, {"stage": 1, "reduce_bucket_size": 64, "zero_quantized_weights": True},
+    {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}, "zero_quantized_gradients": True},
+    {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 1},
+])  # fmt: skip
+def test_members_about_zero_answer_by_what_the_run_does(given: dict[str, Any]) -> None:
+    extra: dict[str, Any] = {"bf16": {"enabled": True}} if given.get("zero_quantized_weights") else {}
+    eng = started(zero_optimization=given, **extra)
+    stage, offload = given.get("stage", 0), given.get("offload_optimizer")
+    assert (eng.zero_optimization_stage(), eng.zero_optimization()) == (stage, stage > 0)
+    assert (eng.zero_optimization_partition_gradients(), eng.zero_optimization_partition_weights()) == (
+        stage >= 2,
+        stage == 3,
+    )
+    size = given.get("reduce_bucket_size", 4_000_000)
+    assert eng.zero_reduce_bucket_size() == eng.zero_allgather_bucket_size() == size
+    assert (eng.zero_use_cpu_optimizer(), eng.zero_cpu_offload(), eng.zero_nvme_offload_optimizer()) == (
+        offload is not None,
+        offload is not None,
+        False,
+    )
+    assert eng.zero_partial_offload() == (0.5 if offload else 1.0)
+    assert (eng.zero_offload_optimizer() is None, eng.zero_offload_param() is None) == (offload is None, stage != 3)
+    assert eng.zero_quantized_weights() == (stage == 1) and eng.zero_quantized_gradients() == (stage == 2)
+    assert (eng.zero_hpz_partition_size(), eng.mics_shard_size(), eng.zero_param_persistence_threshold()) == (1, -1, 0)
+    assert eng.zero_overlap_comm() and eng.zero_contiguous_gradients() and eng.zero_gather_16bit_weights_on_model_save()
+    assert eng.get_data_types() == ((torch.bfloat16 if extra else torch.float32), torch.float32)
+    assert eng.communication_data_type is None and not eng.bf16_master_weights_and_gradients()
+    assert eng.sparse_tensor_module_names == set() and not eng.sparse_gradients_enabled()
+
+
+def test_members_about_numbers_answer_by_the_configuration() -> None:
+    held = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    eng = started(bf16=held, communication_data_type="fp32", cast_forward_inputs=True)
+    assert eng.get_data_types() == (torch.bfloat16, torch.bfloat16)
+    assert eng.bf16_master_weights_and_gradients() and eng.bf16_optimizer_states() and eng.fp16_auto_cast()
+    assert eng.communication_data_type == torch.float32
+
+
+def test_the_device_gives_and_takes_the_state_of_its_generator() -> None:
+    device = deepspeed.get_accelerator()
+    device.manual_seed(7)
+    state = device.get_rng_state()
+    drawn = torch.rand(2)
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(2), drawn) and device.initial_seed() == 7
+
+
+def test_a_place_in_the_grid_names_ranks_of_stages() -> None:
+    grid = PipelineParallelGrid(Grid(pp=2, dp=2, rank=3))
+    assert grid.is_last_stage and not grid.is_first_stage
+    assert [grid.stage_to_global(stage) for stage in (0, 1)] == [1, 3]
+    assert grid.stage_to_global(0, data=0) == 0
+
+
+def test_ranks_meet_where_the_script_says(run_ranks: Any, tmp_path: Path) -> None:
+    assert run_ranks(meet_as_the_script_says, 2, tmp_path) == [(1.0, 2, 0), (1.0, 2, 1)]
 
 
 def test_train_batch_takes_what_the_loader_or_the_iterator_gives() -> None:

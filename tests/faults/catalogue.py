@@ -2,6 +2,7 @@
 
 from tests.faults.adapters import ADAPTERS
 from tests.faults.adapters_in_the_loop import ADAPTERS_IN_THE_LOOP
+from tests.faults.answers_to_deepspeed import ANSWERS_TO_DEEPSPEED
 from tests.faults.caught_failures import CAUGHT_FAILURES
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
@@ -74,7 +75,7 @@ AREAS = {
     "data": DATA,
     "expert load": EXPERT_LOAD,
     "caught failures": (*CAUGHT_FAILURES, *PICKLED_WEIGHTS),
-    "deepspeed door": (*DEEPSPEED_DOOR, *SCRIPTS_OF_DEEPSPEED),
+    "deepspeed door": (*DEEPSPEED_DOOR, *SCRIPTS_OF_DEEPSPEED, *ANSWERS_TO_DEEPSPEED),
     "first GPU": FIRST_GPU,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

@@ -4,6 +4,7 @@
     bfloat16                        the older name of bf16
     amp                             mixed precision by Apex: torch.autocast
     sequence_parallel_size          ranks that share a sequence: parallel.tensor with sequence_parallel
+    wandb                           its project: monitor.wandb
     elasticity                      a batch that suits many numbers of GPUs (``elasticity``)
     OneBitAdam, ZeroOneAdam         Adam without bias correction; zero_quantized_gradients compresses messages
     OneBitLamb                      LAMB without bias correction, in the same way
@@ -125,6 +126,25 @@ def _sequence_parallel(raw: dict[str, Any], problems: Problems, notes: Notes) ->
     )
 
 
+def _wandb(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
+    given = raw.pop("wandb", None)
+    if isinstance(given, Mapping):
+        for key in sorted(given.keys() - _WANDB.keys() - {"enabled"}):
+            problems.unknown("wandb", key, ("enabled", *_WANDB))
+    if not _switched_on(given, "wandb", problems):
+        return
+    read = {key: Text(null=True).read(given.get(key), f"wandb.{key}", problems) for key in _WANDB}
+    project = read["project"] or "deepspeed"
+    move(raw, "monitor.wandb", project, "wandb.project", problems)
+    notes.append(f"wandb: acts as monitor.wandb {shown_value(project)}.")
+    for key in (key for key in ("team", "group") if read[key]):
+        notes.append(f"wandb.{key}: accepted, changes nothing here; the environment variable {_WANDB[key]} names it.")
+
+
+_WANDB: Mapping[str, str] = MappingProxyType({"project": "", "team": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP"})
+"""Keys of the section, and the variables from which Weights & Biases reads the same."""
+
+
 def _elasticity(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     given = raw.pop("elasticity", None)
     if not _switched_on(given, "elasticity", problems):
@@ -170,7 +190,7 @@ def _compressed(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
 
 
 _FORMS: tuple[Callable[[dict[str, Any], Problems, Notes], None], ...] = (
-    _accelerate, _zero_as_flag, _bfloat16, _amp, _sequence_parallel, _elasticity, _compressed,
+    _accelerate, _zero_as_flag, _bfloat16, _amp, _sequence_parallel, _wandb, _elasticity, _compressed,
 )  # fmt: skip
 
 

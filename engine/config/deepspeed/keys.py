@@ -131,7 +131,7 @@ _NOTED = MappingProxyType({
         _NO_EFFECT: "profile synchronize_checkpoint_boundary",
     },
     "checkpoint": {
-        "Trine's checkpoints are whole or absent and load on any grid": "tag_validation load_universal"
+        "Trine's checkpoints are whole or absent and load on any grid": "load_universal"
                    " parallel_write writer checkpoint_serialization",
     },
     "pipeline": {
@@ -182,7 +182,6 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "data_parallel_size": Moved("parallel.data", Int(low=1)),
         "sparse_gradients": Only(_OFF, "gradients are dense here; remove it"),
         "use_data_before_expert_parallelism": Only(_OFF, "Trine has no expert axis; remove it"),
-        "wandb": Feature(_LOGGERS, noted=True),
         "comet": Feature(_LOGGERS, noted=True),
         "autotuning": Feature("nothing is tuned by trial runs; `trine plan --search` ranks layouts", noted=True),
         "nebula": Feature("checkpoints are written in the background anyway", noted=True),
@@ -253,6 +252,8 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
                                       "activation_checkpointing.inputs", "host"),
     },
     "checkpoint": {
+        "tag_validation": Noted("all ranks save under one tag, or none does", (),
+                                Choice(options=("Ignore", "Warn", "Fail"), noun="a reaction", fold=True)),
         "use_node_local_storage": Only(_OFF, "checkpoints need a folder that all nodes share; remove it"),
     },
     "compile": {
@@ -286,7 +287,8 @@ TABLE: Mapping[str, Treatment] = MappingProxyType(
 KEYS = (
     *TABLE,
     *(f"{section}.{key}" for section in LOGS for key in LOG),
-    *(*LOGS, "bfloat16", "amp", "elasticity", "sequence_parallel_size"),
+    *(f"wandb.{key}" for key in ("enabled", "project", "team", "group")),
+    *(*LOGS, "wandb", "bfloat16", "amp", "elasticity", "sequence_parallel_size"),
 )
 DERIVED: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),

@@ -87,7 +87,7 @@ class OneCycle(_Scheduled):
         self, optimizer: torch.optim.Optimizer, cycle_min_lr: Rates, cycle_max_lr: Rates, decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None, cycle_first_stair_count: int = 0,
         cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0,
+        cycle_min_mom: Rates = 0.8, cycle_max_mom: Rates = 0.9, decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         super().__init__(optimizer, {
@@ -111,14 +111,22 @@ class OneCycle(_Scheduled):
             self._show()
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Betas of each group in the next update; None without ``cycle_momentum``."""
+        """Betas of each group at this point of the cycle; None without ``cycle_momentum``.
+
+        They are those of the next update, but for the first one: as in DeepSpeed, it has ``cycle_min_mom``, and the
+        cycle begins at ``cycle_max_mom``.
+        """
         if not self.cycle_momentum:
             return None
+        return self._betas() if self.last_epoch else [(own["cycle_max_mom"], 0.99) for own in self._by_group]
+
+    def _betas(self) -> list[tuple[float, float]]:
         return [(one_cycle_momentum(self.last_epoch, own), 0.99) for own in self._by_group]
 
     def _show(self) -> None:
         super()._show()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+        shown = self._betas() if self.cycle_momentum else ()
+        for group, betas in zip(self.optimizer.param_groups, shown, strict=False):
             group["betas"] = betas
 
 

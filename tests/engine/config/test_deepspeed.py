@@ -212,6 +212,9 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
             ("pipeline.stages: asks for parallel.pipeline 2, which is given as 4; keep one of them.",),
         ),
         ({"pipeline": {"stags": 2}}, ("pipeline.stags: unknown key. Did you mean pipeline.stages?",)),
+        ({"wandb": {"enabled": True, "projct": "x"}}, ("wandb.projct: unknown key. Did you mean wandb.project?",)),
+        ({"wandb": {"enabled": True}, "monitor": {"wandb": "y"}}, ('asks for monitor.wandb "deepspeed", which is',)),
+        ({"checkpoint": {"tag_validation": "often"}}, ('is not a reaction; give "Ignore", "Warn" or "Fail".',)),
         ({"checkpoint": {"tag_validaton": 1}}, ("Did you mean checkpoint.tag_validation?",)),
         ({"pipeline": 2}, ("pipeline: 2 is a number;", "Did you mean parallel.pipeline or wire.pipeline?")),
         ({"zero_optimization": {"overlap_com": True}}, ("Did you mean zero_optimization.overlap_comm?",)),
@@ -248,7 +251,8 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
             "The section recomputes nothing by itself, here as in",
         ),
         ({"activation_checkpointing": {"partition_activations": True}}, 'or "mode": "full" beside it.'),
-        ({"wandb": {"enabled": True}}, "wandb.enabled: accepted, changes nothing here; Trine writes monitor.jsonl,"),
+        ({"comet": {"enabled": True}}, "comet.enabled: accepted, changes nothing here; Trine writes monitor.jsonl,"),
+        ({"checkpoint": {"tag_validation": "WARN"}}, "all ranks save under one tag, or none does."),
         (
             {"autotuning": {"enabled": True}},
             "autotuning.enabled: accepted, changes nothing here; nothing is tuned by trial runs",
@@ -299,6 +303,16 @@ PLUGIN = {"zero_stage": 2, "gradient_clipping": 0.5, "zero3_init_flag": True}
             {"sequence_parallel_size": 2},
             {"parallel": {"tensor": 2, "sequence_parallel": True}},
             "sequence_parallel_size: acts as parallel.tensor 2 with parallel.sequence_parallel",
+        ),
+        (
+            {"wandb": {"enabled": True, "project": "x"}},
+            {"monitor": {"wandb": "x"}},
+            'wandb: acts as monitor.wandb "x".',
+        ),
+        (
+            {"wandb": {"enabled": True, "group": "nightly"}},
+            {"monitor": {"wandb": "deepspeed"}},
+            "wandb.group: accepted, changes nothing here; the environment variable WANDB_RUN_GROUP names it.",
         ),
         (
             {"elasticity": {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [4, 8]}},

@@ -91,9 +91,21 @@ def test_lists_give_each_group_its_rates() -> None:
         assert [group["lr"] for group in made.optimizer.param_groups] == pytest.approx(expected)
 
 
+def test_lists_give_each_group_its_momentum() -> None:
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 2, "cycle_min_mom": [0.5, 0.6]}
+    section = {"scheduler": {"type": "OneCycle", "params": params | {"cycle_max_mom": [0.7, 0.9]}}}
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 1.0} for _ in range(2)]
+    made = make_learning_rate(FlatAdam(groups), load_config(section).scheduler, None)
+    for update, expected in ((0, [0.5, 0.6]), (1, [0.6, 0.75]), (2, [0.5, 0.6]), (4, [0.7, 0.9])):
+        made.prepare(update)
+        assert [group["betas"][0] for group in made.optimizer.param_groups] == pytest.approx(expected)
+    with pytest.raises(ConfigError, match=r"cycle_min_mom: 0.6 is above cycle_max_mom, 0.55; give at most 0.55"):
+        load_config({"scheduler": {"type": "OneCycle", "params": params | {"cycle_max_mom": [0.5, 0.55]}}})
+
+
 def test_a_list_of_another_length_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="warmup_max_lr is a list of 2 rates and the optimizer has 1 parameter group;"
+        ConfigError, match="warmup_max_lr is a list of 2 numbers and the optimizer has 1 parameter group;"
     ):
         rate("WarmupLR", warmup_max_lr=[0.1, 0.2])
 

@@ -17,6 +17,7 @@ class ProcessTopology:
     def __init__(self, axes: list[str], dims: list[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
         kind: Any = NamedTuple("ProcessCoord", [(axis, int) for axis in axes])  # type: ignore[misc]
+        self.ProcessCoord = kind  # DeepSpeed's name
         self.mapping = {kind(*place): rank for rank, place in enumerate(product(*(range(dim) for dim in dims)))}
 
     def get_rank(self, **coord: int) -> int:
@@ -92,6 +93,21 @@ class PipelineParallelGrid:
         if grid.order == "tp-pp-dp":
             return ProcessTopology(["data", "pipe", "model"], [grid.row_ranks, grid.pp, grid.tp])
         return ProcessTopology(["pipe", "data", "model"], [grid.pp, grid.row_ranks, grid.tp])
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank runs the first pipeline stage."""
+        return self.get_stage_id() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank runs the last pipeline stage."""
+        return self.get_stage_id() == self._grid.pp - 1
+
+    def stage_to_global(self, stage_id: int, **coord: int) -> int:
+        """The rank that runs a pipeline stage beside this one, or at another place on the other axes."""
+        axes = self.topology()
+        return axes.get_rank(**(axes.get_coord(self._grid.rank)._asdict() | coord | {"pipe": stage_id}))
 
     def get_global_rank(self) -> int:
         """Rank in the world."""
