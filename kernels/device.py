@@ -178,6 +178,14 @@ def cuda_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
+def triton_target(capability: tuple[int, int]) -> Any:
+    """An NVIDIA GPU of a compute capability, as Triton names what it compiles for."""
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = capability
+    return GPUTarget("cuda", 10 * major + minor, 32)
+
+
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
     """Let the current stream of ``device`` go on after ``event`` of another one, and read ``tensors`` from there."""
     if event is None:

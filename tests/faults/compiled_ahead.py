@@ -1,0 +1,41 @@
+"""Faults of kernels that are compiled before the first step."""
+
+from tests.faults.fault import Fault
+
+_TEST = "tests/launch/planner/test_compile_command.py"
+_SAME = (f"{_TEST}::test_kernels_noted_on_shapes_are_those_that_an_engine_launches",)
+
+COMPILED_AHEAD = (
+    Fault(
+        name="kernels-ahead-for-other-addresses",
+        about="Kernels are compiled for tensors at addresses that 16 does not divide, and no launch asks for them.",
+        file="kernels/gpu/warm_cache.py",
+        old="        self._address = tensor.storage_offset() * tensor.element_size()\n",
+        new="        self._address = 8\n",
+        tests=(f"{_TEST}::test_a_second_call_finds_every_kernel_in_the_cache", *_SAME),
+    ),
+    Fault(
+        name="no-update-among-kernels-ahead",
+        about="The kernels of the optimizer are compiled in the first step.",
+        file="engine/rehearsal/rehearsed_rank.py",
+        old="            if not self._runtime.optimizer.copies.any:",
+        new="            if self._runtime.optimizer.copies.any:",
+        tests=_SAME,
+    ),
+    Fault(
+        name="kernels-of-operators-not-noted",
+        about="Operators on shapes launch nothing, so that only those of the optimizer are compiled ahead.",
+        file="kernels/fused_operator.py",
+        old="            if _LAUNCHES.get():\n",
+        new="            if False:\n",
+        tests=_SAME,
+    ),
+    Fault(
+        name="everything-compiled-again",
+        about="A second call compiles what lies in Triton's cache.",
+        file="launch/planner/compile_command.py",
+        old="    left = [kernel for kernel in noted if not is_compiled(kernel)]\n",
+        new="    left = list(noted)\n",
+        tests=(f"{_TEST}::test_a_second_call_finds_every_kernel_in_the_cache",),
+    ),
+)
