@@ -27,6 +27,7 @@ from engine.parallel.kernel_injection.equivalence import (
     small_linear,
     twin,
 )
+from engine.parallel.model.forward_patch import through_class
 
 
 class ActivatedLinear(NamedTuple):
@@ -102,7 +103,7 @@ def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return activate(type(self).forward(self, *args, **kwargs), None, found.activation, kernels)
 
-    return forward
+    return through_class(forward)
 
 
 def pass_through(self: Any, x: Tensor) -> Tensor:
