@@ -127,12 +127,13 @@ class RehearsedRank:
         with self._rehearsing():
             self._play(short_row(row, len(self._batches), splits))
             self._reduce()
-            if not self._runtime.optimizer.copies.any:  # the host updates what lies there
-                self._update()
+            self._update()
 
     def _update(self) -> None:
         runtime, one = self._runtime, torch.ones((), dtype=torch.float64)
         gradient_squared_norm(runtime.buckets, runtime.kernels)
+        if runtime.optimizer.copies.any:  # the host updates, by its own code
+            return
         runtime.learning_rate.prepare(0)
         if runtime.optimizer.decides_on_device:
             runtime.optimizer.launch(DeviceDecision(one, one))

@@ -176,6 +176,9 @@ def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
     """Compile in ``processes`` what Triton's cache lacks, and say how far it is and what it took."""
     from engine.kernels.gpu.warm_cache import compile_kernel, is_compiled
 
+    if not noted:
+        print("compiled   nothing: this configuration launches no kernel of Trine's")
+        return
     began = time.perf_counter()
     left = [kernel for kernel in noted if not is_compiled(kernel)]
     there = len(noted) - len(left)

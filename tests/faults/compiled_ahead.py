@@ -1,4 +1,4 @@
-"""Faults of kernels that are compiled before the first step."""
+"""Faults of kernels that are compiled before the first step, and of the plan that they are compiled for."""
 
 from tests.faults.fault import Fault
 
@@ -18,8 +18,8 @@ COMPILED_AHEAD = (
         name="no-update-among-kernels-ahead",
         about="The kernels of the optimizer are compiled in the first step.",
         file="engine/rehearsal/rehearsed_rank.py",
-        old="            if not self._runtime.optimizer.copies.any:",
-        new="            if self._runtime.optimizer.copies.any:",
+        old="            self._update()\n",
+        new="",
         tests=_SAME,
     ),
     Fault(
@@ -37,5 +37,16 @@ COMPILED_AHEAD = (
         old="    left = [kernel for kernel in noted if not is_compiled(kernel)]\n",
         new="    left = list(noted)\n",
         tests=(f"{_TEST}::test_a_second_call_finds_every_kernel_in_the_cache",),
+    ),
+    Fault(
+        name="layers-with-an-activation-not-shared",
+        about="The operator of a linear layer and its activation keeps the layer whole on every tensor rank.",
+        file="parallel/tensor/plan/sharding_rules.py",
+        old="        if not goes_through_class(module):\n",
+        new='        if "forward" in vars(module):\n',
+        tests=(
+            "tests/parallel/tensor/plan/test_resolve.py"
+            "::test_a_forward_that_calls_the_one_of_the_class_stays_on_a_sharded_layer",
+        ),
     ),
 )
