@@ -22,6 +22,7 @@ from engine.kernels.ops.parallel_softmax import (
     statistics_reference,
 )
 from tests.kernels.error import check_error
+from tests.kernels.registered import check_operator
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMS = {
@@ -270,14 +271,14 @@ def test_parts_of_the_columns_join_to_the_whole(name: str, triton: bool) -> None
 def test_operators_are_registered_as_torch_wants_them() -> None:
     logits, target = made(5, 32)
     ops: Any = torch.ops.trine
-    torch.library.opcheck(ops.cross_entropy.default, (logits.clone().requires_grad_(), target, 1, 0.1))
+    check_operator(ops.cross_entropy.default, (logits.clone().requires_grad_(), target, 1, 0.1))
     one = torch.ones(5)
-    torch.library.opcheck(ops.cross_entropy_backward.default, (one, logits, target, one, one, 1, 0.1))
-    torch.library.opcheck(ops.softmax_statistics.default, (logits, target, None, True, 0))
-    torch.library.opcheck(ops.softmax_statistics.default, (logits, None, torch.ones(32), False, 0))
+    check_operator(ops.cross_entropy_backward.default, (one, logits, target, one, one, 1, 0.1))
+    check_operator(ops.softmax_statistics.default, (logits, target, None, True, 0))
+    check_operator(ops.softmax_statistics.default, (logits, None, torch.ones(32), False, 0))
     given = logits, target, None, one, one, one, one, one, 0
-    torch.library.opcheck(ops.softmax_gradient.default, given)
-    torch.library.opcheck(ops.softmax_gradient_.default, given)
+    check_operator(ops.softmax_gradient.default, given)
+    check_operator(ops.softmax_gradient_.default, given)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
