@@ -48,12 +48,12 @@ class Row:
     """All parts of a first contact run here besides."""
 
     @property
-    def title(self) -> str:
-        """The versions in words."""
-        return (
-            f"Python {self.python}, torch {self.torch}, Triton {self.triton}, transformers {self.transformers}, "
-            f"numpy {self.numpy}"
-        )
+    def versions(self) -> dict[str, str]:
+        """The versions by name."""
+        return {
+            "Python": self.python, "torch": self.torch, "Triton": self.triton, "transformers": self.transformers,
+            "numpy": self.numpy,
+        }  # fmt: skip
 
 
 ROWS: Mapping[str, Row] = MappingProxyType(
@@ -92,13 +92,22 @@ CHECKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ZeRO 3": (*_ANY, f"{_PARITY}test_parity_zero.py::test_every_model_on_every_grid_in_all_modes[llama-dp2]"),
         "kernels": (
             *_ANY, "tests/kernels/test_interpreter.py", f"{_OPERATORS}test_squared_norm.py",
-            f"{_OPERATORS}test_rotary.py", f"{_OPERATORS}test_adamw.py",
+            f"{_OPERATORS}test_rotary.py", f"{_OPERATORS}test_adamw.py", "-k", "not registered_as_torch_wants",
         ),
         "opcheck": (*_ANY, _OPERATORS, "tests/kernels/experts", "-k", "registered_as_torch_wants"),
         "checkpoint": (
             *_ANY,
             "tests/engine/checkpoint/test_checkpoint.py::test_a_run_goes_on_bit_for_bit",
             "tests/engine/checkpoint/test_grids.py::test_pairs_of_grids",
+        ),
+        "kernels ahead": (
+            *_ANY,
+            "tests/launch/planner/test_compile_command.py::test_a_second_call_finds_every_kernel_in_the_cache",
+            "tests/launch/planner/test_compile_command.py::test_kernels_noted_on_shapes_are_those_that_an_engine_launches",
+        ),
+        "benchmarks step": (
+            *_ANY,
+            "tests/benchmarks/training/test_step.py::test_a_tiny_run_has_all_rows_and_equal_losses",
         ),
         "plan": (*_ANY, "tests/launch/planner/test_plan_command.py", "-k", "folder or built_in"),
         "Trainer": (
@@ -110,6 +119,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 FIRST_CONTACT = "first contact"
 CONTACT = ("-m", "benchmarks", "first_contact", "--device", "cpu")
 """All parts that need no GPU."""
+_EVERY = (*CHECKS, FIRST_CONTACT)
 Run = Callable[[Sequence[str], float], tuple[int, str]]
 
 
@@ -182,12 +192,11 @@ def _cell(line: str) -> str:
 
 
 def cells(found: Mapping[str, Mapping[str, str]]) -> dict[tuple[str, str], str]:
-    """Return a row for each environment, by title and check."""
+    """Return a column for each environment: its versions, then what each check says."""
     return {
-        (f"{name}: {ROWS[name].title}", check): row[check]
+        (line, name): told
         for name, row in found.items()
-        for check in (*CHECKS, FIRST_CONTACT)
-        if check in row
+        for line, told in (ROWS[name].versions | {check: row[check] for check in _EVERY if check in row}).items()
     }
 
 
@@ -196,8 +205,7 @@ def main(command: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.versions")
     parser.add_argument("folder", type=Path, help="where the environments are")
     parser.add_argument("--only", nargs="+", choices=[*ROWS], default=[*ROWS], metavar="ROW", help=", ".join(ROWS))
-    every = [*CHECKS, FIRST_CONTACT]
-    parser.add_argument("--checks", nargs="+", choices=every, default=[], metavar="CHECK", help=", ".join(every))
+    parser.add_argument("--checks", nargs="+", choices=_EVERY, default=[], metavar="CHECK", help=", ".join(_EVERY))
     parser.add_argument("--keep", action="store_true", help="leave environments, for the next call")
     parser.add_argument("--python", nargs="+", default=[], metavar="VERSION=COMMAND", help="other than pythonVERSION")
     parser.add_argument("--write-figures", action="store_true", help="keep the table in docs/figures and show it")
@@ -207,9 +215,9 @@ def main(command: Sequence[str]) -> int:
     for name in given.only:
         found[name] = environments.examine(name, given.checks)
         lines = [f"    {check:24s}{told}" for check, told in found[name].items()]
-        print(f"{name}: {ROWS[name].title}", *lines, sep="\n", flush=True)
+        print(f"{name}: {ROWS[name].versions}", *lines, sep="\n", flush=True)
         if given.write_figures:
-            record_cells("versions", "packages", cells({name: found[name]}))
+            record_cells("versions", "", cells({name: found[name]}))
         if not given.keep:
             shutil.rmtree(environments.path(name), ignore_errors=True)
     return int(any("**failed**" in cell for row in found.values() for cell in row.values()))

@@ -6,10 +6,15 @@ from types import MappingProxyType
 
 from engine.errors import ConfigError
 
-TESTED: Mapping[str, str] = MappingProxyType(
-    {"transformers": "5.23", "accelerate": "1.15", "lightning": "2.6", "trl": "1.16"}
+TESTED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "transformers": ("5.17", "5.24"),
+        "accelerate": ("1.15", "1.15"),
+        "lightning": ("2.6", "2.6"),
+        "trl": ("1.16", "1.16"),
+    }
 )
-"""Library -> the minor version in which all calls that its loop makes are tested."""
+"""Library -> the first and the last minor version in which all calls that its loop makes are tested."""
 
 
 def refuse_untested(*libraries: str) -> None:
@@ -19,13 +24,20 @@ def refuse_untested(*libraries: str) -> None:
         ConfigError: one sentence about the first such library.
     """
     for library in libraries:
-        tested = TESTED[library]
-        remedy = f'install it with pip install "{library}=={tested}.*"'
+        first, last = TESTED[library]
+        tested = first if first == last else f"{first} to {last}"
+        remedy = f'install it with pip install "{library}=={last}.*"'
         try:
             found = version(library)
         except PackageNotFoundError:
             raise ConfigError(f"{library} is not installed, and its loop is to run the engine; {remedy}.") from None
-        if found.split(".")[:2] != tested.split("."):
+        if not _minor(first) <= _minor(found) <= _minor(last):
             raise ConfigError(
                 f"{library} is {found}, and the engine is tested inside the loop of {library} {tested}; {remedy}."
             )
+
+
+def _minor(name: str) -> tuple[int, int]:
+    """Return (major, minor) of a version; words behind them, such as dev0, count for nothing."""
+    major, minor = name.split(".")[:2]
+    return int(major), int(minor)

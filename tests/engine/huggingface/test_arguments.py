@@ -154,6 +154,23 @@ def test_versions_out_of_range_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
+@pytest.mark.parametrize("found", ["5.17.0", "5.20.1", "5.24.0", "5.24.0.dev0"])
+def test_every_version_between_the_first_and_the_last_is_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda name: found)
+    versions.refuse_untested("transformers")
+
+
+@pytest.mark.parametrize("found", ["4.57.0", "5.16.2", "5.25.0", "6.0.0"])
+def test_a_version_before_the_first_or_after_the_last_is_refused(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda name: found)
+    with pytest.raises(engine.ConfigError) as caught:
+        versions.refuse_untested("transformers")
+    assert str(caught.value) == (
+        f"transformers is {found}, and the engine is tested inside the loop of transformers 5.17 to 5.24; install it "
+        'with pip install "transformers==5.24.*".'
+    )
+
+
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)
