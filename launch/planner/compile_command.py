@@ -78,12 +78,12 @@ def _gpu(given: str | None) -> "tuple[str, GpuShape]":
         raise PlanError(f"trine compile fills Triton's cache, and {why}; give it an environment that compiles kernels.")
     import torch
 
-    from engine.kernels.device import compiles_triton, cuda_capability, device_name, find_accelerator
+    from engine.kernels.device import compiles_triton, device_name, find_accelerator
     from engine.kernels.gpu.launch_shapes import GPUS, gpu_shape
 
     if given is None:
         device = torch.device(find_accelerator() or "cpu")
-        if compiles_triton(device) and cuda_capability(device)[0]:
+        if compiles_triton(device) and torch.version.hip is None:
             return device_name(device), gpu_shape(device)
         given = "h100"
     if given.lower() not in GPUS:
