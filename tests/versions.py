@@ -175,7 +175,7 @@ class Environments:
         """Return what each check says in the environment of a row; ``only`` names some of them."""
         if absent := self.make(name):
             return {"import": f"{ABSENT}: {_cell(absent)}"}
-        checks = CHECKS | ({FIRST_CONTACT: CONTACT} if ROWS[name].first_contact else {})
+        checks = {**CHECKS, **({FIRST_CONTACT: CONTACT} if ROWS[name].first_contact else {})}
         return {check: self._check(name, checks[check]) for check in checks if not only or check in only}
 
     def _check(self, name: str, arguments: Sequence[str]) -> str:

@@ -64,7 +64,7 @@ class _Place:
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
-        self._address = tensor.storage_offset() * tensor.element_size()
+        self._address = int(tensor.storage_offset()) * tensor.element_size()
 
     def data_ptr(self) -> int:
         return self._address

@@ -10,7 +10,7 @@ COMPILED_AHEAD = (
         name="kernels-ahead-for-other-addresses",
         about="Kernels are compiled for tensors at addresses that 16 does not divide, and no launch asks for them.",
         file="kernels/gpu/warm_cache.py",
-        old="        self._address = tensor.storage_offset() * tensor.element_size()\n",
+        old="        self._address = int(tensor.storage_offset()) * tensor.element_size()\n",
         new="        self._address = 8\n",
         tests=(f"{_TEST}::test_a_second_call_finds_every_kernel_in_the_cache", *_SAME),
     ),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-def check_operator(operator: Any, args: tuple[Any, ...], **bounds: float) -> None:
+def check_operator(operator: Any, args: tuple[Any, ...], **bounds: Any) -> None:
     """Run torch's own ``opcheck``.
 
     torch 2.14 reads ``.grad`` of tensors that are no leaves in it, and hides its own warning from those who have not

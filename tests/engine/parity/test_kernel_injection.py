@@ -110,7 +110,8 @@ class Perceptron(nn.Module):
         self.up, self.act, self.down = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.act(self.up(x)))
+        y: torch.Tensor = self.down(self.act(self.up(x)))
+        return y
 
 
 class Perceptrons(Chain):

@@ -81,12 +81,16 @@ def build(kind: str) -> tuple[nn.Module, Any]:
         return Decoder(DecoderConfig(vocabulary=64, layers=2, width=64, heads=4, context=32)), loss_sum
     import transformers
 
+    made: nn.Module
     if kind == "gpt2":
-        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 32}
-        made = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False))
+        gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=96, n_positions=32, use_cache=False)
+        made = transformers.GPT2LMHeadModel(gpt2)
     else:
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-        made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=96, use_cache=False))
+        llama = transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=96,
+            use_cache=False,
+        )  # fmt: skip
+        made = transformers.LlamaForCausalLM(llama)
     return made.train(), None
 
 
