@@ -16,6 +16,7 @@ from functools import reduce
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.kernels.device import triton_target
 from engine.kernels.fused_operator import launching_on_shapes
@@ -145,7 +146,9 @@ def _function(kernel: NotedKernel) -> Any:
 
 
 def _placed(value: Any) -> Any:
-    return _Place(value) if isinstance(value, Tensor) else value
+    """Return a tensor without content as a place; others have an address."""
+    without = isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta)
+    return _Place(value) if without else value
 
 
 @contextmanager
