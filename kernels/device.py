@@ -173,6 +173,19 @@ def device_name(device: torch.device) -> str:
     return str(_module(device.type).get_device_name(device)) if _is_accelerator(device) else device.type
 
 
+def cuda_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) of any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def triton_target(capability: tuple[int, int]) -> Any:
+    """An NVIDIA GPU of a compute capability, as Triton names what it compiles for."""
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = capability
+    return GPUTarget("cuda", 10 * major + minor, 32)
+
+
 def hand_over(device: torch.device, event: torch.Event | None, tensors: Iterable[torch.Tensor | None]) -> None:
     """Let the current stream of ``device`` go on after ``event`` of another one, and read ``tensors`` from there."""
     if event is None:

@@ -20,7 +20,9 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -29,6 +31,7 @@ from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from engine.kernels.device import compiles_triton, device_name, is_host
 
@@ -262,6 +265,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 R = TypeVar("R")
+_LAUNCHES: ContextVar[bool] = ContextVar("launches", default=False)
 _PLAIN: Any = Tensor.__torch_dispatch__
 """Marks a tensor class that runs no Python code of its own below autograd."""
 _has_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -306,7 +310,14 @@ class FusedOperator(Generic[R]):
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
         """Register the function that makes outputs without content from inputs without content."""
-        self.registered.register_fake(fake)
+
+        def on_shapes(*args: Any) -> R:
+            if _LAUNCHES.get():
+                with _disable_current_modes():
+                    self._function(*map(_without_content, args))
+            return fake(*args)
+
+        self.registered.register_fake(on_shapes)
         return fake
 
     def register_autograd(self, gradients: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
@@ -345,6 +356,24 @@ class FusedOperator(Generic[R]):
         for index in self._written:  # autograd compares versions of what it has saved; a kernel's write changes none
             torch.autograd.graph.increment_version(cast(Tensor, args[index]))
         return output
+
+
+@contextmanager
+def launching_on_shapes() -> Iterator[None]:
+    """Inside, operators on shapes run their function too, on the meta device, so that its launches can be noted."""
+    token = _LAUNCHES.set(True)
+    try:
+        yield
+    finally:
+        _LAUNCHES.reset(token)
+
+
+def _without_content(given: Any) -> Any:
+    """Return a tensor on the meta device that lies in memory as ``given`` does; anything else as it is."""
+    if not isinstance(given, Tensor) or given.is_meta:
+        return given
+    storage = torch.empty(given.untyped_storage().nbytes() // given.element_size(), dtype=given.dtype, device="meta")
+    return storage.as_strided(given.shape, given.stride(), given.storage_offset())
 
 
 def fused_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., R]], FusedOperator[R]]:

@@ -19,6 +19,7 @@ from engine.launch import schedule_command as schedule
 from engine.launch import watch_command as watch
 from engine.launch.doctor import doctor_command as doctor
 from engine.launch.jobs import launch_command as jobs
+from engine.launch.planner import compile_command as compilation
 from engine.launch.planner import plan_request as plan
 from engine.launch.verifier import verify_command as verify
 
@@ -62,14 +63,7 @@ def _parser() -> ArgumentParser:
     command.set_defaults(run=check_configuration)
 
     init.add_init_options(commands.add_parser("init", help="write a script and a configuration to begin with"))
-    command = commands.add_parser("plan", help="say what a run would hold, send and take, without GPUs or processes")
-    plan.add_plan_options(command)
-    command.set_defaults(run=_plan)
-
-    command = commands.add_parser("verify", help="train a small copy of a model on the grid and alone, and compare")
-    verify.add_verify_options(command)
-    command.set_defaults(run=verify.run_verify)
-
+    _add_ahead_commands(commands)
     command = commands.add_parser("schedule", help="draw a pipeline schedule: order, idle share, memory")
     schedule.add_options(command)
     command.set_defaults(run=schedule.run)
@@ -96,6 +90,21 @@ def _parser() -> ArgumentParser:
     return parser
 
 
+def _add_ahead_commands(commands: "_SubParsersAction[CommandParser]") -> None:
+    """Commands on a run before it trains."""
+    command = commands.add_parser("plan", help="say what a run would hold, send and take, without GPUs or processes")
+    plan.add_plan_options(command)
+    command.set_defaults(run=_plan)
+
+    command = commands.add_parser("compile", help="compile the kernels of a first step into Triton's cache, before it")
+    compilation.add_compile_options(command)
+    command.set_defaults(run=compilation.run_compile)
+
+    command = commands.add_parser("verify", help="train a small copy of a model on the grid and alone, and compare")
+    verify.add_verify_options(command)
+    command.set_defaults(run=verify.run_verify)
+
+
 def _add_run_commands(commands: "_SubParsersAction[CommandParser]") -> None:
     """Commands on a run, while it trains or later."""
     command = commands.add_parser("watch", help="what the ranks of a job are in, now or when it stood still")
@@ -114,6 +123,10 @@ def _add_checkpoint_commands(commands: "_SubParsersAction[CommandParser]") -> No
     command = commands.add_parser("info", help="print what a checkpoint holds")
     command.add_argument("folder", type=Path, help=folder)
     command.set_defaults(run=_checkpoint_info)
+
+    command = commands.add_parser("compile", help="compile the kernels of a first step into Triton's cache, before it")
+    compilation.add_compile_options(command)
+    command.set_defaults(run=compilation.run_compile)
 
     command = commands.add_parser("verify", help="read and check every block; damage gives exit status 1")
     command.add_argument("folder", type=Path, help=folder)

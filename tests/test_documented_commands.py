@@ -56,6 +56,10 @@ TESTED = {
     "torchrun --nproc_per_node 2 mine/train.py FILE.txt":
         "tests/launch/test_init_command.py::test_a_folder_with_tokenizer_trains_and_goes_on",
     "trine init MODEL": "tests/launch/test_init_command.py::test_a_function_with_rows_trains",
+    "trine compile runs/llama config.json":
+        f"{PLANNER}test_compile_command.py::test_a_second_call_finds_every_kernel_in_the_cache",
+    "trine compile train.py --world 8 --gpu h100 -- --steps 100":
+        f"{PLANNER}test_compile_command.py::test_the_kernels_of_a_script",
     "trine verify": "tests/launch/verifier/test_verify_command.py::test_a_sound_plan_trains_as_one_process",
     "trine verify llama-70b config.json --world 64":
         "tests/launch/verifier/test_verify_command.py::test_families_of_hugging_face_train_as_one_process",

@@ -25,7 +25,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "first-contact": (*RUN, "kernels", "benchmarks/first_contact"),
         "goodput": ("engine/checkpoint", "engine/watchdog", "parallel/comm"),
         **dict.fromkeys(("soak", "watchdog-cost", "watchdog-faults"), ("engine/watchdog", "parallel/comm")),
-        "reliability": (),  # each row tells its own commit
+        **dict.fromkeys(("reliability", "versions"), ()),  # each row tells its own commit, or is of versions alone
         "protocol-defects": ("kernels/gpu/overlap", "tests/kernels/gpu/overlap"),
         **dict.fromkeys(
             (

@@ -19,10 +19,15 @@ from engine.parallel.comm.launcher import find_place
 
 logger = logging.getLogger("trine")
 
-TESTED: Mapping[str, str] = MappingProxyType(
-    {"transformers": "5.23", "accelerate": "1.15", "lightning": "2.6", "trl": "1.16"}
+TESTED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "transformers": ("5.17", "5.24"),
+        "accelerate": ("1.15", "1.15"),
+        "lightning": ("2.6", "2.6"),
+        "trl": ("1.16", "1.16"),
+    }
 )
-"""Library -> the minor version in which all calls that its loop makes are tested."""
+"""Library -> the first and the last minor version in which all calls that its loop makes are tested."""
 
 
 def check_versions(*libraries: str) -> None:
@@ -32,18 +37,25 @@ def check_versions(*libraries: str) -> None:
         ConfigError: a library is not installed, or of an earlier major version; one sentence about the first of them.
     """
     for library in libraries:
-        tested = TESTED[library]
-        remedy = f'install it with pip install "{library}=={tested}.*"'
+        first, last = TESTED[library]
+        tested = first if first == last else f"{first} to {last}"
+        remedy = f'install it with pip install "{library}=={last}.*"'
         try:
             found = version(library)
         except PackageNotFoundError:
             raise ConfigError(f"{library} is not installed, and its loop is to run the engine; {remedy}.") from None
-        if int(found.partition(".")[0]) < int(tested.partition(".")[0]):
+        if _minor(found)[0] < _minor(first)[0]:
             raise ConfigError(
                 f"{library} is {found}, whose loop lacks calls that the engine enters in {library} {tested}; {remedy}."
             )
-        if found.split(".")[:2] != tested.split("."):
+        if not _minor(first) <= _minor(found) <= _minor(last):
             _warn(f"{library} is {found}, and the engine is tested inside the loop of {library} {tested}; {remedy}")
+
+
+def _minor(name: str) -> tuple[int, int]:
+    """Return (major, minor) of a version; words behind them, such as dev0, count for nothing."""
+    major, minor = name.split(".")[:2]
+    return int(major), int(minor)
 
 
 @cache

@@ -121,7 +121,8 @@ class Trainer(TrlLoop):
         config, own = settled(self._raw, self.args), self._own_loss()
         if self.accelerator.whole_steps:
             given = self.compute_loss_func is not None
-            summed = True if self.loss_is_scaled_for_ga is None and given else self.loss_is_scaled_for_ga
+            scaled = getattr(self, "loss_is_scaled_for_ga", None)  # transformers before 5.23 cannot be told
+            summed = True if scaled is None and given else scaled
             counts = bool(self.model_accepts_loss_kwargs) or given
             self._steps = WholeSteps(self.args, self.accelerator, own, counts, summed)
         self._prepare_trl_model(model)

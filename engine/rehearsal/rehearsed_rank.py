@@ -22,6 +22,7 @@ from engine.build.forward_changes import change_forwards
 from engine.build.request import Request
 from engine.build.validate import prepare
 from engine.kernels.dispatch import Kernels
+from engine.kernels.ops.adamw import DeviceDecision
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
 from engine.parallel.model.forward_patch import ForwardPatches
@@ -38,6 +39,7 @@ from engine.rehearsal.shapes_alone import CPU, AlikeRanks, MissingShapes, shape_
 from engine.step.microbatches import StepMicrobatches
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
+from engine.zero.flat_buckets import gradient_squared_norm
 
 FIRST, SECOND, MIDDLE, LAST = range(4)
 
@@ -130,6 +132,26 @@ class RehearsedRank:
         for name in modules:
             self._model.get_submodule(name).register_forward_hook(note)
         return levels
+
+    def play(self) -> None:
+        """Play a step with its update, for whoever looks at what is launched and not at memory."""
+        row = self.plan.schedule.per_rank[self._pp]
+        splits = any(action.op is Op.BACKWARD_INPUT for action in row)
+        with self._rehearsing():
+            self._play(short_row(row, len(self._batches), splits))
+            self._reduce()
+            self._update()
+
+    def _update(self) -> None:
+        runtime, one = self._runtime, torch.ones((), dtype=torch.float64)
+        gradient_squared_norm(runtime.buckets, runtime.kernels)
+        if runtime.optimizer.copies.any:  # the host updates, by its own code
+            return
+        runtime.learning_rate.prepare(0)
+        if runtime.optimizer.decides_on_device:
+            runtime.optimizer.launch(DeviceDecision(one, one))
+        else:
+            runtime.optimizer.step(1.0)
 
     @contextmanager
     def _rehearsing(self) -> Iterator[None]:

@@ -5,32 +5,70 @@ its area over its share of the peak rate. Programs take tiles in rounds, and eve
 The shares are estimates until ``benchmarks.kernels`` has measured them on a GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 
 import torch
 
-_ASSUMED_PROCESSORS = 132
-"""Processors of an H100 or H200, assumed for shapes on the meta device, which are compiled and not run."""
+
+@dataclass(frozen=True, slots=True)
+class GpuShape:
+    """What launches depend on of a GPU."""
+
+    capability: tuple[int, int]
+    processors: int
+
+
+GPUS: Mapping[str, GpuShape] = MappingProxyType(
+    {
+        "a100": GpuShape((8, 0), 108),
+        "h100": GpuShape((9, 0), 132),
+        "h200": GpuShape((9, 0), 132),
+        "b200": GpuShape((10, 0), 148),
+    }
+)
+"""GPUs that kernels can be compiled for where there is none, by name."""
+_ASSUMED = GPUS["h100"]
+"""The GPU of shapes on the meta device, which are compiled and not run."""
 _INTERPRETED_PROCESSORS = 2
-_ASSUMED_CAPABILITY = (9, 0)
+_PLANNED: ContextVar[GpuShape | None] = ContextVar("planned", default=None)
+
+
+@contextmanager
+def planned_for(gpu: GpuShape) -> Iterator[None]:
+    """Inside, launches are those of ``gpu``, on whatever device tensors are."""
+    token = _PLANNED.set(gpu)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
 _ELEMENTS_PER_THREAD = 16
 _COLUMNS = 1024
 
 
-@cache
 def processors(device: torch.device) -> int:
     """Return the number of streaming multiprocessors of ``device``."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return _ASSUMED_PROCESSORS if device.type == "meta" else _INTERPRETED_PROCESSORS
+    return (_PLANNED.get() or gpu_shape(device)).processors
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of ``device``; without a GPU, that of an H100."""
+    return (_PLANNED.get() or gpu_shape(device)).capability
 
 
 @cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of ``device``; without a GPU, that of an H100."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _ASSUMED_CAPABILITY
+def gpu_shape(device: torch.device) -> GpuShape:
+    """Return what launches depend on of ``device``."""
+    if device.type == "cuda":
+        count = int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return GpuShape(torch.cuda.get_device_capability(device), count)
+    return _ASSUMED if device.type == "meta" else GpuShape(_ASSUMED.capability, _INTERPRETED_PROCESSORS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ _PROGRAMS_EACH = 4
 """Programs on each processor."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums", "blocks_each"])
 def squared_norm_kernel(values, sums, count, blocks_each, weight, BLOCK: tl.constexpr):
     """Add the squares of ``blocks_each`` consecutive blocks."""
     program = tl.program_id(0).to(tl.int64)

@@ -69,9 +69,7 @@ def add_plan_options(command: ArgumentParser) -> None:
     command.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU in GiB, in place of its own")
     command.add_argument("--batch", type=int, metavar="ROWS", help="rows of a step, all ranks together")
     command.add_argument("--price", type=float, metavar="DOLLARS", help="dollars of a GPU and hour")
-    sizes = command.add_argument_group("sizes of the built-in decoder; --context also cuts the rows of any model")
-    for name, text in _SIZES.items():
-        sizes.add_argument(f"--{name}", type=int, help=text)
+    add_sizes(command)
     command.add_argument("--search", action="store_true", help="rank all grids x ZeRO x schedules x microbatches")
     command.add_argument("--top", type=int, default=4, help="layouts whose whole plan is made in a search (default 4)")
     command.add_argument("--out", type=Path, metavar="FILE", help="write the planned JSON configuration")
@@ -85,6 +83,13 @@ def add_plan_options(command: ArgumentParser) -> None:
     command.add_argument("--links", type=Path, metavar="FILE", help=(
         "with --calibrate: what trine doctor --json FILE has measured of the links of a job, by axis"
     ))  # fmt: skip
+
+
+def add_sizes(command: ArgumentParser) -> None:
+    """Add the sizes of the built-in decoder."""
+    sizes = command.add_argument_group("sizes of the built-in decoder; --context also cuts the rows of any model")
+    for name, text in _SIZES.items():
+        sizes.add_argument(f"--{name}", type=int, help=text)
 
 
 _SIZES = {

@@ -42,6 +42,8 @@ class ScriptCall:
     rows: Batch | None
     """Some rows with content; None: the script has given none."""
     notes: tuple[str, ...] = ()
+    example: Batch = None
+    """A microbatch as it was given; on the meta device it has shapes alone."""
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class _Calls:
             more=given | {"inputs": arguments["inputs"], "whole": arguments["whole"]},
             rows=_with_content(arguments["example_batch"]),
             notes=notes,
+            example=arguments["example_batch"],
         )
         self.found.append(call)
         return EngineStandIn(call, self.resolve)

@@ -44,7 +44,7 @@ from engine.parallel.kernel_injection.equivalence import (
     small_linear,
     twin,
 )
-from engine.parallel.model.forward_patch import with_global
+from engine.parallel.model.forward_patch import through_class, with_global
 from engine.parallel.tensor.deferred_linear import is_linear
 from engine.parallel.tensor.layers.linear import has_plain_forward
 
@@ -325,7 +325,7 @@ def injected_activation(found: ActivatedLinear, kernels: Kernels) -> Callable[..
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return activate(type(self).forward(self, *args, **kwargs), None, found.activation, kernels)
 
-    return forward
+    return through_class(forward)
 
 
 def pass_through(self: Any, x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from engine.errors import EngineError
 
 _FORWARD, _COMPILED = "forward", "_compiled_call_impl"
+_THROUGH_CLASS = "_through_class"
 _NOTHING = object()
 
 
@@ -158,6 +159,21 @@ class ForwardPatches:
             for patch in reversed(self.around(model.get_submodule(path)))
         )
         return list(dict.fromkeys(lines))
+
+
+def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a forward of :meth:`ForwardPatches.replace_forward` that calls the one of the module's class.
+
+    A layer that is sharded gets another class, so such a forward stays right, and others would bypass the shards.
+    """
+    vars(forward)[_THROUGH_CLASS] = True
+    return forward
+
+
+def goes_through_class(module: nn.Module) -> bool:
+    """Return whether a call of ``module`` comes to the forward of its class."""
+    own = vars(module).get(_FORWARD)
+    return own is None or getattr(own, _THROUGH_CLASS, False)
 
 
 def _assign(module: nn.Module, name: str, value: Any) -> None:

@@ -6,6 +6,7 @@ from tests.faults.answers_to_deepspeed import ANSWERS_TO_DEEPSPEED
 from tests.faults.caught_failures import CAUGHT_FAILURES
 from tests.faults.checkpoint import CHECKPOINT
 from tests.faults.communicating_kernels import COMMUNICATING_KERNELS
+from tests.faults.compiled_ahead import COMPILED_AHEAD
 from tests.faults.compiled_blocks import COMPILED_BLOCKS
 from tests.faults.counted_paths import COUNTED_PATHS
 from tests.faults.data import DATA
@@ -76,6 +77,7 @@ AREAS = {
     "expert load": EXPERT_LOAD,
     "caught failures": (*CAUGHT_FAILURES, *PICKLED_WEIGHTS),
     "deepspeed door": (*DEEPSPEED_DOOR, *SCRIPTS_OF_DEEPSPEED, *ANSWERS_TO_DEEPSPEED),
+    "kernels compiled ahead": COMPILED_AHEAD,
     "first GPU": FIRST_GPU,
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

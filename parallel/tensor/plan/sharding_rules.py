@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.errors import PlanError
+from engine.parallel.model.forward_patch import goes_through_class
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
 from engine.parallel.tensor.plan.ranges import Divisibility, check_fits, cut_parts, cut_unevenly, held, ranges_of_runs
@@ -262,7 +263,7 @@ class _Cutting:
                 f"{name} has the parameter {more[0]}, but this style shards only weight and bias; give {name} the "
                 'style "replicate".'
             )
-        if "forward" in vars(module):
+        if not goes_through_class(module):
             raise PlanError(
                 f"{name} has a forward of its own on the module object, which would bypass the sharded layer; restore "
                 "the forward of its class."

@@ -156,9 +156,22 @@ def test_an_earlier_major_version_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(engine.ConfigError) as caught:
         hosting.check_versions("transformers")
     assert str(caught.value) == (
-        "transformers is 4.57.1, whose loop lacks calls that the engine enters in transformers 5.23; install it with "
-        'pip install "transformers==5.23.*".'
+        "transformers is 4.57.1, whose loop lacks calls that the engine enters in transformers 5.17 to 5.24; install "
+        'it with pip install "transformers==5.24.*".'
     )
+
+
+@pytest.mark.parametrize(
+    ("found", "tested"), [("5.17.0", True), ("5.24.0.dev0", True), ("5.16.2", False), ("5.25.0", False)]
+)
+def test_every_version_between_the_first_and_the_last_is_tested(
+    found: str, tested: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosting._warn.cache_clear()
+    monkeypatch.setattr(hosting, "version", lambda name: found)
+    monkeypatch.delenv("RANK", raising=False)
+    hosting.check_versions("transformers")
+    assert bool(caplog.messages) != tested
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 import engine
 from engine.build.forward_changes import change_forwards
 from engine.config import load_config
+from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.world import World
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.reporting.banner import banner_text
 from tests.engine.parity.launches import Compared, compare, settings
@@ -97,6 +100,40 @@ class Chain(nn.Module):
 
 
 CHAIN = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+
+class Perceptron(nn.Module):
+    """Two products with an activation between them, which becomes part of the first one's operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.act(self.up(x)))
+        return y
+
+
+class Perceptrons(Chain):
+    """The same with perceptrons in place of products."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), Perceptron()) for _ in range(2))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_layers_with_an_activation_are_shared_among_tensor_ranks_with_and_without_operators(kernels: str) -> None:
+    def body(world: World) -> set[str]:
+        config = CHAIN | {"kernels": kernels, "parallel": {"tensor": 2}}
+        with engine.initialize(models[world.rank], config, example_batch=torch.randn(2, 8), world=world) as eng:
+            assert eng.plan.tensor is not None
+            return set(eng.plan.tensor.layers)
+
+    first = Perceptrons()
+    models = [first, deepcopy(first)]
+    products = {f"blocks.{block}.1.{layer}" for block in range(2) for layer in ("up", "down")}
+    assert run_thread_ranks(2, body)[0] == products
 
 
 def test_the_plan_tells_what_it_replaces_and_close_puts_it_back() -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.activations import Activation, activate
 from tests.kernels.error import check_error
+from tests.kernels.registered import check_operator
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KINDS: tuple[Activation, ...] = ("none", "relu", "relu2", "silu", "gelu", "gelu_tanh")
@@ -110,6 +111,6 @@ def test_same_bits_twice() -> None:
 
 def test_operator_is_registered_as_torch_wants_it() -> None:
     x, bias, residual = (t.requires_grad_() for t in made((5, 32), torch.float32))
-    torch.library.opcheck(torch.ops.trine.activate.default, (x, bias, residual, "gelu"))
-    torch.library.opcheck(torch.ops.trine.activate.default, (x, None, None, "relu2"))
-    torch.library.opcheck(torch.ops.trine.activate.default, (x, bias, residual, "none"))
+    check_operator(torch.ops.trine.activate.default, (x, bias, residual, "gelu"))
+    check_operator(torch.ops.trine.activate.default, (x, None, None, "relu2"))
+    check_operator(torch.ops.trine.activate.default, (x, bias, residual, "none"))

@@ -22,6 +22,7 @@ from engine.kernels.ops.cross_entropy import (
     statistics_reference,
 )
 from tests.kernels.error import check_error
+from tests.kernels.registered import check_operator
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMS = {
@@ -271,8 +272,8 @@ def test_operators_are_registered_as_torch_wants_them() -> None:
     logits, target = made(5, 32)
     ops: Any = torch.ops.trine
     one = torch.ones(5)
-    torch.library.opcheck(ops.softmax_statistics.default, (logits, target, None, True, 0))
-    torch.library.opcheck(ops.softmax_statistics.default, (logits, None, torch.ones(32), False, 0))
+    check_operator(ops.softmax_statistics.default, (logits, target, None, True, 0))
+    check_operator(ops.softmax_statistics.default, (logits, None, torch.ones(32), False, 0))
     given = logits, target, None, one, one, one, one, one, 0
-    torch.library.opcheck(ops.softmax_gradient.default, given)
-    torch.library.opcheck(ops.softmax_gradient_.default, given)
+    check_operator(ops.softmax_gradient.default, given)
+    check_operator(ops.softmax_gradient_.default, given)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.activations import Activation, gated
 from tests.kernels.error import check_error
+from tests.kernels.registered import check_operator
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KINDS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")
@@ -91,6 +92,6 @@ def test_same_bits_twice() -> None:
 
 def test_operator_is_registered_as_torch_wants_it() -> None:
     gate, up = (t.requires_grad_() for t in made((5, 32), torch.float32))
-    torch.library.opcheck(torch.ops.trine.gated.default, (gate, up, "silu"))
+    check_operator(torch.ops.trine.gated.default, (gate, up, "silu"))
     halves = [half.detach().requires_grad_() for half in torch.cat([gate, up], -1).chunk(2, -1)]
-    torch.library.opcheck(torch.ops.trine.gated.default, (*halves, "gelu"))
+    check_operator(torch.ops.trine.gated.default, (*halves, "gelu"))

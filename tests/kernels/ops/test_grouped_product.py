@@ -11,6 +11,7 @@ from engine.errors import EngineError
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.grouped_product import grouped_product, grouped_weight_gradient
 from tests.kernels.error import check_error
+from tests.kernels.registered import check_operator
 from tests.selection import wide
 
 K, N = 40, 72
@@ -99,5 +100,5 @@ def test_operators_are_registered_as_torch_wants_it() -> None:
     ends = ends_of((3, 0, 5))
     x, weight = made((3, 0, 5), torch.float32)
     dy = torch.ones(8, N)
-    torch.library.opcheck(torch.ops.trine.grouped_weight_gradient.default, (x, dy, ends))
-    torch.library.opcheck(torch.ops.trine.grouped_product.default, (x.requires_grad_(), weight.requires_grad_(), ends))
+    check_operator(torch.ops.trine.grouped_weight_gradient.default, (x, dy, ends))
+    check_operator(torch.ops.trine.grouped_product.default, (x.requires_grad_(), weight.requires_grad_(), ends))

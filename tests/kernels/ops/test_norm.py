@@ -13,6 +13,7 @@ from engine.kernels.dispatch import Kernels, Mode
 from engine.kernels.gpu.norm import norm_forward
 from engine.kernels.ops.norm import WIDEST_LAYER_FP32, Norm, add_norm, norm, squared_norm
 from tests.kernels.error import check_error
+from tests.kernels.registered import check_operator
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMS = {
@@ -106,8 +107,8 @@ def test_same_bits_twice() -> None:
 
 def test_operator_is_registered_as_torch_wants_it() -> None:
     x, weight, bias = (t.requires_grad_() for t in made((5, 32), torch.float32, biased=True))
-    torch.library.opcheck(torch.ops.trine.norm.default, (x, weight, bias, 1e-5, 0.0, True))
-    torch.library.opcheck(torch.ops.trine.add_norm.default, (x, x.detach().clone(), weight, None, 1e-5, 1.0, False))
+    check_operator(torch.ops.trine.norm.default, (x, weight, bias, 1e-5, 0.0, True))
+    check_operator(torch.ops.trine.add_norm.default, (x, x.detach().clone(), weight, None, 1e-5, 1.0, False))
 
 
 MODES: tuple[Mode, ...] = ("reference", "triton")

@@ -11,6 +11,7 @@ from transformers.models.gptj.modeling_gptj import rotate_every_two
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.rotary import Rotary, rotary
 from tests.kernels.error import check_error
+from tests.kernels.registered import check_operator
 
 TRITON = Kernels("triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -134,5 +135,5 @@ def test_same_bits_twice() -> None:
 def test_operator_is_registered_as_torch_wants_it() -> None:
     q, k, cos, sin = made((1, 2, 1, 2, 8, 6), torch.float32, Rotary())
     given = q.requires_grad_(), k.requires_grad_(), cos, sin
-    torch.library.opcheck(torch.ops.trine.rotary.default, (*given, False, False))
-    torch.library.opcheck(torch.ops.trine.rotary.default, (*given, True, True))
+    check_operator(torch.ops.trine.rotary.default, (*given, False, False))
+    check_operator(torch.ops.trine.rotary.default, (*given, True, True))

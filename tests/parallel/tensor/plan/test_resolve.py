@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine.parallel.kernel_injection.linear_activation import ActivatedLinear, injected_activation
 from torch import nn
 
 from engine.errors import ConfigError, PlanError
+from engine.kernels.dispatch import REFERENCE
+from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, ParameterCut, TensorPlan
@@ -209,6 +212,13 @@ def test_styles_on_the_wrong_module() -> None:
     assert refusal(in_model(Pair()), {"*.up": "column", "*.down": "row", "block": "ratio:count=up/down"}) == (
         "the style of block names block.down, but only column layers of the plan have local outputs; name one of them."
     )
+
+
+def test_a_forward_that_calls_the_one_of_the_class_stays_on_a_sharded_layer() -> None:
+    model, patches = Pair(), ForwardPatches()
+    plain, found = find_tensor_plan(model, PAIR, 2), ActivatedLinear("up", "act", "relu")
+    patches.replace_forward(model.up, PatchLayer.KERNEL, injected_activation(found, REFERENCE), "with relu")
+    assert find_tensor_plan(model, PAIR, 2) == plain
 
 
 def test_modules_that_pass_the_cut_by() -> None:

@@ -1,0 +1,80 @@
+"""``trine compile``: what is noted on shapes is what an engine launches, and lies in Triton's cache afterwards."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.launch.cli import main
+from tests.launch.planner.launched_kernels import CASES
+
+ROOT = Path(__file__).parents[3]
+OFTEN = ("llama bf16",)
+SIZES = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--vocabulary", "32")
+TRINE = ("-c", "import sys; from engine.launch.cli import main; sys.exit(main(sys.argv[1:]))", "compile")
+
+
+def compiling(*command: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Python where Triton compiles, with a cache of its own."""
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    own |= {"TRITON_CACHE_DIR": str(cache)} if cache else {}
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=own, capture_output=True, text=True, check=False)
+
+
+def told(*cases: str) -> Mapping[str, Any]:
+    """Return the comparison of some cases."""
+    done = compiling("-m", "tests.launch.planner.launched_kernels", *cases)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: Mapping[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def assert_same(found: Mapping[str, Any]) -> None:
+    for name, case in found.items():
+        assert not case["noted alone"] and not case["launched alone"], (name, case)
+        assert {"norm_forward_kernel", "product_kernel", "squared_norm_kernel"} <= set(case["both"]), name
+
+
+def test_kernels_noted_on_shapes_are_those_that_an_engine_launches() -> None:
+    assert_same(told(*OFTEN))
+
+
+@pytest.mark.long
+def test_so_are_those_of_other_dtypes_optimizers_and_recomputation() -> None:
+    assert_same(told(*(name for name in CASES if name not in OFTEN)))
+
+
+def test_a_second_call_finds_every_kernel_in_the_cache(tmp_path: Path) -> None:
+    config, cache = tmp_path / "config.json", tmp_path / "cache"
+    config.write_text(json.dumps({"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}))
+    first, second = (
+        compiling(*TRINE, str(config), *SIZES, "--processes", "2", "--gpu", "h100", cache=cache) for _ in range(2)
+    )
+    assert first.returncode == second.returncode == 0, (first.stderr + second.stderr)[-3000:]
+    count = len(list(cache.glob("*/*.cubin")))
+    assert all(done.stdout.startswith(f"noted      {count} kernels") for done in (first, second))
+    assert f"compiled   {count} kernels, " in first.stdout and f"0 were in Triton's cache, {cache}" in first.stdout
+    assert second.stdout.endswith(f"compiled   nothing: all {count} are in Triton's cache, {cache}\n")
+
+
+@pytest.mark.long
+def test_the_kernels_of_a_script(tmp_path: Path) -> None:
+    sizes = ("--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--out", str(tmp_path / "run"))
+    done = compiling(*TRINE, "train.py", "--", *sizes, cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {"adamw_kernel", "norm_backward_kernel"} <= {file.stem for file in (tmp_path / "cache").glob("*/*.cubin")}
+
+
+def test_a_gpu_without_a_compiler_here_is_refused(tmp_path: Path) -> None:
+    done = compiling(*TRINE, str(tmp_path / "config.json"), "--gpu", "mi300x")
+    assert done.returncode == 1 and "compiled ahead for a100, b200, h100, h200" in done.stderr
+
+
+def test_an_interpreter_has_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", str(tmp_path / "config.json")]) == 1
+    assert "TRITON_INTERPRET=1 is set" in capsys.readouterr().err
