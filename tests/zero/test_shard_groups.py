@@ -85,7 +85,7 @@ def test_groups_on_every_grid_train_as_one_process(zero: dict[str, Any], paralle
     def decoder() -> nn.Module:
         return models.decoder(tied=tied)
 
-    found = verify(decoder, settings(zero, parallel), models.batches_for("decoder", 16), loss_sum, threads=8)
+    found = verify(decoder, settings(zero, parallel), models.batches_for("decoder", 16, 3), loss_sum, threads=8)
     assert found is not None and found.holds(), str(found)
     assert all(norm > 0.05 for norm in found.reference.norms), "clipping must be active"
 

@@ -43,7 +43,7 @@ def config_for(dp: int, stage: int, **changes: Any) -> dict[str, Any]:
 def train_both(name: str, config: dict[str, Any]) -> Parity | None:
     """Body of a rank."""
     loss_fn = loss_sum if name.startswith("decoder") else None
-    return verify(MODELS[name], config, models.batches_for(name.split()[0], 16), loss_fn)
+    return verify(MODELS[name], config, models.batches_for(name.split()[0], 16, 3), loss_fn)
 
 
 def parity(run_ranks: RunRanks, name: str, config: dict[str, Any], dp: int) -> Parity:
@@ -79,7 +79,7 @@ def test_gradients_kept_as_shards_equal_one_process(
 
 def train_stages() -> list[TrainingRecord]:
     """Body of a rank: a run of each stage, and of stage 1 with other buckets."""
-    batches, runs = models.batches_for("decoder", 16), []
+    batches, runs = models.batches_for("decoder", 16, 3), []
     for stage, bucket in ((0, 6000), (1, 6000), (1, 1), (1, 10**6), (2, 6000), (3, 6000)):
         config = config_for(2, stage, zero_optimization={"stage": stage, "reduce_bucket_size": bucket})
         runs.append(train_on_grid(models.decoder, config, batches, VerifyOptions(loss_sum)))
@@ -114,7 +114,7 @@ def test_every_optimizer_and_parameter_groups(run_ranks: RunRanks, kind: str) ->
 
 def train_uneven(config: dict[str, Any]) -> Parity | None:
     """Sequences of very different length: a mean of means would be wrong."""
-    batches = models.batches_for("decoder", 16)
+    batches = models.batches_for("decoder", 16, 3)
     generator = torch.Generator().manual_seed(11)
     for batch in batches:
         lengths = torch.randint(1, models.LENGTH + 1, (16, 1), generator=generator)

@@ -66,7 +66,7 @@ def test_any_grid_trains_as_one_process(
 
     name = kind.split()[0]
     found = verify(
-        build, settings(EACH[optimizer], parallel, zero), models.batches_for(name, 16),
+        build, settings(EACH[optimizer], parallel, zero), models.batches_for(name, 16, 3),
         loss_sum if name == "decoder" else None, threads=ranks,
     )  # fmt: skip
     assert found is not None and found.holds(), str(found)

@@ -88,7 +88,7 @@ def test_any_grid_trains_as_one_process(
 
     name, config = kind.split()[0], settings(EACH[optimizer], parallel, zero)
     loss_fn = loss_sum if name == "decoder" else None
-    found = verify(build, config, models.batches_for(name, 16), loss_fn, threads=ranks)
+    found = verify(build, config, models.batches_for(name, 16, 3), loss_fn, threads=ranks)
     assert found is not None and found.holds(), str(found)
     assert all(norm > 0.05 for norm in found.reference.norms), "clipping must be active"
 

@@ -17,7 +17,7 @@ from engine.verify import verify
 from tests import models
 from tests.engine.parity.optimizer_grids import OPTIMIZER_GRIDS
 from tests.engine.parity.test_fewer_bits_training import STEPS, losses
-from tests.engine.parity.test_parity_optimizers import MUON, SGD
+from tests.engine.parity.test_parity_optimizers import ADAMW, MUON, SGD
 from tests.engine.parity.test_parity_optimizers import settings as warming
 from tests.parallel.comm.small_decoder import batch, on_threads
 from tests.planned_traffic import traffic_differs
@@ -118,7 +118,7 @@ def test_any_grid_trains_as_one_process(
 
     name, config = kind.split()[0], settings(OPTIMIZERS[optimizer], parallel, zero)
     loss_fn = loss_sum if name == "decoder" else None
-    found = verify(build, config, models.batches_for(name, 16), loss_fn, threads=ranks)
+    found = verify(build, config, models.batches_for(name, 16, 3), loss_fn, threads=ranks)
     # tensor ranks have blocks of their own parts, and in fp32 a sum rounded otherwise takes another code
     bounds = (2e-3, 2e-2, 3e-2) if optimizer == "8 bits" else (1e-6, 1e-5, 1e-5)
     assert found is not None and found.holds(*bounds), str(found)
@@ -199,9 +199,12 @@ def goes_on_bit_for_bit(folder: Path, optimizer: Any) -> None:
     assert all(torch.equal(b[name], value) for a, b in zip(weights, found, strict=True) for name, value in a.items())
 
 
-@pytest.mark.parametrize("optimizer", DECODER)
+LASTING: dict[str, Any] = DECODER | {"muon": [{"match": "blocks.*", **MUON}, ADAMW]}
+
+
+@pytest.mark.parametrize("optimizer", LASTING)
 def test_a_process_goes_on_from_its_checkpoint(tmp_path: Path, optimizer: str) -> None:
-    goes_on_bit_for_bit(tmp_path, DECODER[optimizer])
+    goes_on_bit_for_bit(tmp_path, LASTING[optimizer])
 
 
 @pytest.mark.long
@@ -216,11 +219,11 @@ def test_a_process_goes_on_from_its_checkpoint(tmp_path: Path, optimizer: str) -
         (4, {"data": 2, "tensor": 2}, {"stage": 2}),
     ],
 )
-@pytest.mark.parametrize("optimizer", DECODER)
+@pytest.mark.parametrize("optimizer", LASTING)
 def test_a_run_goes_on_from_a_checkpoint_on_another_grid(
     run_ranks: RunRanks, tmp_path: Path, optimizer: str, ranks: int, parallel: dict[str, Any], zero: dict[str, Any]
 ) -> None:
-    chosen = DECODER[optimizer]
+    chosen = LASTING[optimizer]
     losses, weights, _ = run_ranks(train, 2, str(tmp_path), 2, {"data": 2}, {"stage": 1}, chosen, False)[0]
     again, found, _ = run_ranks(train, ranks, str(tmp_path), ranks, parallel, zero, chosen, True)[0]
     if (parallel, zero) == ({"data": 2}, {"stage": 1}):
