@@ -38,8 +38,10 @@ def cross_entropy(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy, kerne
 def reference(logits_NV: Tensor, target_N: Tensor, form: CrossEntropy) -> Tensor:
     """PyTorch's, which computes in fp32 or wider and rounds once."""
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    options = {"ignore_index": form.ignore_index, "label_smoothing": form.label_smoothing}
-    return functional.cross_entropy(wide, target_N, reduction=form.reduction, **options).to(logits_NV.dtype)
+    found = functional.cross_entropy(
+        wide, target_N, ignore_index=form.ignore_index, reduction=form.reduction, label_smoothing=form.label_smoothing
+    )
+    return found.to(logits_NV.dtype)
 
 
 class _Losses(torch.autograd.Function):
@@ -57,7 +59,7 @@ class _Losses(torch.autograd.Function):
         return losses_N.masked_fill_(target_N == form.ignore_index, 0)
 
     @staticmethod
-    def backward(ctx: Any, slope_N: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, slope_N: Tensor) -> tuple[Tensor, None, None]:
         logits_NV, target_N, *softmax = ctx.saved_tensors
         slopes = ctx.form.slopes(slope_N.masked_fill(target_N == ctx.form.ignore_index, 0), logits_NV.shape[1])
         return find_gradient(logits_NV, ctx.question, Softmax(*softmax), slopes, triton=True), None, None
