@@ -42,7 +42,7 @@ from engine.step.parts import StepPart
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
-from engine.step.user_loop import LoopControl, UserLoop
+from engine.step.user_loop import LoopControl, LoopState, UserLoop
 
 logger = logging.getLogger("trine")
 
@@ -83,10 +83,9 @@ class Engine(TrainingLoop, NamedState, Inference):
             entries = state_entries(self._model)
             self._built = self._build(example, problem)
             self._resources.add(self._built.close)
-            self._resources.refuse_by(self._built.away.refuse)
             if self._built.averaged is not None:
                 self._resources.refuse_by(self._built.averaged.refuse)
-            self._runner = StepRunner(self._model, self._built, self._update, self._checkpoints)
+            self._runner = StepRunner(self._model, self._built, self._update, self._checkpoints.control)
             self._loop = UserLoop(self._runner, self._built, self._control)
             self._reports.built(self._built)
             self._checkpoints.built(self._built, self._update, entries)
@@ -392,7 +391,7 @@ class Engine(TrainingLoop, NamedState, Inference):
 
     def _refuse_unfinished(self, call: str) -> None:
         self._resources.refuse_closed(call)
-        if self._loop is not None:
+        if self._loop is not None and self._loop.state is not LoopState.LEFT:
             self._loop.leave(call)
 
     def _note_unfinished(self, call: str) -> None:
@@ -424,5 +423,6 @@ class Engine(TrainingLoop, NamedState, Inference):
         step, outcome = finished
         report = self._reports.record(step, outcome, self.plan, self._update.made)
         self._update.check(outcome)
-        self._checkpoints.after_step(not outcome.skipped, bool(outcome.totals.stops))
+        if outcome.totals.stops or self._checkpoints.due:
+            self._checkpoints.after_step(not outcome.skipped, bool(outcome.totals.stops))
         return report

@@ -300,6 +300,7 @@ class NamedState(ABC):
             with runtime.changing():
                 runtime.away.expire(kinds)
             runtime.away.offload(kinds, pin_memory, not non_blocking)
+            self._resources.refuse_by(runtime.away.refuse)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back all that ``offload_states`` has moved. Nothing is communicated.
@@ -309,6 +310,7 @@ class NamedState(ABC):
         self._resources.refuse_closed("reload_states")
         if self._built is not None:
             self._built.away.reload(blocking=not non_blocking)
+            self._resources.refuse_no_more_by(self._built.away.refuse)
 
     @property
     def _sharded(self) -> bool:

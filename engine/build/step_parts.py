@@ -14,15 +14,26 @@ from engine.integrity.reruns import ComputedGradients
 from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.planning.plan import Plan
+from engine.program.expert_load import ExpertCounter
 from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.parts import StepPart, StepParts
-from engine.step.rank_parts import AverageOfWeights, DelayedUpdates, EncodingResiduals, EqualGradients, EqualWeights
+from engine.step.rank_parts import (
+    AverageOfWeights,
+    DelayedUpdates,
+    EncodingResiduals,
+    EqualGradients,
+    EqualWeights,
+    ExpertRows,
+    MomentsOnDisk,
+    StatesOnHost,
+)
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.phases.averaged_weights import AveragedWeights
+from engine.zero.phases.offloaded_states import OffloadedStates, StateTensors
 from engine.zero.reduce.reducer import Reducer
 from engine.zero.reduce.replica_check import ReplicaCheck
 from engine.zero.reduce.weight_copies import WeightCopies
@@ -42,6 +53,8 @@ class PartRequest:
     reducer: Reducer
     encoder: MessageEncoder | None
     gatherer: ParameterGatherer | None
+    experts: ExpertCounter | None
+    """Counts the rows of experts; None: they are not counted."""
 
 
 def make_parts(request: PartRequest) -> StepParts:
@@ -51,7 +64,24 @@ def make_parts(request: PartRequest) -> StepParts:
 
 def _delayed(request: PartRequest) -> StepPart | None:
     delayed = request.optimizer.delayed
-    return DelayedUpdates(delayed, request.gatherer) if delayed is not None else None
+    return DelayedUpdates(delayed, request.optimizer, request.gatherer) if delayed is not None else None
+
+
+def _disk(request: PartRequest) -> StepPart | None:
+    return MomentsOnDisk(request.optimizer.disk) if request.optimizer.disk is not None else None
+
+
+def _states(request: PartRequest) -> StepPart:
+    tensors = StateTensors(
+        model=request.model,
+        trained=request.buckets,
+        frozen=request.frozen,
+        optimizer=request.optimizer,
+        reducer=request.reducer,
+        encoder=request.encoder,
+        gatherer=request.gatherer,
+    )
+    return StatesOnHost(OffloadedStates(tensors, request.device))
 
 
 def _integrity(request: PartRequest) -> StepPart | None:
@@ -79,8 +109,9 @@ def _equal_weights(request: PartRequest) -> StepPart | None:
     return EqualWeights(WeightCopies(request.plan.table, request.buckets, request.comm), request.optimizer)
 
 
-def _buffers(request: PartRequest) -> StepPart:
-    return WrittenBuffers(request.model)
+def _buffers(request: PartRequest) -> StepPart | None:
+    """None for a model without buffers."""
+    return WrittenBuffers(request.model) if any(True for _ in request.model.buffers()) else None
 
 
 def _residuals(request: PartRequest) -> StepPart | None:
@@ -102,7 +133,11 @@ def _average(request: PartRequest) -> StepPart | None:
     return AverageOfWeights(AveragedWeights(request.buckets, optimizer, moving))
 
 
+def _experts(request: PartRequest) -> StepPart | None:
+    return ExpertRows(request.experts) if request.experts is not None else None
+
+
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
-    _delayed, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average,
+    _delayed, _disk, _states, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average, _experts,
 )  # fmt: skip
 """Each feature of a step; ``PartOrder`` has the order in which they are called."""

@@ -30,11 +30,11 @@ from engine.step.failed_ranks import failure_of_step
 from engine.step.parts import StepPart
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState, StepTotals
-from engine.zero.flat_buckets import FlatBucket, gradient_squared_norm
+from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.flat_optimizers import Bookkeeping
 from engine.zero.optim.master_weights import clip_factor, factor_on_device, gradient_norm
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.reduce.replica_check import NonFiniteSource
+from engine.zero.reduce.replica_check import NonFinite, NonFiniteSource
 
 logger = logging.getLogger("trine")
 
@@ -149,7 +149,7 @@ class Update:
             step.problem = part.before_update(step)
         # The control sum comes before the decision: clipping and finiteness need the norm over all shards, and a rank
         # that decided from its own values could skip where others update, or raise where others wait for it.
-        squared_norm = gradient_squared_norm(runtime.buckets, runtime.kernels)
+        squared_norm = runtime.optimizer.gradient_squared_norm()
         idle = runtime.reducer.frozen if self._updates_unused else runtime.reducer.unused
         surprises = runtime.optimizer.unexpected(idle, runtime.reducer.names)
         packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
@@ -207,7 +207,8 @@ class Update:
         gradient is looked at before the sum, so that a second skipped step can name the rank.
         """
         own = runtime.reducer.found_nonfinite()
-        nonfinite = runtime.nonfinite.find(step.loss, totals.weight, own, step.sent)
+        finder = NonFinite(runtime.plan.table, runtime.buckets, self._comm, self._device)
+        nonfinite = finder.find(step.loss, totals.weight, own, step.sent)
         runtime.reducer.watch(True)
         for part in runtime.parts.having(StepPart.after_skip):
             part.after_skip()

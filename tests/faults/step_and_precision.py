@@ -165,8 +165,8 @@ STEP_AND_PRECISION = (
         name="gradient-looked-for-in-vain",
         about="Clipping by hand before a step finds no gradient and says nothing.",
         file="engine/step/user_loop.py",
-        old="        self._fresh = False\n        self._runtime.gradient_guard.set()\n",
-        new="        self._fresh = False\n",
+        old="        self.state = LoopState.ENTERED\n        self._runtime.gradient_guard.set()\n",
+        new="        self.state = LoopState.ENTERED\n",
         tests=("tests/zero/reduce/test_gradient_guard.py::test_between_backward_and_step_a_look_is_refused",),
     ),
     Fault(

@@ -21,7 +21,7 @@ from engine.errors import ConfigError
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.ops.adamw import DeviceDecision, fits_adamw_kernel
 from engine.parallel.comm.comm import Comm, Pending
-from engine.zero.flat_buckets import FlatBucket
+from engine.zero.flat_buckets import FlatBucket, gradient_squared_norm
 from engine.zero.gather.encoded_gather import gather_masters
 from engine.zero.offload.delayed_update import DelayedUpdate
 from engine.zero.offload.disk_agreement import DiskAgreement
@@ -200,6 +200,10 @@ class ShardedOptimizer:
             and not self.copies.any
             and any(fits_adamw_kernel(flat.weights, self._kernels) for flat in self._buckets)
         )
+
+    def gradient_squared_norm(self) -> Tensor:
+        """This rank's share of the squared norm of the reduced gradients, fp64, where the sums are."""
+        return gradient_squared_norm(self._buckets, self._kernels)
 
     @torch.no_grad()
     def launch(self, decision: DeviceDecision) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 from engine.build import forward_changes as forwards
-from engine.checkpoint.coordinator import CheckpointCoordinator
+from engine.step.state import RunControl
 from engine.errors import EngineError
 from engine.kernels.gpu import adamw as launcher
 from engine.models.decoder import loss_sum
@@ -178,7 +178,7 @@ def fails() -> list[Any]:
             before = test_nonfinite.traces(eng)
             with pytest.MonkeyPatch.context() as patch, pytest.raises(EngineError) as caught:
                 if bad and eng.grid.rank:
-                    patch.setattr(CheckpointCoordinator, "problem", lambda self: EngineError("made up"))
+                    patch.setattr(RunControl, "take_problem", lambda self: EngineError("made up"))
                 # without a microbatch the weight of a step is 0
                 eng.train_batch(batch) if bad else eng._runner.finish(eng._runner._open(batch, "train")[0])
             found += [str(caught.value), test_nonfinite.traces(eng) == before]
