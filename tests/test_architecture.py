@@ -24,7 +24,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "run_state", "weights_transfer", "given_state", "resume", "rank_report", "save", "writer", "coordinator",
     ),
     "engine.zero": (
-        "layout", "wire_formats", "flat_buckets", "attachment", "own_backward", "offload", "gather", "reduce",
+        "layout", "wire_formats", "flat_buckets", "own_backward", "offload", "gather", "reduce",
         "optim", "phases",
     ),
     "engine.parallel": (

@@ -35,11 +35,10 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.parametrized_weights import keep_parameters
 from engine.parallel.model.quantized_layers import quantized_layers
 from engine.parallel.model.rng_streams import RandomStreams
-from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.parallel.pipeline.runtime.executor import Executor
 from engine.parallel.pipeline.runtime.split_backward import SplitBackward
-from engine.parallel.pipeline.runtime.stage import Stage
+from engine.parallel.pipeline.runtime.stage import AbsentParameters, Stage
 from engine.parallel.pipeline.runtime.transport import CommTransport
 from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.parallel.tensor.layers.partial_grads import PartialSums
@@ -73,6 +72,7 @@ from engine.zero.optim.rules.adafactor import FactoredUpdates
 from engine.zero.optim.rules.layerwise import LayerwiseUpdates
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.own_backward import OwnBackward
+from engine.zero.phases.state_inventory import StateInventory
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
@@ -146,8 +146,11 @@ def assemble_rank(
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     experts, on_host, streams = _within_gathers(model, plan, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
+    inventory = StateInventory(
+        model=model, rows=plan.table.held_by(rank), trained=buckets, frozen=frozen, optimizer=optimizer,
+        reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
     made = PartRequest(
-        model=model, plan=plan, comm=comm, device=device, buckets=buckets, frozen=frozen, optimizer=optimizer,
+        model=model, plan=plan, comm=comm, device=device, buckets=buckets, inventory=inventory, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts)  # fmt: skip
     traces = TraceCache(plan, program, axis, example) if plan.cut is not None else None
     return RankRuntime(
@@ -162,6 +165,7 @@ def assemble_rank(
         executor=Executor(CommTransport(comm, plan.schedule.rank_of_stage, device, encoder), comm.recorder),
         buckets=buckets,
         frozen=frozen,
+        inventory=inventory,
         gatherer=gatherer,
         reducer=reducer,
         own_backward=own_backward,

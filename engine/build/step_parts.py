@@ -9,7 +9,6 @@ from torch import nn
 from engine.integrity.at_rest import AtRest
 from engine.integrity.copies import DataCopies, ReplicaCopies
 from engine.integrity.guard import Integrity
-from engine.integrity.held import Holdings
 from engine.integrity.reruns import ComputedGradients
 from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
@@ -19,11 +18,11 @@ from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import (
     AverageOfWeights,
+    CountedExperts,
     DelayedUpdates,
     EncodingResiduals,
     EqualGradients,
     EqualWeights,
-    ExpertRows,
     MomentsOnDisk,
     StatesOnHost,
 )
@@ -33,7 +32,8 @@ from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.phases.averaged_weights import AveragedWeights
-from engine.zero.phases.offloaded_states import OffloadedStates, StateTensors
+from engine.zero.phases.offloaded_states import OffloadedStates
+from engine.zero.phases.state_inventory import StateInventory
 from engine.zero.reduce.reducer import Reducer
 from engine.zero.reduce.replica_check import ReplicaCheck
 from engine.zero.reduce.weight_copies import WeightCopies
@@ -48,7 +48,7 @@ class PartRequest:
     comm: Comm
     device: torch.device
     buckets: Sequence[FlatBucket]
-    frozen: Sequence[FlatBucket]
+    inventory: StateInventory
     optimizer: ShardedOptimizer
     reducer: Reducer
     encoder: MessageEncoder | None
@@ -72,16 +72,7 @@ def _disk(request: PartRequest) -> StepPart | None:
 
 
 def _states(request: PartRequest) -> StepPart:
-    tensors = StateTensors(
-        model=request.model,
-        trained=request.buckets,
-        frozen=request.frozen,
-        optimizer=request.optimizer,
-        reducer=request.reducer,
-        encoder=request.encoder,
-        gatherer=request.gatherer,
-    )
-    return StatesOnHost(OffloadedStates(tensors, request.device))
+    return StatesOnHost(OffloadedStates(request.inventory, request.device))
 
 
 def _integrity(request: PartRequest) -> StepPart | None:
@@ -89,12 +80,10 @@ def _integrity(request: PartRequest) -> StepPart | None:
     settings = plan.config.integrity
     if not settings.every:
         return None
-    rows = plan.table.held_by(comm.grid.coord().pp)
-    holdings = Holdings(request.model, rows, (request.buckets, request.frozen), optimizer)
-    copies = DataCopies(comm, device), ReplicaCopies(plan.table, holdings.trained, comm)
-    names = sorted(slot.name for flat in holdings.trained for slot in flat.bucket.slots)
+    copies = DataCopies(comm, device), ReplicaCopies(plan.table, request.buckets, comm)
+    names = sorted(slot.name for flat in request.buckets for slot in flat.bucket.slots)
     computed = ComputedGradients(names, device) if settings.rerun else None
-    return Integrity(settings, AtRest(holdings, device), copies, computed, optimizer.join_delayed)
+    return Integrity(settings, AtRest(request.inventory, device), copies, computed, optimizer.join_delayed)
 
 
 def _equal_gradients(request: PartRequest) -> StepPart | None:
@@ -134,7 +123,7 @@ def _average(request: PartRequest) -> StepPart | None:
 
 
 def _experts(request: PartRequest) -> StepPart | None:
-    return ExpertRows(request.experts) if request.experts is not None else None
+    return CountedExperts(request.experts) if request.experts is not None else None
 
 
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (

@@ -14,15 +14,44 @@ from torch import Tensor
 
 from engine.integrity.digest import digest_length, flipped_places, write_digest
 from engine.integrity.finding import Finding
-from engine.integrity.held import HeldTensor, Holdings, Writes
+from engine.zero.phases.state_inventory import StateInventory, StateTensor
+
+
+class Writes:
+    """The writes of the program that torch counts; a bit that flips by itself is none.
+
+    A tensor that has been replaced counts as written. Writes through ``parameter.data`` are not counted by torch.
+    """
+
+    def __init__(self, held: Sequence[StateTensor]) -> None:
+        self._seen = [(each.tensor, _versions(each)) for each in held]
+
+    def since(self, held: Sequence[StateTensor]) -> list[bool] | None:
+        """For each tensor, whether the program has written it; None if there are others now."""
+        if len(held) != len(self._seen):
+            return None
+        return [
+            before is not each.tensor or versions != _versions(each)
+            for each, (before, versions) in zip(held, self._seen, strict=True)
+        ]
+
+
+def _versions(held: StateTensor) -> tuple[int, ...]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(tensor._version for tensor in (held.tensor, *held.writers))
 
 
 class AtRest:
     """The digests of one rank."""
 
-    def __init__(self, holdings: Holdings, device: torch.device) -> None:
-        self._holdings, self._device = holdings, device
-        self.held: list[HeldTensor] = []
+    def __init__(self, inventory: StateInventory, device: torch.device) -> None:
+        self._inventory, self._device = inventory, device
+        self._lasting = [
+            each
+            for each in (*inventory.weights(), *inventory.masters())
+            if each.tensor.numel() and not each.tensor.is_meta
+        ]
+        self.held: list[StateTensor] = []
         self._writes: Writes | None = None
         self._taken = self._now = self._fault = torch.zeros(0, dtype=torch.int64, device=device)
         self._update = torch.full((), -1, dtype=torch.int64, device=device)
@@ -32,7 +61,7 @@ class AtRest:
 
     def take(self, update: int) -> None:
         """Take the digests of everything, ``update`` updates after the start."""
-        held = self._holdings.all()
+        held = self._all()
         sizes = [digest_length(each.tensor) for each in held]
         if sizes != [digest_length(each.tensor) for each in self.held]:
             self._keep_found()
@@ -42,9 +71,12 @@ class AtRest:
         self._write(self._taken, [True] * len(held))
         self._writes = Writes(held)
 
+    def _all(self) -> list[StateTensor]:
+        return [*self._lasting, *self._inventory.moments()]
+
     def compare(self) -> None:
         """Compare with what is held now; what the program has written since is left out."""
-        held = self._holdings.all()
+        held = self._all()
         written = self._writes.since(held) if self._writes is not None else None
         if written is None:
             return

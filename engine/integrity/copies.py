@@ -1,6 +1,6 @@
 """Copies that several ranks hold in equal bits, compared by short digests; the odd one is named by majority.
 
-    data ranks         what ``HeldTensor.equal`` says: everything at ZeRO 0, weights at ZeRO 1 and 2
+    data ranks         what ``StateTensor.equal`` says: everything at ZeRO 0, weights at ZeRO 1 and 2
     shard groups       all the rest, where there are several: the shards of one place in all of them
     replica's ranks    weights that tensor ranks hold whole, and weights that pipeline ranks share (ties)
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from engine.integrity.digest import flipped_places, odd_factors, short_digest
 from engine.integrity.finding import Finding
-from engine.integrity.held import HeldTensor
 from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis
 from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.phases.state_inventory import StateTensor
 
 INTEGRITY = "integrity"
 _PIECE = 1 << 20  # elements that have int64 copies at a time
@@ -37,10 +37,10 @@ class DataCopies:
         grouped = axis is None and comm.grid.size(comm.grid.shard_copies) > 1
         self._shards = DataCopies(comm, device, comm.grid.shard_copies) if grouped else None
         self._table = torch.zeros(0)
-        self._held: list[HeldTensor] = []
+        self._held: list[StateTensor] = []
         self._digests: list[Tensor] = []
 
-    def compare(self, held: Sequence[HeldTensor], digests: Sequence[Tensor]) -> Tensor:
+    def compare(self, held: Sequence[StateTensor], digests: Sequence[Tensor]) -> Tensor:
         """Whether copies differ, 0-dim on the device; one all-gather of 16 bytes a tensor and rank, label "integrity".
 
         Another one over ``Grid.shard_copies``, if several ranks hold a shard. ``digests``: those of ``held``.
@@ -69,7 +69,7 @@ class DataCopies:
                 found += list(self._named(each, values, digests, update))
         return found
 
-    def _named(self, held: HeldTensor, values: Sequence[Hashable], digests: Tensor, update: int) -> Iterator[Finding]:
+    def _named(self, held: StateTensor, values: Sequence[Hashable], digests: Tensor, update: int) -> Iterator[Finding]:
         odd, most = odd_ones(values)
         peers = self.comm.grid.peers(self._axis)
         differing = next(index for index in range(len(values)) if values[index] != values[most])

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from engine.integrity.digest import FlippedPlace
-from engine.integrity.held import HeldTensor
 from engine.parallel.comm.meeting import name_ranks
+from engine.zero.phases.state_inventory import StateTensor
 
 How = Literal["rest", "copies", "rerun"]
 _SHOWN = 3
@@ -35,12 +35,12 @@ class Finding:
     """The one flipped bit of that element."""
 
     @classmethod
-    def at_rest(cls, held: HeldTensor, place: FlippedPlace, update: int) -> "Finding":
+    def at_rest(cls, held: StateTensor, place: FlippedPlace, update: int) -> "Finding":
         """A change between two updates."""
         return cls(
             how="rest",
             kind=held.kind,
-            name=held.name(place.element),
+            name=held.parameter(place.element),
             update=update,
             element=held.place(place.element),
             bit=place.bit,

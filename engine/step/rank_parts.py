@@ -114,7 +114,7 @@ class StatesOnHost(StepPart):
         self.states.reload({PARAMETERS})
 
 
-class ExpertRows(StepPart):
+class CountedExperts(StepPart):
     """Counts the rows of experts.
 
     Args:

@@ -34,7 +34,7 @@ from engine.step.remarks import Remarks
 from engine.step.runtime import RankRuntime
 from engine.step.state import RunControl, StepState
 from engine.step.update import Update, UpdateOutcome
-from engine.zero.attachment import Attachment
+from engine.zero.flat_buckets import Attachment
 
 logger = logging.getLogger("trine")
 _CALLS: dict[StepKind, str] = {
@@ -63,6 +63,7 @@ class StepRunner:
         """The actions of a training step on this rank."""
         self._evaluation = rank_schedule(plan.evaluation, rank)
         """The actions of an evaluation on this rank: forwards only."""
+        self._trains = any(row.trainable for row in plan.table)
         self._attachment = Attachment(model, (*runtime.buckets, *runtime.frozen))
         self._finished = 0
         """Training steps that were finished."""
@@ -79,7 +80,7 @@ class StepRunner:
 
     def train(self, batch: Batch | Iterator[Batch]) -> FinishedStep:
         """See :meth:`engine.Engine.train_batch`."""
-        if not any(row.trainable for row in self._runtime.plan.table):
+        if not self._trains:
             if self._config.optimizer is None:
                 raise EngineError(
                     "train_batch of an engine without an optimizer, which only evaluates; name one in the config, or "

@@ -15,17 +15,16 @@ from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.rng_streams import RandomStreams
-from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
 from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
-from engine.parallel.pipeline.runtime.stage import Stage
+from engine.parallel.pipeline.runtime.stage import AbsentParameters, Stage
 from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.plan import Plan
 from engine.program.program import Program
 from engine.step.parts import StepPart, StepParts
-from engine.step.rank_parts import AverageOfWeights, DelayedUpdates, ExpertRows, StatesOnHost
+from engine.step.rank_parts import AverageOfWeights, CountedExperts, DelayedUpdates, StatesOnHost
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket, leave
 from engine.zero.gather.gatherer import ParameterGatherer
@@ -35,6 +34,7 @@ from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward
 from engine.zero.phases.averaged_weights import AveragedWeights
 from engine.zero.phases.offloaded_states import OffloadedStates
+from engine.zero.phases.state_inventory import StateInventory
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.reducer import Backward, Reducer
 
@@ -71,6 +71,8 @@ class RankRuntime:
     buckets: Sequence[FlatBucket]
     frozen: Sequence[FlatBucket]
     """Buckets of sharded frozen parameters."""
+    inventory: StateInventory
+    """All tensors that this rank holds between steps."""
     gatherer: ParameterGatherer | None
     """None if parameters are not sharded."""
     reducer: Reducer
@@ -119,25 +121,28 @@ class RankRuntime:
             cached = torch.is_autocast_cache_enabled()
             # autocast would cache casts of full weights, whose gradients come after the weights are freed
             torch.set_autocast_cache_enabled(cached and self.gatherer is None)
+            precision = self.program.precision
+            casts = precision.operands is not None or precision.autocast is not None
             try:
-                with self.program.precision.forward(self.program.device, whole=self.pipeline is None):
+                with precision.forward(self.program.device, self.pipeline is None) if casts else nullcontext():
                     yield
             finally:
                 torch.set_autocast_cache_enabled(cached)
 
     def counting(self, into: Tensor | None) -> AbstractContextManager[None]:
         """Context of a forward that adds the rows of experts to ``into``."""
-        experts = self.parts.find(ExpertRows)
+        experts = self.parts.find(CountedExperts)
         return experts.counter.counting(into) if experts is not None else nullcontext()
 
     def uncounted(self) -> Tensor | None:
         """The rows of experts at the begin of a step; None: they are not counted."""
-        experts = self.parts.find(ExpertRows)
+        experts = self.parts.find(CountedExperts)
         return experts.counter.zeros() if experts is not None else None
 
     def watched(self, given: Any, run: Callable[[], Any]) -> Any:
         """The result of ``run``, a forward of ``given``, whose first use of parameters a tensor plan checks."""
-        return run() if self.first_use is None else self.first_use.watch(given, run)
+        first_use = self.first_use
+        return first_use.watch(given, run) if first_use is not None and first_use.needed else run()
 
     @contextmanager
     def backward(self, which: Backward, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:

@@ -172,7 +172,7 @@ STEP_AND_PRECISION = (
     Fault(
         name="hook-of-accumulated-gradient-taken",
         about="A hook for accumulated gradients is taken and finds none.",
-        file="zero/reduce/gradient_guard.py",
+        file="zero/reduce/reducer.py",
         old="if hooks and len(hooks) > known:",
         new="if hooks and len(hooks) > known + 1:",
         tests=("tests/zero/reduce/test_gradient_guard.py::test_hooks_for_the_accumulated_gradient_are_refused",),

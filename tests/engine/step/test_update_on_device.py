@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 from engine.build import forward_changes as forwards
-from engine.step.state import RunControl
 from engine.errors import EngineError
 from engine.kernels.gpu import adamw as launcher
 from engine.models.decoder import loss_sum
+from engine.step.state import RunControl
 from engine.verify import Parity
 from tests import models
 from tests.engine.parity.test_parity import config_for, train_both
