@@ -35,7 +35,7 @@ from engine.step.parts import StepPart
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.update import Update
-from engine.step.user_loop import LoopControl, UserLoop
+from engine.step.user_loop import LoopControl, LoopState, UserLoop
 
 logger = logging.getLogger("trine")
 
@@ -132,10 +132,9 @@ class EngineParts:
             entries = state_entries(self.model)
             self.built = self.builder(example, problem)
             self.resources.add(self.built.close)
-            self.resources.refuse_by(self.built.away.refuse)
             if self.built.averaged is not None:
                 self.resources.refuse_by(self.built.averaged.refuse)
-            self.runner = StepRunner(self.model, self.built, self.update, self.checkpoints)
+            self.runner = StepRunner(self.model, self.built, self.update, self.checkpoints.control)
             self.loop = UserLoop(self.runner, self.built, self.control)
             self.reports.built(self.built)
             self.checkpoints.built(self.built, self.update, entries)
@@ -168,7 +167,7 @@ class EngineParts:
     def refuse_unfinished(self, call: str) -> None:
         """Refuse ``call`` after ``close`` and inside an accumulation."""
         self.resources.refuse_closed(call)
-        if self.loop is not None:
+        if self.loop is not None and self.loop.state is not LoopState.LEFT:
             self.loop.leave(call)
 
     def evaluated(self) -> AbstractContextManager[None]:
@@ -182,5 +181,6 @@ class EngineParts:
         step, outcome = finished
         report = self.reports.record(step, outcome, self.runtime.plan, self.update.made)
         self.update.check(outcome)
-        self.checkpoints.after_step(not outcome.skipped, bool(outcome.totals.stops))
+        if outcome.totals.stops or self.checkpoints.due:
+            self.checkpoints.after_step(not outcome.skipped, bool(outcome.totals.stops))
         return report

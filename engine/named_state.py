@@ -276,6 +276,7 @@ class NamedState:
             with runtime.changing():
                 runtime.away.expire(kinds)
             runtime.away.offload(kinds, pin_memory, not non_blocking)
+            self._parts.resources.refuse_by(runtime.away.refuse)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back all that ``offload_states`` has moved. Nothing is communicated.
@@ -285,6 +286,7 @@ class NamedState:
         self._parts.resources.refuse_closed("reload_states")
         if self._parts.built is not None:
             self._parts.built.away.reload(blocking=not non_blocking)
+            self._parts.resources.refuse_no_more_by(self._parts.built.away.refuse)
 
     @property
     def _sharded(self) -> bool:

@@ -34,7 +34,12 @@ class EngineResources:
 
     def refuse_by(self, check: Callable[[str], object]) -> None:
         """Ask ``check`` too before a call; it raises if it has a reason against the call of that name."""
-        self._refusals.append(check)
+        if check not in self._refusals:
+            self._refusals.append(check)
+
+    def refuse_no_more_by(self, check: Callable[[str], object]) -> None:
+        """End what ``refuse_by`` began with ``check``, if it did."""
+        self._refusals = [known for known in self._refusals if known != check]
 
     def refuse_closed(self, call: str) -> None:
         """Refuse ``call`` after ``close``, and whenever a check of ``refuse_by`` does.

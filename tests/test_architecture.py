@@ -25,7 +25,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "weights_transfer", "resume", "save", "writer", "coordinator",
     ),
     "engine.zero": (
-        "layout", "wire_formats", "flat_buckets", "attachment", "own_backward", "offload", "gather", "reduce",
+        "layout", "wire_formats", "flat_buckets", "own_backward", "offload", "gather", "reduce",
         "optim", "phases",
     ),
     "engine.parallel": (

@@ -35,11 +35,10 @@ from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.parametrized_weights import keep_parameters
 from engine.parallel.model.quantized_layers import quantized_layers
 from engine.parallel.model.rng_streams import RandomStreams
-from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
-from engine.parallel.pipeline.runtime.executor import Executor, rank_schedule
+from engine.parallel.pipeline.runtime.executor import Executor
 from engine.parallel.pipeline.runtime.split_backward import SplitBackward
-from engine.parallel.pipeline.runtime.stage import Stage
+from engine.parallel.pipeline.runtime.stage import AbsentParameters, Stage
 from engine.parallel.pipeline.runtime.transport import CommTransport
 from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.parallel.tensor.layers.partial_grads import PartialSums
@@ -59,7 +58,7 @@ from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch
 from engine.program.expert_load import ExpertCounter
-from engine.step.runtime import RankRuntime
+from engine.step.runtime import PipelineRuntime, RankRuntime
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import round_initial
@@ -73,12 +72,11 @@ from engine.zero.optim.rules.adafactor import FactoredUpdates
 from engine.zero.optim.rules.layerwise import LayerwiseUpdates
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.own_backward import OwnBackward
-from engine.zero.phases.offloaded_states import OffloadedStates, StateTensors
+from engine.zero.phases.state_inventory import StateInventory
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
 from engine.zero.reduce.reducer import Reducer, ReducerSetup
-from engine.zero.reduce.replica_check import NonFinite
 from engine.zero.reduce.step_reducer import GradientReducer
 
 _SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"
@@ -148,9 +146,13 @@ def assemble_rank(
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     experts, on_host, streams = _within_gathers(model, plan, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
-    made = PartRequest(
-        model=model, plan=plan, comm=comm, device=device, buckets=buckets, frozen=frozen, optimizer=optimizer,
+    inventory = StateInventory(
+        model=model, rows=plan.table.held_by(rank), trained=buckets, frozen=frozen, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
+    made = PartRequest(
+        model=model, plan=plan, comm=comm, device=device, buckets=buckets, inventory=inventory, optimizer=optimizer,
+        reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts)  # fmt: skip
+    traces = TraceCache(plan, program, axis, example) if plan.cut is not None else None
     return RankRuntime(
         plan=plan,
         comm=comm,
@@ -158,29 +160,21 @@ def assemble_rank(
         program=program,
         patches=patches,
         streams=streams,
-        traces=TraceCache(plan, program, axis, example),
-        first_use=FirstUse(model, plan.tensor, followed=plan.timeline is not None),
-        stage=Stage(model, device, patches) if plan.cut is not None else None,
+        first_use=FirstUse(model, plan.tensor, plan.timeline is not None) if plan.tensor is not None else None,
         split_backward=split_backward,
         executor=Executor(CommTransport(comm, plan.schedule.rank_of_stage, device, encoder), comm.recorder),
-        encoder=encoder,
-        training=rank_schedule(plan.schedule, rank),
-        evaluation=rank_schedule(plan.evaluation, rank),
         buckets=buckets,
         frozen=frozen,
+        inventory=inventory,
         gatherer=gatherer,
         reducer=reducer,
         own_backward=own_backward,
         gradient_guard=_guard(model, plan, reducer, patches),
         optimizer=optimizer,
         learning_rate=_learning_rate(model, optimizer, config, request),
-        kernels=kernels,
-        nonfinite=NonFinite(plan.table, buckets, comm, device),
         parts=make_parts(made),
-        absent=_absent(model, plan, rank),
         on_host=on_host,
-        away=_away(model, (buckets, frozen), optimizer, (reducer, encoder), gatherer, device),
-        experts=experts,
+        pipeline=_pipeline(model, plan, traces, device, patches, rank) if traces is not None else None,
     )
 
 
@@ -221,24 +215,6 @@ def _keep_out(model: nn.Module, plan: Plan, patches: ForwardPatches) -> None:
     put_casts(model, plan.precision.kept, plan.precision.compute, patches)
 
 
-def _away(
-    model: nn.Module, buckets: tuple[Sequence[FlatBucket], Sequence[FlatBucket]], optimizer: ShardedOptimizer,
-    senders: tuple[Reducer, MessageEncoder | None], gatherer: ParameterGatherer | None, device: torch.device,
-) -> OffloadedStates:  # fmt: skip
-    """What can wait on the host; ``senders``: what sends in fewer bits, and keeps what it has left out."""
-    (trained, frozen), (reducer, encoder) = buckets, senders
-    tensors = StateTensors(
-        model=model,
-        trained=trained,
-        frozen=frozen,
-        optimizer=optimizer,
-        reducer=reducer,
-        encoder=encoder,
-        gatherer=gatherer,
-    )
-    return OffloadedStates(tensors, device)
-
-
 def _encoder(config: Config, kernels: Kernels) -> MessageEncoder | None:
     """What sends messages between stages in fewer bits; None: they are sent as they are."""
     form = pipeline_format(config)
@@ -268,11 +244,16 @@ def _guard(model: nn.Module, plan: Plan, reducer: Reducer, patches: ForwardPatch
     return guard
 
 
-def _absent(model: nn.Module, plan: Plan, rank: int) -> AbsentParameters | None:
-    if plan.config.pp == 1:
-        return None
+def _pipeline(
+    model: nn.Module, plan: Plan, traces: TraceCache, device: torch.device, patches: ForwardPatches, rank: int
+) -> PipelineRuntime:
+    """What runs the stages of this rank; the last of all parts, since it hides the parameters of other ranks."""
     present = {row.name for row in plan.table.held_by(rank)}
-    return AbsentParameters(model, present, {row.name: row.owners for row in plan.table}, rank)
+    return PipelineRuntime(
+        stage=Stage(model, device, patches),
+        traces=traces,
+        absent=AbsentParameters(model, present, {row.name: row.owners for row in plan.table}, rank),
+    )
 
 
 def _connect(plan: Plan, comm: Comm, kernels: Kernels, device: torch.device) -> TensorAxis:

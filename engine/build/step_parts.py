@@ -8,19 +8,30 @@ from torch import nn
 
 from engine.integrity.copies import AtRest, DataCopies, ReplicaCopies
 from engine.integrity.guard import ComputedGradients, Integrity
-from engine.integrity.held import Holdings
 from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.planning.plan import Plan
+from engine.program.expert_load import ExpertCounter
 from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.parts import StepPart, StepParts
-from engine.step.rank_parts import AverageOfWeights, DelayedUpdates, EncodingResiduals, EqualGradients, EqualWeights
+from engine.step.rank_parts import (
+    AverageOfWeights,
+    CountedExperts,
+    DelayedUpdates,
+    EncodingResiduals,
+    EqualGradients,
+    EqualWeights,
+    MomentsOnDisk,
+    StatesOnHost,
+)
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.phases.averaged_weights import AveragedWeights
+from engine.zero.phases.offloaded_states import OffloadedStates
+from engine.zero.phases.state_inventory import StateInventory
 from engine.zero.reduce.reducer import Reducer
 from engine.zero.reduce.replica_check import ReplicaCheck
 from engine.zero.reduce.weight_copies import WeightCopies
@@ -35,11 +46,13 @@ class PartRequest:
     comm: Comm
     device: torch.device
     buckets: Sequence[FlatBucket]
-    frozen: Sequence[FlatBucket]
+    inventory: StateInventory
     optimizer: ShardedOptimizer
     reducer: Reducer
     encoder: MessageEncoder | None
     gatherer: ParameterGatherer | None
+    experts: ExpertCounter | None
+    """Counts the rows of experts; None: they are not counted."""
 
 
 def make_parts(request: PartRequest) -> StepParts:
@@ -49,7 +62,15 @@ def make_parts(request: PartRequest) -> StepParts:
 
 def _delayed(request: PartRequest) -> StepPart | None:
     delayed = request.optimizer.delayed
-    return DelayedUpdates(delayed, request.gatherer) if delayed is not None else None
+    return DelayedUpdates(delayed, request.optimizer, request.gatherer) if delayed is not None else None
+
+
+def _disk(request: PartRequest) -> StepPart | None:
+    return MomentsOnDisk(request.optimizer.disk) if request.optimizer.disk is not None else None
+
+
+def _states(request: PartRequest) -> StepPart:
+    return StatesOnHost(OffloadedStates(request.inventory, request.device))
 
 
 def _integrity(request: PartRequest) -> StepPart | None:
@@ -57,12 +78,10 @@ def _integrity(request: PartRequest) -> StepPart | None:
     settings = plan.config.integrity
     if not settings.every:
         return None
-    rows = plan.table.held_by(comm.grid.coord().pp)
-    holdings = Holdings(request.model, rows, (request.buckets, request.frozen), optimizer)
-    copies = DataCopies(comm, device), ReplicaCopies(plan.table, holdings.trained, comm)
-    names = sorted(slot.name for flat in holdings.trained for slot in flat.bucket.slots)
+    copies = DataCopies(comm, device), ReplicaCopies(plan.table, request.buckets, comm)
+    names = sorted(slot.name for flat in request.buckets for slot in flat.bucket.slots)
     computed = ComputedGradients(names, device) if settings.rerun else None
-    return Integrity(settings, AtRest(holdings, device), copies, computed, optimizer.join_delayed)
+    return Integrity(settings, AtRest(request.inventory, device), copies, computed, optimizer.join_delayed)
 
 
 def _equal_gradients(request: PartRequest) -> StepPart | None:
@@ -77,8 +96,9 @@ def _equal_weights(request: PartRequest) -> StepPart | None:
     return EqualWeights(WeightCopies(request.plan.table, request.buckets, request.comm), request.optimizer)
 
 
-def _buffers(request: PartRequest) -> StepPart:
-    return WrittenBuffers(request.model)
+def _buffers(request: PartRequest) -> StepPart | None:
+    """None for a model without buffers."""
+    return WrittenBuffers(request.model) if any(True for _ in request.model.buffers()) else None
 
 
 def _residuals(request: PartRequest) -> StepPart | None:
@@ -100,7 +120,11 @@ def _average(request: PartRequest) -> StepPart | None:
     return AverageOfWeights(AveragedWeights(request.buckets, optimizer, moving))
 
 
+def _experts(request: PartRequest) -> StepPart | None:
+    return CountedExperts(request.experts) if request.experts is not None else None
+
+
 MAKERS: tuple[Callable[[PartRequest], StepPart | None], ...] = (
-    _delayed, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average,
+    _delayed, _disk, _states, _integrity, _equal_gradients, _equal_weights, _buffers, _residuals, _average, _experts,
 )  # fmt: skip
 """Each feature of a step; ``PartOrder`` has the order in which they are called."""

@@ -18,7 +18,7 @@ from engine.planning.analysis import needs_example
 from engine.planning.plan import check_settings
 from engine.precision.frozen_weights import find_quantized, refuse_foreign_codes
 from engine.program.batch import Batch, named_tensors
-from engine.zero.reduce.gradient_guard import check_own_hooks
+from engine.zero.reduce.reducer import check_own_hooks
 
 
 def prepare(model: nn.Module, config: Config, request: Request) -> None:

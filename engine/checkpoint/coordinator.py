@@ -35,13 +35,14 @@ from engine.checkpoint.run_state import RunState
 from engine.checkpoint.weights_transfer import copy_weights, load_given
 from engine.checkpoint.writer import CheckpointWriter, PendingSave
 from engine.config import Config
-from engine.errors import CheckpointError, EngineError
+from engine.errors import EngineError
 from engine.parallel.comm.agreement import first_rank
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup
 from engine.parallel.comm.world import timeout_seconds
 from engine.step.parts import StepPart
 from engine.step.runtime import RankRuntime
+from engine.step.state import RunControl
 from engine.step.update import Update
 from engine.zero.phases.averaged_weights import Average
 
@@ -64,7 +65,6 @@ class CheckpointCoordinator:
         self._run: RunState | None = None
         self._checkpoints: CheckpointWriter | None = None
         self._request: LoadRequest | None = None
-        self._spoiled = False
         self._saved_at = -1
         """The update whose state the run's folder already holds; -1 before the first save."""
         self._last: PendingSave | None = None
@@ -80,11 +80,9 @@ class CheckpointCoordinator:
         self._signal = StopSignal() if config.checkpoint.folder is not None else None
         if self._signal is not None:
             comm.broken = self._signal.give_up  # a launcher ends the ranks of a broken job by the same signal
-
-    @property
-    def stop_asked(self) -> bool:
-        """True after this rank has received SIGTERM."""
-        return self._signal is not None and self._signal.asked
+        self.control = RunControl(stop=self._signal)
+        self.due = config.checkpoint.every > 0 or self._memory is not None
+        """Steps may end with a save, so each calls ``after_step``."""
 
     def hold_folder(self) -> None:
         """Lock ``checkpoint.folder`` for as long as the engine lives, on rank 0. Nothing is communicated.
@@ -119,10 +117,10 @@ class CheckpointCoordinator:
             locks=self._locks,
         )
         request, self._request = self._request, None
-        self._spoiled = request is not None or self._init_from is not None  # until the weights have been read
+        self.control.spoiled = request is not None or self._init_from is not None  # until the weights have been read
         if self._init_from is not None and request is None:
             start_weights(self._run, self._group(), self._init_from)
-            self._spoiled = False
+            self.control.spoiled = False
         if request is not None:
             self._resume(request)
 
@@ -151,7 +149,7 @@ class CheckpointCoordinator:
                 f"save_checkpoint(folder, {client_state!r:.80}): the second argument is client_state, and checkpoints "
                 "are named by their step, not by a tag; leave it out, or pass client_state={...}."
             )
-        self.refuse_spoiled()
+        self.control.refuse_spoiled()
         checkpoints, run = self._writer("save_checkpoint")
         with run.runtime.saving():
             if path != self._folder:
@@ -187,7 +185,7 @@ class CheckpointCoordinator:
     def copy_weights(self, source: "CheckpointCoordinator") -> None:
         """See :meth:`engine.Engine.copy_weights_from`; both engines are built."""
         assert self._run is not None and source._run is not None, "the caller has checked that the models are built"
-        source.refuse_spoiled()
+        source.control.refuse_spoiled()
         copy_weights(source._run, self._run)
         self._run.runtime.weights_written()
 
@@ -199,7 +197,7 @@ class CheckpointCoordinator:
 
     def save_pretrained(self, folder: str | os.PathLike[str], shard_bytes: int | None = None) -> None:
         """See :meth:`engine.Engine.save_pretrained`."""
-        self.refuse_spoiled()
+        self.control.refuse_spoiled()
         if is_peft_model(self._model):
             run = self._placed("save_pretrained")
             source = AdapterSource(
@@ -216,13 +214,6 @@ class CheckpointCoordinator:
         checkpoints, run = self._writer("save_pretrained")
         with run.runtime.saving():
             checkpoints.export(resolved(folder), shard_bytes)
-
-    def problem(self) -> CheckpointError | None:
-        """The failed save that has to stop the run (``checkpoint.on_failure``), or None. Returned once."""
-        if self._checkpoints is None:
-            return None
-        problem, self._checkpoints.problem = self._checkpoints.problem, None
-        return problem
 
     def after_step(self, made: bool, stops: bool) -> None:
         """Save if a save is due, and end the run if any rank has to stop. All ranks are given the same arguments.
@@ -251,14 +242,6 @@ class CheckpointCoordinator:
                 logger.warning("stopped by SIGTERM after update %d; the next run resumes from there", done)
             raise SystemExit(self._signal.code if self._signal is not None else EXIT_CODE)
 
-    def refuse_spoiled(self) -> None:
-        """Raise if a failed load has replaced only some of the weights."""
-        if self._spoiled:
-            raise CheckpointError(
-                "the last load_checkpoint or checkpoint.init_from failed midway, so the weights are a mixture of old "
-                "and new values; load another checkpoint first."
-            )
-
     def drain(self) -> None:
         """Wait until the pending save has ended."""
         if self._checkpoints is not None:
@@ -276,7 +259,7 @@ class CheckpointCoordinator:
         if self._memory is not None and isinstance(sys.exception(), SystemExit | None):
             self._memory.remove()  # a run that has failed is to go on from there
         self.release()
-        if (problem := self.problem()) is not None:
+        if (problem := self.control.take_problem()) is not None:
             raise problem
 
     def release(self) -> None:
@@ -302,12 +285,12 @@ class CheckpointCoordinator:
         try:
             user = resume.load()
         except BaseException:
-            self._spoiled = self._spoiled or resume.touched
+            self.control.spoiled = self.control.spoiled or resume.touched
             raise
         finally:
             if self._memory is not None:
                 self._memory.close()
-        self._spoiled = False
+        self.control.spoiled = False
         for part in self._run.runtime.parts.having(StepPart.restarted):
             part.restarted(self._run.trainer_state.update.made)
         done, whole = self._run.trainer_state.update.made, request.options.moments
@@ -382,7 +365,7 @@ class CheckpointCoordinator:
         run = self._placed(call)
         self._renew_group()
         if self._checkpoints is None:
-            self._checkpoints = CheckpointWriter(run, self._group())
+            self._checkpoints = CheckpointWriter(run, self._group(), self.control)
         return self._checkpoints, run
 
     def _group(self) -> TorchHostGroup:

@@ -173,7 +173,7 @@ class Loader:
         kinds = self.source.kinds
         wide = {held.tensor.partition("/")[2]: held for held in self.local_tensors.masters()}
         landings: list[Held] = []
-        for held in (*self.local_tensors.weights(), *self.local_tensors.whole()):
+        for held in self.local_tensors.weights():
             name = held.tensor.partition("/")[2]
             if self._left_out(f"param/{name}"):
                 continue

@@ -97,9 +97,7 @@ class RunState:
     @property
     def local_tensors(self) -> LocalTensors:
         """Views of the tensors that this rank holds."""
-        runtime = self.runtime
-        buckets = (*runtime.buckets, *runtime.frozen)
-        return LocalTensors(self.ownership, self.comm.grid.coord(), self.model, buckets, runtime.optimizer.places)
+        return LocalTensors(self.ownership, self.comm.grid.coord(), self.runtime.inventory)
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -117,7 +115,7 @@ class RunState:
         for flat in self.runtime.buckets:
             sync_masters(flat)
         local_tensors = self.local_tensors
-        weights = [*local_tensors.weights(), *local_tensors.whole()]
+        weights = [*local_tensors.weights()]
         if weights_only:
             return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
         average = self.runtime.average.tensors() if self.runtime.average is not None else {}

@@ -149,7 +149,7 @@ def _write(source: RunState, image: Image) -> None:
 def _widest(run: RunState) -> Iterable[Held]:
     """What this rank holds of each parameter: its master if there is one."""
     local = run.local_tensors
-    held = {each.row.name: each for each in (*local.weights(), *local.whole())}
+    held = {each.row.name: each for each in local.weights()}
     return (held | {each.row.name: each for each in local.masters()}).values()
 
 

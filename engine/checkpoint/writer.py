@@ -17,6 +17,7 @@ from engine.checkpoint.run_state import WORTH_A_LINE, RunState, logger
 from engine.checkpoint.save import Saver
 from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.host_group import HostGroup
+from engine.step.state import RunControl
 
 
 class PendingSave:
@@ -93,8 +94,8 @@ class PendingSave:
 class CheckpointWriter:
     """Writes the checkpoints of one run, one at a time."""
 
-    def __init__(self, run: RunState, host: HostGroup) -> None:
-        self._run, self._config = run, run.config.checkpoint
+    def __init__(self, run: RunState, host: HostGroup, control: RunControl) -> None:
+        self._run, self._config, self._control = run, run.config.checkpoint, control
         self._saver = Saver(run.ownership, run.stored, host, run.files, run.locks.hold)
         self._pending: PendingSave | None = None
         others = [key for key, entry in run.full_state.entries.items() if entry.kind == "other"]
@@ -106,8 +107,6 @@ class CheckpointWriter:
         """A warning of optimizer state that is not saved was logged."""
         self._problem_of_copy = ""
         """Why the last save into memory has failed."""
-        self.problem: CheckpointError | None = None
-        """The failure that has to stop the run (``checkpoint.on_failure``), or None."""
 
     def save(self, folder: Path, user: Any, keep: int | None, without_frozen: bool = False) -> PendingSave:
         """Start a save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`.
@@ -223,7 +222,7 @@ class CheckpointWriter:
         if first or not isinstance(save.problem, CheckpointError):  # a CheckpointError is the same on all ranks
             logger.error("checkpoint failed at step %d: %s", step, save.problem)
         if self._config.on_failure == "stop":
-            self.problem = CheckpointError(f"the checkpoint of step {step} was not saved: {save.problem}")
+            self._control.problem = CheckpointError(f"the checkpoint of step {step} was not saved: {save.problem}")
 
 
 def _refuse_codes(run: RunState) -> None:

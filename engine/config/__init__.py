@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, cast
 
 from engine.config.between import (
@@ -100,7 +101,7 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 _BATCH_PART = Int(low=1, null=True, remedy="give a whole number of at least 1, or leave it out to have it derived")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Full configuration of a run. ``resolve`` fills in the sizes that depend on the number of processes."""
 
@@ -189,37 +190,37 @@ class Config:
     written: frozenset[str] = field(default=frozenset(), compare=False)
     """Keys that the source has, of this object and of its sections, such as "optimizer.type"; beside defaults."""
 
-    @property
+    @cached_property
     def micro(self) -> int:
         """Rows per data rank in one forward pass."""
         return self._settled("train_micro_batch_size_per_gpu")
 
-    @property
+    @cached_property
     def accumulation(self) -> int:
         """Microbatches per data rank and step."""
         return self._settled("gradient_accumulation_steps")
 
-    @property
+    @cached_property
     def dp(self) -> int:
         """Size of the data axis."""
         return self._settled("data")
 
-    @property
+    @cached_property
     def row_ranks(self) -> int:
         """Number of ranks that read rows of their own."""
         return self.dp
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Data ranks that share one copy of what ZeRO shards."""
         return self.zero_optimization.shard_size or self.dp
 
-    @property
+    @cached_property
     def tp(self) -> int:
         """Size of the tensor axis."""
         return self._settled("tensor")
 
-    @property
+    @cached_property
     def pp(self) -> int:
         """Size of the pipeline axis."""
         return self._settled("pipeline")

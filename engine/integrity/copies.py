@@ -6,7 +6,7 @@
 One comparison every N steps would not do: a shard has no copy, and each update hides what was before it. Copies that
 several ranks hold in equal bits are compared by short digests; the odd one is named by majority.
 
-    data ranks         what ``HeldTensor.equal`` says: everything at ZeRO 0, weights at ZeRO 1 and 2
+    data ranks         what ``StateTensor.equal`` says: everything at ZeRO 0, weights at ZeRO 1 and 2
     shard groups       all the rest, where there are several: the shards of one place in all of them
     replica's ranks    weights that tensor ranks hold whole, and weights that pipeline ranks share (ties)
 
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from engine.integrity.finding import Finding, digest_length, flipped_places, odd_factors, short_digest, write_digest
-from engine.integrity.held import HeldTensor, Holdings, Writes
 from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis
 from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.phases.state_inventory import StateInventory, StateTensor
 
 INTEGRITY = "integrity"
 _PIECE = 1 << 20  # elements that have int64 copies at a time
@@ -43,10 +43,10 @@ class DataCopies:
         grouped = axis is None and comm.grid.size(comm.grid.shard_copies) > 1
         self._shards = DataCopies(comm, device, comm.grid.shard_copies) if grouped else None
         self._table = torch.zeros(0)
-        self._held: list[HeldTensor] = []
+        self._held: list[StateTensor] = []
         self._digests: list[Tensor] = []
 
-    def compare(self, held: Sequence[HeldTensor], digests: Sequence[Tensor]) -> Tensor:
+    def compare(self, held: Sequence[StateTensor], digests: Sequence[Tensor]) -> Tensor:
         """Whether copies differ, 0-dim on the device; one all-gather of 16 bytes a tensor and rank, label "integrity".
 
         Another one over ``Grid.shard_copies``, if several ranks hold a shard. ``digests``: those of ``held``.
@@ -75,7 +75,7 @@ class DataCopies:
                 found += list(self._named(each, values, digests, update))
         return found
 
-    def _named(self, held: HeldTensor, values: Sequence[Hashable], digests: Tensor, update: int) -> Iterator[Finding]:
+    def _named(self, held: StateTensor, values: Sequence[Hashable], digests: Tensor, update: int) -> Iterator[Finding]:
         odd, most = odd_ones(values)
         peers = self.comm.grid.peers(self._axis)
         differing = next(index for index in range(len(values)) if values[index] != values[most])
@@ -177,12 +177,41 @@ def _gathered(own: Tensor, comm: Comm, axis: Axis) -> Tensor:
     return table
 
 
+class Writes:
+    """The writes of the program that torch counts; a bit that flips by itself is none.
+
+    A tensor that has been replaced counts as written. Writes through ``parameter.data`` are not counted by torch.
+    """
+
+    def __init__(self, held: Sequence[StateTensor]) -> None:
+        self._seen = [(each.tensor, _versions(each)) for each in held]
+
+    def since(self, held: Sequence[StateTensor]) -> list[bool] | None:
+        """For each tensor, whether the program has written it; None if there are others now."""
+        if len(held) != len(self._seen):
+            return None
+        return [
+            before is not each.tensor or versions != _versions(each)
+            for each, (before, versions) in zip(held, self._seen, strict=True)
+        ]
+
+
+def _versions(held: StateTensor) -> tuple[int, ...]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(tensor._version for tensor in (held.tensor, *held.writers))
+
+
 class AtRest:
     """The digests of one rank."""
 
-    def __init__(self, holdings: Holdings, device: torch.device) -> None:
-        self._holdings, self._device = holdings, device
-        self.held: list[HeldTensor] = []
+    def __init__(self, inventory: StateInventory, device: torch.device) -> None:
+        self._inventory, self._device = inventory, device
+        self._lasting = [
+            each
+            for each in (*inventory.weights(), *inventory.masters())
+            if each.tensor.numel() and not each.tensor.is_meta
+        ]
+        self.held: list[StateTensor] = []
         self._writes: Writes | None = None
         self._taken = self._now = self._fault = torch.zeros(0, dtype=torch.int64, device=device)
         self._update = torch.full((), -1, dtype=torch.int64, device=device)
@@ -192,7 +221,7 @@ class AtRest:
 
     def take(self, update: int) -> None:
         """Take the digests of everything, ``update`` updates after the start."""
-        held = self._holdings.all()
+        held = self._all()
         sizes = [digest_length(each.tensor) for each in held]
         if sizes != [digest_length(each.tensor) for each in self.held]:
             self._keep_found()
@@ -202,9 +231,12 @@ class AtRest:
         self._write(self._taken, [True] * len(held))
         self._writes = Writes(held)
 
+    def _all(self) -> list[StateTensor]:
+        return [*self._lasting, *self._inventory.moments()]
+
     def compare(self) -> None:
         """Compare with what is held now; what the program has written since is left out."""
-        held = self._holdings.all()
+        held = self._all()
         written = self._writes.since(held) if self._writes is not None else None
         if written is None:
             return

@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.integrity.held import HeldTensor
 from engine.kernels.device import is_host
 from engine.parallel.comm.meeting import name_ranks
+from engine.zero.phases.state_inventory import StateTensor
 
 RUN = 16
 """Short enough for the sums of columns to stay in registers: on a CPU both sums take little more than one."""
@@ -191,12 +191,12 @@ class Finding:
     """The one flipped bit of that element."""
 
     @classmethod
-    def at_rest(cls, held: HeldTensor, place: FlippedPlace, update: int) -> "Finding":
+    def at_rest(cls, held: StateTensor, place: FlippedPlace, update: int) -> "Finding":
         """A change between two updates."""
         return cls(
             how="rest",
             kind=held.kind,
-            name=held.name(place.element),
+            name=held.parameter(place.element),
             update=update,
             element=held.place(place.element),
             bit=place.bit,

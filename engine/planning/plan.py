@@ -128,7 +128,7 @@ class Plan:
         """The schedule of forwards only, for any number of microbatches."""
         return forward_only(self.schedule.stages_of_rank, microbatches)
 
-    @property
+    @cached_property
     def last_rank(self) -> int:
         """The pipeline rank that runs the last stage, and so computes the loss."""
         return self.schedule.rank_of_stage[-1]

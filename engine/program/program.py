@@ -55,7 +55,7 @@ class Program:
 
     def cast(self, batch: Batch) -> Batch:
         """Copy of the batch in the dtype of the computation; the loss function gets the batch without this cast."""
-        return map_tensors(batch, self.precision.input)
+        return map_tensors(batch, self.precision.input if self.precision.cast_inputs else lambda tensor: tensor)
 
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Output and loss of one microbatch."""

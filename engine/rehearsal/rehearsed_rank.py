@@ -103,7 +103,9 @@ class RehearsedRank:
 
     def trace_like(self, other: "RehearsedRank") -> None:
         """Take the traces of another pipeline rank of the same plan, which has stepped."""
-        self._runtime.traces.take(other._runtime.traces)
+        own, others = self._runtime.pipeline, other._runtime.pipeline
+        if own is not None and others is not None:
+            own.traces.take(others.traces)
 
     def step(self) -> RehearsedStep:
         """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
@@ -155,7 +157,8 @@ class RehearsedRank:
 
     @contextmanager
     def _rehearsing(self) -> Iterator[None]:
-        self._runtime.traces.refresh()
+        if self._runtime.pipeline is not None:
+            self._runtime.pipeline.traces.refresh()
         self._runner(1).trace_all()  # here, since there are no operators to count: all microbatches are alike
         with _cycles_end_with_actions(), self._attention(), self.live, MissingShapes(), torch.enable_grad():
             yield

@@ -136,11 +136,14 @@ class StepReporter:
         """Number of training steps, including skipped ones."""
         self._run_record: RunRecord | None = None
         self._profile: StepProfile | None = None
+        self._elements = 0
+        """Of the whole model."""
 
     def make(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
         """The report of a step after ``made`` updates."""
         totals, world = outcome.totals, self._comm.grid.world_size
-        parameter_tokens = plan.table.elements * totals.tokens / world if step.text else None
+        self._elements = self._elements or plan.table.elements
+        parameter_tokens = self._elements * totals.tokens / world if step.text else None
         tflops, mfu = utilisation(parameter_tokens, step.seconds, self._device)
         return StepReport(
             step=made,

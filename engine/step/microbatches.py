@@ -18,7 +18,7 @@ from engine.parallel.tensor.logits.sharded_logits import gather_logits
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import WeightedLoss, check_trainable
 from engine.program.program import evaluating
-from engine.step.runtime import RankRuntime
+from engine.step.runtime import PipelineRuntime, RankRuntime
 from engine.step.state import StepState
 from engine.step.trace_cache import TracedForward
 from engine.zero.reduce.reducer import Backward, BackwardPart
@@ -42,7 +42,7 @@ class StepMicrobatches:
         """Weight gradients that the action I of a (stage, microbatch) has deferred to its W."""
         self._results: list[Any] = []
         self._traced: dict[int, TracedForward] = {}
-        if runtime.stage is not None:
+        if runtime.pipeline is not None:
             step.look_again = self.trace_again
 
     def again(self, step: StepState) -> "StepMicrobatches":
@@ -52,7 +52,7 @@ class StepMicrobatches:
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
         """The values that a stage receives and sends for a microbatch."""
-        if self._runtime.stage is None:
+        if self._runtime.pipeline is None:
             return _ALONE
         traced = self._trace(microbatch)
         return StageMicrobatch(traced.partition.stages[stage], traced.trace.values)
@@ -63,9 +63,14 @@ class StepMicrobatches:
         Raises:
             PlanError, or the model's own error.
         """
-        if self._runtime.stage is not None:
+        if self._runtime.pipeline is not None:
             for index in range(len(self._microbatches)):
                 self._trace(index)
+
+    @property
+    def _pipeline(self) -> PipelineRuntime:
+        assert self._runtime.pipeline is not None, "only pipelines trace microbatches"
+        return self._runtime.pipeline
 
     @property
     def traced(self) -> list[TracedForward]:
@@ -83,13 +88,13 @@ class StepMicrobatches:
         with alike, self._runtime.without_content():
             for index in one_of_each.values():
                 again = partial(self._run, microbatch_copy(self._microbatches[index], self._runtime.program.device))
-                self._runtime.traces.look_again(self._microbatches[index], self.kind, again)
+                self._pipeline.traces.look_again(self._microbatches[index], self.kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
         """With "output" and "predict": send the outputs of the model from the last stage to where they are wanted."""
         if self.kind not in ("output", "predict"):
             return
-        if self._runtime.stage is not None:
+        if self._runtime.pipeline is not None:
             traces = [self._trace(index).trace for index in range(len(self._microbatches))]
             self._results = bring_outputs(self._results, traces, self._runtime.program.model, carrier)
         self._step.outputs = [result[0] for result in self._results]
@@ -97,7 +102,7 @@ class StepMicrobatches:
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
         """Run this stage's part of the program; the last stage counts loss, weight and tokens."""
         runtime, given = self._runtime, self._microbatches[microbatch]
-        if runtime.stage is None:
+        if (pipeline := runtime.pipeline) is None:
             with runtime.forward(*self._random_key(microbatch)), runtime.counting(self._step.experts):
                 return StageOutput({}, self._count(self._run(given), microbatch))
         trace, partition = self._trace(microbatch)
@@ -105,7 +110,7 @@ class StepMicrobatches:
         plan = partition.stages[stage]
         forward = runtime.forward(*self._random_key(microbatch), trace=trace)
         with forward, runtime.counting(self._step.experts):
-            done = runtime.stage.forward(trace, plan, run, received)
+            done = pipeline.stage.forward(trace, plan, run, received)
             return StageOutput(runtime.own(done.sent), self._count(done.result, microbatch) if plan.last else None)
 
     def backward(self, action: Action) -> AbstractContextManager[None]:
@@ -138,7 +143,7 @@ class StepMicrobatches:
             given = self._microbatches[microbatch]
             with self._runtime.without_content():
                 run = partial(self._run, microbatch_copy(given, self._runtime.program.device))
-                self._traced[microbatch] = self._runtime.traces.of(given, self.kind, run)
+                self._traced[microbatch] = self._pipeline.traces.of(given, self.kind, run)
         return self._traced[microbatch]
 
     def _run(self, given: Batch) -> Any:
@@ -147,9 +152,9 @@ class StepMicrobatches:
         """
         runtime = self._runtime
         if self.kind == "predict":
-            output = runtime.first_use.watch(given, lambda: runtime.program.output(given))
+            output = runtime.watched(given, lambda: runtime.program.output(given))
             return (runtime.own(gather_logits(output)),)
-        done = runtime.first_use.watch(given, lambda: runtime.program.forward(given))
+        done = runtime.watched(given, lambda: runtime.program.forward(given))
         return (runtime.own(gather_logits(done.output)), *done.loss) if self.kind == "output" else tuple(done.loss)
 
     def _count(self, result: Any, microbatch: int) -> Tensor | None:

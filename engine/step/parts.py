@@ -27,6 +27,10 @@ class PartOrder(IntEnum):
 
     DELAYED_UPDATE = auto()
     """Ends the update that runs beside the step, before others read weights."""
+    DISK = auto()
+    """Refuses to save moments that a disk has lost."""
+    OFFLOADED = auto()
+    """Hides weights and state from the parts below while they wait in host memory."""
     INTEGRITY = auto()
     """Compares what the update reads with what the last one has left."""
     REPLICAS = auto()
@@ -39,6 +43,8 @@ class PartOrder(IntEnum):
     """Scales what encodings have left out of gradients."""
     AVERAGE = auto()
     """Takes the weights of an update into their average."""
+    EXPERTS = auto()
+    """Counts the rows of experts."""
 
 
 class Rerun(Protocol):
@@ -55,6 +61,11 @@ class StepPart:
     """Base of the features of a step; its methods do nothing."""
 
     order: ClassVar[PartOrder]
+
+    @property
+    def hides(self) -> bool:
+        """Weights and state are where the parts after this one cannot read them."""
+        return False
 
     def begin_step(self) -> None:
         """Begin a step that trains."""
@@ -153,4 +164,6 @@ class StepParts:
         with ExitStack() as stack:
             for part in self.having(contexts):
                 stack.enter_context(getattr(part, contexts.__name__)())
+                if part.hides:
+                    break
             yield

@@ -31,7 +31,7 @@ from engine.program.batch import named_tensors
 from engine.program.call_parts import Arguments, check_joins, cut_arguments, joined_parts
 from engine.step.batch_check import check_paths
 from engine.step.microbatches import microbatch_copy
-from engine.step.runtime import RankRuntime
+from engine.step.runtime import PipelineRuntime, RankRuntime
 from engine.step.trace_cache import TracedForward
 from engine.zero.reduce.reducer import Backward
 
@@ -54,7 +54,8 @@ class PipelineCalls:
     """The calls of one loop on this rank."""
 
     def __init__(self, runtime: RankRuntime) -> None:
-        self._runtime, self._arrivals, self._count = runtime, _Arrivals(), 0
+        self._runtime, self._pipeline = runtime, _pipeline_of(runtime)
+        self._arrivals, self._count = _Arrivals(), 0
         self.compares_paths = False
         """An attribute of the model has changed on a rank, so the ranks compare what they trace of the next call."""
         self._newest: Arguments | None = None
@@ -120,7 +121,7 @@ class PipelineCalls:
         assert self._newest is not None, "a call came before its backward"
         run = partial(_run, self._runtime, self._newest)
         with torch.enable_grad(), self._runtime.without_content():
-            self._runtime.traces.look_again(self._newest, _KIND, run)
+            self._pipeline.traces.look_again(self._newest, _KIND, run)
 
 
 class PipelineCall:
@@ -131,7 +132,8 @@ class PipelineCall:
         arrivals: _Arrivals, number: int,
     ) -> None:  # fmt: skip
         """``row``: the actions of this rank, forwards and then backwards."""
-        self._runtime, self._arguments, self._row, self._key = runtime, parts, row, key
+        self._runtime, self._pipeline = runtime, _pipeline_of(runtime)
+        self._arguments, self._row, self._key = parts, row, key
         self._arrivals = arrivals
         self.number = number
         """Calls of this loop up to this one."""
@@ -165,13 +167,13 @@ class PipelineCall:
         if problem is not None:
             raise problem
         if compares:
-            self._runtime.traces.agree()
+            self._pipeline.traces.agree()
 
     def _trace_parts(self) -> None:
         runtime = self._runtime
         with runtime.without_content():
             for part in self._arguments:
-                self._traced.append(runtime.traces.of(part, _KIND, partial(_run, runtime, part)))
+                self._traced.append(self._pipeline.traces.of(part, _KIND, partial(_run, runtime, part)))
         if len(self._arguments) > 1:
             for part, traced in zip(self._arguments, self._traced, strict=True):
                 check_joins(traced.trace, part)
@@ -255,11 +257,10 @@ class PipelineCall:
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensor]) -> StageOutput:
         """Run a stage; the last one begins its backward at all outputs through which a gradient flows."""
         runtime, (trace, partition) = self._runtime, self._traced[microbatch]
-        assert runtime.stage is not None, "calls are made of stages"
         run, plan = partial(_run, runtime, self._arguments[microbatch]), partition.stages[stage]
         key = self._key if len(self._arguments) == 1 else (*self._key, -1 - microbatch)
         with runtime.forward(*key, trace=trace):
-            done = runtime.stage.forward(trace, plan, run, received)
+            done = self._pipeline.stage.forward(trace, plan, run, received)
             sent = runtime.own(done.sent)
         if not plan.last:
             return StageOutput(sent, None)
@@ -285,6 +286,11 @@ class PipelineCall:
         return nullcontext()
 
 
+def _pipeline_of(runtime: RankRuntime) -> PipelineRuntime:
+    assert runtime.pipeline is not None, "calls are made of stages"
+    return runtime.pipeline
+
+
 def stale_forward() -> EngineError:
     """The error about a backward through weights that are no longer there."""
     return EngineError(
@@ -296,7 +302,7 @@ def stale_forward() -> EngineError:
 def _run(runtime: RankRuntime, given: Arguments) -> tuple[Any]:
     """The plain output of the model, alone in a tuple, from copies of what it is given."""
     args, kwargs = microbatch_copy(given, runtime.program.device)
-    output = runtime.first_use.watch((args, kwargs), lambda: runtime.program.call(*args, **kwargs))
+    output = runtime.watched((args, kwargs), lambda: runtime.program.call(*args, **kwargs))
     return (runtime.own(gather_logits(output)),)
 
 

@@ -1,13 +1,19 @@
 """Parts of a step that act on what this rank holds: gradients and weights of several ranks, averages, residuals."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 from engine.errors import EngineError
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
+from engine.program.expert_load import ExpertCounter
 from engine.step.parts import PartOrder, StepPart
 from engine.step.state import StepState, StepTotals
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.delayed_update import DelayedUpdate
+from engine.zero.offload.disk_moments import DiskMoments
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.phases.averaged_weights import AveragedWeights
+from engine.zero.phases.offloaded_states import PARAMETERS, OffloadedStates
 from engine.zero.reduce.reducer import Reducer
 from engine.zero.reduce.replica_check import ReplicaCheck
 from engine.zero.reduce.weight_copies import WeightCopies
@@ -18,8 +24,8 @@ class DelayedUpdates(StepPart):
 
     order = PartOrder.DELAYED_UPDATE
 
-    def __init__(self, delayed: DelayedUpdate, gatherer: ParameterGatherer | None) -> None:
-        self._delayed, self._gatherer = delayed, gatherer
+    def __init__(self, delayed: DelayedUpdate, optimizer: ShardedOptimizer, gatherer: ParameterGatherer | None) -> None:
+        self._delayed, self._optimizer, self._gatherer = delayed, optimizer, gatherer
 
     @property
     def pending(self) -> bool:
@@ -44,6 +50,82 @@ class DelayedUpdates(StepPart):
         if self._delayed.finish() and self._gatherer is not None:
             self._gatherer.forget()
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Wait for the update, whose weights may still wait to be brought."""
+        self._delayed.join()
+        yield
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Wait for the update."""
+        return self.changing()
+
+    def close(self) -> None:
+        """Wait for the update, and bring its weights as far as that takes no other rank."""
+        self._optimizer.end_delayed()
+
+
+class MomentsOnDisk(StepPart):
+    """Keeps moments on disk, which may fail."""
+
+    order = PartOrder.DISK
+
+    def __init__(self, disk: DiskMoments) -> None:
+        self._disk = disk
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Refuse to save moments that a disk has lost."""
+        self._disk.refuse_failed()
+        yield
+
+    def close(self) -> None:
+        """Close the files."""
+        self._disk.close()
+
+
+class StatesOnHost(StepPart):
+    """Moves state to host memory between two phases of a run.
+
+    Args:
+        states: what waits there.
+    """
+
+    order = PartOrder.OFFLOADED
+
+    def __init__(self, states: OffloadedStates) -> None:
+        self.states = states
+
+    @property
+    def hides(self) -> bool:
+        """Some of it waits there."""
+        return bool(self.states.kinds)
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Keep state where it is while a call refers to it."""
+        return self.states.held()
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Hide from a save what waits."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Bring parameters back, which the user's model keeps."""
+        self.states.reload({PARAMETERS})
+
+
+class CountedExperts(StepPart):
+    """Counts the rows of experts.
+
+    Args:
+        counter: counts them in the forwards of a step.
+    """
+
+    order = PartOrder.EXPERTS
+
+    def __init__(self, counter: ExpertCounter) -> None:
+        self.counter = counter
+
 
 class EqualGradients(StepPart):
     """Compares, in the first step, the gradients that all tensor ranks should compute alike."""
@@ -55,7 +137,12 @@ class EqualGradients(StepPart):
 
     def before_update(self, step: StepState) -> BaseException | None:
         """Return the error found; every rank of a stage takes part, also one whose step has failed."""
-        return self._check.run(step.sent) or step.problem
+        found = self._check.run(step.sent) if self._check.places else None
+        return found or step.problem
+
+
+_OFTEN = 64
+"""Steps between two comparisons of weights, once a run goes on; before, those whose number is a power of two."""
 
 
 class EqualWeights(StepPart):
@@ -64,11 +151,12 @@ class EqualWeights(StepPart):
     order = PartOrder.COPIES
 
     def __init__(self, copies: WeightCopies, optimizer: ShardedOptimizer) -> None:
-        self._copies, self._optimizer = copies, optimizer
+        self._copies, self._optimizer, self._steps = copies, optimizer, 0
 
     def before_update(self, step: StepState) -> BaseException | None:
         """Take the digest if one is due; a delayed update may write its weights meanwhile."""
-        due = self._copies.is_due()
+        self._steps += 1
+        due = self._steps > 2 and (not self._steps % _OFTEN or not self._steps & (self._steps - 1))
         step.copies = self._copies.digest() if due and self._optimizer.delayed is None else None
         return step.problem
 

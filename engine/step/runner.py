@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,9 +32,9 @@ from engine.step.microbatches import StepKind, StepMicrobatches
 from engine.step.parts import Rerun, StepPart
 from engine.step.remarks import Remarks
 from engine.step.runtime import RankRuntime
-from engine.step.state import StepState
+from engine.step.state import RunControl, StepState
 from engine.step.update import Update, UpdateOutcome
-from engine.zero.attachment import Attachment
+from engine.zero.flat_buckets import Attachment
 
 logger = logging.getLogger("trine")
 _CALLS: dict[StepKind, str] = {
@@ -43,20 +43,6 @@ _CALLS: dict[StepKind, str] = {
 _NO_BATCH = 2**40
 """In place of a number of microbatches: this data rank has a bad batch."""
 _COMPARED_STEPS = 2  # one batch may be alike by chance, and a digest costs the host a look at every row
-
-
-class RunControl(Protocol):
-    """Conditions that stop a run from making another step; the checkpoint coordinator implements it."""
-
-    @property
-    def stop_asked(self) -> bool:
-        """This rank was asked to stop after the step."""
-
-    def refuse_spoiled(self) -> None:
-        """Raise if a failed load has left weights that belong to no checkpoint."""
-
-    def problem(self) -> Exception | None:
-        """Reason why the run has to stop; each reason is returned once."""
 
 
 class FinishedStep(NamedTuple):
@@ -72,6 +58,12 @@ class StepRunner:
     def __init__(self, model: nn.Module, runtime: RankRuntime, update: Update, control: RunControl) -> None:
         self._model, self._runtime, self._update, self._control = model, runtime, update, control
         self._config, self._comm, self._device = runtime.plan.config, runtime.comm, runtime.program.device
+        plan, rank = runtime.plan, runtime.comm.grid.coord().pp
+        self._training = rank_schedule(plan.schedule, rank)
+        """The actions of a training step on this rank."""
+        self._evaluation = rank_schedule(plan.evaluation, rank)
+        """The actions of an evaluation on this rank: forwards only."""
+        self._trains = any(row.trainable for row in plan.table)
         self._attachment = Attachment(model, (*runtime.buckets, *runtime.frozen))
         self._finished = 0
         """Training steps that were finished."""
@@ -88,7 +80,7 @@ class StepRunner:
 
     def train(self, batch: Batch | Iterator[Batch]) -> FinishedStep:
         """See :meth:`engine.Engine.train_batch`."""
-        if not any(row.trainable for row in self._runtime.plan.table):
+        if not self._trains:
             if self._config.optimizer is None:
                 raise EngineError(
                     "train_batch of an engine without an optimizer, which only evaluates; name one in the config, or "
@@ -103,7 +95,7 @@ class StepRunner:
         if (compared := next(filter(None, reruns), None)) is not None:
             self._run_twice(step, microbatches, compared)
         else:
-            self._run_schedule(step, microbatches, self._runtime.training)
+            self._run_schedule(step, microbatches, self._training)
         return self.finish(step)
 
     def _run_twice(self, step: StepState, microbatches: StepMicrobatches, computed: Rerun) -> None:
@@ -116,13 +108,13 @@ class StepRunner:
         second = microbatches.again(again)
         runtime.reducer.observe(computed.see)
         try:
-            self._run_schedule(step, microbatches, runtime.training)
+            self._run_schedule(step, microbatches, self._training)
             runtime.finish()
             computed.end(step.loss)
             self._begin_again()
             before = self._comm.tally.copy()
             if step.problem is None:
-                self._run_schedule(again, second, runtime.training)
+                self._run_schedule(again, second, self._training)
             runtime.finish()
             computed.end(again.loss)
         finally:
@@ -142,7 +134,7 @@ class StepRunner:
         """See :meth:`engine.Engine.eval_batch`."""
         with evaluating(self._model):
             step, microbatches = self._open(batch, kind)
-            self._run_schedule(step, microbatches, self._runtime.evaluation)
+            self._run_schedule(step, microbatches, self._evaluation)
         with self._agreeing("eval_batch", step):
             totals = self._update.agree(step, self._runtime.plan.last_rank)
         step.seconds = time.perf_counter() - step.started
@@ -165,9 +157,9 @@ class StepRunner:
         step = self.begin()
         count = self._most_forwards(0, step)
         if count:
-            if self._runtime.stage is not None:
+            if (pipeline := self._runtime.pipeline) is not None:
                 with evaluating(self._model):
-                    self._runtime.traces.refresh()
+                    pipeline.traces.refresh()
             self._outputs(step, self._runtime.program.rows.split(batch, self._config.micro)[:1], count)
         return count > 0
 
@@ -226,7 +218,8 @@ class StepRunner:
 
     def _take(self, take: Callable[[], list[Batch]], step: StepState) -> list[Batch]:
         """The microbatches of a step, checked on all ranks of the replica; a problem with them becomes the step's."""
-        moved = self._runtime.stage is not None and self._runtime.traces.refresh()
+        pipeline = self._runtime.pipeline
+        moved = pipeline is not None and pipeline.traces.refresh()
         taken, step.problem, step.compares_paths = take_batch(take, self._comm, self._device, moved)
         return taken
 
@@ -286,7 +279,7 @@ class StepRunner:
                 return
             if microbatches.kind == "train":
                 runtime.forget_step()
-            call, alike = _CALLS[microbatches.kind], runtime.stage is None
+            call, alike = _CALLS[microbatches.kind], runtime.pipeline is None
             if (told := note_failure(call, problem, self._comm, alike)) is not None:
                 raise told from problem
             raise
@@ -297,8 +290,8 @@ class StepRunner:
             check_paths(paths, step.problem, self._comm, self._device)
         except EngineError as problem:
             step.problem = problem
-        if step.problem is None:
-            self._runtime.traces.agree()
+        if step.problem is None and self._runtime.pipeline is not None:
+            self._runtime.pipeline.traces.agree()
 
     @contextmanager
     def _agreeing(self, call: str, step: StepState) -> Iterator[None]:
@@ -313,7 +306,7 @@ class StepRunner:
 
     def finish(self, step: StepState) -> FinishedStep:
         """Agree on the step with all ranks, and update or skip it; a failed one leaves buffers as they were."""
-        step.problem = step.problem or self._control.problem() or self._problem_of_forward()
+        step.problem = step.problem or self._control.take_problem() or self._problem_of_forward()
         with self._agreeing("an update", step), self._runtime.parts.undoing_failures():
             finished = FinishedStep(step, self._update.run(step, self._runtime, stop=self._control.stop_asked))
         for part in self._runtime.parts.having(StepPart.end_step):

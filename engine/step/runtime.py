@@ -1,6 +1,6 @@
 """The runtime of this rank: all parts that run a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,26 +9,22 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine.kernels.dispatch import Kernels
 from engine.optim.lr_schedules import LearningRate
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.rng_streams import RandomStreams
-from engine.parallel.pipeline.runtime.absent_parameters import AbsentParameters
-from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
-from engine.parallel.pipeline.runtime.stage import Stage
+from engine.parallel.pipeline.runtime.stage import AbsentParameters, Stage
 from engine.parallel.tensor.layers.parameter_use import FirstUse
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.plan import Plan
-from engine.program.expert_load import ExpertCounter
 from engine.program.program import Program
 from engine.step.parts import StepPart, StepParts
-from engine.step.rank_parts import AverageOfWeights, DelayedUpdates
+from engine.step.rank_parts import AverageOfWeights, CountedExperts, DelayedUpdates, StatesOnHost
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket, leave
 from engine.zero.gather.gatherer import ParameterGatherer
@@ -37,10 +33,19 @@ from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.own_backward import OwnBackward
 from engine.zero.phases.averaged_weights import AveragedWeights
-from engine.zero.phases.offloaded_states import PARAMETERS, OffloadedStates
+from engine.zero.phases.offloaded_states import OffloadedStates
+from engine.zero.phases.state_inventory import StateInventory
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.reducer import Backward, Reducer
-from engine.zero.reduce.replica_check import NonFinite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRuntime:
+    """The parts of this rank that only a pipeline has."""
+
+    stage: Stage
+    traces: TraceCache
+    absent: AbsentParameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +61,18 @@ class RankRuntime:
     patches: ForwardPatches
     """All patches of the user's model."""
     streams: RandomStreams
-    traces: TraceCache
-    first_use: FirstUse
-    stage: Stage | None
-    """None without a pipeline."""
+    first_use: FirstUse | None
+    """None without tensor parallelism."""
+    pipeline: PipelineRuntime | None
+    """None for one stage."""
     split_backward: SplitBackward | None
     """None if the schedule splits no backward."""
     executor: Executor
-    encoder: MessageEncoder | None
-    """None if messages between stages are sent as they are."""
-    training: RankSchedule
-    """The actions of a training step on this rank."""
-    evaluation: RankSchedule
-    """The actions of an evaluation on this rank: forwards only."""
     buckets: Sequence[FlatBucket]
     frozen: Sequence[FlatBucket]
     """Buckets of sharded frozen parameters."""
+    inventory: StateInventory
+    """All tensors that this rank holds between steps."""
     gatherer: ParameterGatherer | None
     """None if parameters are not sharded."""
     reducer: Reducer
@@ -81,18 +82,17 @@ class RankRuntime:
     """Guards ``p.grad`` between a backward of the user's loop and its step."""
     optimizer: ShardedOptimizer
     learning_rate: LearningRate
-    kernels: Kernels
-    nonfinite: NonFinite
     parts: StepParts
     """The features that take part in steps; one that is off is not among them."""
-    absent: AbsentParameters | None
-    """None without a pipeline."""
     on_host: HostActivations
     """Activations that wait on the host."""
-    away: OffloadedStates
-    """What waits in host memory between two phases of the run."""
-    experts: ExpertCounter | None
-    """Counts the rows of experts; None: they are not counted."""
+
+    @property
+    def away(self) -> OffloadedStates:
+        """What waits in host memory between two phases of the run."""
+        part = self.parts.find(StatesOnHost)
+        assert part is not None, "every engine can move its state"
+        return part.states
 
     @property
     def averaged(self) -> AveragedWeights | None:
@@ -121,19 +121,28 @@ class RankRuntime:
             cached = torch.is_autocast_cache_enabled()
             # autocast would cache casts of full weights, whose gradients come after the weights are freed
             torch.set_autocast_cache_enabled(cached and self.gatherer is None)
+            precision = self.program.precision
+            casts = precision.operands is not None or precision.autocast is not None
             try:
-                with self.program.precision.forward(self.program.device, whole=self.stage is None):
+                with precision.forward(self.program.device, self.pipeline is None) if casts else nullcontext():
                     yield
             finally:
                 torch.set_autocast_cache_enabled(cached)
 
     def counting(self, into: Tensor | None) -> AbstractContextManager[None]:
         """Context of a forward that adds the rows of experts to ``into``."""
-        return self.experts.counting(into) if self.experts is not None else nullcontext()
+        experts = self.parts.find(CountedExperts)
+        return experts.counter.counting(into) if experts is not None else nullcontext()
 
     def uncounted(self) -> Tensor | None:
         """The rows of experts at the begin of a step; None: they are not counted."""
-        return self.experts.zeros() if self.experts is not None else None
+        experts = self.parts.find(CountedExperts)
+        return experts.counter.zeros() if experts is not None else None
+
+    def watched(self, given: Any, run: Callable[[], Any]) -> Any:
+        """The result of ``run``, a forward of ``given``, whose first use of parameters a tensor plan checks."""
+        first_use = self.first_use
+        return first_use.watch(given, run) if first_use is not None and first_use.needed else run()
 
     @contextmanager
     def backward(self, which: Backward, deferred: DeferredWeightGrads | None = None) -> Iterator[None]:
@@ -184,7 +193,7 @@ class RankRuntime:
 
     def running(self) -> AbstractContextManager[None]:
         """Context of the engine's own forwards, in which absent parameters may be read."""
-        return self.absent.running() if self.absent else nullcontext()
+        return self.pipeline.absent.running() if self.pipeline is not None else nullcontext()
 
     def finish(self, reduced: bool = False) -> None:
         """Finish the last backward: complete all reductions (unless they are) and gathers, so that parameters may
@@ -205,30 +214,22 @@ class RankRuntime:
         self.parts.undo_step()
 
     def close(self) -> None:
-        """Remove every patch from the model and stop gathering; parameters that are away come back."""
-        self.away.reload({PARAMETERS})
-        self.optimizer.end_delayed()
-        self.patches.remove()
+        """Close the parts, remove every patch from the model, and stop gathering."""
         for part in self.parts.having(StepPart.close):
             part.close()
-        if self.absent is not None:
-            self.absent.retire()
+        self.patches.remove()
+        if self.pipeline is not None:
+            self.pipeline.absent.retire()
         if self.gatherer is not None:
             self.gatherer.retire()
             leave_shards((*self.buckets, *self.frozen), self.comm.grid)
         for flat in (*self.buckets, *self.frozen):
             leave(flat)
-        if self.optimizer.disk is not None:
-            self.optimizer.disk.close()
 
     def weights_written(self) -> None:
         """Forget what was gathered of parameters before a load or a user has written them. All ranks call it."""
         if self.gatherer is not None:
             self.gatherer.forget()
-
-    def join_update(self) -> None:
-        """Return when no update runs beside a step; its weights may still wait to be brought."""
-        self.optimizer.join_delayed()
 
     def settle(self) -> None:
         """End what runs beside the calls of a user: an update, and copies of parameters that lie on the host.
@@ -247,8 +248,7 @@ class RankRuntime:
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Context of a call that reads or writes weights or optimizer state between steps."""
-        self.join_update()
-        with self.away.held(), nullcontext() if self.away.kinds else self.parts.entering(StepPart.changing):
+        with self.parts.entering(StepPart.changing):
             self.settle()
             yield
 
@@ -271,10 +271,7 @@ class RankRuntime:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Context of a save of weights or optimizer state, which have to be sound."""
-        if self.optimizer.disk is not None:
-            self.optimizer.disk.refuse_failed()
-        self.join_update()
-        with nullcontext() if self.away.kinds else self.parts.entering(StepPart.saving):
+        with self.parts.entering(StepPart.saving):
             self.settle()
             yield
 

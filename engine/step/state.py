@@ -3,17 +3,58 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from engine.errors import CheckpointError
 from engine.parallel.comm.traffic import Tally
 from engine.planning.budgets import CONTROL_SCALARS
 from engine.program.batch import Batch, count_tokens, is_text
 from engine.program.loss import WeightedLoss
 
 Scalar = TypeVar("Scalar")
+
+
+class StopRequest(Protocol):
+    """Request to end the run, which a signal makes."""
+
+    asked: bool
+
+
+@dataclass(slots=True)
+class RunControl:
+    """Reasons against another step of the run; the checkpoints of the run set them."""
+
+    stop: StopRequest | None = None
+    """None: nothing can ask this rank to stop."""
+    spoiled: bool = False
+    """A failed load has replaced only some of the weights."""
+    problem: Exception | None = None
+    """The failed save that has to stop the run (``checkpoint.on_failure``)."""
+
+    @property
+    def stop_asked(self) -> bool:
+        """True after this rank was asked to stop after its step."""
+        return self.stop is not None and self.stop.asked
+
+    def refuse_spoiled(self) -> None:
+        """Raise if weights belong to no checkpoint.
+
+        Raises:
+            CheckpointError: a failed load has replaced only some of them.
+        """
+        if self.spoiled:
+            raise CheckpointError(
+                "the last load_checkpoint or checkpoint.init_from failed midway, so the weights are a mixture of old "
+                "and new values; load another checkpoint first."
+            )
+
+    def take_problem(self) -> Exception | None:
+        """Return the problem, once."""
+        problem, self.problem = self.problem, None
+        return problem
 
 
 @dataclass(slots=True)

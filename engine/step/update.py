@@ -30,11 +30,11 @@ from engine.step.failed_ranks import failure_of_step
 from engine.step.parts import StepPart
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState, StepTotals
-from engine.zero.flat_buckets import FlatBucket, gradient_squared_norm
+from engine.zero.flat_buckets import FlatBucket
 from engine.zero.optim.flat_optimizers import Bookkeeping
 from engine.zero.optim.master_weights import clip_factor, factor_on_device, gradient_norm
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.reduce.replica_check import NonFiniteSource
+from engine.zero.reduce.replica_check import NonFinite, NonFiniteSource
 
 logger = logging.getLogger("trine")
 
@@ -147,18 +147,8 @@ class Update:
         runtime.finish(step.reduced)
         for part in runtime.parts.having(StepPart.before_update):  # some are collective, so also in a failed step
             step.problem = part.before_update(step)
-        # The control sum comes before the decision: clipping and finiteness need the norm over all shards, and a rank
-        # that decided from its own values could skip where others update, or raise where others wait for it.
-        squared_norm = gradient_squared_norm(runtime.buckets, runtime.kernels)
         idle = runtime.reducer.frozen if self._updates_unused else runtime.reducer.unused
-        surprises = runtime.optimizer.unexpected(idle, runtime.reducer.names)
-        packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
-        launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
-        sums, made = launched.read() if launched is not None else (packed.tolist(), False)
-        self._comm.check_kernels()
-        if launched is not None and not made:
-            launched.put_back()
-        totals = self._check(StepTotals.unpack(sums, step.counted), step)
+        totals, made = self._decide(step, runtime, stop, idle)
         for part in runtime.parts.having(StepPart.agreed):
             part.agreed(step, totals)
         self._tell_same_batch(totals, step)
@@ -166,6 +156,31 @@ class Update:
             runtime.optimizer.unused = self._find_unused(idle, runtime)
         agreed = time.perf_counter()
         step.seconds = agreed - step.started + self._seconds
+        outcome = self._end(totals, step, made, runtime)
+        self._change_scale(outcome, runtime)
+        self._seconds = time.perf_counter() - agreed
+        return outcome
+
+    def _decide(
+        self, step: StepState, runtime: RankRuntime, stop: bool, idle: frozenset[str]
+    ) -> tuple[StepTotals[float], bool]:
+        """Agree with all ranks; (totals, whether the device has made the update by its own decision).
+
+        The control sum comes before the decision: clipping and finiteness need the norm over all shards, and a rank
+        that decided from its own values could skip where others update, or raise where others wait for it.
+        """
+        squared_norm = runtime.optimizer.gradient_squared_norm()
+        surprises = runtime.optimizer.unexpected(idle, runtime.reducer.names)
+        packed = self._sum(step, squared_norm, runtime.plan.last_rank, stop, surprises)
+        launched = self._launch(packed, step, runtime) if runtime.optimizer.decides_on_device else None
+        sums, made = launched.read() if launched is not None else (packed.tolist(), False)
+        self._comm.check_kernels()
+        if launched is not None and not made:
+            launched.put_back()
+        return self._check(StepTotals.unpack(sums, step.counted), step), made
+
+    def _end(self, totals: StepTotals[float], step: StepState, made: bool, runtime: RankRuntime) -> UpdateOutcome:
+        """Make the update, unless it is ``made``, or skip the step; count it."""
         divisor = totals.weight * step.divides
         norm = gradient_norm(totals.squared_norm, divisor)
         lr = runtime.learning_rate.at(self.made)
@@ -178,11 +193,14 @@ class Update:
             self._tell_made(totals, norm, step.unseen)
         self.tokens += int(totals.tokens)
         self.samples += self._config.train_batch_size or 0
-        self.scale = self.scale.after(overflow=nonfinite is not None)
-        for part in runtime.parts.having(StepPart.scaled) if self.scale.value != step.scale else ():
-            part.scaled(self.scale.value / step.scale)
-        self._seconds = time.perf_counter() - agreed
         return UpdateOutcome(totals=totals, norm=norm, lr=lr, scale=step.scale, nonfinite=nonfinite)
+
+    def _change_scale(self, outcome: UpdateOutcome, runtime: RankRuntime) -> None:
+        """Choose the loss scale of the next step, by which what waits for it is scaled too."""
+        if self.scale.dynamic:
+            self.scale = self.scale.after(overflow=outcome.skipped)
+        for part in runtime.parts.having(StepPart.scaled) if self.scale.value != outcome.scale else ():
+            part.scaled(self.scale.value / outcome.scale)
 
     def _tell_same_batch(self, totals: StepTotals[float], step: StepState) -> None:
         """Say once that data ranks are given the same batch."""
@@ -207,7 +225,8 @@ class Update:
         gradient is looked at before the sum, so that a second skipped step can name the rank.
         """
         own = runtime.reducer.found_nonfinite()
-        nonfinite = runtime.nonfinite.find(step.loss, totals.weight, own, step.sent)
+        finder = NonFinite(runtime.plan.table, runtime.buckets, self._comm, self._device)
+        nonfinite = finder.find(step.loss, totals.weight, own, step.sent)
         runtime.reducer.watch(True)
         for part in runtime.parts.having(StepPart.after_skip):
             part.after_skip()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -35,12 +36,24 @@ from engine.step.pipeline_call import PipelineCalls, stale_forward
 from engine.step.runner import FinishedStep, StepRunner
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
-from engine.zero.flat_buckets import gradient_squared_norm
 from engine.zero.optim.master_weights import gradient_norm
 from engine.zero.reduce.reducer import Backward
 
 _MANAGED_KEYS = 2**16
 """Forwards of one microbatch that draw different random numbers, where the user manages the accumulation."""
+
+
+class LoopState(Enum):
+    """Position of the user's loop between its calls."""
+
+    LEFT = auto()
+    """No call has come since the engine's last whole step, load or save, so there is nothing to leave."""
+    ENTERED = auto()
+    """Calls have come, and no forward waits for its backward; gradients of an unfinished step may wait."""
+    FORWARDED = auto()
+    """A forward that records gradients came after the last backward."""
+    RUNNING = auto()
+    """A backward runs, whose gradients the engine takes."""
 
 
 @dataclass(slots=True)
@@ -78,8 +91,7 @@ class UserLoop:
         self._step: StepState | None = None
         self._started: float | None = None
         self._forwarded: Batch = None
-        self._fresh = False
-        """A forward came after the last backward."""
+        self.state = LoopState.LEFT
         self._forwards = 0
         """Forwards of this microbatch."""
         self._backwards = 0
@@ -92,8 +104,6 @@ class UserLoop:
         """Those were given (sum, weight)."""
         self._was_last = False
         """The backward before was taken for the last one of the step."""
-        self._running = False
-        """A backward runs."""
         self._counted: Tensor | None = None
         """Rows of experts in the forwards of this step; None: no forward yet, or they are not counted."""
         self._announced: Tensor | None = None
@@ -104,7 +114,7 @@ class UserLoop:
         """Collectives before the forward or backward that runs."""
         self._continues = False
         """The last update was made by this loop, so a backward through the model itself is one of its next step."""
-        self._calls = PipelineCalls(runtime) if runtime.stage is not None else None
+        self._calls = PipelineCalls(runtime) if runtime.pipeline is not None else None
         runtime.own_backward.serve(self._enter)
         runtime.gradient_guard.serve(self.zero_grad)
 
@@ -121,20 +131,22 @@ class UserLoop:
             for part in runtime.parts.having(StepPart.begin_step):
                 part.begin_step()
             self._runner.remarks.look([given])
-        key, before = self._random_key(), (self._forwards, self._fresh, self._forwarded)
+        key, before = self._random_key(), (self._forwards, self.state, self._forwarded)
         if training:  # an evaluation must not change what training draws
             self._forwards += 1
-            self._fresh, self._forwarded = True, given
+            self._forwarded = given
+            if self.state is not LoopState.RUNNING:
+                self.state = LoopState.FORWARDED
             if self._counted is None:
                 self._counted = runtime.uncounted()
-        moved = self._calls is not None and runtime.traces.refresh()
+        moved = runtime.pipeline is not None and runtime.pipeline.traces.refresh()
         moved = check_batch([(args, kwargs)], None, runtime.comm, runtime.program.device, moved)
         self._issued = runtime.comm.issued + moved  # the ranks compare their paths, and fail alike there
         try:
             with runtime.counting(self._counted if training else None):
                 output = self._run(args, kwargs, key, moved)
         except BaseException as error:  # as in torch, gradients of the microbatches before stay
-            self._forwards, self._fresh, self._forwarded = before
+            self._forwards, self.state, self._forwarded = before
             if runtime.communicates and (told := self._note_failure("eng(batch)", error)) is not None:
                 raise told from error
             raise
@@ -148,8 +160,8 @@ class UserLoop:
             self._calls.compares_paths = moved
             return self._calls.forward(args, kwargs, key, self._control.rows)
         with runtime.forward(*key):
-            watch, call = runtime.first_use.watch, runtime.program.call
-            return runtime.own(watch((args, kwargs), lambda: call(*args, **kwargs)))
+            call = partial(runtime.program.call, *args, **kwargs)
+            return runtime.own(runtime.watched((args, kwargs), call))
 
     def backward(
         self, loss: Tensor | tuple[Tensor, Tensor | float], retain_graph: bool, metrics: Mapping[str, Any]
@@ -200,6 +212,7 @@ class UserLoop:
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
         """See :meth:`engine.Engine.guard_gradients`."""
+        self._enter_loop()
         runtime = self._runtime
         if around is not None and "zero_grad" not in vars(around):
             give_back = runtime.gradient_guard.take_zero_grad(around)
@@ -249,7 +262,7 @@ class UserLoop:
                 "microbatches): the norm is that of the whole step; call it after the last backward."
             )
         divisor = self.reduce_gradients()
-        squared = gradient_squared_norm(runtime.buckets, runtime.kernels).to(step.loss.device)
+        squared = runtime.optimizer.gradient_squared_norm().to(step.loss.device)
         runtime.comm.all_reduce(squared, "world", "gradient norm").wait()
         step.max_norm = max_norm
         return gradient_norm(float(squared), divisor)
@@ -261,6 +274,11 @@ class UserLoop:
             raise EngineError(f"{call} inside an unfinished accumulation; call step() first, or zero_grad().")
         self._forget()
         self._expire()
+        self.state = LoopState.LEFT
+
+    def _enter_loop(self) -> None:
+        if self.state is LoopState.LEFT:
+            self.state = LoopState.ENTERED
 
     def _expire(self) -> None:
         if self._calls is not None:
@@ -283,7 +301,7 @@ class UserLoop:
     # ------------------------------------------------------------------ a backward of the user's own
 
     def _announce(self, loss: Tensor, _: Tensor) -> None:
-        if self._running:
+        if self.state is LoopState.RUNNING:
             if self._announced is None:
                 raise EngineError(
                     "eng.backward(eng.scale(loss)) scales the loss twice; give eng.backward the loss itself, or call "
@@ -301,12 +319,13 @@ class UserLoop:
 
         It may go through a forward of the engine, or of the model itself, and may have begun in another engine.
         """
-        if self._running:
+        if self.state is LoopState.RUNNING:
             return None
+        self._enter_loop()
         if self._runtime.gatherer is not None and not any(map(_accumulates, self._runtime.parameters)):
             return self._runtime.gathering()  # torch.autograd.grad for something else than weights
         self._runtime.gradient_guard.lift()
-        begun = self._fresh or self._losses or self._step or self._continues
+        begun = self.state is LoopState.FORWARDED or self._losses or self._step or self._continues
         if not begun and self._runtime.gatherer is None:
             return None
         step, loss = self._open_step(), self._announced
@@ -322,7 +341,8 @@ class UserLoop:
             yield
 
     def _recover(self) -> None:
-        """Drop the gradients of a step in which a backward of the user's own has raised."""
+        """Enter the loop; drop the gradients of a step in which a backward of the user's own has raised."""
+        self._enter_loop()
         if self._runtime.own_backward.abandon():
             self._runtime.comm.failures.refuse("a call after a backward that has raised")
 
@@ -345,7 +365,7 @@ class UserLoop:
         return step.microbatches >= self._accumulation if boundary is None else boundary
 
     def _begins_microbatch(self) -> bool:
-        return not self._losses or (self._accumulation > 1 and self._fresh)
+        return not self._losses or (self._accumulation > 1 and self.state is LoopState.FORWARDED)
 
     def _refuse_surplus(self, step: StepState) -> None:
         if step.max_norm is not None:
@@ -374,8 +394,8 @@ class UserLoop:
 
     def _count(self, step: StepState, loss: WeightedLoss, pair: bool) -> None:
         """Add a loss to the step: a mean is added to its microbatch, a pair to all sums and weights of the step."""
-        first = self._begins_microbatch()
-        if self._losses and not first and (pair != self._pairs or (pair and not self._fresh)):
+        first, forwarded = self._begins_microbatch(), self.state is LoopState.FORWARDED
+        if self._losses and not first and (pair != self._pairs or (pair and not forwarded)):
             raise EngineError(
                 "a microbatch has a second loss, and one of them is (sum, weight); add them before one backward, or "
                 "give means, which are added up."
@@ -390,7 +410,7 @@ class UserLoop:
             step.add(loss._replace(weight=first_of_all))
         else:
             step.add(loss if first or pair else WeightedLoss(loss.sum, 0.0))
-        if first or self._fresh:
+        if first or forwarded:
             step.see(self._forwarded)
         if first:
             step.microbatches += 1
@@ -410,17 +430,17 @@ class UserLoop:
             self._runtime.reducer.keep()
             self._step.reduced = self._was_last = False
         further, self._was_last = self._was_last, due and not self._control.held
-        self._running = True
+        before, self.state = self.state, LoopState.RUNNING
         self._runtime.gradient_guard.lift()
         try:
             which = Backward(last=self._was_last, further=further)
             with self._calls.backward(which) if self._calls is not None else self._runtime.backward(which):
                 yield
         finally:
-            self._running, self._announced = False, None
+            self.state, self._announced = before, None
         if self._accumulation > 1:
             self._forwards = 0  # the next forward begins a microbatch
-        self._fresh = False
+        self.state = LoopState.ENTERED
         self._runtime.gradient_guard.set()
 
     @contextmanager
@@ -448,13 +468,13 @@ class UserLoop:
         """Forget the unfinished step itself, and the forwards that no backward has followed."""
         self._forget_gradients()
         self._started = self._counted = None
-        self._fresh = self._continues = False
+        self.state, self._continues = LoopState.ENTERED, False
         self._forwards = 0
 
     def _forget_gradients(self) -> None:
         self._runtime.gradient_guard.lift()
         self._step = None
-        if not self._fresh:  # a forward whose backward is still to come is one of the next step
+        if self.state is not LoopState.FORWARDED:  # else its backward is one of the next step
             self._counted = None
         self._unscaled = self._was_last = False
         self._backwards = self._losses = 0

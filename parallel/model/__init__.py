@@ -8,7 +8,6 @@ whole_sizes         parameters of which a rank holds a part, and which answer wi
 placeholders        tensors without memory, for parameters and values that another stage holds
 materialize         give parameters on the meta device their initial values
 rng_streams         random numbers keyed by microbatch and module, so that dropout is equal on every grid
-host_draws          the random numbers of Python and NumPy in a forward, keyed like those of torch
 side_effects        restore random streams, buffers and attributes after a trial forward
 torch_checkpoint    ``torch.utils.checkpoint`` regions that span several stages
 """

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.device import device_generator
-from engine.parallel.model.host_draws import HostState
+from engine.parallel.model.rng_streams import HostState
 
 
 @contextmanager

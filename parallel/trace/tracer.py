@@ -19,8 +19,8 @@ from torch import nn
 from engine.errors import PlanError, first_line
 from engine.parallel.model.blocks import Units, find_units, open_units, weighty_children
 from engine.parallel.model.forward_patch import ForwardPatches, Interception, PatchLayer
-from engine.parallel.model.host_draws import HostState, host_extreme
 from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.rng_streams import HostState, host_extreme
 from engine.parallel.model.side_effects import restoring_state
 from engine.parallel.model.torch_checkpoint import open_checkpoints
 from engine.parallel.model.user_code import is_own_mistake

@@ -42,7 +42,7 @@ CAUGHT_FAILURES = (
     Fault(
         name="a-backward-hook-at-a-boundary-is-let-pass",
         about="A full backward hook on the last block of a stage is never called, and nobody learns of it.",
-        file="parallel/pipeline/runtime/boundary_hooks.py",
+        file="engine/step/trace_cache.py",
         old="if name in sent or len(within) > 1:",
         new="if len(within) > 1:",
         tests=(f"{_HOOKS}::test_backward_hooks_that_a_pipeline_cannot_call_are_refused_on_all_ranks",),

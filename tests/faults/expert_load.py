@@ -42,7 +42,7 @@ EXPERT_LOAD = (
         name="forward-before-zero-grad-lost",
         about="zero_grad between forward and backward drops the rows of that forward.",
         file="engine/step/user_loop.py",
-        old="        if not self._fresh:  # a forward whose backward is still to come is one of the next step\n"
+        old="        if self.state is not LoopState.FORWARDED:  # else its backward is one of the next step\n"
         "            self._counted = None",
         new="        self._counted = None",
         tests=(f"{TEST}::test_a_loop_of_your_own_counts_its_forwards",),

@@ -59,7 +59,7 @@ MATRIX_OPTIMIZERS = (
         name="gathered-before-matrices",
         about="Parameters are gathered before their matrices are updated, so that other ranks go on with old ones.",
         file="zero/optim/sharded_optimizer.py",
-        old="            if number not in late:\n",
+        old="            if late is None or number not in late:\n",
         new="            late._missing.clear()\n            if True:\n",
         tests=(f"{_PARITY}::test_a_list_trains_as_one_process_of_torch",),
     ),

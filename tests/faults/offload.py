@@ -72,8 +72,8 @@ OFFLOAD = (
         name="copy-on-the-host-saved-as-a-master",
         about="A copy on the host in the dtype of the parameters is saved beside them, so a checkpoint grows.",
         file="engine/checkpoint/contents/local_tensors.py",
-        old="            if flat.wide is not None:\n",
-        new="            if flat.master is not None:\n",
+        old="state.flat.wide is not None:\n",
+        new="state.flat.master is not None:\n",
         tests=(f"{_SAVED}::test_a_copy_on_the_host_is_not_saved_twice",),
     ),
     Fault(

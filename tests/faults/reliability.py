@@ -67,17 +67,17 @@ RELIABILITY = (
     Fault(
         name="moments-are-not-digested",
         about="A bit that flips in a moment is never found, since only weights and masters have digests.",
-        file="engine/integrity/held.py",
-        old="return [*self._lasting, *self._states()]",
+        file="engine/integrity/at_rest.py",
+        old="return [*self._lasting, *self._inventory.moments()]",
         new="return list(self._lasting)",
         tests=(f"{_GUARD}::test_an_optimizer_of_the_users_own",),
     ),
     Fault(
         name="shards-are-not-digested",
         about="A bit that flips in a sharded weight is never found, since only what has copies is compared.",
-        file="engine/integrity/held.py",
-        old='yield HeldTensor(kind="weight", tensor=flat.kept, names=owned, equal=False, writers=optimized)',
-        new="yield from ()",
+        file="zero/phases/state_inventory.py",
+        old="            if flat.sharded:\n",
+        new="            if flat.sharded:\n                continue\n",
         tests=("tests/engine/integrity/test_flips.py::test_every_flip_is_found_and_named",),
     ),
     Fault(

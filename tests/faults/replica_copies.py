@@ -26,7 +26,7 @@ REPLICA_COPIES = (
     Fault(
         name="host-draws-in-order-of-the-rank",
         about="A stage draws on the host after what it has drawn itself, so stages that skip blocks draw otherwise.",
-        file="parallel/model/host_draws.py",
+        file="parallel/model/rng_streams.py",
         old="self.keyed = self._drawn or first",
         new="self.keyed = False",
         tests=(f"{HOST}::test_host_random_numbers_do_not_depend_on_the_grid",),
@@ -42,9 +42,9 @@ REPLICA_COPIES = (
     Fault(
         name="copies-are-not-compared-later",
         about="Weights of tensor ranks that begin to differ after the first steps drift apart, and nobody says it.",
-        file="zero/reduce/weight_copies.py",
-        old="return self._steps > 2 and (",
-        new="return self._steps == 2 and (",
+        file="engine/step/rank_parts.py",
+        old="due = self._steps > 2 and (",
+        new="due = self._steps == 2 and (",
         tests=(f"{COPIES}::test_a_copy_that_differs_is_named_once",),
     ),
     Fault(

@@ -108,9 +108,8 @@ STATE_BETWEEN_PLACES = (
         name="save-beside-an-update",
         about="A checkpoint is copied while an update writes masters and moments.",
         file="engine/step/runtime.py",
-        old="        with nullcontext() if self.away.kinds else self.parts.entering(StepPart.saving):\n"
-        "            self.settle()\n",
-        new="        with nullcontext() if self.away.kinds else self.parts.entering(StepPart.saving):\n",
+        old="        with self.parts.entering(StepPart.saving):\n            self.settle()\n",
+        new="        with self.parts.entering(StepPart.saving):\n",
         tests=(f"{_DELAYED}::test_a_save_finishes_the_update_and_a_resumed_run_goes_on_alike",),
     ),
     Fault(

@@ -107,8 +107,8 @@ ZERO = (
         name="written-weights-overwritten",
         about="Weights that a user has loaded after initialize are overwritten by the next update.",
         file="zero/optim/sharded_optimizer.py",
-        old='are there and scaled."""\n        sync_masters(flat)\n',
-        new='are there and scaled."""\n',
+        old="        flat = self._buckets[number]\n        sync_masters(flat)\n",
+        new="        flat = self._buckets[number]\n",
         tests=("tests/engine/precision/test_bf16.py::test_weights_loaded_after_initialize_survive_the_next_update",),
     ),
     Fault(

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels, Mode
-from engine.zero.flat_buckets import FlatBucket, Ownership, allocate, gradient_squared_norm, lay_apart
+from engine.kernels.ops.norm import squared_norm
+from engine.zero.flat_buckets import FlatBucket, Ownership, allocate, lay_apart, norm_parts
 from tests.zero.rig import Setting, build, lay_out
 
 MODES: tuple[Mode, ...] = ("reference", "triton")
@@ -87,7 +88,7 @@ def test_squared_norms_of_all_ranks_count_every_element_once(ranks: int, mode: M
         for flat in rig.buckets:
             for slot in flat.bucket.slots:
                 flat.grads[slot.start : slot.stop] = gradients[slot.name].flatten()
-        norm = gradient_squared_norm(rig.buckets, Kernels(mode))
+        norm = squared_norm(norm_parts(rig.buckets), Kernels(mode))
         assert norm.dtype == torch.float64 and norm.shape == ()
         total += float(norm)
         expected = sum(p.numel() * (1 + p.numel()) ** 2 for p in rig.model.parameters())
@@ -104,7 +105,7 @@ def flat_gradients(value: float, count: int) -> tuple[FlatBucket, ...]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", [1e-30, 1e30, 3e38, math.nan, math.inf])
 def test_a_squared_norm_neither_overflows_nor_hides_what_is_not_finite(value: float, mode: Mode) -> None:
-    found = float(gradient_squared_norm(flat_gradients(value, 64), Kernels(mode)))
+    found = float(squared_norm(norm_parts(flat_gradients(value, 64)), Kernels(mode)))
     expected = 64 * float(Tensor([value])) ** 2
     assert found == pytest.approx(expected, rel=1e-9, nan_ok=True)
 

@@ -37,20 +37,17 @@ class EncodedGather:
         self.codec.decode(self.full.view(ranks, -1), self.flat.params.view(ranks, -1))
 
 
-def encoded_gather(flat: FlatBucket, weights: Tensor, ranks: int) -> EncodedGather | None:
-    """Encode this rank's ``weights`` [s] of a bucket for a gather; None if they are sent as they are."""
-    if flat.codec is None:
-        return None
-    own = flat.codec.message(weights)
-    return EncodedGather(flat, flat.codec, own, own.new_empty(ranks * own.numel()))
+def encoded_gather(flat: FlatBucket, codec: BlockCodec, weights: Tensor, ranks: int) -> EncodedGather:
+    """Encode this rank's ``weights`` [s] of a bucket for a gather."""
+    own = codec.message(weights)
+    return EncodedGather(flat, codec, own, own.new_empty(ranks * own.numel()))
 
 
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
     """Start the gather of a bucket that ``rounds_in_gathers``, from its masters; one all-gather of the shards."""
-    assert flat.master is not None
+    assert flat.master is not None and flat.codec is not None
     axis = comm.grid.sharding
-    gather = encoded_gather(flat, flat.master.to(flat.params.device), comm.grid.size(axis))
-    assert gather is not None
+    gather = encoded_gather(flat, flat.codec, flat.master.to(flat.params.device), comm.grid.size(axis))
     return comm.all_gather(gather.full, gather.own, axis, label).then(gather.decode)
 
 

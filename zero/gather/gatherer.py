@@ -110,7 +110,7 @@ class ParameterGatherer:
         What nodes have kept from forwards before it is forgotten, so that the step sends what the plan says.
         """
         self._refuse_opened()
-        self._whole.secondary.drop()
+        self._whole.drop_secondary()
         self._to_come = deque(passes)
         self._calls_of.clear()
 
@@ -131,7 +131,7 @@ class ParameterGatherer:
         self._to_come.clear()
         self._pass, self._differentiated = None, False
         self._whole.free(self._whole.live - self._opened)
-        self._whole.secondary.drop()
+        self._whole.drop_secondary()
         self._whole.settle()
 
     @contextmanager
@@ -406,11 +406,11 @@ class ParameterGatherer:
         self._openings -= 1
         self._opened -= set(indices)
         self._whole.free(frozenset(indices), leave=True)
-        self._whole.secondary.drop(indices)
+        self._whole.drop_secondary(indices)
 
     def forget(self) -> None:
         """Gather over all data ranks next, because the shards of the parameters have changed. All ranks call it."""
-        self._whole.secondary.drop()
+        self._whole.drop_secondary()
 
     def settle(self) -> None:
         """Return when the shards that lie on the host have been read, and may be written."""
@@ -419,7 +419,7 @@ class ParameterGatherer:
     @property
     def secondary(self) -> tuple[Tensor, ...]:
         """The memory of what the node keeps of gathered parameters."""
-        return self._whole.secondary.memory
+        return self._whole.secondary.memory if self._whole.secondary is not None else ()
 
     def without_content(self) -> AbstractContextManager[None]:
         """Context for code that reads the shapes of parameters only."""

@@ -1,11 +1,12 @@
 """Memory of sharded parameters: allocated and gathered, shown, freed (ZeRO 3).
 
-free   --ask-->   under way           --show-->   gathered             --free-->   free
+FREE   --ask-->   UNDER_WAY           --show-->   SHOWN                --free-->   FREE
        allocate, start the gather      wait; parameters look as usual
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from enum import Enum, auto
 from functools import partial
 
 import torch
@@ -18,6 +19,17 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import EncodedGather, encoded_gather
 from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, SecondaryShards
 from engine.zero.offload.host_parameters import ShardSource
+
+
+class BucketState(Enum):
+    """State of the memory of one bucket on this rank."""
+
+    FREE = auto()
+    """There is no memory, and code that reads a parameter is refused or gathers first."""
+    UNDER_WAY = auto()
+    """Memory is allocated and a gather writes into it; parameters are not to be read yet."""
+    SHOWN = auto()
+    """The gather has arrived, and parameters look as usual."""
 
 
 class UnshardedBuckets:
@@ -33,12 +45,13 @@ class UnshardedBuckets:
     ) -> None:  # fmt: skip
         self._buckets, self._comm = buckets, comm
         self._ranks = comm.grid.size(comm.grid.sharding)
-        self.secondary = SecondaryShards(buckets, within, comm)
-        """What this node keeps of buckets that were gathered before."""
-        self._shards = ShardSource(buckets)
-        self._live: dict[int, Pending] = {}
-        self._shown: set[int] = set()
-        """Live buckets that have arrived."""
+        self.secondary = SecondaryShards(buckets, within, comm) if within.buckets else None
+        """What this node keeps of buckets that were gathered before; None: nothing."""
+        self._hosted = ShardSource(buckets) if any(flat.kept_on_host for flat in buckets) else None
+        """Brings the shards that lie on the host; None: none does."""
+        self._states = [BucketState.FREE] * len(buckets)
+        self._gathers: dict[int, Pending] = {}
+        """Gathers of the buckets that are not free."""
         self._versions: dict[int, tuple[int, ...]] = {}
         """Versions of the parameters of each shown bucket at its arrival: how often each had been written."""
         self._reads = [
@@ -51,8 +64,8 @@ class UnshardedBuckets:
 
     @property
     def live(self) -> frozenset[int]:
-        """Buckets that are gathered or under way."""
-        return frozenset(self._live)
+        """Buckets that are not free."""
+        return frozenset(self._gathers)
 
     @property
     def encoded(self) -> frozenset[int]:
@@ -64,38 +77,48 @@ class UnshardedBuckets:
 
         What the node has a secondary shard of is gathered in a batch of its own, within the node.
         """
-        missing = sorted(indices - self._live.keys())
-        near = [] if exact else [index for index in missing if index in self.secondary.valid]
-        if near:
-            for index in near:
-                self._buckets[index].reserve()
-            self._live.update(dict.fromkeys(near, self.secondary.gather(near)))
-        missing = [index for index in missing if index not in near]
+        missing = sorted(indices - self._gathers.keys())
+        if self.secondary is not None and not exact:
+            near = [index for index in missing if index in self.secondary.valid]
+            if near:
+                for index in near:
+                    self._buckets[index].reserve()
+                self._started(near, self.secondary.gather(near))
+            missing = [index for index in missing if index not in near]
         if not missing:
             return
         flats = [self._buckets[index] for index in missing]
         for flat in flats:
             flat.reserve()
-        with self._shards.on_device(flats, beside=exact or all(flat.codec is None for flat in flats)) as arrival:
+        hosted, beside = self._hosted, exact or all(flat.codec is None for flat in flats)
+        with hosted.on_device(flats, beside) if hosted is not None else nullcontext(None) as arrival:
             pairs, encoded = [], []
             for flat in flats:
-                own = self._shards.of(flat)
-                gather = None if exact else encoded_gather(flat, own, self._ranks)
+                own = hosted.of(flat) if hosted is not None else flat.kept
+                gather = None if exact or flat.codec is None else encoded_gather(flat, flat.codec, own, self._ranks)
                 if gather is None:
                     pairs.append((flat.params, own))
                 else:
                     pairs.append((gather.full, gather.own))
                     encoded.append(gather)
-            pending = arrival.before(self._comm.gather_parameters(pairs, "parameters"))
-        pending = pending.then(partial(_decode, encoded))
-        self._live.update(dict.fromkeys(missing, pending))
+            pending = self._comm.gather_parameters(pairs, "parameters")
+            if arrival is not None:
+                pending = arrival.before(pending)
+        self._started(missing, pending.then(partial(_decode, encoded)))
+
+    def _started(self, indices: Sequence[int], gather: Pending) -> None:
+        for index in indices:
+            self._states[index], self._gathers[index] = BucketState.UNDER_WAY, gather
+
+    def _shown(self, indices: Iterable[int]) -> frozenset[int]:
+        return frozenset(index for index in indices if self._states[index] is BucketState.SHOWN)
 
     def ask_again(self, indices: frozenset[int], wanted: frozenset[int]) -> None:
         """Gather buckets, also those that are gathered here: all data ranks call it with equal ``indices``.
 
         Afterwards those are shown that were, and what is ``wanted`` here.
         """
-        live, shown = indices & self._live.keys(), indices & self._shown
+        live, shown = indices & self._gathers.keys(), self._shown(indices)
         self.refuse_written(indices)
         self.free(indices)
         self.ask(indices)
@@ -110,7 +133,7 @@ class UnshardedBuckets:
         Raises:
             EngineError: data ranks ask for different buckets, each of which would be gathered in part.
         """
-        missing = sorted(indices - self._live.keys())
+        missing = sorted(indices - self._gathers.keys())
         if not missing:
             return
         if self._ranks == 1:  # the shards come from the host, and there is nobody to compare with
@@ -128,9 +151,9 @@ class UnshardedBuckets:
 
     def show(self, indices: frozenset[int]) -> None:
         """Wait for buckets that were asked for; their parameters can then be used."""
-        for index in indices - self._shown:
-            self._live[index].wait()
-            self._shown.add(index)
+        for index in indices - self._shown(indices):
+            self._gathers[index].wait()
+            self._states[index] = BucketState.SHOWN
             for parameter in self._buckets[index].parameters:
                 reveal(parameter)
             self._versions[index] = _versions(self._buckets[index])
@@ -141,9 +164,10 @@ class UnshardedBuckets:
         ``leave``: memory that other tensors lie in is left to them, with its values. In a pass autograd has such
         tensors, and the backward gathers their content again; between steps they are somebody's own.
         """
-        for index in indices & self._live.keys():
-            self._live.pop(index).wait()
-            if not leave:
+        for index in indices & self._gathers.keys():
+            self._gathers.pop(index).wait()
+            self._states[index] = BucketState.FREE
+            if not leave and self.secondary is not None:
                 self.secondary.take(index)
             self._hide(index)
             flat, before = self._buckets[index], _memory(self._buckets[index].params)
@@ -155,7 +179,13 @@ class UnshardedBuckets:
 
     def settle(self) -> None:
         """Return when gathers have read the shards that lie on the host, which may be written then."""
-        self._shards.settle()
+        if self._hosted is not None:
+            self._hosted.settle()
+
+    def drop_secondary(self, indices: Collection[int] | None = None) -> None:
+        """Forget what the node keeps of these buckets, or of all: their parameters have changed or may change."""
+        if self.secondary is not None:
+            self.secondary.drop(indices)
 
     def refuse_written(self, indices: frozenset[int]) -> None:
         """Refuse writes of the model into gathered parameters, which would be lost when the bucket is freed.
@@ -163,7 +193,7 @@ class UnshardedBuckets:
         Raises:
             EngineError: a parameter was written since it arrived; the message names the first one.
         """
-        for index in indices & self._shown:
+        for index in self._shown(indices):
             flat, before = self._buckets[index], self._versions[index]
             for slot, old, new in zip(flat.bucket.slots, before, _versions(flat), strict=True):
                 if old != new:
@@ -181,7 +211,7 @@ class UnshardedBuckets:
     @contextmanager
     def without_content(self) -> Iterator[None]:
         """Context in which all parameters look as usual, for code that reads shapes only."""
-        hidden = [index for index in range(len(self._buckets)) if index not in self._shown]
+        hidden = [index for index, state in enumerate(self._states) if state is not BucketState.SHOWN]
         for index in hidden:
             for parameter in self._buckets[index].parameters:
                 reveal(parameter)
@@ -192,7 +222,6 @@ class UnshardedBuckets:
                 self._hide(index)
 
     def _hide(self, index: int) -> None:
-        self._shown.discard(index)
         for read, parameter in zip(self._reads[index], self._buckets[index].parameters, strict=True):
             conceal(parameter, read, "sharded over the data ranks (ZeRO 3)")
 

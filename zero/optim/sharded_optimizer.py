@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from engine.errors import ConfigError
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.ops.adamw import DeviceDecision, fits_adamw_kernel
+from engine.kernels.ops.norm import squared_norm
 from engine.parallel.comm.comm import Comm, Pending
-from engine.zero.flat_buckets import FlatBucket
+from engine.zero.flat_buckets import FlatBucket, norm_parts
 from engine.zero.gather.encoded_gather import gather_masters
 from engine.zero.offload.delayed_update import DelayedUpdate
 from engine.zero.offload.disk_agreement import DiskAgreement
@@ -83,20 +84,21 @@ class ShardedOptimizer:
         own: bool = False,
     ) -> None:
         self._buckets, self._comm, self._sharded = buckets, comm, sharded
-        collect = group_segments if not own else parameter_parts if sharded else whole_parameters
-        members: dict[int, list[nn.Parameter]] = {index: [] for index in range(len(groups))}
         self.places: list[OptimizerTensor] = []
         """Optimizer tensors in the order of the buckets."""
-        for flat in buckets:
-            for group, part, shape in collect(flat):
-                weights = flat.weights[part.start - flat.owned.start : part.stop - flat.owned.start].view(shape)
-                parameter = nn.Parameter(weights)
-                members[group].append(parameter)
-                self.places.append(OptimizerTensor(parameter, update_gradient(flat, part).view(shape), flat, part))
+        members = self._place(len(groups), own)
+        self._norm_parts = norm_parts(buckets)
+        self._read = [update_gradient(flat, flat.owned) for flat in buckets]
+        """The gradients [owned] of each bucket that its update reads."""
         self._bucket_tensors = [tuple(p.parameter for p in self.places if p.flat is flat) for flat in buckets]
         """The optimizer tensors of each bucket."""
         self._rounding: RoundedUpdates | None = None
         self._kernels = REFERENCE
+        self.decides_on_device = False
+        """``launch`` can be called: Adam or AdamW, a kernel fits some bucket, and the host updates none.
+
+        The same on all ranks of axis dp, whose shards have equal sizes.
+        """
         self.copies = HostCopies(buckets)
         """Copies to and from the buckets that the host updates."""
         self.disk: DiskMoments | None = None
@@ -118,6 +120,18 @@ class ShardedOptimizer:
         self._begins_with_state = bool(self.inner.state)
         if sharded:
             check_elementwise(self.inner, "zero_optimization.stage 1 or more")
+
+    def _place(self, groups: int, own: bool) -> dict[int, list[nn.Parameter]]:
+        """Make the tensors that the inner optimizer updates; return them by group."""
+        collect = group_segments if not own else parameter_parts if self._sharded else whole_parameters
+        members: dict[int, list[nn.Parameter]] = {index: [] for index in range(groups)}
+        for flat in self._buckets:
+            for group, part, shape in collect(flat):
+                weights = flat.weights[part.start - flat.owned.start : part.stop - flat.owned.start].view(shape)
+                parameter = nn.Parameter(weights)
+                members[group].append(parameter)
+                self.places.append(OptimizerTensor(parameter, update_gradient(flat, part).view(shape), flat, part))
+        return members
 
     def round(self, rounding: RoundedUpdates) -> None:
         """Update bf16 weights without masters through ``rounding``.
@@ -188,18 +202,15 @@ class ShardedOptimizer:
         self._kernels = kernels
         if isinstance(self.inner, FlatOptimizer):
             self.inner.kernels = kernels
-
-    @property
-    def decides_on_device(self) -> bool:
-        """True if ``launch`` can be called: Adam or AdamW, a kernel fits some bucket, and the host updates none.
-
-        The answer is the same on all ranks of axis dp, whose shards have equal sizes.
-        """
-        return (
+        self.decides_on_device = (
             type(self.inner) is FlatAdam
             and not self.copies.any
-            and any(fits_adamw_kernel(flat.weights, self._kernels) for flat in self._buckets)
+            and any(fits_adamw_kernel(flat.weights, kernels) for flat in self._buckets)
         )
+
+    def gradient_squared_norm(self) -> Tensor:
+        """This rank's share of the squared norm of the reduced gradients, fp64, where the sums are."""
+        return squared_norm(self._norm_parts, self._kernels)
 
     @torch.no_grad()
     def launch(self, decision: DeviceDecision) -> None:
@@ -255,13 +266,16 @@ class ShardedOptimizer:
         counted.put_back(self.inner)
         self.refresh(self._buckets)
 
-    def _prepare(self, flat: FlatBucket, scale: float) -> None:
+    def _prepare(self, number: int, scale: float) -> None:
         """Make a bucket ready for its update: what was written is in the master, gradients are there and scaled."""
+        flat = self._buckets[number]
         sync_masters(flat)
-        self.copies.wait(flat)
+        if flat.host_sums is not None:
+            self.copies.wait(flat)
         if self._scales(flat):
-            update_gradient(flat, flat.owned).mul_(scale)
-            self.copies.changed(flat)
+            self._read[number].mul_(scale)
+            if flat.host_sums is not None:
+                self.copies.changed(flat)
 
     def settle(self) -> None:
         """Count the update for each parameter, and tell autograd that the parameters have changed."""
@@ -305,13 +319,13 @@ class ShardedOptimizer:
             self._step_delayed(self.inner, self.delayed, scale)
             return
         gathers: list[Pending | None] = []
-        late = LateBuckets(self._buckets, self.whole)
+        late = LateBuckets(self._buckets, self.whole) if self.whole else None
 
         def begin(number: int) -> bool:
             if self.disk is not None and not self.disk.allows(number):
                 sync_masters(self._buckets[number])
                 return False
-            self._prepare(self._buckets[number], scale)
+            self._prepare(number, scale)
             return self.disk is None or self.disk.begin(number)
 
         def end(number: int) -> None:
@@ -320,7 +334,7 @@ class ShardedOptimizer:
                 self.disk.end(number)
 
         def end_now(number: int) -> None:
-            if number not in late:
+            if late is None or number not in late:
                 end(number)
 
         self.inner.order = UpdateOrder(self._bucket_tensors, None if rounded else begin, end_now)
@@ -329,7 +343,7 @@ class ShardedOptimizer:
         finally:
             self.inner.order = None
         for made in chain.from_iterable(each.run(self.unused, self.missed) for each in self.whole):
-            for number in late.complete(made):
+            for number in late.complete(made) if late is not None else ():
                 end(number)
         _wait(gathers)
 
@@ -346,9 +360,8 @@ class ShardedOptimizer:
             self.copies.changed(flat)
 
         def begin(number: int) -> bool:
-            flat = self._buckets[number]
-            if self._scales(flat):
-                update_gradient(flat, flat.owned).mul_(scale)
+            if self._scales(self._buckets[number]):
+                self._read[number].mul_(scale)
             return True
 
         inner.order = UpdateOrder(self._bucket_tensors, begin, lambda number: None, delayed.launch)
@@ -359,8 +372,8 @@ class ShardedOptimizer:
 
     def _step_other(self, scale: float) -> None:
         """Step of an optimizer of the user's, which updates everything at once."""
-        for flat in self._buckets:
-            self._prepare(flat, scale)
+        for number in range(len(self._buckets)):
+            self._prepare(number, scale)
         for place in self.places if self.unused else ():
             if not self.unused.isdisjoint(place.names()):
                 place.parameter.grad = None

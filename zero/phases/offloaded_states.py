@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 
 import torch
@@ -20,12 +21,8 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.kernels.device import finish, host_bytes, is_host
-from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.parallel.trace.guarded_parameter import GuardedParameter, conceal, reveal
-from engine.zero.flat_buckets import FlatBucket
-from engine.zero.gather.gatherer import ParameterGatherer
-from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.reduce.reducer import Reducer
+from engine.zero.phases.state_inventory import Home, StateInventory, StateTensor
 
 MOMENTS, MASTERS, PARAMETERS, GRADIENTS = "optim_states", "hp_params", "lp_params", "lp_grads"
 KINDS = (MOMENTS, MASTERS, PARAMETERS, GRADIENTS)
@@ -44,42 +41,6 @@ _NEEDS: Mapping[str, frozenset[str]] = MappingProxyType({
 """What the calls of an engine read or write; those that are not listed: everything."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateTensors:
-    """Finds the tensors of each kind that this rank has on its device."""
-
-    model: nn.Module
-    trained: Sequence[FlatBucket]
-    frozen: Sequence[FlatBucket]
-    """Buckets of sharded frozen parameters; others are the model's own."""
-    optimizer: ShardedOptimizer
-    reducer: Reducer
-    encoder: MessageEncoder | None
-    gatherer: ParameterGatherer | None
-
-    def of(self, kind: str) -> Iterator[Tensor]:
-        """Yield the tensors; several may lie in one storage."""
-        here = [flat for flat in self.trained if flat.host_sums is None]
-        if kind == MOMENTS:
-            yield from (value for own in self.optimizer.whole_state.values() for value in own.values())
-            for place in self.optimizer.places:
-                if place.flat.host_sums is None:
-                    state = self.optimizer.inner.state.get(place.parameter, {})
-                    yield from (value for value in state.values() if isinstance(value, Tensor))
-        elif kind == MASTERS:
-            yield from (flat.master for flat in here if flat.master is not None)
-        elif kind == GRADIENTS:
-            yield from (flat.grads for flat in self.trained)
-            yield from self.reducer.residuals.values()
-            yield from self.encoder.residuals if self.encoder is not None else ()
-        else:
-            for flat in (*self.trained, *self.frozen):
-                if not flat.kept_on_host:
-                    yield flat.kept if flat.sharded else flat.params
-            yield from (each for each in self.model.parameters() if not isinstance(each, GuardedParameter))
-            yield from self.gatherer.secondary if self.gatherer is not None else ()
-
-
 @dataclass(frozen=True, slots=True)
 class _Away:
     """A storage that is empty, and the copy of its content."""
@@ -92,8 +53,8 @@ class _Away:
 class OffloadedStates:
     """Moves the state of one engine on this rank to host memory and back. Nothing is communicated."""
 
-    def __init__(self, tensors: StateTensors, device: torch.device) -> None:
-        self._tensors, self._device = tensors, device
+    def __init__(self, inventory: StateInventory, device: torch.device) -> None:
+        self._inventory, self._device = inventory, device
         self._away: dict[str, list[_Away]] = {}
         self._concealed: list[nn.Parameter] = []
         self._blocks = 0
@@ -133,7 +94,7 @@ class OffloadedStates:
     def expire(self, kinds: Collection[str]) -> None:
         """End graphs that have saved parameters, if these are to be moved: a backward through them reads memory."""
         if PARAMETERS in kinds and PARAMETERS not in self._away:
-            held = [each for each in self._tensors.model.parameters() if not isinstance(each, GuardedParameter)]
+            held = [each for each in self._inventory.model.parameters() if not isinstance(each, GuardedParameter)]
             torch.autograd.graph.increment_version(held)
 
     def offload(self, kinds: Collection[str], pinned: bool, blocking: bool) -> None:
@@ -158,8 +119,8 @@ class OffloadedStates:
                 f"({str(error).splitlines()[0]}); {'pass pin_memory=False' if pinned else 'include fewer kinds'}."
             ) from error
         if PARAMETERS in moved:
-            if self._tensors.gatherer is not None:
-                self._tensors.gatherer.end()  # a forward without a backward has left buckets for it
+            if self._inventory.gatherer is not None:
+                self._inventory.gatherer.end()  # a forward without a backward has left buckets for it
             self._conceal(moved[PARAMETERS])
         for kind, found in moved.items():
             for whole, copy in zip(found, copies[kind], strict=True):
@@ -206,19 +167,33 @@ class OffloadedStates:
         storages.
         """
         taken = {_place(each.whole) for away in self._away.values() for each in away}
-        taken |= {_place(flat.params) for flat in (*self._tensors.trained, *self._tensors.frozen) if flat.apart}
+        taken |= {_place(flat.params) for flat in self._inventory.buckets if flat.apart}
         found: dict[int, Tensor] = {}
-        for tensor in self._tensors.of(kind):
+        for held in self._of(kind):
+            tensor = held.tensor
             storage = _storage(tensor)
             here = tensor.device == self._device and storage.nbytes() > 0 and storage.resizable()
             if here and _place(tensor) not in taken:
                 found.setdefault(_place(tensor), _whole(tensor))
         return list(found.values())
 
+    def _of(self, kind: str) -> Iterator[StateTensor]:
+        """What of a kind is on the device between two steps; several tensors may lie in one storage."""
+        inventory = self._inventory
+        if kind == MOMENTS:
+            found = inventory.moments()
+        elif kind == MASTERS:
+            found = inventory.masters()
+        elif kind == GRADIENTS:
+            found = inventory.gradients()
+        else:
+            found = chain(inventory.weights(), inventory.secondary())
+        return (held for held in found if held.home is Home.DEVICE)
+
     def _conceal(self, wholes: Sequence[Tensor]) -> None:
         """Guard the parameters that lie in these storages."""
         away = {_place(whole) for whole in wholes}
-        for name, parameter in self._tensors.model.named_parameters():
+        for name, parameter in self._inventory.model.named_parameters():
             if not isinstance(parameter, GuardedParameter) and _place(parameter) in away:
                 conceal(parameter, partial(_refuse_read, name), "in host memory (offload_states)")
                 self._concealed.append(parameter)

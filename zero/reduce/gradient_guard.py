@@ -11,7 +11,6 @@ between torch and a parameter while the model runs.
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from types import MappingProxyType, MethodType
 from typing import Any, NoReturn
 
@@ -33,32 +32,6 @@ def plain_grad(parameter: Tensor) -> Tensor | None:
 def set_plain_grad(parameter: Tensor, grad: Tensor | None) -> None:
     """Set the ``grad`` of a parameter, guarded or not."""
     _GRAD.__set__(parameter, grad)
-
-
-class EngineHook(partial[None]):
-    """Hook by which an engine takes the gradient of a parameter."""
-
-
-def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
-    """Refuse hooks that run after a gradient is accumulated, beyond those of the engine.
-
-    Raises:
-        EngineError: another engine trains the parameter; there are more than ``known``, and they would find no
-            gradient.
-    """
-    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)  # torch leaves it untyped
-    if not hooks or len(hooks) <= known:
-        return
-    if sum(isinstance(hook, EngineHook) for hook in hooks.values()) > known:
-        raise EngineError(
-            f"another engine trains this model already (parameter {name!r}), and a model belongs to one engine; call "
-            "close() of that one before, or build the model anew, as a notebook cell that runs twice has to."
-        )
-    raise EngineError(
-        f"parameter {name!r} has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which the "
-        "engine keeps in its own buckets; remove the hook, and use register_hook for the gradient of one backward, or "
-        "eng.gradients() before step()."
-    )
 
 
 def _refuse(parameter: Tensor, *_: object) -> NoReturn:

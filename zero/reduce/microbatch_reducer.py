@@ -136,7 +136,7 @@ class MicrobatchReducer(SharedReduction):
         for filling in self._fillings:
             if not filling.touched:
                 filling.flat.grads.zero_()
-                self._copies.changed(filling.flat)
+                self._changed(filling.flat)
         self._add_replicas()
         for filling in self._fillings:
             self._add_ties(filling.flat, filling.flat.shard)
@@ -257,9 +257,9 @@ class MicrobatchReducer(SharedReduction):
         else:
             flat.grads.copy_(flight.result)
         flight.filling.touched = True
-        self._copies.changed(flat)
+        self._changed(flat)
         if flight.last and self._comm.grid.size(self._comm.grid.shard_groups) == 1:
-            self._copies.follow(flat, Pending())
+            self._follow_copy(flat, Pending())
         if flight.buffer is not None:
             self._free.append(flight.buffer)
 
@@ -284,7 +284,7 @@ class MicrobatchReducer(SharedReduction):
             across.cross()
         for filling, (whole, _) in zip(self._fillings, sums, strict=True):
             whole.wait()
-            self._copies.changed(filling.flat)
+            self._changed(filling.flat)
 
     def _add_parts(self) -> None:
         """Sum the gradients that are partial over tensor ranks and reduce them, once a step."""
@@ -304,11 +304,11 @@ class MicrobatchReducer(SharedReduction):
             encoded = self._encoded.get(flat.bucket.index)
             if encoded is not None:
                 encoded.start(flat.grads, flat.grads[flat.shard]).wait()
-                self._copies.changed(flat)
+                self._changed(flat)
                 continue
             wire = self._on_wire(flat.grads)
             self._comm.reduce_scatter(wire[flat.shard], wire, self._comm.grid.sharding, "gradients").wait()
-            self._copies.changed(flat)
+            self._changed(flat)
             if wire is not flat.grads:
                 flat.grads[flat.shard].copy_(wire[flat.shard])
 

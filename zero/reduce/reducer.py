@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -18,12 +19,38 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.offload.host_copies import HostCopies
 from engine.zero.reduce.bucket_gradient import BucketGradient
 from engine.zero.reduce.encoded_reduction import EncodedReduction
-from engine.zero.reduce.gradient_guard import EngineHook, check_own_hooks, plain_grad, set_plain_grad
+from engine.zero.reduce.gradient_guard import plain_grad, set_plain_grad
 
 logger = logging.getLogger("trine")
 
 Take = Callable[[str, Tensor], None]
 """Called with (parameter name, gradient) each time a backward produces one; dense, in the parameter's shape."""
+
+
+class EngineHook(partial[None]):
+    """Hook by which an engine takes the gradient of a parameter."""
+
+
+def check_own_hooks(name: str, parameter: Tensor, known: int) -> None:
+    """Refuse hooks that run after a gradient is accumulated, beyond those of the engine.
+
+    Raises:
+        EngineError: another engine trains the parameter; there are more than ``known``, and they would find no
+            gradient.
+    """
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)  # torch leaves it untyped
+    if not hooks or len(hooks) <= known:
+        return
+    if sum(isinstance(hook, EngineHook) for hook in hooks.values()) > known:
+        raise EngineError(
+            f"another engine trains this model already (parameter {name!r}), and a model belongs to one engine; call "
+            "close() of that one before, or build the model anew, as a notebook cell that runs twice has to."
+        )
+    raise EngineError(
+        f"parameter {name!r} has a hook for its accumulated gradient (register_post_accumulate_grad_hook), which the "
+        "engine keeps in its own buckets; remove the hook, and use register_hook for the gradient of one backward, or "
+        "eng.gradients() before step()."
+    )
 
 
 class GradientHooks:
@@ -256,7 +283,7 @@ class SharedReduction:
 
     def __init__(self, setup: ReducerSetup) -> None:
         self._comm, self._buckets = setup.comm, setup.buckets
-        self._copies = setup.copies
+        self._copies = setup.copies if setup.copies.any else None
         self._dtype = setup.wire if setup.comm.grid.row_ranks > 1 else None
         self._encoded = setup.encoded
         self._sum_partial = setup.sum_partial
@@ -346,8 +373,23 @@ class SharedReduction:
         """Add the sums that were completed before the end of the step."""
         for flat, part, sums in self._kept_sums:
             flat.gradient(part).add_(sums)
+            self._changed(flat)
+        self._join_copies()
+
+    def _changed(self, flat: FlatBucket) -> None:
+        """Note that the sums of a bucket were written, of which the host may have a copy."""
+        if self._copies is not None:
             self._copies.changed(flat)
-        self._copies.join()
+
+    def _follow_copy(self, flat: FlatBucket, reduction: Pending) -> None:
+        """Copy the sums to a host that updates them as soon as they are reduced."""
+        if self._copies is not None:
+            self._copies.follow(flat, reduction)
+
+    def _join_copies(self) -> None:
+        """Go on when all reductions are complete that copies have waited for."""
+        if self._copies is not None:
+            self._copies.join()
 
     def _forget_kept(self) -> None:
         self._kept_sums, self._kept_names = [], frozenset()
@@ -402,4 +444,4 @@ class SharedReduction:
         """Sum the reduced gradients of tied parameters over the stages that own them; all of them update alike."""
         if flat.bucket.ties:
             self._comm.sum_over_stages(flat.gradient(kept), flat.bucket.ties, "ties").wait()
-            self._copies.changed(flat)
+            self._changed(flat)

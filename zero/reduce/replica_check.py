@@ -28,13 +28,14 @@ class ReplicaCheck:
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         alike = {row.name for row in table if row.dim is None}
-        self._places = [
+        self.places = [
             (slot.name, flat, overlap(slot, flat.shard))
             for flat in buckets
             for slot in flat.bucket.slots
             if slot.name in alike
         ]
-        self._places.sort(key=lambda place: place[0])
+        """Parameters that are still to be compared."""
+        self.places.sort(key=lambda place: place[0])
         self._comm = comm
 
     @torch.no_grad()
@@ -44,9 +45,7 @@ class ReplicaCheck:
         One all-reduce over the shards and one all-gather over tp, label "plan check", 8 bytes for each parameter and 8
         more; every rank of a stage takes part, also one whose step has failed.
         """
-        places = self._places
-        if not places:
-            return None
+        places = self.places
         before = self._comm.tally.copy()
         grads = [flat.gradient(part) for _, flat, part in places]
         infinite = torch.stack([grad.isfinite().logical_not_().sum() for grad in grads]).sum()
@@ -59,7 +58,7 @@ class ReplicaCheck:
         if table[:, -1].any():
             return None  # non-finite gradients: the step will be skipped, and the next one is compared
         if table.any():
-            self._places = []  # a step without any gradient would prove nothing
+            self.places = []  # a step without any gradient would prove nothing
         differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
         if not differing:
             return None

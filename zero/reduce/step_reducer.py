@@ -49,6 +49,8 @@ class _Progress:
     """State of one bucket."""
 
     flat: FlatBucket
+    late: bool
+    """Its reduction is deferred until every gradient of the step has arrived."""
     places: list[_Place] = field(default_factory=list)
     missing: int = 0
     repeats: bool = False
@@ -76,7 +78,7 @@ class GradientReducer(SharedReduction):
     def __init__(self, setup: ReducerSetup, scatter: bool) -> None:
         super().__init__(setup)
         self._scatter = scatter
-        self._progress = [_Progress(flat) for flat in setup.buckets]
+        self._progress = [_Progress(flat, flat.bucket.late) for flat in setup.buckets]
         self._next = 0
         self._launched: ReplicaSum | None = None
         self._last = self._eager = False
@@ -154,9 +156,9 @@ class GradientReducer(SharedReduction):
             if progress.sums is not None:
                 progress.flat.gradient(self._part(progress.flat)).add_(progress.sums)
             if progress.received is not None or progress.sums is not None:
-                self._copies.changed(progress.flat)
+                self._changed(progress.flat)
             progress.reduction = progress.received = progress.sums = None
-        self._copies.join()
+        self._join_copies()
 
     def _reopen(self) -> None:
         """Keep what is reduced aside, so that a further backward starts anew and all buckets are reduced once more.
@@ -195,7 +197,7 @@ class GradientReducer(SharedReduction):
             self._launch()
 
     def _ready(self, progress: _Progress) -> bool:
-        return progress.missing == 0 and not progress.repeats and not progress.flat.bucket.late
+        return progress.missing == 0 and not progress.repeats and not progress.late
 
     def _add_parts(self) -> None:
         """Sum the gradients that are partial over tensor ranks, so that every holder has the full gradient."""
@@ -223,7 +225,7 @@ class GradientReducer(SharedReduction):
         encoded = self._encoded.get(progress.flat.bucket.index)
         if encoded is not None:
             self._follow(progress, encoded.start(grads, grads[shard]), grads[shard])
-            self._copies.changed(progress.flat)
+            self._changed(progress.flat)
             return
         wire = self._on_wire(grads)
         if self._scatter:
@@ -234,10 +236,10 @@ class GradientReducer(SharedReduction):
         if wire is not grads:
             kept = self._part(progress.flat)
             progress.received = partial(grads[kept].copy_, wire[kept])
-        self._copies.changed(progress.flat)
+        self._changed(progress.flat)
         alone = progress.received is None and progress.sums is None and self._launched is None
         if alone and progress.reduction is not None:
-            self._copies.follow(progress.flat, progress.reduction)
+            self._follow_copy(progress.flat, progress.reduction)
 
     def _follow(self, progress: _Progress, inside: Pending, shard: Tensor) -> None:
         """Let the sum over shard groups follow that within one; buckets cross in their order, on all ranks alike."""

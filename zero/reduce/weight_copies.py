@@ -29,8 +29,6 @@ logger = logging.getLogger("trine")
 COPIES = "copies"
 _PRIME = (1 << 31) - 1
 """Digests are numbers modulo this, so that fp64 adds them exactly over any number of ranks."""
-_OFTEN = 64
-"""Steps from one comparison to the next, once a run goes on; before, those whose number is a power of two."""
 
 
 class _Part(NamedTuple):
@@ -47,7 +45,7 @@ class WeightCopies:
     """The comparison of the weights in ``buckets``, of those that other ranks hold as well."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
-        self._comm, self._steps, self._told = comm, 0, False
+        self._comm, self._told = comm, False
         self._rows = {row.name: row for row in table}
         self._parts = [part for flat in buckets for part in self._of_bucket(flat)]
 
@@ -68,11 +66,6 @@ class WeightCopies:
         coord, tp = self._comm.grid.coord(), self._comm.grid.tp
         owner, owners = row.owners.index(coord.pp), len(row.owners)
         return (owner, owners) if row.dim is not None else (owner * tp + coord.tp, owners * tp)
-
-    def is_due(self) -> bool:
-        """Count one more step; whether weights are compared in it. The same on all ranks."""
-        self._steps += 1
-        return self._steps > 2 and (not self._steps % _OFTEN or not self._steps & (self._steps - 1))
 
     @torch.no_grad()
     def digest(self) -> Tensor | float:

@@ -29,6 +29,7 @@ from engine.planning.plan import Plan
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Bucket, Slot
 from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeUpdates
+from engine.zero.phases.state_inventory import StateInventory, StateTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,27 +186,22 @@ class LocalTensors:
 
     ownership: SaveOwnership
     coord: Coord
-    model: nn.Module
-    buckets: Sequence[FlatBucket]
-    """Trained and frozen buckets."""
-    places: Sequence[OptimizerTensor]
-    """Flat tensors that the optimizer updates."""
+    inventory: StateInventory
+
+    @property
+    def buckets(self) -> Sequence[FlatBucket]:
+        """Trained and frozen buckets."""
+        return self.inventory.buckets
+
+    @property
+    def places(self) -> Sequence[OptimizerTensor]:
+        """Flat tensors that the optimizer updates."""
+        return self.inventory.optimizer.places
 
     def weights(self) -> Iterator[Held]:
-        """Parameters in buckets, in the dtype that the model computes with."""
-        for row, flat, slot in self._slots():
-            if row.quantized is not None:
-                continue
-            values = flat.kept[slot_slice(flat.owned, slot, self.ownership.own(row, self.coord))]
-            yield self._held(f"param/{row.name}", row, values)
-
-    def whole(self) -> Iterator[Held]:
-        """Parameters outside buckets; every data rank holds them in full."""
-        inside = {slot.name for flat in self.buckets for slot in flat.bucket.slots}
-        parameters = dict(self.model.named_parameters())
-        for row in self.ownership.plan.table.held_by(self.coord.pp):
-            if row.name not in inside and row.quantized is None:
-                yield self._held(f"param/{row.name}", row, parameters[row.name].detach().view(-1))
+        """Parameters in the dtype that the model computes with; those outside buckets are full on every data rank."""
+        for state in self.inventory.weights():
+            yield from self._of(state, "param")
 
     def place_quantized(self, row: ShardRow, full: Tensor) -> None:
         """Quantize the values of a whole weight, and keep the part that this rank holds."""
@@ -214,14 +210,13 @@ class LocalTensors:
         for _, flat, slot in (found for found in self._slots() if found[0] is row):
             flat.place(slot, codes)
             return
-        dict(self.model.named_parameters())[row.name].data.copy_(codes)
+        dict(self.inventory.model.named_parameters())[row.name].data.copy_(codes)
 
     def masters(self) -> Iterator[Held]:
         """fp32 master weights of parameters in a narrower dtype."""
-        for row, flat, slot in self._slots():
-            if flat.wide is not None:
-                values = flat.wide[slot_slice(flat.owned, slot, self.ownership.own(row, self.coord))]
-                yield self._held(f"master/{row.name}", row, values)
+        for state in self.inventory.masters():
+            if state.flat is not None and state.flat.wide is not None:
+                yield from self._of(state, "master")
 
     def state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[Held]:
         """Moments as views of ``tensors``, which has them by updated parameter and name, in that parameter's shape."""
@@ -242,14 +237,17 @@ class LocalTensors:
     def apart(self, updates: WholeUpdates) -> Iterator[Held]:
         """State that this rank has whole, in shapes of its own."""
         grid = self.ownership.grid
+        kept: dict[str, list[StateTensor]] = {}
+        for state in self.inventory.whole_state(updates):
+            kept.setdefault(state.name, []).append(state)
         first = grid.is_first(grid.copies if updates.on_all_data_ranks else grid.shard_copies, self.coord)
         for row in self.ownership.plan.table.held_by(self.coord.pp):
             # of a matrix that tensor ranks cut, one of them is the owner; of others all of them have the state
             stores = first and (self.coord.tp == 0 or (updates.by_owner and row.dim is not None))
-            for name, values in updates.state.get(row.name, {}).items():
-                whole = Part(tuple(values.shape)).whole()
+            for state in kept.get(row.name, ()):
+                values, whole = state.tensor, Part(tuple(state.tensor.shape)).whole()
                 yield Held(
-                    f"{name}/{row.name}", row, kind_of(values), whole, values.view(-1), apart=True, stores=stores
+                    f"{state.kind}/{row.name}", row, kind_of(values), whole, values.view(-1), apart=True, stores=stores
                 )
 
     def _slots(self) -> Iterator[tuple[ShardRow, FlatBucket, Slot]]:
@@ -257,6 +255,21 @@ class LocalTensors:
         for flat in self.buckets:
             for slot in flat.bucket.slots:
                 yield rows[slot.name], flat, slot
+
+    def _of(self, state: StateTensor, folder: str) -> Iterator[Held]:
+        """The parameters of which a tensor holds elements, but for those that are held as codes."""
+        if state.flat is None:
+            row = next(row for row in self.inventory.rows if row.name == state.name)
+            if row.quantized is None:
+                yield self._held(f"{folder}/{row.name}", row, state.tensor.detach().view(-1))
+            return
+        rows = {row.name: row for row in self.ownership.plan.table}
+        for slot in state.flat.bucket.slots:
+            row = rows[slot.name]
+            if row.quantized is not None:
+                continue
+            values = state.tensor[slot_slice(state.part, slot, self.ownership.own(row, self.coord))]
+            yield self._held(f"{folder}/{row.name}", row, values)
 
     def _held(self, tensor: str, row: ShardRow, values: Tensor) -> Held:
         own = self.ownership.own(row, self.coord)

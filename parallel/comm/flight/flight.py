@@ -171,7 +171,7 @@ class FlightFile:
 
     def _streams(self) -> Iterator[StreamWaits]:
         for index in range(layout.STREAMS):
-            place = layout.stream_place(index)
+            place = layout.STREAM_PLACES[index]
             count, spent, size, kind, axis, _, peer, name = layout.STREAM.unpack_from(self._map, place)
             if not count or not name[0]:
                 return
@@ -201,7 +201,7 @@ class FlightFile:
         return names[number] if number < len(names) else ""
 
     def _event(self, sequence: int) -> Event | None:
-        place = layout.event_place(sequence)
+        place = layout.EVENT_PLACES[(sequence - 1) % layout.EVENTS]
         taken = self._map[place : place + layout.EVENT_BYTES]
         there, begun, count, size, kind, axis, _, peer, stream, label, dtype = layout.BEGIN.unpack_from(taken)
         if there != sequence:

@@ -93,12 +93,7 @@ assert ENDED_AT + ENDED.size <= EVENT_BYTES
 assert WORDS_AT + WORDS_BYTES <= IDENTITY_AT
 assert STREAM.size <= STREAM_BYTES
 
-
-def event_place(sequence: int) -> int:
-    """Offset of an event in the file."""
-    return EVENTS_AT + (sequence - 1) % EVENTS * EVENT_BYTES
-
-
-def stream_place(index: int) -> int:
-    """Offset of the waits of a stream in the file."""
-    return STREAMS_AT + index * STREAM_BYTES
+EVENT_PLACES: Final = range(EVENTS_AT, EVENTS_AT + EVENTS * EVENT_BYTES, EVENT_BYTES)
+"""Offset of each event in the file; that of sequence number n is in place (n - 1) % ``EVENTS``."""
+STREAM_PLACES: Final = range(STREAMS_AT, STREAMS_AT + STREAMS * STREAM_BYTES, STREAM_BYTES)
+"""Offset of the waits of each stream in the file."""

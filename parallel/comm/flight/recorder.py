@@ -80,7 +80,7 @@ class FlightRecorder:
         """
         self._sequence = sequence = self._sequence + 1
         self._counts[stream.name] += 1
-        place, view = layout.event_place(sequence), self._map
+        place, view = layout.EVENT_PLACES[(sequence - 1) % layout.EVENTS], self._map
         layout.SEQUENCE.pack_into(view, place, 0)
         layout.ENDED.pack_into(view, place + layout.ENDED_AT, 0)
         layout.BEGIN.pack_into(
@@ -116,7 +116,7 @@ class FlightRecorder:
         waits.spent += ended - began
         waits.bytes += size
         layout.STREAM.pack_into(
-            self._map, layout.stream_place(waits.index), waits.count, waits.spent, waits.bytes, *self._head(stream),
+            self._map, layout.STREAM_PLACES[waits.index], waits.count, waits.spent, waits.bytes, *self._head(stream),
             self._bytes(stream.name),
         )  # fmt: skip
 
@@ -166,7 +166,7 @@ class FlightRecorder:
 
     def _end(self, sequence: int, at: int) -> None:
         """Note the end of an event, unless a newer one has its place."""
-        place = layout.event_place(sequence)
+        place = layout.EVENT_PLACES[(sequence - 1) % layout.EVENTS]
         if layout.SEQUENCE.unpack_from(self._map, place)[0] == sequence:
             layout.ENDED.pack_into(self._map, place + layout.ENDED_AT, at)
 

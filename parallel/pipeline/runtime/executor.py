@@ -112,6 +112,8 @@ class Executor:
         """(stage, microbatch) pairs between I and W."""
         self._posted: dict[Action, tuple[StageMicrobatch, dict[Message, Arrival]]] = {}
         """Actions whose receives are offered, with the functions that wait for them."""
+        self._crosses = False
+        """Values have crossed the border of a stage."""
         self.spans: list[Span] = []
         """Start and end of each action in the last row, in seconds of ``time.perf_counter``, without waits for
         messages. A GPU may still be computing when an action has ended here."""
@@ -154,7 +156,8 @@ class Executor:
             for earlier in row.releases[index]:
                 self._release(row.actions[earlier])
             self.do(action, runner, row.beside.get(action))
-        self._transport.finish()
+        if self._crosses:
+            self._transport.finish()
 
     def _forget(self) -> None:
         self._live.clear()
@@ -166,6 +169,7 @@ class Executor:
         if action in self._posted:
             return
         part = runner.part(action.stage, action.microbatch)
+        self._crosses = self._crosses or bool(part.plan.sends or part.plan.receives)
         arrivals = {
             message: self._transport.receive(message, value.shape, value.dtype, exact=not value.grad)
             for message in _arrivals(action, part)

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import first_line
 from engine.parallel.model.forward_patch import ForwardPatches
-from engine.parallel.model.host_draws import highest_draws
+from engine.parallel.model.rng_streams import highest_draws
 from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.coupled_parameters import Given, float_leaves
 from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight, WholeWeightError, gradient_leaves

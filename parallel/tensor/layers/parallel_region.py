@@ -81,7 +81,8 @@ class Region:
             if not rest and is_in_pieces(rows, x.narrow(-2, 0, rows), self.axis, "product_scatter"):
                 y = scatter_product(layer, x, self.axis)
                 return cut_rows(self._views, y, (*x.shape[:-1], y.shape[-1]))
-        if not self._views.sequence and own.tensor_product != "own" and sums_in_kernel(layer, x, self.axis):
+        alone = self.axis.symmetric is None or self._views.sequence or own.tensor_product == "own"
+        if not alone and sums_in_kernel(layer, x, self.axis):
             return multiply_and_sum(layer, x, self.axis)
         return self.combine(own.multiply(x))
 

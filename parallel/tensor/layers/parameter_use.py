@@ -49,6 +49,8 @@ class FirstUse:
         shared = plan.layers if plan is not None and not followed else ()
         self._unseen = {name: model.get_submodule(name) for name in shared}
         """Sharded layers of a model that no trace has followed, until its first forward is over."""
+        self.needed = bool(self._parameters or self._adapted or self._unseen)
+        """Forwards still to come are watched."""
 
     def _adapters_in_use(self) -> frozenset[str]:
         used: set[str] = set()
@@ -100,7 +102,7 @@ class FirstUse:
                 handle = layer.register_forward_pre_hook(partial(_refuse_transform, name))
                 stack.callback(handle.remove)
             result = run()
-        self._unseen = {}
+        self._unseen, self.needed = {}, bool(self._parameters or self._adapted)
         return result
 
 

@@ -38,6 +38,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.plan import Plan
 from engine.zero.optim.flat_optimizers import FlatAdam
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+from engine.zero.phases.state_inventory import StateInventory
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -93,7 +94,6 @@ class FakeRank:
         local_tensors = self.local_tensors
         return [
             *local_tensors.weights(),
-            *local_tensors.whole(),
             *local_tensors.masters(),
             *local_tensors.state(self.made),
         ]
@@ -127,7 +127,7 @@ class FakeRun:
         local_tensors, optimizer = rank.local_tensors, rank.optimizer
         saver = Saver(local_tensors.ownership, self.tensors, host, files, lambda folder: None)
         pieces = [*local_tensors.masters(), *local_tensors.state(moments_by_bucket(optimizer))]
-        weights = [*local_tensors.weights(), *local_tensors.whole()]
+        weights = [*local_tensors.weights()]
         contents = Contents(step, {}, {}, {}, describe_optimizer(optimizer, self.plan.table, frozenset()), None, {})
         return saver, saver.snapshot(
             Ours(weights, {}, pieces, {}, parameter_scalars(optimizer, self.plan.table)), contents
@@ -179,7 +179,14 @@ def _rank(model: nn.Module, plan: Plan, ownership: SaveOwnership, rank: int) -> 
     names = [slot.name for flat in trained for slot in flat.bucket.slots]
     kinds = {f"{moment}/{name}": TensorKind("F32", ()) for moment in ("exp_avg", "exp_avg_sq") for name in names}
     made = make_moments(optimizer, Families(kinds, {"groups": []}), plan.table)
-    return FakeRank(LocalTensors(ownership, grid.coord(), model, buckets, optimizer.places), optimizer, made)
+    inventory = StateInventory(
+        model=model,
+        rows=plan.table.held_by(grid.coord().pp),
+        trained=trained,
+        frozen=buckets[len(trained) :],
+        optimizer=optimizer,
+    )
+    return FakeRank(LocalTensors(ownership, grid.coord(), inventory), optimizer, made)
 
 
 def part_of(whole: Tensor, piece: Piece) -> Tensor:

@@ -164,7 +164,7 @@ def frozen(stage: int) -> str:
             for step in range(12):
                 eng.train_batch(torch.randn(2, 8))
                 if step == 6 and eng.grid.rank == 1:
-                    held = next(each for each in guard_of(eng)._at_rest.held if each.name(0) == "base.weight")
+                    held = next(each for each in guard_of(eng)._at_rest.held if each.parameter(0) == "base.weight")
                     held.tensor.data.view(torch.uint8).view(-1)[5] ^= 8
         except CorruptionError as error:
             return f"{step} {error}"

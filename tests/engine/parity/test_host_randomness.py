@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import engine
 from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
-from engine.parallel.model.host_draws import HostState
+from engine.parallel.model.rng_streams import HostState
 from engine.verify import verify
 from tests import models
 from tests.engine.every_grid import GRIDS

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
 from engine.build import forward_changes as forwards
-from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.errors import EngineError
 from engine.kernels.gpu import adamw as launcher
 from engine.models.decoder import loss_sum
+from engine.step.state import RunControl
 from engine.verify import Parity
 from tests import models
 from tests.engine.parity.test_parity import config_for, train_both
@@ -179,7 +179,7 @@ def fails() -> list[Any]:
             before = test_nonfinite.traces(eng)
             with pytest.MonkeyPatch.context() as patch, pytest.raises(EngineError) as caught:
                 if bad and eng.grid.rank:
-                    patch.setattr(CheckpointCoordinator, "problem", lambda self: EngineError("made up"))
+                    patch.setattr(RunControl, "take_problem", lambda self: EngineError("made up"))
                 # without a microbatch the weight of a step is 0
                 runner = eng._parts.runner
                 eng.train_batch(batch) if bad else runner.finish(runner._open(batch, "train")[0])
