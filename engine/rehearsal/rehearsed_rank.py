@@ -39,7 +39,6 @@ from engine.rehearsal.shapes_alone import CPU, AlikeRanks, MissingShapes, shape_
 from engine.step.microbatches import StepMicrobatches
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
-from engine.zero.flat_buckets import gradient_squared_norm
 
 FIRST, SECOND, MIDDLE, LAST = range(4)
 
@@ -146,7 +145,7 @@ class RehearsedRank:
 
     def _update(self) -> None:
         runtime, one = self._runtime, torch.ones((), dtype=torch.float64)
-        gradient_squared_norm(runtime.buckets, runtime.kernels)
+        runtime.optimizer.gradient_squared_norm()
         if runtime.optimizer.copies.any:  # the host updates, by its own code
             return
         runtime.learning_rate.prepare(0)
