@@ -172,11 +172,11 @@ class EncodingResiduals(StepPart):
     order = PartOrder.RESIDUALS
 
     def __init__(self, reducer: Reducer, encoder: MessageEncoder | None) -> None:
-        self._reducer, self._encoder = reducer, encoder
+        self._reducer, self.encoder = reducer, encoder
 
     def scaled(self, factor: float) -> None:
         """Scale the residuals."""
-        sent = self._encoder.residuals if self._encoder is not None else ()
+        sent = self.encoder.residuals if self.encoder is not None else ()
         for residual in (*self._reducer.residuals.values(), *sent):
             residual.mul_(factor)
 

@@ -137,11 +137,11 @@ def _of_script(options: Namespace) -> Iterator[StepSubject]:
 
 
 def _of_call(call: "ScriptCall", name: str, config: Config) -> StepSubject:
-    from engine.program.module_function import build_named
     from torch import nn
 
     from engine.build.request import Request
     from engine.launch.planner.planned_model import PlannedModel
+    from engine.models.named_model import build_named
     from engine.program.batch import map_tensors
 
     rows = call.example if call.rows is None else call.rows

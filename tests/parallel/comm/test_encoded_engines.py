@@ -14,6 +14,7 @@ from engine.models.decoder import Decoder, loss_sum
 from engine.parallel.comm.agreement import bit_sum
 from engine.parallel.tensor.tp_axis import Overlap
 from engine.reporting.banner import banner_text
+from engine.step.rank_parts import EncodingResiduals
 from tests.parallel.comm.small_decoder import SIZES, batch, on_threads
 from tests.planned_traffic import traffic_differs
 from tests.selection import wide
@@ -115,8 +116,9 @@ def test_losses_are_near_exact_ones_and_copies_on_tensor_ranks_keep_equal_bits(
 
 def skip_and_look(eng: Engine) -> tuple[list[float], int, int]:
     """(largest residual after a step and after one that was skipped, bytes of residuals, bytes that the plan says)."""
-    found, encoder = [], eng._runtime.encoder
-    assert encoder is not None
+    found, part = [], eng._runtime.parts.find(EncodingResiduals)
+    assert part is not None and part.encoder is not None
+    encoder = part.encoder
     for value in (0.0, math.inf):
         parameters: Any = dict(eng.module.named_parameters())
         held = [row.name for row in eng.plan.table.held_by(eng.grid.coord().pp)]

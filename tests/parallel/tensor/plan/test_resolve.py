@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine.parallel.kernel_injection.linear_activation import ActivatedLinear, injected_activation
 from torch import nn
 
 from engine.errors import ConfigError, PlanError
 from engine.kernels.dispatch import REFERENCE
+from engine.parallel.kernel_injection.replacements import ActivatedLinear, injected_activation
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.shard_table import Range
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
