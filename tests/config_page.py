@@ -34,7 +34,8 @@ def _keys(body: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str,
 
 def _row(path: str, body: dict[str, Any], other: str) -> str:
     default = f"`{json.dumps(body['default'])}`" if "default" in body else ""
-    about = body.get("description", "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+    about = body.get("description", "").split("\n\n")[0]
+    about = " ".join(about.replace("|", "\\|").replace("``", "`").split())
     return f"| `{path}` | {_type(body)} | {default} | {about} | {f'`{other}`' if other else ''} |"
 
 

@@ -101,8 +101,6 @@ CRUMBS = {
     "engine.deepspeed.runtime.config": "deepspeed.runtime.config, a door",
     "engine.deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters, a door",
     "engine.deepspeed.zero": "deepspeed.zero, a door",
-    "engine.launch.train_options": "answers --help without torch",
-    "engine.reporting.compilations": "asks Triton, which the console does without",
     "engine.zero.gather.outside_calls": "calls beside the passes of a step, apart from those",
     "engine.parallel.tensor.global_tensor.fallback": "what happens to every function that the table of rules lacks",
     "engine.rehearsal.plan_rehearsal": "which ranks and blocks are rehearsed, apart from what is said of them",

@@ -77,7 +77,6 @@ AREAS = {
     "expert load": EXPERT_LOAD,
     "caught failures": (*CAUGHT_FAILURES, *PICKLED_WEIGHTS),
     "deepspeed door": (*DEEPSPEED_DOOR, *SCRIPTS_OF_DEEPSPEED, *ANSWERS_TO_DEEPSPEED),
-    "kernels compiled ahead": COMPILED_AHEAD,
-    "first GPU": FIRST_GPU,
+    "first GPU": (*FIRST_GPU, *COMPILED_AHEAD),
 }
 FAULTS: tuple[Fault, ...] = tuple(fault for area in AREAS.values() for fault in area)

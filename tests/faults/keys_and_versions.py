@@ -34,8 +34,8 @@ KEYS_AND_VERSIONS = (
         name="every-other-version-is-refused",
         about="A later version of a library shuts the door to its loop.",
         file="engine/hosting/__init__.py",
-        old='if int(found.partition(".")[0]) < int(tested.partition(".")[0]):',
-        new='if found.split(".")[:2] != tested.split("."):',
+        old="if _minor(found)[0] < _minor(first)[0]:",
+        new="if not _minor(first) <= _minor(found) <= _minor(last):",
         tests=(f"{_ARGUMENTS}::test_another_minor_version_warns_once",),
     ),
 )

@@ -67,7 +67,7 @@ RELIABILITY = (
     Fault(
         name="moments-are-not-digested",
         about="A bit that flips in a moment is never found, since only weights and masters have digests.",
-        file="engine/integrity/at_rest.py",
+        file="engine/integrity/copies.py",
         old="return [*self._lasting, *self._inventory.moments()]",
         new="return list(self._lasting)",
         tests=(f"{_GUARD}::test_an_optimizer_of_the_users_own",),
