@@ -279,9 +279,20 @@ def _plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return cast(Callable[..., Any], super(torch.autograd.Function, function).apply)  # type: ignore[misc]
 
 
-def _is_wrapped(tensor: Tensor) -> bool:
-    """Return whether a transform of torch.func is at work, or has left its wrapper on ``tensor``."""
-    return torch._C._are_functorch_transforms_active() or _has_wrapper(tensor)
+_APPLY: Any = torch.autograd.Function.__dict__["apply"]
+
+
+def _is_plain() -> bool:
+    """Return whether ``Function.apply`` is torch's own; a trace replaces it meanwhile."""
+    return torch.autograd.Function.__dict__["apply"] is _APPLY
+
+
+def _is_seen(tensor: Tensor) -> bool:
+    """Return whether ``Function.apply`` has to see a call.
+
+    A trace does, a transform of torch.func is at work, or one has left its wrapper on ``tensor``.
+    """
+    return not _is_plain() or torch._C._are_functorch_transforms_active() or _has_wrapper(tensor)
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -289,7 +300,7 @@ def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     plain = _plain_apply(function)
 
     def apply(x: Tensor, *more: Any) -> Any:
-        if torch.compiler.is_compiling() or _is_wrapped(x):
+        if torch.compiler.is_compiling() or _is_seen(x):
             return function.apply(x, *more)  # type: ignore[no-untyped-call]
         return plain(x, *more)
 
@@ -307,6 +318,7 @@ class FusedOperator(Generic[R]):
         self._function = function
         self._written = [index for index, one in enumerate(inspect.signature(function).parameters) if one in mutates]
         self._differentiable: Callable[..., Any] | None = None
+        self._shown: Callable[..., Any]
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
         """Register the function that makes outputs without content from inputs without content."""
@@ -336,7 +348,7 @@ class FusedOperator(Generic[R]):
             def backward(ctx: Any, *slopes: Any) -> Any:
                 return gradients(ctx, *slopes)
 
-        self._differentiable = _plain_apply(Eager)
+        self._differentiable, self._shown = _plain_apply(Eager), lambda *args: Eager.apply(*args)
 
     def __call__(self, *args: Any) -> R:
         """Run the function on ``args``."""
@@ -351,7 +363,7 @@ class FusedOperator(Generic[R]):
         if differentiable and torch.is_grad_enabled():
             if self._differentiable is None:  # torch refuses the backward of this operator by its name
                 return cast(R, self.registered(*args))
-            return cast(R, self._differentiable(*args))
+            return cast(R, self._differentiable(*args) if _is_plain() else self._shown(*args))
         output = self._function(*args)
         for index in self._written:  # autograd compares versions of what it has saved; a kernel's write changes none
             torch.autograd.graph.increment_version(cast(Tensor, args[index]))

@@ -110,7 +110,7 @@ def outcome(path: str, value: object, said: Told) -> Outcome | None:
         case Noted(idle=idle):
             return "off" if value in idle else None
     params = path.split(".params.")[0] + ".type" if ".params." in path else path
-    if path in LOGS and isinstance(value, Mapping) and not value.get("enabled"):
+    if path in (*LOGS, "wandb") and isinstance(value, Mapping) and not value.get("enabled"):
         return "off"
     if path in OURS or path in ("bfloat16", *LOGS):
         return "refused" if any(about(line, params) for line in said.refusals) else "acted on"

@@ -124,7 +124,7 @@ TESTED = {
         f"{JOBS}test_launch_command.py::test_a_job_on_this_host_is_torchrun",
     "trine launch --hostfile hosts.txt train.py --steps 1000": f"{JOBS}test_ssh.py::test_a_job_runs_on_all_hosts",
     "trine launch --hostfile hosts.txt --elastic 2:4 train.py":
-        f"{JOBS}test_elastic_ssh.py::test_a_host_is_lost_and_comes_back",
+        f"{JOBS}test_ssh.py::test_a_host_is_lost_and_comes_back",
     "trine launch --slurm --nodes 4 --ranks-per-node 8 --time 24:00:00 train.py":
         f"{JOBS}test_slurm.py::test_a_job_ends_as_its_ranks_do",
     "trine launch --kubernetes jobset --image site/train:1 --nodes 4 --ranks-per-node 8 train.py":

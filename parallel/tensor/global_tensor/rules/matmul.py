@@ -10,7 +10,6 @@ Every dim of every operand gets a letter; operands are narrowed to what each ran
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -148,7 +147,7 @@ def fused_linear(
 ) -> Any:
     """``kernels.ops.linear.linear``; activation and residual come after the sum over the ranks."""
     bias, form, kernels = rest
-    rows, plain = "abcdefgh"[: x.ndim - 1], replace(form, activation="none")
+    rows, plain = "abcdefgh"[: x.ndim - 1], form._replace(activation="none")
     product = EinsumSpec((rows + "I", "IO" if form.transposed else "OI"), rows + "O")
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

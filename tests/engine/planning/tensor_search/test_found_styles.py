@@ -19,7 +19,7 @@ def test_one_rank_searches_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
         return searched[-1]
 
     find = assemble.search_model
-    monkeypatch.setattr("engine.api.search_model", search)
+    monkeypatch.setattr("engine.engine_parts.search_model", search)
     config, batches = settings("dp2 x tp2", (1, "1f1b", "none")), models.batches_for("llama", 16, 1)
     parity = verify(lambda: models.llama(layers=2), config, batches, threads=4)
     assert parity is not None and parity.holds(), str(parity)
