@@ -22,7 +22,7 @@ from engine.checkpoint.coordinator import CheckpointCoordinator
 from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.engine import Engine
-from engine.engine_parts import PLANNING, EngineParts, RankBuilder
+from engine.engine_parts import PLANNING, EngineParts, EngineResources, RankBuilder
 from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
 from engine.optim.param_groups import as_trainable, included_frozen, read_optimizer, replacing_sections
 from engine.parallel.comm.comm import Comm
@@ -46,7 +46,6 @@ from engine.program.forward_inputs import ForwardInputs, Inputs, with_targets
 from engine.program.loss import LossFunction, RowGather
 from engine.reporting.console import open_console, say_if_slow
 from engine.reporting.last_words import LastWords
-from engine.resources import EngineResources
 from engine.watchdog.watchdog import Watchdog, open_watchdog
 from engine.zero.optim.inner_optimizer import OptimizerFactory
 from engine.zero.optim.matrix.own_whole import FlatWhole, OwnWholeRule, declares_whole

@@ -1,8 +1,10 @@
 """The parts of an engine, which its calls share: those that are there from the start, and those of the first batch."""
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,7 +31,6 @@ from engine.reporting.banner import banner_text
 from engine.reporting.console import say_if_slow
 from engine.reporting.sinks import StepReporter
 from engine.reporting.step_report import StepReport
-from engine.resources import EngineResources
 from engine.step.batch_check import take_batch
 from engine.step.parts import StepPart
 from engine.step.runner import FinishedStep, StepRunner
@@ -100,6 +101,64 @@ class RankBuilder:
                 if problem is None:
                     raise
                 raise problem from None
+
+
+class EngineResources:
+    """Closes what an engine owns: patches of the model, logs, signal handlers, process groups, shared memory.
+
+    ``close`` does it, or the collection of the engine, whose parts alone refer to this object.
+
+    What is closed refers to the user's model, and the model may refer to the engine. ``weakref.finalize``, which holds
+    its callback outside of the engine, would keep both alive; with ``__del__`` the garbage collector finds the cycle.
+    """
+
+    def __init__(self) -> None:
+        self._closers = ExitStack()
+        self._closed = False
+        self._refusals: list[Callable[[str], object]] = []
+        self._process = os.getpid()
+
+    def add(self, close: Callable[[], object]) -> None:
+        """Own something; ``close``, which may be called again, gives it back without waiting for other ranks."""
+        self._closers.callback(close)
+
+    def close(self) -> None:
+        """Give everything back, the newest first, also what is left when one of them raises."""
+        self._closed = True
+        self._closers.close()
+
+    def refuse_by(self, check: Callable[[str], object]) -> None:
+        """Ask ``check`` too before a call; it raises if it has a reason against the call of that name."""
+        if check not in self._refusals:
+            self._refusals.append(check)
+
+    def refuse_no_more_by(self, check: Callable[[str], object]) -> None:
+        """End what ``refuse_by`` began with ``check``, if it did."""
+        self._refusals = [known for known in self._refusals if known != check]
+
+    def refuse_closed(self, call: str) -> None:
+        """Refuse ``call`` after ``close``, and whenever a check of ``refuse_by`` does.
+
+        Raises:
+            EngineError: everything has been given back, or what the call needs is not there.
+        """
+        if self._closed:
+            raise EngineError(
+                f"{call} after close(), which has given back the engine's parts; build a new engine with "
+                "engine.initialize."
+            )
+        for check in self._refusals:
+            check(call)
+
+    def __del__(
+        self, is_finalizing: Callable[[], bool] = sys.is_finalizing, getpid: Callable[[], int] = os.getpid
+    ) -> None:
+        """Close; not in a forked child, whose parent still uses everything, nor when the interpreter ends.
+
+        An engine that a script has not closed outlives the names of this module, which the interpreter empties first.
+        """
+        if not is_finalizing() and getpid() == self._process:
+            self.close()
 
 
 class EngineParts:

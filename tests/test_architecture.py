@@ -15,7 +15,7 @@ from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, 
 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
-        "errors", "resources", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint",
+        "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint",
         "reporting", "watchdog", "build", "rehearsal", "data", "models", "engine_parts", "loop",
         "named_state", "engine", "api", "verify", "hosting", "deepspeed", "huggingface",
         "lightning",
