@@ -348,7 +348,7 @@ class FusedOperator(Generic[R]):
             def backward(ctx: Any, *slopes: Any) -> Any:
                 return gradients(ctx, *slopes)
 
-        self._differentiable, self._shown = _plain_apply(Eager), lambda *args: Eager.apply(*args)
+        self._differentiable, self._shown = _plain_apply(Eager), lambda *args: Eager.apply(*args)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> R:
         """Run the function on ``args``."""

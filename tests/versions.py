@@ -91,10 +91,10 @@ CHECKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "ZeRO 3": (*_ANY, f"{_PARITY}test_parity_zero.py::test_every_model_on_every_grid_in_all_modes[llama-dp2]"),
         "kernels": (
-            *_ANY, "tests/kernels/test_interpreter.py",
+            *_ANY, "tests/kernels/test_interpreter.py", f"{_OPERATORS}test_norm.py",
             f"{_OPERATORS}test_rotary.py", f"{_OPERATORS}test_adamw.py", "-k", "not registered_as_torch_wants",
         ),
-        "opcheck": (*_ANY, _OPERATORS, "tests/kernels/experts", "-k", "registered_as_torch_wants"),
+        "opcheck": (*_ANY, _OPERATORS, "-k", "registered_as_torch_wants"),
         "checkpoint": (
             *_ANY,
             "tests/engine/checkpoint/test_checkpoint.py::test_a_run_goes_on_bit_for_bit",
