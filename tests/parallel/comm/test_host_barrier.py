@@ -24,7 +24,9 @@ def descriptors() -> set[str]:
 
 
 def shared_files() -> set[str]:
-    return set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
+    """Return the names in shared memory, but for tensors that other test processes share."""
+    names = os.listdir("/dev/shm") if Path("/dev/shm").exists() else []
+    return {name for name in names if not name.startswith("torch_") or name.startswith(f"torch_{os.getpid()}_")}
 
 
 def pass_barrier(ranks: list[HostBarrier]) -> None:

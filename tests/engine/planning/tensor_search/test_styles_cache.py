@@ -79,7 +79,7 @@ def test_an_equal_start_reads_what_was_found(
     searches: list[FoundStyles], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = started()
-    with caplog.at_level(logging.INFO, "trine"):
+    with caplog.at_level(logging.INFO):
         second = started()
     assert len(searches) == 1 and first == second == searches[0] and first.patterns
     (file,) = kept(tmp_path)
@@ -154,7 +154,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_changes_nothing(
 ) -> None:
     (tmp_path / "file").write_text("")
     cache = StylesCache(tmp_path / "file" / "tensor_plans")
-    with caplog.at_level(logging.INFO, "trine"):
+    with caplog.at_level(logging.INFO):
         cache.write(DIGEST, FoundStyles(patterns={}, reasons=(), notes=()))
     assert "the tensor plan is not kept for the next start, because" in caplog.text
     assert cache.read(DIGEST) is None
