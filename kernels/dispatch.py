@@ -317,8 +317,8 @@ class FusedOperator(Generic[R]):
         self.registered = torch.library.custom_op(name, function, mutates_args=mutates)
         self._function = function
         self._written = [index for index, one in enumerate(inspect.signature(function).parameters) if one in mutates]
-        self._differentiable: Callable[..., Any] | None = None
-        self._shown: Callable[..., Any]
+        self._eager: type[torch.autograd.Function] | None = None
+        self._plain_eager: Callable[..., Any]
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
         """Register the function that makes outputs without content from inputs without content."""
@@ -348,7 +348,7 @@ class FusedOperator(Generic[R]):
             def backward(ctx: Any, *slopes: Any) -> Any:
                 return gradients(ctx, *slopes)
 
-        self._differentiable, self._shown = _plain_apply(Eager), lambda *args: Eager.apply(*args)  # type: ignore[no-untyped-call]
+        self._eager, self._plain_eager = Eager, _plain_apply(Eager)
 
     def __call__(self, *args: Any) -> R:
         """Run the function on ``args``."""
@@ -361,9 +361,10 @@ class FusedOperator(Generic[R]):
                     return cast(R, self.registered(*args))
                 differentiable = differentiable or one.requires_grad
         if differentiable and torch.is_grad_enabled():
-            if self._differentiable is None:  # torch refuses the backward of this operator by its name
+            if self._eager is None:  # torch refuses the backward of this operator by its name
                 return cast(R, self.registered(*args))
-            return cast(R, self._differentiable(*args) if _is_plain() else self._shown(*args))
+            apply = self._plain_eager if _is_plain() else self._eager.apply
+            return cast(R, apply(*args))
         output = self._function(*args)
         for index in self._written:  # autograd compares versions of what it has saved; a kernel's write changes none
             torch.autograd.graph.increment_version(cast(Tensor, args[index]))
