@@ -130,7 +130,7 @@ def _place(frame: FrameType | None) -> str:
     """File and function of the innermost frame of the product."""
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(str(ROOT)) and not path.startswith(str(ROOT / "tests")):
+        if path.startswith(f"{ROOT}/") and not path.startswith(f"{ROOT}/tests/"):
             return f"{Path(path).resolve().relative_to(ROOT)} {frame.f_code.co_name}"
         frame = frame.f_back
     return "outside"
