@@ -65,6 +65,7 @@ def test_marks_hold_for_names_below_the_module_that_has_them() -> None:
 
 @pytest.mark.parametrize("dtype", CONFIGS)
 def test_marked_tensors_train_in_fp32_and_the_banner_counts_them(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)  # some draws overflow at the first loss scale of fp16
     with engine.initialize(Wrapped(), {"train_batch_size": 4} | CONFIGS[dtype]) as eng:
         dtypes = {name: tensor.dtype for name, tensor in eng.module.state_dict().items()}
         assert not eng.train_batch(torch.randn(4, 4)).skipped
