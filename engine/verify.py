@@ -31,7 +31,7 @@ from engine.precision.dtypes import make_precision, place_rest
 from engine.precision.fp32_modules import put_casts
 from engine.precision.frozen_weights import round_frozen
 from engine.precision.loss_scaler import make_loss_scale
-from engine.program.batch import Batch, call_model, map_tensors
+from engine.program.batch import Batch, call_model, cast_floats, map_tensors
 from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs, with_targets
 from engine.program.loss import LossFunction, RowGather, find_loss
@@ -245,7 +245,7 @@ class _Reference:
             part = self.rows.take_rows(batch, index * micro, micro)
             with self.streams.forward(self.config.seed, self.updates, index), self.precision.forward(self.device):
                 moved = map_tensors(part, lambda t: t.to(self.device))
-                output = call_model(self.model, map_tensors(self.inputs.take(moved), self.precision.input))
+                output = call_model(self.model, cast_floats(self.inputs.take(moved), self.precision.inputs))
                 loss = find_loss(output, moved, RowGather().given_to(self.loss_fn))
             torch.autograd.backward(loss.sum.float() * self.scale.value if self.config.fp16.enabled else loss.sum)
             self._collect()

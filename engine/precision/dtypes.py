@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.config import Config
 from engine.errors import PlanError
@@ -63,8 +63,8 @@ class Precision:
     """Without a master: moments have the dtype of the parameter."""
     autocast: torch.dtype | None = None
     """Dtype of torch.autocast around every forward; None leaves the user's own as it is."""
-    cast_inputs: bool = False
-    """Floating inputs of forward are cast to ``compute``."""
+    inputs: torch.dtype | None = None
+    """Dtype of floating inputs of forward; None leaves each as it is."""
     buffers: torch.dtype | None = None
     """Dtype of floating buffers in a 16-bit run; None leaves each as it is."""
     operands: OperandCasts | None = field(default=None, compare=False)
@@ -113,10 +113,6 @@ class Precision:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.buffers or given
 
-    def input(self, value: Tensor) -> Tensor:
-        """A model input in the dtype that forward is given."""
-        return value.to(self.compute) if self.cast_inputs and value.is_floating_point() else value
-
     def widths(self, dtype_name: str) -> Widths:
         """Dtypes that belong to a parameter whose dtype in forward has this name."""
         narrow: torch.dtype = getattr(torch, dtype_name)
@@ -164,7 +160,7 @@ def make_precision(config: Config, model: nn.Module) -> Precision:
         master=not (config.bf16.enabled and config.bf16.bf16_master_weights_and_grads),
         narrow_moments=config.bf16.enabled and config.bf16.bf16_optimizer_states,
         autocast=cast,
-        cast_inputs=config.cast_forward_inputs,
+        inputs=compute if config.cast_forward_inputs else None,
         buffers=NAMED_DTYPES[config.buffer_dtype],
         operands=None if config.compile else OperandCasts(compute),
     )

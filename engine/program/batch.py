@@ -21,6 +21,11 @@ def map_tensors(tree: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     return change_tensors(tree, lambda _, tensor: change(tensor))
 
 
+def cast_floats(tree: Batch, dtype: torch.dtype | None) -> Batch:
+    """Return the batch with its floating tensors in ``dtype``; None leaves each as it is."""
+    return map_tensors(tree, lambda one: one if dtype is None or not one.is_floating_point() else one.to(dtype))
+
+
 def change_tensors(tree: Batch, change: Callable[[BatchPath, Tensor], Tensor], path: BatchPath = ()) -> Batch:
     """Apply ``change(path, tensor)`` to every tensor of a nested batch; mappings become plain dicts."""
     if isinstance(tree, Tensor):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from engine.errors import EngineError, first_line
 from engine.kernels.device import PinnedCopies
 from engine.precision.dtypes import Precision
-from engine.program.batch import Batch, call_model, map_tensors
+from engine.program.batch import Batch, call_model, cast_floats, map_tensors
 from engine.program.batch_rows import BatchRows
 from engine.program.forward_inputs import ForwardInputs
 from engine.program.loss import LossFunction, RowGather, WeightedLoss, find_loss, has_loss
@@ -55,7 +55,7 @@ class Program:
 
     def cast(self, batch: Batch) -> Batch:
         """Copy of the batch in the dtype of the computation; the loss function gets the batch without this cast."""
-        return map_tensors(batch, self.precision.input if self.precision.cast_inputs else lambda tensor: tensor)
+        return cast_floats(batch, self.precision.inputs)
 
     def forward(self, microbatch: Batch) -> ForwardResult:
         """Output and loss of one microbatch."""

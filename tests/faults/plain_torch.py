@@ -7,8 +7,8 @@ PLAIN_TORCH = (
         name="inputs-cast-at-the-door",
         about="A time step of 999.3 becomes 1000.0 in bf16 before the model's own code sees it.",
         file="engine/precision/dtypes.py",
-        old="if self.cast_inputs and value.is_floating_point()",
-        new="if self.compute is not None and value.is_floating_point()",
+        old="inputs=compute if config.cast_forward_inputs else None",
+        new="inputs=compute",
         tests=("tests/engine/precision/test_wide_values.py::test_own_code_is_given_inputs_and_buffers_as_they_are",),
     ),
     Fault(
