@@ -70,7 +70,8 @@ def rank(name: str, config: Mapping[str, Any], folder: str, world: World) -> Ran
         eng.save_pretrained(folder)
         run = TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict())
         reasons = eng.plan.tensor.reasons if eng.plan.tensor is not None else ()
-        return Rank(run, shares(eng.module), uncounted, frozenset(reason.how for reason in reasons))
+        held = shares(eng.module) if eng.config.tp > 1 else {}  # ranks of other axes hold no part to read
+        return Rank(run, held, uncounted, frozenset(reason.how for reason in reasons))
 
 
 def trains_and_is_saved(name: str, folder: Path, **changes: Any) -> tuple[list[dict[str, int]], dict[str, int]]:

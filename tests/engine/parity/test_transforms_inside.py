@@ -127,13 +127,14 @@ PURE: dict[str, Inside] = {
     "functional_call": called,
 }
 LAYERS: dict[str, Inside] = {name: of_layers(way) for name, way in IN_LAYERS.items()}
+OF_THE_BATCH = "vmap of a batch"
 LOSSES: dict[str, Loss] = {
     "vmap": lambda out, batch: torch.func.vmap(F.cross_entropy)(out, batch[1]).mean(),
     "grad": lambda out, batch: cross_entropy(out, batch) + TRANSFORMS["grad"](bend, out).square().mean(),
     "vjp": lambda out, batch: cross_entropy(vjp(bend, out), batch),
     "jvp": lambda out, batch: cross_entropy(TRANSFORMS["jvp"](bend, out), batch),
     "jacrev": lambda out, batch: cross_entropy(TRANSFORMS["jacrev"](bend, out), batch),
-    "vmap of a batch": lambda out, batch: cross_entropy(out, batch) * torch.func.vmap(torch.sum)(batch[1]).sum() / 99,
+    OF_THE_BATCH: lambda out, batch: cross_entropy(out, batch) * torch.func.vmap(torch.sum)(batch[1]).sum() / 99,
 }
 
 
@@ -218,7 +219,13 @@ def test_a_transform_in_a_block_is_refused_on_stages(grid: str, name: str) -> No
     assert "runs an operation on activations inside a transform" in refused(grid, PURE[name])
 
 
-@pytest.mark.parametrize("name", often("vmap", LOSSES))
+@pytest.mark.long
+@pytest.mark.parametrize("grid", ["pp2", "tp2-pp2"])
+def test_a_transform_of_the_batch_alone_trains_on_stages(grid: str) -> None:
+    trains(grid, Block.layers, LOSSES[OF_THE_BATCH])
+
+
+@pytest.mark.parametrize("name", often("vmap", LOSSES.keys() - {OF_THE_BATCH}))
 @pytest.mark.parametrize("grid", ["pp2", pytest.param("tp2-pp2", marks=pytest.mark.long)])
 def test_a_transform_in_the_loss_is_refused_on_stages(grid: str, name: str) -> None:
     assert "runs an operation on activations inside a transform" in refused(grid, Block.layers, LOSSES[name])
