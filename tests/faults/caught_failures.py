@@ -64,6 +64,14 @@ CAUGHT_FAILURES = (
         tests=(f"{_RANKS}::test_a_loader_that_ends_or_raises_on_one_rank_stops_all_with_its_error",),
     ),
     Fault(
+        name="a-trace-is-a-call-outside",
+        about="Ranks that trace a new kind of batch wait for data ranks that have none.",
+        file="zero/gather/gatherer.py",
+        old="if self._pass is not None or self._reads_shapes:",
+        new="if self._pass is not None:",
+        tests=("tests/zero/gather/test_outside_calls.py::test_a_trace_gathers_nothing",),
+    ),
+    Fault(
         name="a-failed-rank-is-not-named",
         about="Ranks that stop because another one has failed name themselves in its place.",
         file="engine/step/failed_ranks.py",

@@ -95,6 +95,7 @@ class ParameterGatherer:
         self._anywhere = {turn.group: position for position, turn in reversed(list(enumerate(order.turns)))}
         self._opened: set[int] = set()
         self._closed = False
+        self._reads_shapes = False
         self._openings = 0
         """Number of open `with` blocks of full_parameters, also of those that open nothing on this rank."""
         self._differentiated = False
@@ -225,7 +226,7 @@ class ParameterGatherer:
         which gather by themselves; another engine's backward may recompute one, whose own pass then begins."""
         if self._pass is None and torch._C._current_graph_task_id() != -1:
             self._start_backward()
-        if self._pass is not None:
+        if self._pass is not None or self._reads_shapes:
             return nullcontext()
         used = self._order.everywhere
         if group is not None and (position := self._anywhere.get(group)) is not None:
@@ -421,9 +422,15 @@ class ParameterGatherer:
         """The memory of what the node keeps of gathered parameters."""
         return self._whole.secondary.memory if self._whole.secondary is not None else ()
 
-    def without_content(self) -> AbstractContextManager[None]:
-        """Context for code that reads the shapes of parameters only."""
-        return self._whole.without_content()
+    @contextmanager
+    def without_content(self) -> Iterator[None]:
+        """Context for code that reads the shapes of parameters only, such as a trace: its calls gather nothing."""
+        self._reads_shapes = True
+        try:
+            with self._whole.without_content():
+                yield
+        finally:
+            self._reads_shapes = False
 
     # ------------------------------------------------------------------ the order
 
