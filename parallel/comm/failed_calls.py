@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 from engine.errors import EngineError, first_line
-from engine.parallel.comm.meeting import KeyStore
+from engine.parallel.comm.rendezvous import KeyStore
 
 _OVER = 1 << 20
 """More than any number of ranks."""

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from engine.build.request import Request
+from engine.dry_run.dry_run_rank import DryRunRank, DryRunStep
 from engine.kernels.dispatch import Kernels, Mode, find_choice, shipped_choices
 from engine.parallel.pipeline.runtime.executor import rank_schedule
 from engine.planning.activation_memory.schedule_walk import LivePeak, peak_of_row
 from engine.planning.plan import Plan
 from engine.program.batch import Batch
-from engine.rehearsal.rehearsed_rank import RehearsedRank, RehearsedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class RankForecast:
 
     rank: int
     peak: LivePeak
-    step: RehearsedStep
+    step: DryRunStep
 
 
 def forecast_rank(
@@ -34,10 +34,10 @@ def forecast_rank(
         example: one microbatch; on the meta device it stands for zeros.
         kernels: choices for a device that is not here; None: those of the CPU.
     """
-    return forecast_of(plan, rank, RehearsedRank(model, plan, rank, request, example, kernels).step())
+    return forecast_of(plan, rank, DryRunRank(model, plan, rank, request, example, kernels).step())
 
 
-def forecast_of(plan: Plan, rank: int, step: RehearsedStep) -> RankForecast:
+def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
     """The peak of ``rank``, whose actions do to memory what ``step`` says."""
     row = rank_schedule(plan.schedule, plan.grid(rank).coord().pp)
     peak = peak_of_row(row.actions, row.releases, step.memory_of, step.base, step.end_rise)

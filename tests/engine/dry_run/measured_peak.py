@@ -10,11 +10,11 @@ from torch import nn
 
 import engine
 from engine.build.request import Request
+from engine.dry_run.rank_forecast import forecast_rank
 from engine.engine import Engine
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.pipeline.runtime.executor import Executor
 from engine.planning.activation_memory.live_storages import LiveStorages
-from engine.rehearsal.rank_forecast import forecast_rank
 from engine.step.runtime import RankRuntime
 
 ROWS, LENGTH, WIDTH, VOCABULARY, LAYERS = 2, 48, 32, 96, 4
