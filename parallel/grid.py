@@ -21,7 +21,7 @@ mean the same, their names joined by "+".
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from engine.errors import GridError
 
@@ -52,6 +52,23 @@ class GridAxis:
     """Ranks along it hold equal parameters."""
     size: int = 1
     """Number of ranks where the configuration has no key for it."""
+
+
+class Spread(NamedTuple):
+    """The axes over which a kind of parameters and their state are spread, and the number of shards."""
+
+    sharding: Axis = "dp"
+    """ZeRO divides the state among ranks along it; gradients are reduced over it."""
+    groups: Axis = "dp_replicate"
+    """Ranks along it hold the same shard, and sum it once a step."""
+    sums: Axis = "dp"
+    """Ranks along it have summands of its gradient, which are added without ZeRO."""
+    copies: Axis = "dp"
+    """Ranks along it hold equal parameters, which ZeRO may have sharded."""
+    shard_copies: Axis = "dp_replicate"
+    """Ranks along it hold equal shards."""
+    ranks: int = 1
+    """Size of ``sharding``."""
 
 
 AXES: tuple[GridAxis, ...] = (
@@ -199,6 +216,13 @@ class Grid:
         """The axis along which ranks hold the same shard of what ZeRO shards."""
         others = [axis.name for axis in AXES if axis.copies and axis.name != "dp"]
         return self._joined((self.shard_groups, *others))
+
+    @property
+    def spread(self) -> Spread:
+        """The axes over which parameters are spread that every data rank computes with."""
+        return Spread(
+            self.sharding, self.shard_groups, self.rows, self.copies, self.shard_copies, self.size(self.sharding)
+        )
 
     @property
     def data_axes(self) -> tuple[Axis, ...]:

@@ -257,7 +257,7 @@ def _reserve(
 ) -> FlatBucket:
     dtype = getattr(torch, bucket.dtype)
     wide = torch.promote_types(dtype, torch.float32) if trainable and who.master else dtype
-    shard, whole = bucket.shard(who.index, who.ranks), slice(0, bucket.elements)
+    shard, whole = bucket.shard(who.index), slice(0, bucket.elements)
     owned = shard if who.sharded else whole
     held = shard if who.sharded_gradients and not bucket.partial else whole
 

@@ -28,9 +28,11 @@ tensor rank holds own and shared rows have buckets of their own, which are sent 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple, TypeVar
+
+from engine.parallel.grid import Spread
 
 _Key = TypeVar("_Key")
 
@@ -72,6 +74,8 @@ class Item:
     """Runs of its elements that another rank counts in the norm, while this rank counts the rest."""
     exact: bool = False
     """True if it is sent as it is where other parameters are encoded."""
+    spread: Spread | None = None
+    """Axes over which it is spread; None: those of the layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,9 @@ class Bucket:
     dtype: str
     slots: tuple[Slot, ...]
     elements: int
-    """Padded size, a multiple of the number of data ranks."""
+    """Padded size, a multiple of the number of shards."""
+    spread: Spread
+    """Axes over which it is sharded, reduced and equal."""
     ties: tuple[int, ...] = ()
     """Pipeline stages over which its gradients are summed."""
     partial: bool = False
@@ -126,9 +132,9 @@ class Bucket:
         """True if its reduction is deferred until every gradient of the step has arrived."""
         return bool(self.ties) or self.partial
 
-    def shard(self, index: int, ranks: int) -> slice:
-        """Return the slice that data rank ``index`` of ``ranks`` owns."""
-        size = self.elements // ranks
+    def shard(self, index: int) -> slice:
+        """Return the slice that rank ``index`` along ``spread.sharding`` owns."""
+        size = self.elements // self.spread.ranks
         return slice(index * size, (index + 1) * size)
 
     def segments(self, within: slice) -> tuple[Segment, ...]:
@@ -190,20 +196,25 @@ class FlatLayout:
         return sums
 
 
-def build_layout(items: Sequence[Item], ranks: int, bucket_elements: int, alignment: int = ALIGNMENT) -> FlatLayout:
+def build_layout(
+    items: Sequence[Item], ranks: int, bucket_elements: int, alignment: int = ALIGNMENT, spread: Spread | None = None
+) -> FlatLayout:
     """Lay out ``items`` (in model order) for ``ranks`` data ranks.
 
     A bucket is closed when the next parameter would make it larger than ``bucket_elements``; a larger parameter gets a
     bucket of its own. Inside a bucket slots are ordered by optimizer group, and within a group the slots that the norm
     counts come first (except in deferred buckets), so that each kind is one run. Sharded parameters ignore
     ``bucket_elements``: the parameters of a gather group form one bucket. ``alignment``: a multiple of ALIGNMENT.
+    ``spread``: axes of the items that name none; None: the data axis.
     """
+    usual = (spread or Spread())._replace(ranks=ranks)
+    items = [item if item.spread is not None else replace(item, spread=usual) for item in items]
     trained = _fill([item for item in items if item.trainable], bucket_elements, alignment)
     frozen = _fill([item for item in items if not item.trainable], bucket_elements, alignment)
     return FlatLayout(
         ranks,
-        tuple(_bucket(i, members, ranks, alignment) for i, members in enumerate(trained)),
-        tuple(_bucket(i, members, ranks, alignment) for i, members in enumerate(frozen, len(trained))),
+        tuple(_bucket(i, members, alignment) for i, members in enumerate(trained)),
+        tuple(_bucket(i, members, alignment) for i, members in enumerate(frozen, len(trained))),
     )
 
 
@@ -213,7 +224,8 @@ def _fill(items: Sequence[Item], bucket_elements: int, alignment: int) -> list[l
     open_buckets: dict[tuple[object, ...], list[Item]] = {}
     for item in sorted(reversed(items), key=lambda item: bool(item.ties) or item.partial):
         # the owners of tied parameters use them in different groups, yet must lay the bucket out alike
-        kind = (item.dtype, item.ties, item.partial, item.exact, () if item.ties else (item.gathers, item.stages))
+        used = () if item.ties else (item.gathers, item.stages)
+        kind = (item.dtype, item.ties, item.partial, item.exact, item.spread, used)
         current = open_buckets.get(kind)
         size = _elements(current or (), alignment) + _elements([item], alignment)
         full = not item.gathers and current and size > bucket_elements
@@ -224,7 +236,7 @@ def _fill(items: Sequence[Item], bucket_elements: int, alignment: int) -> list[l
     return filled
 
 
-def _bucket(index: int, members: Sequence[Item], ranks: int, alignment: int) -> Bucket:
+def _bucket(index: int, members: Sequence[Item], alignment: int) -> Bucket:
     slots: list[Slot] = []
     end = 0
     # All tensor ranks lay out alike what they share, whoever counts it in the norm: a collective may add in an order
@@ -234,14 +246,16 @@ def _bucket(index: int, members: Sequence[Item], ranks: int, alignment: int) -> 
     for item in sorted(members, key=lambda item: (item.group, item.shared and not late)):
         slots.append(Slot(item.name, item.shape, end, item.group, item.counted, item.copies))
         end += _aligned(math.prod(item.shape), alignment)
-    kind, elements = members[0], _aligned(max(end, 1), alignment * ranks)
+    kind = members[0]
+    assert kind.spread is not None  # ``build_layout`` has given one to each
     gathers = tuple(sorted({turn for item in members for turn in item.gathers}))
     stages = tuple(sorted({stage for item in members for stage in item.stages}))
     return Bucket(
         index=index,
         dtype=kind.dtype,
         slots=tuple(slots),
-        elements=elements,
+        elements=_aligned(max(end, 1), alignment * kind.spread.ranks),
+        spread=kind.spread,
         ties=kind.ties,
         partial=kind.partial,
         gathers=gathers,

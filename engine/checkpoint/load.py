@@ -307,8 +307,10 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
             pending.append(gather_masters(flat, comm, LABEL))
             continue
         apart = flat.owned == flat.shard or flat.wide is None
-        if comm.grid.size(comm.grid.sharding) > 1 and apart and not flat.sharded:
-            pending.append(comm.all_gather(flat.params, flat.params[flat.shard].clone(), comm.grid.sharding, LABEL))
+        if flat.bucket.spread.ranks > 1 and apart and not flat.sharded:
+            pending.append(
+                comm.all_gather(flat.params, flat.params[flat.shard].clone(), flat.bucket.spread.sharding, LABEL)
+            )
     for gather in pending:
         gather.wait()
     for flat in buckets:
@@ -322,11 +324,9 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 @torch.no_grad()
 def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> None:
     """All-gather the moments over dp at ZeRO 0, where every data rank keeps all of them."""
-    if comm.grid.size(comm.grid.sharding) == 1:
-        return
     for flat in local_tensors.buckets:
         places = [place for place in local_tensors.places if place.flat is flat]
-        if not places or flat.owned == flat.shard:
+        if not places or flat.owned == flat.shard or flat.bucket.spread.ranks == 1:
             continue
         kinds = {name: values for place in places for name, values in moments.get(place.parameter, {}).items()}
         for name, values in kinds.items():
@@ -334,7 +334,7 @@ def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> 
             whole = torch.zeros(flat.bucket.elements, dtype=values.dtype, device=flat.params.device)
             for place in having:
                 whole[place.part].copy_(moments[place.parameter][name].view(-1))
-            comm.all_gather(whole, whole[flat.shard].clone(), comm.grid.sharding, LABEL).wait()
+            comm.all_gather(whole, whole[flat.shard].clone(), flat.bucket.spread.sharding, LABEL).wait()
             for place in having:
                 moments[place.parameter][name].view(-1).copy_(whole[place.part])
 
@@ -342,6 +342,6 @@ def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> 
 def _gather_whole(values: Tensor, flat: FlatBucket, comm: Comm) -> None:
     """All-gather over dp the shards of a tensor [elements], which lies on the device or on the host."""
     whole = values.to(flat.params.device)
-    comm.all_gather(whole, whole[flat.shard].clone(), comm.grid.sharding, LABEL).wait()
+    comm.all_gather(whole, whole[flat.shard].clone(), flat.bucket.spread.sharding, LABEL).wait()
     if whole is not values:
         values.copy_(whole)

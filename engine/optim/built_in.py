@@ -295,7 +295,8 @@ def _held(layout: FlatLayout, rows: Mapping[str, ShardRow], ranks: int) -> dict[
     """Elements of each matrix in the shard of each data rank."""
     found = {}
     for bucket in layout.buckets:
-        shards = [bucket.shard(index, ranks) for index in range(ranks)]
+        whole = [slice(0, bucket.elements)]
+        shards = whole if ranks == 1 else [bucket.shard(index) for index in range(bucket.spread.ranks)]
         for slot in bucket.slots:
             if slot.name in rows:
                 found[slot.name] = tuple(

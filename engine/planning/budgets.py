@@ -104,14 +104,13 @@ def state_bytes(
         state["error feedback"] = sum(4 * formats.residual_elements(bucket) for bucket in layout.buckets)
     host = {"parameters": 0, "frozen parameters": 0, "master": 0, "gradients": 0, "optimizer": 0}
     held = host if hosts_parameters(config) else state
-    share = config.shards if config.zero_optimization.stage else 1
-    parts = config.shards if shards_parameters(config) else 1
     hosted = hosted_buckets(layout, config, precision)
     for bucket in layout.buckets:
-        widths, owned = precision.widths(bucket.dtype), bucket.elements // share
-        sums = config.shards if reduces_each_microbatch(config) and not bucket.partial else 1
-        state["gradients"] += bucket.elements // sums * widths.sums.itemsize
-        held["parameters"] += bucket.elements // parts * widths.compute.itemsize
+        widths, shard = precision.widths(bucket.dtype), bucket.elements // bucket.spread.ranks
+        owned = shard if config.zero_optimization.stage else bucket.elements
+        summed = shard if reduces_each_microbatch(config) and not bucket.partial else bucket.elements
+        state["gradients"] += summed * widths.sums.itemsize
+        held["parameters"] += (shard if shards_parameters(config) else bucket.elements) * widths.compute.itemsize
         place = host if bucket.index in hosted else state
         place["optimizer"] += kept(bucket)
         if config.ema is not None:
@@ -125,13 +124,15 @@ def state_bytes(
         elif widths.master:
             state["master"] += owned * widths.master.itemsize
     for bucket in layout.frozen:
+        parts = bucket.spread.ranks if shards_parameters(config) else 1
         held["frozen parameters"] += bucket.elements // parts * getattr(torch, bucket.dtype).itemsize
     state["frozen parameters"] += frozen
     if config.zero_optimization.offload_optimizer.device != "nvme":
         return StateBytes(state, _held(host), 0)
     del host["optimizer"]
     buckets = [bucket for bucket in layout.buckets if bucket.index in hosted and kept(bucket)]
-    sizes = [(b.elements // share, kept(b), precision.widths(b.dtype)) for b in buckets]
+    sharded = config.zero_optimization.stage > 0
+    sizes = [(b.elements // (b.spread.ranks if sharded else 1), kept(b), precision.widths(b.dtype)) for b in buckets]
     host["buffers"], disk = _disk_bytes(sizes)
     host["buffers"] *= min(config.zero_optimization.offload_optimizer.buffer_count, len(buckets))
     return StateBytes(state, _held(host), disk)
@@ -139,9 +140,10 @@ def state_bytes(
 
 def optimizer_bytes(bucket: Bucket, groups: Sequence[GroupState], dp: int, config: Config, precision: Precision) -> int:
     """Bytes of the state that a data rank keeps of the elements of a bucket; ``groups``: of each group."""
-    ranks = config.shards if config.zero_optimization.stage else 1
-    owned, size = bucket.segments(bucket.shard(dp % ranks, ranks)), precision.widths(bucket.dtype).moments.itemsize
-    return sum(groups[segment.group].bytes(segment.stop - segment.start, size) for segment in owned)
+    sharded = config.zero_optimization.stage > 0
+    owned = bucket.shard(dp % bucket.spread.ranks) if sharded else slice(0, bucket.elements)
+    size = precision.widths(bucket.dtype).moments.itemsize
+    return sum(groups[segment.group].bytes(segment.stop - segment.start, size) for segment in bucket.segments(owned))
 
 
 def factor_bytes(rows: Sequence[ShardRow], groups: Sequence[GroupState], precision: Precision) -> int:
@@ -274,13 +276,14 @@ def reduction_traffic(bucket: Bucket, config: Config, formats: WireFormats, item
     """Traffic of one reduction of a bucket over a shard group; ``itemsize``: of an element that is not encoded."""
     if config.zero_optimization.stage > 0:
         return tuple(formats.reduction(bucket, itemsize))
-    return (Traffic("dp", "gradients", 1, sent_bytes("all_reduce", bucket.elements * itemsize, config.dp)),)
+    axis, size = bucket.spread.sums, bucket.elements * itemsize
+    return (Traffic(axis, "gradients", 1, sent_bytes("all_reduce", size, config.grid(0).size(axis))),)
 
 
 def replica_traffic(bucket: Bucket, config: Config, itemsize: int) -> Traffic:
     """Traffic of the sum of a reduced shard over the shard groups, once a step."""
-    shard = bucket.elements // config.shards * itemsize
-    return Traffic("dp_replicate", "gradients", 1, sent_bytes("all_reduce", shard, config.dp // config.shards))
+    axis, shard = bucket.spread.groups, bucket.elements // bucket.spread.ranks * itemsize
+    return Traffic(axis, "gradients", 1, sent_bytes("all_reduce", shard, config.grid(0).size(axis)))
 
 
 def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
@@ -310,21 +313,20 @@ def gather_traffic(plan: GatherPlan, config: Config) -> Tally:
 
 def gradient_traffic(layout: FlatLayout, rows: tuple[ShardRow, ...], config: Config, precision: Precision) -> Tally:
     """Traffic of gradients and parameters over dp or its parts, partial gradients over tp, and tied ones over pp."""
-    ranks, sharded, tally = config.shards, config.zero_optimization.stage > 0, Tally()
-    axis = config.grid(0).sharding
+    sharded, tally, grid = config.zero_optimization.stage > 0, Tally(), config.grid(0)
     formats = wire_formats(config, precision)
     for bucket in layout.buckets:
-        widths = precision.widths(bucket.dtype)
+        widths, ranks = precision.widths(bucket.dtype), bucket.spread.ranks
         wire = (precision.wire or widths.sums).itemsize
         backwards = config.accumulation * max(1, len(bucket.stages))
         rounds = backwards if reduces_each_microbatch(config) and not bucket.partial else 1
         for hop in reduction_traffic(bucket, config, formats, wire) if ranks > 1 else ():
             tally.add(replace(hop, calls=rounds, bytes=rounds * hop.bytes))
-        if axis == "dp_shard":
+        if grid.size(bucket.spread.groups) > 1:
             tally.add(replica_traffic(bucket, config, wire))
         if ranks > 1 and sharded and not shards_parameters(config):
             gathered = sent_bytes("all_gather", formats.gathered_bytes(bucket, widths.compute.itemsize), ranks)
-            tally.add(Traffic(axis, "parameters", 1, gathered))
+            tally.add(Traffic(bucket.spread.sharding, "parameters", 1, gathered))
         if bucket.ties:
             summed = bucket.elements // (ranks if sharded else 1) * widths.sums.itemsize
             tally.add(Traffic("pp", "ties", 1, sent_bytes("all_reduce", summed, len(bucket.ties))))

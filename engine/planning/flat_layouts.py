@@ -106,6 +106,7 @@ class FlatLayouts(Mapping[tuple[int, int], FlatLayout]):
             config.shards,
             config.zero_optimization.reduce_bucket_size,
             max(formats.alignment, block_of_codes(config.optimizer)),
+            config.grid(0).spread,
         )
 
 

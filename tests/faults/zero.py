@@ -67,7 +67,7 @@ ZERO = (
         name="bucket-not-padded",
         about="A bucket is not padded to the number of data ranks, so its last elements belong to nobody.",
         file="zero/layout.py",
-        old="_aligned(max(end, 1), alignment * ranks)",
+        old="_aligned(max(end, 1), alignment * kind.spread.ranks)",
         new="_aligned(max(end, 1), alignment)",
         tests=("tests/zero/test_layout.py::test_buckets_divide_evenly_and_are_padded_no_more_than_that",),
     ),
@@ -76,7 +76,7 @@ ZERO = (
         about="Data ranks own shards in another order than collectives place them, so a gather swaps their weights.",
         file="zero/layout.py",
         old="return slice(index * size, (index + 1) * size)",
-        new="return slice((ranks - 1 - index) * size, (ranks - index) * size)",
+        new="return slice((self.spread.ranks - 1 - index) * size, (self.spread.ranks - index) * size)",
         tests=("tests/zero/test_layout.py::test_shards_partition_each_bucket_equally",),
     ),
     Fault(

@@ -57,7 +57,7 @@ def test_buckets_divide_evenly_and_are_padded_no_more_than_that(layout: FlatLayo
 @given(layouts_st)
 def test_shards_partition_each_bucket_equally(layout: FlatLayout) -> None:
     for bucket in layout.buckets:
-        shards = [bucket.shard(index, layout.ranks) for index in range(layout.ranks)]
+        shards = [bucket.shard(index) for index in range(layout.ranks)]
         assert [shard.start for shard in shards] == [0, *(shard.stop for shard in shards[:-1])]
         assert shards[-1].stop == bucket.elements
         assert len({shard.stop - shard.start for shard in shards}) == 1
@@ -68,7 +68,7 @@ def test_shards_partition_each_bucket_equally(layout: FlatLayout) -> None:
 def test_segments_partition_each_shard(layout: FlatLayout) -> None:
     for bucket in layout.buckets:
         for index in range(layout.ranks):
-            shard = bucket.shard(index, layout.ranks)
+            shard = bucket.shard(index)
             segments = bucket.segments(shard)
             assert segments[0].start == shard.start and segments[-1].stop == shard.stop
             assert all(a.stop == b.start for a, b in pairwise(segments))
@@ -83,7 +83,7 @@ def group_at(bucket: Bucket, element: int) -> int | None:
 @given(layouts_st)
 def test_each_element_lies_in_a_segment_of_its_own_group(layout: FlatLayout) -> None:
     for bucket in layout.buckets:
-        shards = [bucket.shard(index, layout.ranks) for index in range(layout.ranks)]
+        shards = [bucket.shard(index) for index in range(layout.ranks)]
         for segment in (segment for shard in shards for segment in bucket.segments(shard)):
             corners = {segment.start, segment.stop - 1}
             inside = {s.start for s in bucket.slots} | {s.stop - 1 for s in bucket.slots}
@@ -161,7 +161,7 @@ def test_a_large_parameter_is_alone_and_its_neighbours_are_not_lost() -> None:
 def test_fewer_elements_than_ranks_leave_whole_shards_of_padding() -> None:
     (bucket,) = build_layout([Item(name="scalar", shape=(), dtype="float32", group=1)], 8, 1).buckets
     assert bucket.elements == 8 * ALIGNMENT and bucket.slots[0].stop == 1
-    assert [bucket.segments(bucket.shard(i, 8))[0].group for i in range(8)] == [1] * 8
+    assert [bucket.segments(bucket.shard(i))[0].group for i in range(8)] == [1] * 8
 
 
 def test_nothing_to_lay_out_is_no_bucket() -> None:
@@ -197,7 +197,7 @@ def test_the_norm_counts_every_counted_element_once(
     for bucket in build_layout(marked, ranks, limit).buckets:
         times = [0] * bucket.elements
         for index in range(ranks):
-            for piece in bucket.counted(bucket.shard(index, ranks)):
+            for piece in bucket.counted(bucket.shard(index)):
                 for element in range(piece.start, piece.stop):
                     times[element] += 1
         for slot in bucket.slots:
@@ -219,7 +219,7 @@ def test_the_norm_leaves_out_the_copies_in_a_parameter(
         yes, no = [0] * bucket.elements, [0] * bucket.elements
         for index in range(ranks):
             for times, pieces in ((yes, bucket.counted), (no, bucket.uncounted)):
-                for piece in pieces(bucket.shard(index, ranks)):
+                for piece in pieces(bucket.shard(index)):
                     for element in range(piece.start, piece.stop):
                         times[element] += 1
         assert [a + b for a, b in zip(yes, no, strict=True)] == [1] * bucket.elements

@@ -46,7 +46,7 @@ def encoded_gather(flat: FlatBucket, codec: BlockCodec, weights: Tensor, ranks: 
 def gather_masters(flat: FlatBucket, comm: Comm, label: str) -> Pending:
     """Start the gather of a bucket that ``rounds_in_gathers``, from its masters; one all-gather of the shards."""
     assert flat.master is not None and flat.codec is not None
-    axis = comm.grid.sharding
+    axis = flat.bucket.spread.sharding
     gather = encoded_gather(flat, flat.codec, flat.master.to(flat.params.device), comm.grid.size(axis))
     return comm.all_gather(gather.full, gather.own, axis, label).then(gather.decode)
 

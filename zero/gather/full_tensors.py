@@ -174,7 +174,7 @@ def _gather(flat: FlatBucket, shards: NamedShards) -> Tensor:
     for piece in own:
         whole[piece.part] = piece.given()
     if shards.sharded:
-        shards.comm.all_gather(whole, whole[flat.shard], shards.comm.grid.sharding, LABEL).wait()
+        shards.comm.all_gather(whole, whole[flat.shard], flat.bucket.spread.sharding, LABEL).wait()
     return whole
 
 

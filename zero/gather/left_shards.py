@@ -35,7 +35,7 @@ def leave_shards(buckets: Sequence[FlatBucket], grid: Grid) -> None:
         return
     for flat in buckets:
         for parameter in flat.parameters:
-            setattr(parameter, _LEFT, LeftBucket(flat, grid.peers(grid.sharding)))
+            setattr(parameter, _LEFT, LeftBucket(flat, grid.peers(flat.bucket.spread.sharding)))
 
 
 @torch.no_grad()

@@ -101,7 +101,7 @@ def full_weights(
             whole = torch.zeros(flat.bucket.elements, dtype=weights.dtype, device=flat.params.device)
             whole[flat.owned].copy_(weights)
             if flat.owned == flat.shard:
-                comm.all_gather(whole, whole[flat.shard], comm.grid.sharding, "full state").wait()
+                comm.all_gather(whole, whole[flat.shard], flat.bucket.spread.sharding, "full state").wait()
         for slot in flat.bucket.slots:
             yield slot.name, slot_view(whole, slot)
 

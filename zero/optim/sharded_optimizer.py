@@ -403,7 +403,7 @@ class ShardedOptimizer:
         if flat.master is not None and not rounded:
             self.copies.give(flat)
         if self._sharded and not flat.sharded:
-            return self._comm.all_gather(flat.params, flat.kept, self._comm.grid.sharding, "parameters")
+            return self._comm.all_gather(flat.params, flat.kept, flat.bucket.spread.sharding, "parameters")
         return None
 
 

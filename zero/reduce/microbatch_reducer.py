@@ -242,7 +242,8 @@ class MicrobatchReducer(SharedReduction):
             return
         wire = self._on_wire(full)
         shard = filling.flat.shard
-        pending = self._comm.reduce_scatter(wire[shard], wire, self._comm.grid.sharding, "gradients")
+        axis = filling.flat.bucket.spread.sharding
+        pending = self._comm.reduce_scatter(wire[shard], wire, axis, "gradients")
         if wire is not full:
             self._free.append(full)
         self._flights.append(_Flight(filling, wire[shard], pending, last, wire if wire.dtype == full.dtype else None))
@@ -258,7 +259,7 @@ class MicrobatchReducer(SharedReduction):
             flat.grads.copy_(flight.result)
         flight.filling.touched = True
         self._changed(flat)
-        if flight.last and self._comm.grid.size(self._comm.grid.shard_groups) == 1:
+        if flight.last and self._comm.grid.size(flat.bucket.spread.groups) == 1:
             self._follow_copy(flat, Pending())
         if flight.buffer is not None:
             self._free.append(flight.buffer)
@@ -276,15 +277,19 @@ class MicrobatchReducer(SharedReduction):
 
     def _add_replicas(self) -> None:
         """Sum the shards over the shard groups, once a step; all of them are under way at a time."""
-        if self._comm.grid.size(self._comm.grid.shard_groups) == 1:
-            return
-        shards = [filling.flat.gradient(filling.flat.shard) for filling in self._fillings]
-        sums = [summed_over_replicas(Pending(), shard, self._comm, self._on_wire) for shard in shards]
+        flats = [filling.flat for filling in self._fillings]
+        apart = [flat for flat in flats if self._comm.grid.size(flat.bucket.spread.groups) > 1]
+        sums = [
+            summed_over_replicas(
+                Pending(), flat.gradient(flat.shard), flat.bucket.spread.groups, self._comm, self._on_wire
+            )
+            for flat in apart
+        ]
         for _, across in sums:
             across.cross()
-        for filling, (whole, _) in zip(self._fillings, sums, strict=True):
+        for flat, (whole, _) in zip(apart, sums, strict=True):
             whole.wait()
-            self._changed(filling.flat)
+            self._changed(flat)
 
     def _add_parts(self) -> None:
         """Sum the gradients that are partial over tensor ranks and reduce them, once a step."""
@@ -307,7 +312,7 @@ class MicrobatchReducer(SharedReduction):
                 self._changed(flat)
                 continue
             wire = self._on_wire(flat.grads)
-            self._comm.reduce_scatter(wire[flat.shard], wire, self._comm.grid.sharding, "gradients").wait()
+            self._comm.reduce_scatter(wire[flat.shard], wire, flat.bucket.spread.sharding, "gradients").wait()
             self._changed(flat)
             if wire is not flat.grads:
                 flat.grads[flat.shard].copy_(wire[flat.shard])

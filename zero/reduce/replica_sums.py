@@ -13,21 +13,23 @@ from collections.abc import Callable
 from torch import Tensor
 
 from engine.parallel.comm.comm import Comm, Pending
+from engine.parallel.grid import Axis
 
 OnWire = Callable[[Tensor], Tensor]
 """Makes of gradients what is sent: themselves, or a copy in the dtype of the wire."""
 
 
 class ReplicaSum:
-    """Sum of one reduced shard over axis dp_replicate; on an axis of one rank it is the shard.
+    """Sum of one reduced shard over shard groups; on an axis of one rank it is the shard.
 
     Args:
         inside: the reduction within the shard group, which leaves its sum in ``shard``.
-        comm: communication; one all-reduce over dp_replicate, label "gradients".
+        axis: ranks that hold the same shard.
+        comm: communication; one all-reduce over ``axis``, label "gradients".
     """
 
-    def __init__(self, inside: Pending, shard: Tensor, comm: Comm, on_wire: OnWire) -> None:
-        self._inside, self._shard, self._comm, self._on_wire = inside, shard, comm, on_wire
+    def __init__(self, inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire) -> None:
+        self._inside, self._shard, self._axis, self._comm, self._on_wire = inside, shard, axis, comm, on_wire
         self._across: Pending | None = None
         self._sent = shard
 
@@ -36,7 +38,7 @@ class ReplicaSum:
         if self._across is None:
             self._inside.wait()
             self._sent = self._on_wire(self._shard)
-            self._across = self._comm.all_reduce(self._sent, self._comm.grid.shard_groups, "gradients")
+            self._across = self._comm.all_reduce(self._sent, self._axis, "gradients")
 
     def wait(self) -> None:
         """Complete the sum."""
@@ -47,7 +49,9 @@ class ReplicaSum:
             self._shard.copy_(self._sent)
 
 
-def summed_over_replicas(inside: Pending, shard: Tensor, comm: Comm, on_wire: OnWire) -> tuple[Pending, ReplicaSum]:
+def summed_over_replicas(
+    inside: Pending, shard: Tensor, axis: Axis, comm: Comm, on_wire: OnWire
+) -> tuple[Pending, ReplicaSum]:
     """(the whole reduction, whose wait sends what was not sent before, and its second hop)."""
-    across = ReplicaSum(inside, shard, comm, on_wire)
+    across = ReplicaSum(inside, shard, axis, comm, on_wire)
     return Pending().then(across.wait), across

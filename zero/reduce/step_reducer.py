@@ -229,10 +229,10 @@ class GradientReducer(SharedReduction):
             return
         wire = self._on_wire(grads)
         if self._scatter:
-            inside = self._comm.reduce_scatter(wire[shard], wire, self._comm.grid.sharding, "gradients")
+            inside = self._comm.reduce_scatter(wire[shard], wire, progress.flat.bucket.spread.sharding, "gradients")
             self._follow(progress, inside, wire[shard])
         else:
-            progress.reduction = self._comm.all_reduce(wire, self._comm.grid.rows, "gradients")
+            progress.reduction = self._comm.all_reduce(wire, progress.flat.bucket.spread.sums, "gradients")
         if wire is not grads:
             kept = self._part(progress.flat)
             progress.received = partial(grads[kept].copy_, wire[kept])
@@ -244,8 +244,9 @@ class GradientReducer(SharedReduction):
     def _follow(self, progress: _Progress, inside: Pending, shard: Tensor) -> None:
         """Let the sum over shard groups follow that within one; buckets cross in their order, on all ranks alike."""
         progress.reduction, self._launched = inside, None
-        if self._comm.grid.size(self._comm.grid.shard_groups) > 1:
-            progress.reduction, self._launched = summed_over_replicas(inside, shard, self._comm, self._on_wire)
+        groups = progress.flat.bucket.spread.groups
+        if self._comm.grid.size(groups) > 1:
+            progress.reduction, self._launched = summed_over_replicas(inside, shard, groups, self._comm, self._on_wire)
 
 
 def _place(progress: _Progress, slot: Slot) -> _Place:

@@ -52,7 +52,7 @@ class WeightCopies:
     def _of_bucket(self, flat: FlatBucket) -> Iterator[_Part]:
         held = flat.owned if flat.sharded else slice(0, flat.bucket.elements)
         grid = self._comm.grid
-        alike = grid.shard_copies if flat.sharded else grid.copies
+        alike = _equal_over(flat)
         for slot in flat.bucket.slots:
             start, stop = max(slot.start, held.start) - held.start, min(slot.stop, held.stop) - held.start
             index, count = self._place(self._rows[slot.name])
@@ -87,8 +87,12 @@ class WeightCopies:
         self._told = True
         before = self._comm.tally.copy()
         sharded = any(part.memory.sharded for part in self._parts)
-        alike = self._comm.grid.shard_copies if sharded else self._comm.grid.copies
-        first = torch.tensor([self._first_differing("tp", sharded), self._first_differing(alike)])
+        whole_on_tp = [part for part in self._parts if self._rows[part.name].dim is None]
+        equal = dict[Axis, list[_Part]]()
+        for part in self._parts:
+            equal.setdefault(_equal_over(part.memory), []).append(part)
+        among_data = max((self._first_differing(axis, equal[axis]) for axis in sorted(equal)), default=0)
+        first = torch.tensor([self._first_differing("tp", whole_on_tp, sharded), among_data])
         device = _memory(self._parts[0]).device if self._parts else first.device
         first = first.to(device)
         self._comm.all_reduce(first, "world", COPIES, "max").wait()
@@ -106,15 +110,14 @@ class WeightCopies:
                 " and ".join(found) or "a weight that several stages share differs between them",
             )
 
-    def _first_differing(self, axis: Axis, sharded: bool = False) -> int:
+    def _first_differing(self, axis: Axis, parts: Sequence[_Part], sharded: bool = False) -> int:
         """Place of the first weight that differs along ``axis``, counted from the end of the table; 0: none does."""
-        parts = [part for part in self._parts if axis != "tp" or self._rows[part.name].dim is None]
         if self._comm.grid.size(axis) == 1 or not parts:
             return 0
-        parts.sort(key=lambda part: part.name)
+        parts = sorted(parts, key=lambda part: part.name)
         own = torch.stack([_bits(part) for part in parts])
         if sharded:  # tensor ranks shard their buckets differently, so whole weights are compared
-            self._comm.all_reduce(own, self._comm.grid.sharding, COPIES).wait()
+            self._comm.all_reduce(own, parts[0].memory.bucket.spread.sharding, COPIES).wait()
         table = gather_from_all(own, self._comm, own.device, COPIES, axis)
         differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
         names = list(self._rows)
@@ -124,6 +127,11 @@ class WeightCopies:
 def _factor(index: int, count: int) -> int:
     """Factors of ``count`` copies, whose sum is 0; all are 0 for one copy."""
     return 0 if count == 1 else 1 if index < count - 1 else 1 - count
+
+
+def _equal_over(flat: FlatBucket) -> Axis:
+    """The axis along which ranks hold what this rank holds of a bucket."""
+    return flat.bucket.spread.shard_copies if flat.sharded else flat.bucket.spread.copies
 
 
 def _memory(part: _Part) -> Tensor:

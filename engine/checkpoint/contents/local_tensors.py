@@ -98,7 +98,7 @@ class SaveOwnership:
         if found is None:
             return Piece(part, 0, part.elements if self.grid.is_first(self.grid.copies, coord) else 0)
         bucket, slot = found
-        shard = bucket.shard(self.grid.index(self.grid.sharding, self.grid.rank_at(**coord)), self.shards)
+        shard = bucket.shard(self.grid.index(bucket.spread.sharding, self.grid.rank_at(**coord)))
         start = min(max(slot.start, shard.start), slot.stop)
         return Piece(part, start - slot.start, max(start, min(slot.stop, shard.stop)) - slot.start)
 
