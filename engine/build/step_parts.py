@@ -96,9 +96,8 @@ def _equal_weights(request: PartRequest) -> StepPart | None:
     return EqualWeights(WeightCopies(request.plan.table, request.buckets, request.comm), request.optimizer)
 
 
-def _buffers(request: PartRequest) -> StepPart | None:
-    """None for a model without buffers."""
-    return WrittenBuffers(request.model) if any(True for _ in request.model.buffers()) else None
+def _buffers(request: PartRequest) -> StepPart:
+    return WrittenBuffers(request.model)
 
 
 def _residuals(request: PartRequest) -> StepPart | None:

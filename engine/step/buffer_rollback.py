@@ -33,7 +33,10 @@ class WrittenBuffers(StepPart):
     """Copies of the buffers that a step may write.
 
     The first step in each combination of train and eval modes copies and compares all buffers; later steps copy only
-    the buffers that some step has written. Between steps no copy is held.
+    the buffers that some step has written, and those that have come since. Between steps no copy is held.
+
+    A forward may register a buffer in any step, so a model that begins without one is watched too. The step that
+    registers a buffer keeps it, since nothing was there before.
     """
 
     order = PartOrder.BUFFERS
@@ -41,19 +44,21 @@ class WrittenBuffers(StepPart):
     def __init__(self, model: nn.Module) -> None:
         self._named = tuple(model.named_modules())
         self._modules = tuple(module for _, module in self._named)
-        self._modes: set[tuple[bool, ...]] = set()
+        self._compared: dict[tuple[bool, ...], set[tuple[int, str]]] = {}
+        """The buffers that a step in these modes has copied and compared."""
         self._written: set[tuple[int, str]] = set()
         self._seen: list[_Seen] = []
 
     @torch.no_grad()
     def begin_step(self) -> None:
         """Copy the buffers, before the first forward of a step."""
-        everything = self._mode() not in self._modes
         self._seen = []
-        for module in self._modules:
+        holders = [module for module in self._modules if module._buffers]
+        compared = self._compared.get(self._mode(), set()) if holders else set()
+        for module in holders:
             for leaf, buffer in module._buffers.items():
                 if buffer is not None:
-                    wanted = everything or (id(module), leaf) in self._written
+                    wanted = (key := (id(module), leaf)) in self._written or key not in compared
                     self._seen.append(_Seen(module, leaf, buffer, buffer._version, buffer.clone() if wanted else None))
 
     @torch.no_grad()
@@ -77,7 +82,7 @@ class WrittenBuffers(StepPart):
             if key not in self._written and seen.written():
                 self._written.add(key)
         if self._seen:
-            self._modes.add(self._mode())
+            self._compared.setdefault(self._mode(), set()).update((id(seen.module), seen.leaf) for seen in self._seen)
         self._seen = []
 
     def state(self) -> dict[str, Tensor]:
