@@ -54,7 +54,7 @@ class ScaledWorld:
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "activation_checkpointing": {"mode": "full"},
-            "watchdog": {"timeout_seconds": None},
+            "watchdog": {"enabled": False},
         }
 
     def config(self) -> Config:

@@ -11,4 +11,12 @@ GROUND = (
         new="in self._written or not compared",
         tests=("tests/engine/step/test_nonfinite.py::test_buffers_that_a_forward_registers_are_put_back",),
     ),
+    Fault(
+        name="earlier-timeout-of-the-watchdog-is-the-whole",
+        about="The watchdog's earlier key makes it act after half of the seconds that are given.",
+        file="engine/config/reader.py",
+        old="math.ceil(2 * value)",
+        new="math.ceil(value)",
+        tests=("tests/engine/config/test_config.py::test_there_is_one_timeout_and_the_watchdogs_earlier_one_sets_it",),
+    ),
 )

@@ -25,10 +25,10 @@ KEYS_AND_VERSIONS = (
     Fault(
         name="watchdog-after-the-collective",
         about="The watchdog waits as long as a collective, which gives up without a word on the rank to blame.",
-        file="engine/config/__init__.py",
-        old='return self.communication.timeout_seconds / 2 if given == "auto"',
-        new='return float(self.communication.timeout_seconds) if given == "auto"',
-        tests=(f"{_CONFIG}::test_the_watchdog_acts_before_a_collective_gives_up",),
+        file="parallel/comm/world.py",
+        old="return float(given) if given else timeout_seconds(configured) / 2",
+        new="return float(given or timeout_seconds(configured))",
+        tests=("tests/parallel/comm/test_world.py::test_the_watchdog_acts_before_a_collective_gives_up",),
     ),
     Fault(
         name="every-other-version-is-refused",
