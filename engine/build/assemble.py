@@ -101,7 +101,7 @@ def plan_run(
 
 
 def search_model(model: nn.Module, config: Config, request: Request, example: Batch) -> FoundStyles:
-    """What the search finds for this run; see :func:`engine.planning.tensor_plan_search.find_styles`."""
+    """What the search finds for this run; see :class:`engine.planning.tensor_plan_search.SearchedProgram`."""
     return search_styles(config, _plan_request(model, config, request, example))
 
 

@@ -91,7 +91,13 @@ class SearchedProgram:
         return ProgramDigest(self.program, self.example)
 
     def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True) -> FoundStyles:
-        """The styles for ``tp`` tensor ranks; see :func:`find_styles`."""
+        """The styles for ``tp`` tensor ranks.
+
+        ``low_rank``: large matrices are products of two thin random ones while blocks are searched and proven.
+
+        Raises:
+            PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
+        """
         model = self.program.model
         with search_conditions(model):
             found = distinct_units(self, tp)
@@ -147,19 +153,6 @@ class SearchedProgram:
                     else _try_length(self.program, example, length)
                 )
         return self._traced[asked]
-
-
-def find_styles(
-    program: Program, example: Batch, tp: int, sequence: bool = False, low_rank: bool = True
-) -> FoundStyles:
-    """The styles for ``tp`` tensor ranks.
-
-    ``low_rank``: large matrices are products of two thin random ones while blocks are searched and proven.
-
-    Raises:
-        PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
-    """
-    return SearchedProgram(program, example).find_styles(tp, sequence, low_rank)
 
 
 def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:

@@ -3,15 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from engine.build.request import Request
 from engine.kernels.dispatch import Kernels, Mode, find_choice, shipped_choices
 from engine.parallel.pipeline.runtime.executor import rank_schedule
 from engine.planning.activation_memory.schedule_walk import LivePeak, peak_of_row
 from engine.planning.plan import Plan
-from engine.program.batch import Batch
-from engine.rehearsal.rehearsed_rank import RehearsedRank, RehearsedStep
+from engine.rehearsal.rehearsed_rank import RehearsedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,20 +18,6 @@ class RankForecast:
     rank: int
     peak: LivePeak
     step: RehearsedStep
-
-
-def forecast_rank(
-    model: nn.Module, plan: Plan, rank: int, request: Request, example: Batch, kernels: Kernels | None = None
-) -> RankForecast:
-    """The peak of ``rank``. Nothing is computed, sent, or changed in ``model``.
-
-    Args:
-        model: as it was given to ``plan``, before an engine has placed it.
-        request: loss and rows of the run.
-        example: one microbatch; on the meta device it stands for zeros.
-        kernels: choices for a device that is not here; None: those of the CPU.
-    """
-    return forecast_of(plan, rank, RehearsedRank(model, plan, rank, request, example, kernels).step())
 
 
 def forecast_of(plan: Plan, rank: int, step: RehearsedStep) -> RankForecast:

@@ -344,7 +344,7 @@ class UserLoop:
         """Enter the loop; drop the gradients of a step in which a backward of the user's own has raised."""
         self._enter_loop()
         if self._runtime.own_backward.abandon():
-            self._runtime.comm.failures.refuse("a call after a backward that has raised")
+            self._runtime.comm.failures.refuse()
 
     # ------------------------------------------------------------------ parts of a step
 

@@ -75,7 +75,7 @@ COMMUNICATING_KERNELS = (
         file="parallel/comm/symmetric_memory.py",
         old="        if missing is None:\n",
         new="        if missing is None or missing.tile >= 0:\n",
-        tests=("tests/parallel/comm/symmetric/test_symmetric_buffer.py::test_a_rank_that_does_not_come_is_named",),
+        tests=("tests/parallel/comm/test_symmetric_memory.py::test_a_rank_that_does_not_come_is_named",),
     ),
     Fault(
         name="wait-without-acquire",

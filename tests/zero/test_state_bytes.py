@@ -45,8 +45,8 @@ def by_formula(eng: Engine, moments: int) -> int:
     if bf16.bf16_master_weights_and_grads:
         narrow = (2, 2, 0, 2 if bf16.bf16_optimizer_states else 4)
     widths = {"float32": (4, 4, 0, 4), "float64": (8, 8, 0, 8), "bfloat16": narrow, "float16": narrow}
-    for dtype, psi in eng.plan.layout(eng.grid.coord()).elements_by_dtype().items():
-        param, sums, master, moment = widths[dtype]
+    for bucket in eng.plan.layout(eng.grid.coord()).buckets:
+        psi, (param, sums, master, moment) = bucket.elements, widths[bucket.dtype]
         total += psi * param // whole + psi * sums // kept + psi * (master + moment * moments) // share
     return total
 

@@ -8,7 +8,7 @@ Widths in bytes are those of a 16-bit model; elements of logits are fp32. Attent
 counts its FLOPs; half of them are computed where it is causal.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Recomputation = Literal["none", "selective", "full"]
@@ -83,10 +83,6 @@ class Workload:
         """Model FLOPs of training one token: three times the forward; attention counts all pairs."""
         block = sum(2 * product.weights for product in self.products) + 4 * self.attention * self.context
         return 3 * (self.blocks * block + sum(2 * product.weights for product in self.head))
-
-    def with_context(self, context: int) -> "Workload":
-        """The same model on rows of another length."""
-        return replace(self, context=context)
 
     def keeps(self, recomputation: Recomputation) -> CutAmount:
         """Bytes a token and block."""

@@ -97,7 +97,7 @@ class _Cutting:
         if kind in ("embedding", "head"):
             yield Divisibility(name, "vocabulary rows", self._size(name), "rows")
         elif style.rows is not None:
-            self._check_rows(name, style.rows)
+            self._check_rows(name)
         elif target := next(self._targets(name), None):
             unit, parts = self._unit(name), style.parts
             size = self._whole(target).shape[target.dim]
@@ -113,7 +113,7 @@ class _Cutting:
         for attribute in style.divided:
             yield Divisibility(name, attribute, _number(name, self.modules[name], attribute), "share")
 
-    def _check_rows(self, name: str, rows: object) -> None:
+    def _check_rows(self, name: str) -> None:
         style, target = self.styles[name], next(self._targets(name), None)
         size = self._whole(target).shape[target.dim] if target else 0
         assert style.rows is not None

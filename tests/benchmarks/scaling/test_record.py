@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.scaling.ranking import GridChoice
 from benchmarks.scaling.record import (
     AxisMeasurement,
     Machine,
@@ -19,7 +20,6 @@ from benchmarks.scaling.record import (
 from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.step_time.axis_links import HostLinks
 from engine.planning.step_time.prediction import Computation, StepTime
-from engine.planning.step_time.ranking import GridChoice
 
 LINK = LinkSpeed(1e-4, 1e9)
 DP4 = GridChoice(dp=4, tp=1, pp=1, stage=1)

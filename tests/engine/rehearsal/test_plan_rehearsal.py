@@ -16,11 +16,19 @@ from engine.planning.plan import Plan, build_plan
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 from engine.rehearsal.plan_rehearsal import PlanRehearsal
-from engine.rehearsal.rank_forecast import forecast_rank
 from engine.rehearsal.rank_likeness import RankLikeness
 from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank, RehearsedStep
 from engine.rehearsal.shortened_models import PERIODS, continued, shortened_step
-from tests.engine.rehearsal.measured_peak import LENGTH, ROWS, VOCABULARY, WIDTH, Way, batch_of, hugging_face
+from tests.engine.rehearsal.measured_peak import (
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    WIDTH,
+    Way,
+    batch_of,
+    forecast_rank,
+    hugging_face,
+)
 from tests.selection import wide
 
 PIPELINES = {

@@ -15,7 +15,7 @@ from engine.planning.analysis import PlanRequest
 from engine.planning.plan import build_plan
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
-from engine.rehearsal.rank_forecast import PlannedKernels, forecast_rank
+from engine.rehearsal.rank_forecast import PlannedKernels
 from engine.rehearsal.rehearsed_rank import MIDDLE
 from tests.engine.rehearsal.measured_peak import (
     FAMILIES,
@@ -27,6 +27,7 @@ from tests.engine.rehearsal.measured_peak import (
     batch_of,
     compare_peaks,
     decoder,
+    forecast_rank,
 )
 from tests.selection import wide
 from tests.tables import Table

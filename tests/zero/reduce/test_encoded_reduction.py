@@ -15,11 +15,12 @@ from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.traffic import Traffic
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
-from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
+from engine.zero.flat_buckets import FlatBucket, Ownership
 from engine.zero.layout import Item, build_layout
 from engine.zero.reduce.encoded_reduction import EncodedReduction, connect_hops
 from engine.zero.wire_formats import WireFormats
 from tests.selection import wide
+from tests.zero.buckets import allocate
 
 WIRE = BlockFormat(8, 64)
 ELEMENTS = 1000
