@@ -13,13 +13,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from engine.launch.run_folder import training_options
-from engine.reporting.last_words import LastWords
+from engine.reporting.failure_message import FailureMessage
 
 
 def main() -> None:
     """Read the options and run; after a failure, torchrun shows what the rank that failed first says of it."""
     options = training_options()
-    LastWords()
+    FailureMessage()
 
     from engine.parallel.comm.world import leave_traceback  # import torch only now, so that --help answers at once
 

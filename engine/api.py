@@ -28,7 +28,7 @@ from engine.optim.param_groups import as_trainable, included_frozen, read_optimi
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.failed_calls import FailedCalls
 from engine.parallel.comm.launcher import end_with_agent
-from engine.parallel.comm.meeting import FailureReports, JointCalls, Meeting
+from engine.parallel.comm.rendezvous import FailureReports, JointCalls, Rendezvous
 from engine.parallel.comm.staged_backend import open_backend
 from engine.parallel.comm.world import (
     World,
@@ -45,7 +45,7 @@ from engine.program.batch_rows import BatchRows, Name
 from engine.program.forward_inputs import ForwardInputs, Inputs, with_targets
 from engine.program.loss import LossFunction, RowGather
 from engine.reporting.console import open_console, say_if_slow
-from engine.reporting.last_words import LastWords
+from engine.reporting.failure_message import FailureMessage
 from engine.watchdog.watchdog import Watchdog, open_watchdog
 from engine.zero.optim.inner_optimizer import OptimizerFactory
 from engine.zero.optim.matrix.own_whole import FlatWhole, OwnWholeRule, declares_whole
@@ -88,7 +88,7 @@ def initialize(
             different input, and what rank 0 finds in its search of a tensor plan for all.
     """
     resources = EngineResources()
-    resources.add((words := LastWords()).close)
+    resources.add((words := FailureMessage()).close)
     try:
         world = world or read_world()
         resources.add(open_console(world.rank))
@@ -125,7 +125,7 @@ def _with(
 
 
 def _initialize(
-    model: nn.Module, config: Config, request: Request, world: World, resources: EngineResources, words: LastWords
+    model: nn.Module, config: Config, request: Request, world: World, resources: EngineResources, words: FailureMessage
 ) -> Engine:
     files, given = model_files(model), describe_input(model, config, world.device)
     prepare(model, config, request)
@@ -169,13 +169,15 @@ def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[
     reports = joint = watchdog = None
     with say_if_slow("waiting for all ranks", world.rank):
         if world.size > 1:
-            meeting = Meeting(store, world.rank, world.size, meeting_point(world), timeout_seconds(world.patience))
-            if (difference := meeting.meet(given)) is not None:
+            rendezvous = Rendezvous(
+                store, world.rank, world.size, meeting_point(world), timeout_seconds(world.patience)
+            )
+            if (difference := rendezvous.meet(given)) is not None:
                 raise difference_error(difference)
-            store = prefixed(store, meeting.name)
+            store = prefixed(store, rendezvous.name)
             reports = FailureReports(store, world.rank)
             joint = JointCalls(store, world.rank, world.size, timeout_seconds(world.patience))
-            watchdog = open_watchdog(config, grid, store, meeting.name)
+            watchdog = open_watchdog(config, grid, store, rendezvous.name)
         open_world(world, store)
     comm = Comm(grid, open_backend(grid, world.device))
     comm.reports, comm.joint = reports, joint

@@ -87,7 +87,7 @@ class NamedState:
         runtime, clipping = self._parts.runtime, self._parts.update.used_clipping
         factor, readable = self._gradient_factor("gradient_norms")
         names = [row.name for row in runtime.plan.table if row.trainable]
-        with runtime.away.held():
+        with runtime.offloaded.held():
             squares = squared_norms(runtime.buckets, names, factor)
         runtime.comm.all_reduce(squares, "world", "gradient norms").wait()
         norms = squares.sqrt() / (clipping if readable else 1.0)
@@ -195,7 +195,7 @@ class NamedState:
         runtime = self._parts.runtime
         factor, readable = self._gradient_factor("gradients")
         pieces = _gradient_pieces(runtime.buckets, self._sharded, factor)
-        with runtime.away.held(), self._opened("gradients", pieces, pattern, local) as found:
+        with runtime.offloaded.held(), self._opened("gradients", pieces, pattern, local) as found:
             before_step = {name: tensor._version for name, tensor in found.items()}
             yield found
             if readable and any(tensor._version != before_step[name] for name, tensor in found.items()):
@@ -272,11 +272,11 @@ class NamedState:
         if place != "cpu":
             raise EngineError(f'offload_states was given device {place!r}; state is moved to host memory: give "cpu".')
         if (runtime := self._parts.built) is not None:
-            runtime.away.refuse_held()
+            runtime.offloaded.refuse_held()
             with runtime.changing():
-                runtime.away.expire(kinds)
-            runtime.away.offload(kinds, pin_memory, not non_blocking)
-            self._parts.resources.refuse_by(runtime.away.refuse)
+                runtime.offloaded.expire(kinds)
+            runtime.offloaded.offload(kinds, pin_memory, not non_blocking)
+            self._parts.resources.refuse_by(runtime.offloaded.refuse)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back all that ``offload_states`` has moved. Nothing is communicated.
@@ -285,8 +285,8 @@ class NamedState:
         """
         self._parts.resources.refuse_closed("reload_states")
         if self._parts.built is not None:
-            self._parts.built.away.reload(blocking=not non_blocking)
-            self._parts.resources.refuse_no_more_by(self._parts.built.away.refuse)
+            self._parts.built.offloaded.reload(blocking=not non_blocking)
+            self._parts.resources.refuse_no_more_by(self._parts.built.offloaded.refuse)
 
     @property
     def _sharded(self) -> bool:

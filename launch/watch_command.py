@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
-from engine.parallel.comm.meeting import name_ranks
+from engine.parallel.comm.rendezvous import name_ranks
 from engine.reporting.console import aligned
 from engine.watchdog.local_ranks import LocalRanks, flight_folder
 from engine.watchdog.monitor import REPORT

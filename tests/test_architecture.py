@@ -16,7 +16,7 @@ from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
         "errors", "config", "optim", "precision", "program", "planning", "step", "integrity", "checkpoint",
-        "reporting", "watchdog", "build", "rehearsal", "data", "models", "engine_parts", "loop",
+        "reporting", "watchdog", "build", "dry_run", "data", "models", "engine_parts", "loop",
         "named_state", "engine", "api", "verify", "hosting", "deepspeed", "huggingface",
         "lightning",
     ),
@@ -25,7 +25,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "weights_transfer", "resume", "save", "writer", "coordinator",
     ),
     "engine.zero": (
-        "layout", "wire_formats", "flat_buckets", "own_backward", "offload", "gather", "reduce",
+        "layout", "wire_formats", "flat_buckets", "user_backward", "offload", "gather", "reduce",
         "optim", "phases",
     ),
     "engine.parallel": (
@@ -103,7 +103,7 @@ CRUMBS = {
     "engine.deepspeed.zero": "deepspeed.zero, a door",
     "engine.zero.gather.outside_calls": "calls beside the passes of a step, apart from those",
     "engine.parallel.tensor.global_tensor.fallback": "what happens to every function that the table of rules lacks",
-    "engine.rehearsal.plan_rehearsal": "which ranks and blocks are rehearsed, apart from what is said of them",
+    "engine.dry_run.plan_dry_run": "which ranks and blocks run dry, apart from what is said of them",
     "engine.parallel.pipeline.report.measured": "the report of a run; its importer is the engine itself",
 }
 """Files of fewer than 60 lines with one importer, and why they do not live in it."""
@@ -128,7 +128,10 @@ BROAD_HANDLERS = {
     ("launch/planner/planned_model.py", "_sample"): "nobody: the closed form stays, and the count of the plan says it",
     ("engine/planning/profile_calls.py", "run"): "a note of the plan",
     ("engine/planning/step_time/traced_workload.py", "_counted"): "the engine's own trace, which raises it again",
-    ("engine/planning/drawn_block.py", "run"): "the block runs again, with the weights whole that its code has read",
+    (
+        "engine/planning/materialized_block.py",
+        "run",
+    ): "the block runs again, with the weights whole that its code has read",
     ("engine/planning/tensor_plan_search.py", "_try_length"): "a note of the plan",
     ("parallel/tensor/auto/enclosing_module.py", "reference_inside"): "the group is tried in the whole block",
     ("parallel/comm/agreement.py", "raise_together"): "every rank raises the sentence that it makes of it",

@@ -77,8 +77,8 @@ TESTED = {
     "trine plan --calibrate here.json --links links.json":
         f"{PLANNER}test_calibrate.py::test_a_known_kind_keeps_its_data_sheet",
     "trine plan --calibrate FILE": f"{PLANNER}test_calibrate.py::test_products_passes_and_attention_are_measured",
-    "pytest -m long tests/engine/rehearsal --write-figures":
-        "tests/engine/rehearsal/test_rank_forecast.py::test_a_decoder_holds_what_is_predicted",
+    "pytest -m long tests/engine/dry_run --write-figures":
+        "tests/engine/dry_run/test_rank_forecast.py::test_a_decoder_holds_what_is_predicted",
     "pytest -m long tests/engine/parity/test_fewer_bits_training.py --write-figures":
         "tests/zero/test_fewer_bits.py::test_all_data_ranks_compute_with_the_same_rounded_values",
     "pytest -m long tests/engine/parity/test_wire_training.py --write-figures":

@@ -122,7 +122,7 @@ def _optimizer(elements: int, folder: str) -> ShardedOptimizer:
     factory = partial(FlatAdam, weight_decay=0.1, decoupled=True)
     optimizer = ShardedOptimizer(flats, [GroupOptions()], factory, Comm(grid, RecordingBackend(grid)), True)
     size = whole_sectors(READ * each) + whole_sectors((WRITTEN - READ) * each)
-    optimizer.keep_on_disk(ScratchFolder(folder, 0), MomentBuffers(4, size), torch.device("cpu"))
+    optimizer.use_disk_moments(ScratchFolder(folder, 0), MomentBuffers(4, size), torch.device("cpu"))
     for flat in flats:
         flat.grads.normal_()
     _update(optimizer)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import sha256
 
-from engine.parallel.comm.meeting import JointCalls, Meeting
+from engine.parallel.comm.rendezvous import JointCalls, Rendezvous
 
 GIVEN = {f"model blocks.{block}.weight": "(1024, 1024) torch.bfloat16" for block in range(2000)}
 """What a rank was given: its length does not matter, since digests are compared."""
@@ -78,12 +78,12 @@ def start_over_store(size: int, rank: int) -> CountingStore:
     """Meet the other ranks and join a first call, as ``engine.initialize`` and the first evaluation do."""
     host, digest = CountingStore(size), sha256(json.dumps(GIVEN).encode()).hexdigest()
     host.values |= {f"hello/{other}": f"word{other} {digest}".encode() for other in range(1, size)}
-    meeting = Meeting(host, 0, size, "a store", 60.0)
-    assert meeting.meet(GIVEN) is None
+    rendezvous = Rendezvous(host, 0, size, "a store", 60.0)
+    assert rendezvous.meet(GIVEN) is None
     store = host
     if rank:
         store = AnsweringStore(size)
-        store.values["meeting/verdict"] = host.values[f"{meeting.name}/verdict"]
-        assert Meeting(store, rank, size, "a store", 60.0).meet(GIVEN) is None
+        store.values["meeting/verdict"] = host.values[f"{rendezvous.name}/verdict"]
+        assert Rendezvous(store, rank, size, "a store", 60.0).meet(GIVEN) is None
     JointCalls(store, rank, size, 60.0).join("eval_batch")
     return store

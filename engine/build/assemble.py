@@ -17,7 +17,7 @@ from engine.build.forward_changes import (
 )
 from engine.build.held_module import lay_entries_apart, refuse_pickles
 from engine.build.overlap import set_overlap
-from engine.build.place_model import place_model, place_on_disk
+from engine.build.place_model import offload_to_disk, place_model
 from engine.build.request import Request
 from engine.build.step_parts import PartRequest, make_parts
 from engine.config import Config
@@ -40,7 +40,7 @@ from engine.parallel.pipeline.runtime.executor import Executor
 from engine.parallel.pipeline.runtime.split_backward import SplitBackward
 from engine.parallel.pipeline.runtime.stage import AbsentParameters, Stage
 from engine.parallel.pipeline.runtime.transport import CommTransport
-from engine.parallel.tensor.layers.parameter_use import FirstUse
+from engine.parallel.tensor.layers.parameter_use import ParameterUseCheck
 from engine.parallel.tensor.layers.partial_grads import PartialSums
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.planning.analysis import PlanRequest, search_styles
@@ -71,13 +71,13 @@ from engine.zero.optim.matrix.matrix_updates import MatrixUpdates
 from engine.zero.optim.rules.adafactor import FactoredUpdates
 from engine.zero.optim.rules.layerwise import LayerwiseUpdates
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.own_backward import OwnBackward
 from engine.zero.phases.state_inventory import StateInventory
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
 from engine.zero.reduce.reducer import Reducer, ReducerSetup
 from engine.zero.reduce.step_reducer import GradientReducer
+from engine.zero.user_backward import UserBackward
 
 _SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"
 _STEPS_NOTE = "the engine makes the steps of the scheduler that was passed"
@@ -138,21 +138,21 @@ def assemble_rank(
     axis, rank = _connect(plan, comm, kernels, device), comm.grid.coord().pp
     with all_or_none(comm, device), request.placing():
         placed = place_model(model, plan, comm, device, axis, patches)
-    own_backward, program = OwnBackward(), request.program(model, plan.precision, device, comm)
+    user_backward, program = UserBackward(), request.program(model, plan.precision, device, comm)
     encoder, (buckets, frozen) = _encoder(config, kernels), _parts(placed, plan, comm.grid)
     optimizer = _optimizer(plan, buckets, comm, request, device)
-    reducer = _reducer(model, plan, comm, optimizer.copies, own_backward, kernels)
+    reducer = _reducer(model, plan, comm, optimizer.copies, user_backward, kernels)
     _fuse(model, plan, comm, device, request, axis)
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     experts, on_host, streams = _within_gathers(model, plan, axis, device, patches)
-    gatherer = _gatherer(model, plan, comm, placed, patches, own_backward)
+    gatherer = _gatherer(model, plan, comm, placed, patches, user_backward)
     inventory = StateInventory(
         model=model, rows=plan.table.held_by(rank), trained=buckets, frozen=frozen, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
     made = PartRequest(
         model=model, plan=plan, comm=comm, device=device, buckets=buckets, inventory=inventory, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts)  # fmt: skip
-    traces = TraceCache(plan, program, axis, example) if plan.cut is not None else None
+    traces = TraceCache(plan, program, axis, example) if plan.partition is not None else None
     return RankRuntime(
         plan=plan,
         comm=comm,
@@ -160,7 +160,7 @@ def assemble_rank(
         program=program,
         patches=patches,
         streams=streams,
-        first_use=FirstUse(model, plan.tensor, plan.timeline is not None) if plan.tensor is not None else None,
+        first_use=ParameterUseCheck(model, plan.tensor, plan.trace is not None) if plan.tensor is not None else None,
         split_backward=split_backward,
         executor=Executor(CommTransport(comm, plan.schedule.rank_of_stage, device, encoder), comm.recorder),
         buckets=buckets,
@@ -168,7 +168,7 @@ def assemble_rank(
         inventory=inventory,
         gatherer=gatherer,
         reducer=reducer,
-        own_backward=own_backward,
+        user_backward=user_backward,
         gradient_guard=_guard(model, plan, reducer, patches),
         optimizer=optimizer,
         learning_rate=_learning_rate(model, optimizer, config, request),
@@ -299,7 +299,7 @@ def _optimizer(
         check_elementwise(optimizer.inner, f"parallel.tensor {config.tp}")
     if config.zero_optimization.offload_optimizer.delayed_update:
         optimizer.delay()
-    place_on_disk(optimizer, plan, comm, device)
+    offload_to_disk(optimizer, plan, comm, device)
     return optimizer
 
 
@@ -322,7 +322,7 @@ def _rounding(plan: Plan, tp: int) -> RoundedUpdates:
 
 
 def _reducer(
-    model: nn.Module, plan: Plan, comm: Comm, copies: HostCopies, own_backward: OwnBackward,
+    model: nn.Module, plan: Plan, comm: Comm, copies: HostCopies, user_backward: UserBackward,
     kernels: Kernels,
 ) -> Reducer:  # fmt: skip
     config = plan.config
@@ -332,7 +332,7 @@ def _reducer(
     adds = bool(copies.buckets) and kernels.replaces(copies.buckets[0].params.device) and not config.compile
     main = kernels.main if adds else None
     encoded = encoded_reductions(copies.buckets, wire_formats(config, plan.precision), comm, kernels)
-    setup = ReducerSetup(copies.buckets, trained, comm, wire, sums, own_backward.start, main, encoded, copies)
+    setup = ReducerSetup(copies.buckets, trained, comm, wire, sums, user_backward.start, main, encoded, copies)
     if reduces_each_microbatch(config):
         return MicrobatchReducer(setup, config.accumulation)
     return GradientReducer(setup, scatter=config.zero_optimization.stage > 0)
@@ -340,13 +340,13 @@ def _reducer(
 
 def _gatherer(
     model: nn.Module, plan: Plan, comm: Comm, buckets: Sequence[FlatBucket], patches: ForwardPatches,
-    own_backward: OwnBackward,
+    user_backward: UserBackward,
 ) -> ParameterGatherer | None:  # fmt: skip
     """The gatherer of sharded parameters (ZeRO 3), with hooks on the modules that read them; None below ZeRO 3."""
     keep_parameters(model, patches)  # of codes too, which need no gatherer
     gathers = plan.gathers(comm.grid.coord())
     if gathers is None or plan.gather_groups is None:
         return None
-    gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm, own_backward.start, gathers.within)
+    gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm, user_backward.start, gathers.within)
     GatheredModules(model, plan.gather_groups, gathers.order, gatherer, patches)
     return gatherer

@@ -1,6 +1,6 @@
 """What all ranks must have been given alike: versions, configuration, model, weights, and the plan made from them.
 
-describe_input     as text, before any group is made; the store of the job compares it (``parallel/comm/meeting``)
+describe_input     as text, before any group is made; the store of the job compares it (``parallel/comm/rendezvous``)
 check_equal        weights and plans, by hashes, once the model is planned; if the configuration asks for it, all ranks
                    take the weights of rank 0 before
 """
@@ -20,7 +20,7 @@ from engine.config import Config
 from engine.errors import ConfigError, EngineError, GridError, PlanError
 from engine.parallel.comm.agreement import bit_sum, differing, gather_from_all, take_from
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.meeting import Difference
+from engine.parallel.comm.rendezvous import Difference
 from engine.planning.plan import Plan
 
 _AT_ONCE = 1 << 26
@@ -112,7 +112,9 @@ def check_equal(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) 
     named = [*model.named_parameters(), *model.named_buffers()]
     sums = torch.tensor([int(bit_sum(tensor)) for _, tensor in named], dtype=torch.int64)
     names = repr([name for name, _ in named])
-    division = repr([(row.name, row.owners, row.ranges) for row in plan.table]) + repr(plan.cut and plan.cut.boundaries)
+    division = repr([(row.name, row.owners, row.ranges) for row in plan.table]) + repr(
+        plan.partition and plan.partition.boundaries
+    )
     texts = (names.encode(), sums.numpy().tobytes(), division.encode())
     hashes = torch.stack([_hash(text) for text in texts])
     if not any(differing(hashes, comm, device, "equal weights")):

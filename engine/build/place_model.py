@@ -136,7 +136,7 @@ def _shard(
         views.planned = frozenset(parameters[name] for name in plan.tensor.partial)
 
 
-def place_on_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:
+def offload_to_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: torch.device) -> None:
     """Keep the moments of the buckets that the host updates in a folder of this rank; nothing with other devices.
 
     Collective, so that all ranks refuse if one does.
@@ -153,7 +153,7 @@ def place_on_disk(optimizer: ShardedOptimizer, plan: Plan, comm: Comm, device: t
             count = min(offload.buffer_count, len(hosted))
             size = plan.rank(comm.grid.rank).host_bytes.get("buffers", 0) // max(count, 1)
             folder = ScratchFolder(offload.nvme_path, comm.grid.rank)
-            optimizer.keep_on_disk(folder, MomentBuffers(count, size), device)
+            optimizer.use_disk_moments(folder, MomentBuffers(count, size), device)
 
 
 def _ownership(plan: Plan, coord: Coord) -> Ownership:

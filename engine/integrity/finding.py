@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.device import is_host
-from engine.parallel.comm.meeting import name_ranks
+from engine.parallel.comm.rendezvous import name_ranks
 from engine.zero.phases.state_inventory import StateTensor
 
 RUN = 16

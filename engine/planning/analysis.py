@@ -106,8 +106,8 @@ def search_styles(config: Config, request: PlanRequest) -> FoundStyles:
 class Analysis:
     """Result of an analysis; empty where planning needs no example."""
 
-    timeline: ModelTrace | None = None
-    cut: Partition | None = None
+    trace: ModelTrace | None = None
+    partition: Partition | None = None
     traffic: Mapping[int, Tally] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     decision: ScheduleDecision | None = None
@@ -151,15 +151,15 @@ def analyze(config: Config, request: PlanRequest, stages: int) -> Analysis:
     if tensor is not None and watch is not None:
         notes = (*notes, *tensor.notes, *_prove(config, request, tensor))
         _check_partial(request.program.model, tensor, trace, watch)
-    cut, decision, costs = _cut(config, trace, request.costs, stages)
+    partition, decision, costs = _cut(config, trace, request.costs, stages)
     notes = (*notes, *costs)
-    measured = _measured(cut, request.costs) if decision is None else None
-    found = Analysis(timeline=trace, cut=cut, notes=notes, decision=decision, measured=measured)
+    measured = _measured(partition, request.costs) if decision is None else None
+    found = Analysis(trace=trace, partition=partition, notes=notes, decision=decision, measured=measured)
     if tensor is None or watch is None:
         return found
     tensor = replace(tensor, partial=tensor.partial | watch.partial, beside=watch.used_one_way)
     use = find_logit_use(tensor, trace, config.tp)
-    traffic = _by_stage(trace, cut, traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp))
+    traffic = _by_stage(trace, partition, traffic_by_call(watch.sent, trace, config.tp), loss_traffic(use, config.tp))
     return replace(found, traffic=traffic, notes=(*notes, *_notes_on_logits(use)), tensor=tensor)
 
 
@@ -293,7 +293,7 @@ def _cut(
         return cut_by(config, trace, known, stages), None, notes
     choice = choose_schedule(config, trace, known)
     check(choice.decision.schedule)
-    return choice.cut, choice.decision, notes
+    return choice.partition, choice.decision, notes
 
 
 def _measured(cut: Partition | None, costs: Costs | None) -> Cost | None:
@@ -319,7 +319,7 @@ def _order_of_calls(config: Config, request: PlanRequest) -> Analysis:
             raise
         note = "parameters are gathered in the order of their registration, because the trace of the example has failed"
         return Analysis(notes=(f"{note}: {_on_one_stage(error)}",))
-    return Analysis(timeline=trace, notes=_ran_on_zeros(trace))
+    return Analysis(trace=trace, notes=_ran_on_zeros(trace))
 
 
 def _check_reads(watch: TrafficRecorder | None) -> None:
@@ -381,7 +381,7 @@ class ScheduleChoice:
     """Schedule and partition that ``parallel.schedule: "auto"`` chose."""
 
     decision: ScheduleDecision
-    cut: Partition
+    partition: Partition
     """The partition into the stages of the chosen schedule."""
 
 

@@ -28,17 +28,17 @@ class Users:
     """Where each parameter of a model is used: stages and gather groups."""
 
     stages_of_rank: tuple[tuple[int, ...], ...]
-    cut: Partition | None
-    timeline: ModelTrace | None
+    partition: Partition | None
+    trace: ModelTrace | None
     gathers: GatherGroups | None
     """None where parameters are full on every data rank."""
 
     def stages(self, row: ShardRow, pp: int) -> tuple[int, ...]:
         """The stages of a rank that use a parameter; empty if the rank has only one stage."""
         here = self.stages_of_rank[pp]
-        if self.cut is None or len(here) == 1:
+        if self.partition is None or len(here) == 1:
             return ()
-        return tuple(stage for stage in here if row.name in self.cut.stages[stage].parameters)
+        return tuple(stage for stage in here if row.name in self.partition.stages[stage].parameters)
 
     def turns(self, row: ShardRow, pp: int) -> tuple[Turn, ...]:
         """The turns (stage, gather group) in which a rank needs a full parameter; empty without sharded parameters."""
@@ -59,7 +59,7 @@ class Users:
             return frozenset()
         groups = enumerate(self.gathers.modules)
         group_of = {module: group for group, modules in groups for module in modules}
-        if self.cut is None or self.timeline is None:
+        if self.partition is None or self.trace is None:
             return frozenset(Turn(0, group) for group in group_of.values())
         units = {
             call.unit: [
@@ -67,9 +67,9 @@ class Users:
                 for module, group in group_of.items()
                 if is_inside(module, call.unit) or is_inside(call.unit, module)
             ]
-            for call in self.timeline.calls
+            for call in self.trace.calls
         }
-        calls = zip(self.timeline.calls, self.cut.stage_of_call, strict=True)
+        calls = zip(self.trace.calls, self.partition.stage_of_call, strict=True)
         return frozenset(Turn(stage, group) for call, stage in calls for group in units[call.unit])
 
 

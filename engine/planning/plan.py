@@ -83,10 +83,10 @@ class Plan:
     notes: tuple[str, ...]
     tensor: TensorPlan | None = None
     """How layers are sharded over tp; None without tensor parallelism."""
-    timeline: ModelTrace | None = None
+    trace: ModelTrace | None = None
     """The trace of the example; None if no example was needed, or if a model cannot be traced and needs no
     pipeline."""
-    cut: Partition | None = None
+    partition: Partition | None = None
     """The partition into stages; None without a pipeline."""
     tensor_traffic: Mapping[int, Tally] = field(default_factory=dict)
     """Traffic of a tensor rank over tp for one microbatch, by stage."""
@@ -115,9 +115,9 @@ class Plan:
 
     def owner_of_buffer(self, name: str) -> int:
         """The pipeline rank with the current copy of a buffer: the last that writes it or runs its module."""
-        if self.cut is None or self.timeline is None:
+        if self.partition is None or self.trace is None:
             return 0
-        return self.schedule.rank_of_stage[self.cut.stage_of_buffer(self.timeline, name)]
+        return self.schedule.rank_of_stage[self.partition.stage_of_buffer(self.trace, name)]
 
     @cached_property
     def evaluation(self) -> Schedule:
@@ -135,7 +135,7 @@ class Plan:
 
     def is_last(self, parameter: str) -> bool:
         """The last stage, which computes the loss, owns this parameter."""
-        return self.cut is None or self.schedule.stages - 1 in self.cut.owners.get(parameter, ())
+        return self.partition is None or self.schedule.stages - 1 in self.partition.owners.get(parameter, ())
 
     def stages(self, pp: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, ascending."""
@@ -144,7 +144,7 @@ class Plan:
     @property
     def places(self) -> str:
         """Partition and stage placement as text; two plans place stages alike if and only if it is equal."""
-        return "" if self.cut is None else f"{self.cut.boundaries} on {self.schedule.stages_of_rank}"
+        return "" if self.partition is None else f"{self.partition.boundaries} on {self.schedule.stages_of_rank}"
 
     @property
     def tie_owners(self) -> tuple[tuple[int, ...], ...]:
@@ -155,7 +155,7 @@ class Plan:
     def links(self) -> tuple[Link, ...]:
         """All point-to-point links: between stages that exchange values, and to pp rank 0, which gathers full state."""
         links = {state_link(rank, 0) for rank in range(1, self.config.pp)}
-        for plan in self.cut.stages if self.cut is not None else ():
+        for plan in self.partition.stages if self.partition is not None else ():
             for other in plan.receives.values():
                 source, target = (self.schedule.rank_of_stage[stage] for stage in (other, plan.stage))
                 if source != target:
@@ -191,9 +191,9 @@ class Plan:
 
     def _feedback_bytes(self, pp: int) -> int:
         """Bytes of what the messages of a pipeline rank leave out of gradients."""
-        if self.cut is None or self.timeline is None:
+        if self.partition is None or self.trace is None:
             return 0
-        cut, values, ranks = self.cut.stages, self.timeline.values, self.schedule.rank_of_stage
+        cut, values, ranks = self.partition.stages, self.trace.values, self.schedule.rank_of_stage
         return sum(feedback_bytes(cut[stage], values, ranks, self.config) for stage in self.stages(pp))
 
     @property
@@ -241,10 +241,10 @@ class Plan:
 
     def _is_fed(self, stage: int) -> bool:
         """An earlier stage has trained parameters, so this stage computes gradients of its inputs."""
-        if self.cut is None:
+        if self.partition is None:
             return False
         trained = {row.name for row in self.table if row.trainable}
-        return any(plan.parameters & trained for plan in self.cut.stages[:stage])
+        return any(plan.parameters & trained for plan in self.partition.stages[:stage])
 
     def _traffic(self, coord: Coord) -> tuple[Traffic, ...]:
         microbatches = self.config.accumulation
@@ -262,10 +262,10 @@ class Plan:
         parts.append(control_traffic(self.config, self.grid(0).world_size, counted))
         for stage in self.stages(coord.pp):
             parts.append(self.tensor_traffic.get(stage, Tally()).times(microbatches))
-            if self.cut is not None and self.timeline is not None:
+            if self.partition is not None and self.trace is not None:
                 ranks = self.schedule.rank_of_stage
-                form, values = pipeline_format(self.config), self.timeline.values
-                parts.append(stage_traffic(self.cut.stages[stage], values, ranks, microbatches, form))
+                form, values = pipeline_format(self.config), self.trace.values
+                parts.append(stage_traffic(self.partition.stages[stage], values, ranks, microbatches, form))
         return Tally(row for part in parts for row in part.rows()).rows()
 
 
@@ -295,7 +295,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
     quantized = find_quantized(model, config)
     table = build_table(model, assigned, _division(config, analysis, schedule, quantized))
     refuse_outside_reads(table)
-    calls = [call.unit for call in analysis.timeline.calls] if analysis.timeline else []
+    calls = [call.unit for call in analysis.trace.calls] if analysis.trace else []
     gathers = find_gather_groups(model, calls) if shards_parameters(config) else None
     notes = [
         *setting_notes(request.program, config, precision, wire_formats(config, precision)),
@@ -303,7 +303,7 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         *analysis.notes,
     ]
     notes += quantized_note(model, quantized, precision)
-    users = Users(schedule.stages_of_rank, analysis.cut, analysis.timeline, gathers)
+    users = Users(schedule.stages_of_rank, analysis.partition, analysis.trace, gathers)
     plan = Plan(
         config=config,
         table=table,
@@ -314,8 +314,8 @@ def build_plan(config: Config, request: PlanRequest) -> Plan:
         moments=None if request.own_optimizer else kept_state(config.optimizer, groups),
         notes=tuple(notes),
         tensor=analysis.tensor,
-        timeline=analysis.timeline,
-        cut=analysis.cut,
+        trace=analysis.trace,
+        partition=analysis.partition,
         tensor_traffic=analysis.traffic,
         gather_groups=gathers,
         decision=analysis.decision,
@@ -356,14 +356,14 @@ def _settled(plan: Plan) -> Plan:
 def _division(
     config: Config, analysis: Analysis, schedule: Schedule, quantized: Mapping[str, WeightFormat]
 ) -> Division:
-    stages = analysis.cut.owners if analysis.cut else {}
+    stages = analysis.partition.owners if analysis.partition else {}
     ranks = schedule.rank_of_stage
     return Division(
         tp=config.tp,
         cuts=analysis.tensor.parameters if analysis.tensor else {},
         partial=analysis.tensor.partial if analysis.tensor else (),
         owners={name: tuple(sorted({ranks[stage] for stage in using})) for name, using in stages.items()},
-        in_glue=analysis.timeline.read_by_glue if analysis.timeline else (),
+        in_glue=analysis.trace.read_by_glue if analysis.trace else (),
         quantized=quantized,
     )
 

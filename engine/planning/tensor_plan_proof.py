@@ -19,7 +19,7 @@ from engine.parallel.tensor.plan.resolve import match_styles
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.styles import Style
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
-from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
+from engine.planning.materialized_block import IsolatedRunError, MaterializedBlock, MaterializedUnit, alone
 from engine.planning.tensor_plan_search import (
     DistinctUnits,
     SearchedProgram,
@@ -65,7 +65,7 @@ def _prove_unit(
     wanted = _sets_of_styles(unit, styles)
     if not wanted:
         return
-    drawn = DrawnUnit(
+    drawn = MaterializedUnit(
         model=program.model,
         name=unit.name,
         precision=program.precision,
@@ -75,14 +75,14 @@ def _prove_unit(
     )
     try:
         drawn.run(lambda copied: _prove_styles(copied, unit, wanted, plan, tp))
-    except DoesNotRunAloneError as error:
+    except IsolatedRunError as error:
         first, *others = (name for _, names in wanted for name in names)
         alike = f" (and {len(others)} like it)" if others else ""
         yield f"block {first}{alike}: its plan is not proven, because a copy of it does not run alone: {error}"
 
 
 def _prove_styles(
-    drawn: DrawnBlock, unit: Unit, wanted: Sequence[tuple[_Styles, list[str]]], plan: TensorPlan, tp: int
+    drawn: MaterializedBlock, unit: Unit, wanted: Sequence[tuple[_Styles, list[str]]], plan: TensorPlan, tp: int
 ) -> None:
     block = drawn.block
     with exactly(), alone():

@@ -33,9 +33,9 @@ from engine.parallel.tensor.global_tensor.redistribute import SequenceError
 from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
 from engine.parallel.trace.provenance import UncutPathError
-from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone, in_float64
 from engine.planning.example_trace import trace_example
 from engine.planning.isolated_block import holds_objects, reads_other_values, signatures
+from engine.planning.materialized_block import IsolatedRunError, MaterializedBlock, MaterializedUnit, alone, in_float64
 from engine.planning.tensor_search.found_styles import FoundStyles, as_patterns
 from engine.planning.tensor_search.search_digest import ProgramDigest
 from engine.program.batch import Batch, map_tensors, named_tensors
@@ -375,7 +375,7 @@ class _Search:
                 return
         try:
             found = self._drawn(unit).run(lambda drawn: self._decide(unit, drawn))
-        except DoesNotRunAloneError as error:
+        except IsolatedRunError as error:
             self._leave(unit.alike, f"does not run alone: {error}")
             return
         self.known += found
@@ -390,8 +390,8 @@ class _Search:
         size = sum(p.numel() * p.element_size() for module in modules for p in module.parameters())
         self.reasons.append(Reason(_pattern_of(names), "", "replicate", why, size))
 
-    def _drawn(self, unit: Unit) -> DrawnUnit:
-        return DrawnUnit(
+    def _drawn(self, unit: Unit) -> MaterializedUnit:
+        return MaterializedUnit(
             model=self.program.model,
             name=unit.name,
             precision=self.program.precision,
@@ -400,7 +400,7 @@ class _Search:
             other_values=unit.other_values,
         )
 
-    def _decide(self, unit: Unit, drawn: DrawnBlock) -> list[Decided]:
+    def _decide(self, unit: Unit, drawn: MaterializedBlock) -> list[Decided]:
         """A strategy for each group of a unit.
 
         Raises:

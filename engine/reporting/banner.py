@@ -288,14 +288,14 @@ def _kernel_lines(plan: Plan) -> dict[str, str]:
 
 
 def _pipeline_lines(plan: Plan) -> dict[str, str]:
-    if plan.cut is None or plan.timeline is None:
+    if plan.partition is None or plan.trace is None:
         return {}
     count, ranks = plan.schedule.stages, plan.schedule.rank_of_stage
     measure = "measured seconds" if plan.config.parallel.balance == "time" else "FLOPs"
     lines = [f"{count} stages, {f'balanced by {measure}' if plan.config.parallel.split == 'auto' else 'as given'}"]
-    total = sum(call.flops for call in plan.timeline.calls) or 1
-    for stage, part in enumerate(plan.cut.stages):
-        calls = [plan.timeline.calls[index] for index in sorted(part.calls)]
+    total = sum(call.flops for call in plan.trace.calls) or 1
+    for stage, part in enumerate(plan.partition.stages):
+        calls = [plan.trace.calls[index] for index in sorted(part.calls)]
         held = sum(row.elements for row in plan.table if row.name in part.parameters)
         where = f" on rank {ranks[stage]}" if count > plan.config.pp else ""
         share = sum(call.flops for call in calls) / total

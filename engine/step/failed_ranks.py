@@ -8,7 +8,7 @@ from engine.errors import EngineError
 from engine.parallel.comm.agreement import gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.failed_calls import worded
-from engine.parallel.comm.meeting import name_ranks
+from engine.parallel.comm.rendezvous import name_ranks
 
 _BYTES = 384
 """Bytes of a rank's host and error; longer ones are cut off."""

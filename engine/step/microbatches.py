@@ -27,7 +27,7 @@ StepKind = Literal["train", "evaluate", "output", "predict"]
 """``output`` evaluates, and also keeps the outputs of the model; ``predict`` keeps them, and there is no loss."""
 
 
-class StepMicrobatches:
+class MicrobatchRunner:
     """Runs the forwards and backwards of one step, in the order of the :class:`Executor`."""
 
     def __init__(
@@ -43,12 +43,12 @@ class StepMicrobatches:
         self._results: list[Any] = []
         self._traced: dict[int, TracedForward] = {}
         if runtime.pipeline is not None:
-            step.look_again = self.trace_again
+            step.check_trace = self.trace_again
 
-    def again(self, step: StepState) -> "StepMicrobatches":
+    def again(self, step: StepState) -> "MicrobatchRunner":
         """The same microbatches for another run, on copies: a model may write into what it is given."""
         copies = [map_tensors(microbatch, torch.clone) for microbatch in self._microbatches]
-        return StepMicrobatches(self._runtime, step, copies, self._random_key, self.kind)
+        return MicrobatchRunner(self._runtime, step, copies, self._random_key, self.kind)
 
     def part(self, stage: int, microbatch: int) -> StageMicrobatch:
         """The values that a stage receives and sends for a microbatch."""
@@ -88,7 +88,7 @@ class StepMicrobatches:
         with alike, self._runtime.without_content():
             for index in one_of_each.values():
                 again = partial(self._run, microbatch_copy(self._microbatches[index], self._runtime.program.device))
-                self._pipeline.traces.look_again(self._microbatches[index], self.kind, again)
+                self._pipeline.traces.check_trace(self._microbatches[index], self.kind, again)
 
     def bring_outputs(self, carrier: Carrier) -> None:
         """With "output" and "predict": send the outputs of the model from the last stage to where they are wanted."""

@@ -112,7 +112,7 @@ class PipelineCalls:
         """Weights may have changed: no call before now can be differentiated any more."""
         self._arrivals.updates += 1
 
-    def look_again(self) -> None:
+    def check_trace(self) -> None:
         """Trace the newest call again, after a step whose loss is NaN.
 
         Raises:
@@ -121,7 +121,7 @@ class PipelineCalls:
         assert self._newest is not None, "a call came before its backward"
         run = partial(_run, self._runtime, self._newest)
         with torch.enable_grad(), self._runtime.without_content():
-            self._pipeline.traces.look_again(self._newest, _KIND, run)
+            self._pipeline.traces.check_trace(self._newest, _KIND, run)
 
 
 class PipelineCall:

@@ -28,7 +28,7 @@ from engine.program.program import evaluating
 from engine.step.batch_check import check_paths, differing_buffer, small_digest, take_batch
 from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.failed_ranks import OtherRankError, note_failure, problem_of_any
-from engine.step.microbatches import StepKind, StepMicrobatches
+from engine.step.microbatches import MicrobatchRunner, StepKind
 from engine.step.parts import Rerun, StepPart
 from engine.step.remarks import Remarks
 from engine.step.runtime import RankRuntime
@@ -98,7 +98,7 @@ class StepRunner:
             self._run_schedule(step, microbatches, self._training)
         return self.finish(step)
 
-    def _run_twice(self, step: StepState, microbatches: StepMicrobatches, computed: Rerun) -> None:
+    def _run_twice(self, step: StepState, microbatches: MicrobatchRunner, computed: Rerun) -> None:
         """Run forwards and backwards, then once more from the same state; the update uses what the second run gives.
 
         A rank with a problem joins the second run's reductions only. ``sent`` gets the traffic of the second run, which
@@ -169,7 +169,7 @@ class StepRunner:
         microbatches = [*taken, *taken[-1:] * (count - len(taken))]
         row = rank_schedule(runtime.plan.forwards(max(count, 1)), comm.grid.coord().pp)
         with evaluating(self._model):
-            self._run_schedule(step, StepMicrobatches(runtime, step, microbatches, self.random_key, "predict"), row)
+            self._run_schedule(step, MicrobatchRunner(runtime, step, microbatches, self.random_key, "predict"), row)
         with self._agreeing("predict", step):
             self._update.agree(step, runtime.plan.last_rank)
         return step.outputs[: len(taken)]
@@ -193,7 +193,7 @@ class StepRunner:
             experts=self._runtime.uncounted(),
         )
 
-    def _open(self, batch: Batch | Iterator[Batch], kind: StepKind) -> tuple[StepState, StepMicrobatches]:
+    def _open(self, batch: Batch | Iterator[Batch], kind: StepKind) -> tuple[StepState, MicrobatchRunner]:
         """Start a step; a bad batch becomes its problem, so that the other ranks do not wait for this one."""
         step = self.begin()
         if torch.is_grad_enabled():
@@ -214,7 +214,7 @@ class StepRunner:
         if not self._told and step.problem is None:
             step.problem = self._tell(taken[0])
         step.text = step.problem is None and is_text(taken[0])  # on every rank, also on those without the loss
-        return step, StepMicrobatches(self._runtime, step, taken, self.random_key, kind)
+        return step, MicrobatchRunner(self._runtime, step, taken, self.random_key, kind)
 
     def _take(self, take: Callable[[], list[Batch]], step: StepState) -> list[Batch]:
         """The microbatches of a step, checked on all ranks of the replica; a problem with them becomes the step's."""
@@ -245,7 +245,7 @@ class StepRunner:
             logger.info(note)
         return None
 
-    def _run_schedule(self, step: StepState, microbatches: StepMicrobatches, row: RankSchedule) -> None:
+    def _run_schedule(self, step: StepState, microbatches: MicrobatchRunner, row: RankSchedule) -> None:
         """Trace all microbatches, then run them; an error is kept in ``step`` if all ranks can reach the control sum.
 
         A failure while tracing is kept: tracing sends nothing, and the whole replica traces the same batch; where
@@ -284,7 +284,7 @@ class StepRunner:
                 raise told from problem
             raise
 
-    def _compare_paths(self, step: StepState, microbatches: StepMicrobatches) -> None:
+    def _compare_paths(self, step: StepState, microbatches: MicrobatchRunner) -> None:
         try:
             paths = [traced.digest for traced in microbatches.traced]
             check_paths(paths, step.problem, self._comm, self._device)

@@ -18,7 +18,7 @@ from engine.parallel.model.rng_streams import RandomStreams
 from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.pipeline.runtime.stage import AbsentParameters, Stage
-from engine.parallel.tensor.layers.parameter_use import FirstUse
+from engine.parallel.tensor.layers.parameter_use import ParameterUseCheck
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.plan import Plan
@@ -31,12 +31,12 @@ from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.gather.left_shards import leave_shards
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.optim.weight_average import WeightAverage
-from engine.zero.own_backward import OwnBackward
 from engine.zero.phases.averaged_weights import AveragedWeights
 from engine.zero.phases.offloaded_states import OffloadedStates
 from engine.zero.phases.state_inventory import StateInventory
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.reducer import Backward, Reducer
+from engine.zero.user_backward import UserBackward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class RankRuntime:
     patches: ForwardPatches
     """All patches of the user's model."""
     streams: RandomStreams
-    first_use: FirstUse | None
+    first_use: ParameterUseCheck | None
     """None without tensor parallelism."""
     pipeline: PipelineRuntime | None
     """None for one stage."""
@@ -76,7 +76,7 @@ class RankRuntime:
     gatherer: ParameterGatherer | None
     """None if parameters are not sharded."""
     reducer: Reducer
-    own_backward: OwnBackward
+    user_backward: UserBackward
     """The backward of the user's own that runs at present."""
     gradient_guard: GradientGuard
     """Guards ``p.grad`` between a backward of the user's loop and its step."""
@@ -88,7 +88,7 @@ class RankRuntime:
     """Activations that wait on the host."""
 
     @property
-    def away(self) -> OffloadedStates:
+    def offloaded(self) -> OffloadedStates:
         """What waits in host memory between two phases of the run."""
         part = self.parts.find(StatesOnHost)
         assert part is not None, "every engine can move its state"

@@ -93,7 +93,7 @@ class StepState:
     experts: Tensor | None = None
     """Rows of each expert so far, fp64 [experts of all layers]; None: they are not counted."""
     outputs: list[Any] = field(default_factory=list)
-    look_again: Callable[[], None] | None = None
+    check_trace: Callable[[], None] | None = None
     """Traces again after a NaN loss, and raises if the forward has changed; all ranks call it together."""
 
     def count(self, loss: WeightedLoss, microbatch: Batch) -> None:

@@ -76,7 +76,7 @@ class TraceCache:
         """Names of the parameters that the rank of each stage holds, by stage."""
         self._learnt = [
             {row.name for row in plan.table.held_by(rank) if not row.trainable or row.name in stage.parameters}
-            for rank, stage in zip(ranks, plan.cut.stages if plan.cut else (), strict=False)
+            for rank, stage in zip(ranks, plan.partition.stages if plan.partition else (), strict=False)
         ]
         """``_held`` without parameters that only other stages of the rank train: their bucket is reduced before."""
         self._seen: dict[object, list[tuple[State, TracedForward]]] = {}
@@ -88,10 +88,10 @@ class TraceCache:
         views = (
             plan.tensor is not None and plan.tensor.follows_activations
         )  # the trace of the plan has other views than the run
-        if plan.timeline is not None and plan.cut is not None and not views:
+        if plan.trace is not None and plan.partition is not None and not views:
             self.refresh()
             with torch.enable_grad():
-                self._seen[self._key(example, "train")] = [(self._state, TracedForward(plan.timeline, plan.cut))]
+                self._seen[self._key(example, "train")] = [(self._state, TracedForward(plan.trace, plan.partition))]
         self._agreed = None  # placement has yet to write attributes
 
     def refresh(self) -> bool:
@@ -143,7 +143,7 @@ class TraceCache:
         self._seen[key] = [*known[1 - _STATES :], (self._state, found)]
         return found
 
-    def look_again(self, microbatch: Batch, kind: str, run: ForwardCall) -> None:
+    def check_trace(self, microbatch: Batch, kind: str, run: ForwardCall) -> None:
         """Check that a microbatch whose loss is NaN still takes the path that was traced. Nothing is communicated.
 
         Raises:
@@ -159,10 +159,10 @@ class TraceCache:
             )
 
     def _partition(self, run: ForwardCall) -> TracedForward:
-        assert self._plan.cut is not None
+        assert self._plan.partition is not None
         trace = self._trace(run)
         held = self._learnt if torch.is_grad_enabled() else self._held
-        return TracedForward(trace, repartition(trace, self._plan.cut.boundaries, held))
+        return TracedForward(trace, repartition(trace, self._plan.partition.boundaries, held))
 
     def _trace(self, run: ForwardCall) -> ModelTrace:
         """Trace a forward, with the dtypes that it has when it runs."""

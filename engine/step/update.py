@@ -330,7 +330,7 @@ class Update:
 
     def _launch(self, packed: Tensor, step: StepState, runtime: RankRuntime) -> DeviceDecidedUpdate:
         """Launch an update that the device decides; after a NaN loss of a pipeline, the host checks the trace first."""
-        looks = step.look_again is not None
+        looks = step.check_trace is not None
         condition = Condition(scale=step.divides, max_norm=self._max_norm(step), finite=self._checks, loss=looks)
         self._comm.bring_status()  # before the event that the host waits for, and before the update
         launched = DeviceDecidedUpdate(packed, condition, runtime.optimizer)
@@ -344,9 +344,9 @@ class Update:
         """Raise if a step has failed on any rank; after a NaN loss of a pipeline, all ranks trace again together."""
         if totals.problems:
             raise failure_of_step(step.problem, self._comm, self._device)
-        if math.isnan(totals.loss) and step.look_again is not None:
+        if math.isnan(totals.loss) and step.check_trace is not None:
             with all_or_none(self._comm, self._device, "has changed its forward, so no rank makes this step"):
-                step.look_again()
+                step.check_trace()
         return totals
 
     def state_dict(self) -> dict[str, Any]:

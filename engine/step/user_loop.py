@@ -115,7 +115,7 @@ class UserLoop:
         self._continues = False
         """The last update was made by this loop, so a backward through the model itself is one of its next step."""
         self._calls = PipelineCalls(runtime) if runtime.pipeline is not None else None
-        runtime.own_backward.serve(self._enter)
+        runtime.user_backward.serve(self._enter)
         runtime.gradient_guard.serve(self.zero_grad)
 
     # ------------------------------------------------------------------ the calls
@@ -312,7 +312,7 @@ class UserLoop:
                 self._step.loss += loss
             return
         self._announced = loss.clone()
-        self._runtime.own_backward.start()
+        self._runtime.user_backward.start()
 
     def _enter(self) -> AbstractContextManager[None] | None:
         """The context of a backward that has reached the parameters; None if it is no business of this loop.
@@ -343,8 +343,8 @@ class UserLoop:
     def _recover(self) -> None:
         """Enter the loop; drop the gradients of a step in which a backward of the user's own has raised."""
         self._enter_loop()
-        if self._runtime.own_backward.abandon():
-            self._runtime.comm.failures.refuse()
+        if self._runtime.user_backward.abandon():
+            self._runtime.comm.failures.refuse("a call after a backward that has raised")
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -415,7 +415,7 @@ class UserLoop:
         if first:
             step.microbatches += 1
         if self._calls is not None:
-            step.look_again = self._calls.look_again
+            step.check_trace = self._calls.check_trace
         self._pairs = pair
 
     @contextmanager

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from engine.parallel.comm.flight.layout import CALLS
-from engine.parallel.comm.meeting import name_ranks
-from engine.reporting.last_words import is_consequence
+from engine.parallel.comm.rendezvous import name_ranks
+from engine.reporting.failure_message import is_consequence
 from engine.watchdog.view import CallView, RankView
 
 _MOST_NAMED = 4

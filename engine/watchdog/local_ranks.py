@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.parallel.comm.flight.flight import SECOND, Event, FlightFile
-from engine.reporting.last_words import torchrun_error
+from engine.reporting.failure_message import torchrun_error
 from engine.watchdog.view import RankView, ending, exit_of, look, process_state
 
 MOST = 200

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from engine.parallel.comm.meeting import name_ranks
+from engine.parallel.comm.rendezvous import name_ranks
 from engine.watchdog.view import RankView
 
 _WORTH_A_LINK = 1e-3

@@ -29,7 +29,7 @@ from engine.errors import first_line
 from engine.parallel.comm.flight.flight import rank_runs
 from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.comm.launcher import own_address
-from engine.parallel.comm.meeting import KeyStore
+from engine.parallel.comm.rendezvous import KeyStore
 from engine.parallel.comm.world import watchdog_seconds
 from engine.parallel.grid import Grid, axis_groups
 from engine.watchdog.local_ranks import ERROR_VARIABLE, STACK_SIGNAL, STACK_SUFFIX, SUFFIX, flight_folder, remove_old

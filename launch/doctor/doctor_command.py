@@ -26,7 +26,7 @@ from engine.parallel.comm.launcher import Place, find_place, read_count
 from engine.parallel.comm.traffic import megabytes
 from engine.parallel.grid import AXES, Grid
 from engine.reporting.console import aligned, unless_within
-from engine.reporting.last_words import torchrun_error
+from engine.reporting.failure_message import torchrun_error
 
 if TYPE_CHECKING:
     from engine.launch.doctor.joint import Examination

@@ -7,7 +7,7 @@ from typing import Literal
 
 from engine.launch.doctor.examined import AxisFigure, Examined, HostFacts, Hosts, PairFigure, RankFacts
 from engine.parallel.comm.flight.layout import FILE_BYTES
-from engine.parallel.comm.meeting import name_ranks
+from engine.parallel.comm.rendezvous import name_ranks
 from engine.parallel.comm.traffic import megabytes
 
 SKEW_SECONDS = 1.0

@@ -26,7 +26,7 @@ from engine.launch.doctor.examined import ClockFigure, Examined, Hosts, PairFigu
 from engine.launch.doctor.links import AxisTimes, PairTimes, axis_figures, measure_axes, measure_clocks, measure_pairs
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.host_group import TorchHostGroup, collect
-from engine.parallel.comm.meeting import KeyStore, Meeting
+from engine.parallel.comm.rendezvous import KeyStore, Rendezvous
 from engine.parallel.comm.shared_memory import shared_bytes
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import World, meeting_point, open_store, open_world, prefixed, shares_memory
@@ -34,8 +34,7 @@ from engine.parallel.comm.world import World, meeting_point, open_store, open_wo
 _GRACE_SECONDS = 3.0
 """How much longer than the work of a phase the process waits, and how long rank 0 waits for words of a failure."""
 _MEETING_GRACE_SECONDS = 12.0
-"""The same of the meeting, whose other ranks wait longer than rank 0, which tells them who has not come; and of the way
-there, which torch tries twice."""
+"""Extra seconds of a rendezvous: rank 0 reports the absent ranks to the others, and torch connects twice."""
 _LATE_SECONDS = 1.0
 """How long rank 0 waits for facts of those who have come to a meeting where others are absent."""
 _POLL_SECONDS = 0.02
@@ -166,9 +165,9 @@ class Examination:
     def _examine(self) -> None:
         store, starts, hosts = open_store(self.world), not self.own.problem, Hosts((self.own,))
         if self.world.size > 1:
-            meeting, problem = self._meet(store)
+            rendezvous, problem = self._meet(store)
             self.seen = replace(self.seen, met=True)
-            store = prefixed(store, meeting.name)
+            store = prefixed(store, rendezvous.name)
             self._store = prefixed(store, "doctor")
             starts, hosts = self._exchange_facts(self._store, problem)
         if not starts or self.config is None:
@@ -185,17 +184,17 @@ class Examination:
 
     # ------------------------------------------------------------------------------------------------ over the store
 
-    def _meet(self, store: KeyStore) -> tuple[Meeting, str]:
-        """The meeting, and what has gone wrong in it: ranks that did not come, or other configurations."""
+    def _meet(self, store: KeyStore) -> tuple[Rendezvous, str]:
+        """The rendezvous, and what has gone wrong in it: ranks that did not come, or other configurations."""
         self._enter("waiting for all ranks", _MEETING_GRACE_SECONDS)
-        meeting = Meeting(store, self.own.rank, self.world.size, meeting_point(self.world), self.seconds)
+        rendezvous = Rendezvous(store, self.own.rank, self.world.size, meeting_point(self.world), self.seconds)
         try:
-            difference = meeting.meet({} if self.config is None else describe_config(self.config))
+            difference = rendezvous.meet({} if self.config is None else describe_config(self.config))
         except EngineError as error:
-            if not meeting.name:
+            if not rendezvous.name:
                 raise
-            return meeting, str(error)
-        return meeting, "" if difference is None else str(difference_error(difference))
+            return rendezvous, str(error)
+        return rendezvous, "" if difference is None else str(difference_error(difference))
 
     def _exchange_facts(self, store: KeyStore, problem: str) -> tuple[bool, Hosts]:
         """Give rank 0 the facts of all ranks; it tells them to all, and whether they may start."""

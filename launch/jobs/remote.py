@@ -81,11 +81,11 @@ def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
     marked = [line for line in lines if line.startswith(probe.MARK)]
     if marked:
         return Answer(facts=json.loads(marked[-1].removeprefix(probe.MARK)))
-    last = last_words(told.stderr.decode(errors="replace").splitlines())
+    last = failure_message(told.stderr.decode(errors="replace").splitlines())
     return Answer(facts=None, lost=told.returncode == LOST, reason=last or f"exit status {told.returncode}")
 
 
-def last_words(lines: Sequence[str]) -> str:
+def failure_message(lines: Sequence[str]) -> str:
     """The reason in what ssh printed last, without its own name, the host and the port."""
     told = [line.strip() for line in lines if line.strip()]
     if not told:

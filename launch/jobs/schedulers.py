@@ -22,7 +22,7 @@ from typing import Any
 
 from engine.errors import LaunchError
 from engine.launch.jobs.request import JobRequest
-from engine.launch.jobs.torchrun import Rendezvous, shell_line, torchrun_command, torchrun_environment
+from engine.launch.jobs.torchrun import RendezvousEndpoint, shell_line, torchrun_command, torchrun_environment
 
 WRITTEN = "# Written by trine launch"
 """Files with this line are replaced by the next one."""
@@ -73,7 +73,7 @@ def slurm_script(request: JobRequest, slurm: SlurmRequest) -> str:
     if request.nodes is None:
         raise LaunchError("--slurm needs --nodes N, or --nodes MIN:MAX for an elastic job.")
     ranks = request.ranks("--slurm")
-    meeting = Rendezvous(
+    meeting = RendezvousEndpoint(
         address="@HEAD@", port="@PORT@", identity="@JOB@", is_host="@FIRST@", local_address="@NODE@"
     )  # fmt: skip
     words = {
@@ -219,7 +219,7 @@ def manifest(request: JobRequest, wish: KubernetesRequest) -> str:
 
 def _command(request: JobRequest, ranks: int) -> list[str]:
     """Of every pod; its index tells whether it has the store."""
-    meeting = Rendezvous(
+    meeting = RendezvousEndpoint(
         address=f"{request.name}-{NODE}-0-0.{request.name}",
         port=request.port or PORT,
         identity=request.name,

@@ -32,16 +32,16 @@ from engine.launch.jobs.remote import (
     SshRequest,
     ask,
     differences,
+    failure_message,
     free_port,
     guard_input,
-    last_words,
     question_for,
     ranks_on,
     unanswered,
 )
 from engine.launch.jobs.request import JobRequest
-from engine.launch.jobs.torchrun import Rendezvous, torchrun_command, torchrun_environment
-from engine.reporting.last_words import is_consequence
+from engine.launch.jobs.torchrun import RendezvousEndpoint, torchrun_command, torchrun_environment
+from engine.reporting.failure_message import is_consequence
 
 BEAT_SECONDS = 5.0
 NO_MEETING = ("RendezvousTimeoutError", "RendezvousConnectionError")
@@ -144,7 +144,7 @@ class HostRun:
     @property
     def reason(self) -> str:
         """Why ssh has ended, in its words."""
-        return last_words(self._errors) or "without a word"
+        return failure_message(self._errors) or "without a word"
 
     def abandon(self) -> None:
         """End ssh itself; the guard on the host sees that nobody is there."""
@@ -176,7 +176,7 @@ class SshPlan:
 
     def wish(self, facts: HostReply, meeting: MeetingPlace) -> dict[str, Any]:
         """What the guard of a host is asked to do."""
-        rendezvous = Rendezvous(
+        rendezvous = RendezvousEndpoint(
             address=meeting.first.address,
             port=meeting.port,
             identity=f"{meeting.identity}-{meeting.round}",

@@ -20,7 +20,7 @@ ELASTIC_ENVIRONMENT = MappingProxyType({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
+class RendezvousEndpoint:
     """Where the nodes of a job meet."""
 
     address: str
@@ -38,7 +38,7 @@ class Rendezvous:
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: Rendezvous | None) -> list[str]:
+def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: RendezvousEndpoint | None) -> list[str]:
     """``python -m torch.distributed.run ... script arguments``; without ``meeting``: on this host alone."""
     here = ["--standalone"]
     if request.port is not None:

@@ -155,10 +155,10 @@ def _of_call(call: "ScriptCall", name: str, config: Config) -> StepSubject:
 
 def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
     """Yield a rank of each pipeline rank that no other one is like."""
+    from engine.dry_run.dry_run_rank import DryRunRank
+    from engine.dry_run.rank_forecast import PlannedKernels
+    from engine.dry_run.rank_likeness import RankLikeness
     from engine.program.batch import map_tensors
-    from engine.rehearsal.rank_forecast import PlannedKernels
-    from engine.rehearsal.rank_likeness import RankLikeness
-    from engine.rehearsal.rehearsed_rank import RehearsedRank
 
     planned, config, request = subject
     plan = planned.plan(config)
@@ -169,7 +169,7 @@ def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
             continue
         seen.add(key)
         kernels = PlannedKernels(config.kernels, name)
-        yield RehearsedRank(planned.model, plan, plan.grid(0).rank_at(pp=pp), request, example, kernels)
+        yield DryRunRank(planned.model, plan, plan.grid(0).rank_at(pp=pp), request, example, kernels)
 
 
 def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:

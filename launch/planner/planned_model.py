@@ -25,6 +25,11 @@ from torch import nn
 
 from engine.build.request import Request
 from engine.config import Config
+from engine.dry_run.dry_run_rank import DryRunRank
+from engine.dry_run.plan_dry_run import PlanDryRun
+from engine.dry_run.rank_forecast import PlannedKernels, RankForecast, forecast_of
+from engine.dry_run.repeating_blocks import is_called, longest_run, outer_runs
+from engine.dry_run.shortened_models import shorten
 from engine.errors import PlanError, first_line
 from engine.kernels.device import find_accelerator
 from engine.launch.planner.plan_request import ModelSource
@@ -49,11 +54,6 @@ from engine.precision.dtypes import Precision, make_precision
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction
 from engine.program.program import Program
-from engine.rehearsal.block_kinds import is_called, longest_run, outer_runs
-from engine.rehearsal.plan_rehearsal import PlanRehearsal
-from engine.rehearsal.rank_forecast import PlannedKernels, RankForecast, forecast_of
-from engine.rehearsal.rehearsed_rank import RehearsedRank
-from engine.rehearsal.shortened_models import shorten
 
 KNOWN_STYLES: Mapping[str, Mapping[str, str]] = {
     "decoder": {
@@ -298,7 +298,7 @@ def kernels_of(config: Config, gpu: GpuSpec) -> PlannedKernels | None:
 
 
 def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[RankForecast]:
-    rehearsal = PlanRehearsal(
+    dry_run = PlanDryRun(
         model=planned.model,
         plan=plan,
         request=Request(planned.loss_fn),
@@ -306,7 +306,7 @@ def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[Rank
         kernels=kernels_of(plan.config, gpu),
         plan_of=lambda shorter: planned.plan_shorter(shorter, plan),
     )
-    return rehearsal.forecasts()
+    return dry_run.forecasts()
 
 
 class SampledBlocks:
@@ -377,13 +377,13 @@ class SampledBlocks:
             model = shorten(model, run, 1)
         return shorten(model, self._run, self._periods)
 
-    def _rank(self, model: nn.Module, config: Config) -> RehearsedRank:
+    def _rank(self, model: nn.Module, config: Config) -> DryRunRank:
         """The only rank of a short model."""
         short = self._planned.shortened(model, config)
         plan = short.plan(config)
         example = map_tensors(short.row, lambda row: row.new_empty((1, *row.shape[1:])))
         request = Request(short.loss_fn)
-        return RehearsedRank(short.model, plan, 0, request, example, kernels_of(config, self._gpu))
+        return DryRunRank(short.model, plan, 0, request, example, kernels_of(config, self._gpu))
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:

@@ -21,7 +21,7 @@ from engine.parallel.comm.backend import Backend, Link, Reduction, Wait
 from engine.parallel.comm.failed_calls import FailedCalls
 from engine.parallel.comm.flight.layout import CALLS, EventKind
 from engine.parallel.comm.flight.recorder import FlightRecorder, Stream
-from engine.parallel.comm.meeting import FailureReports, JointCalls
+from engine.parallel.comm.rendezvous import FailureReports, JointCalls
 from engine.parallel.comm.symmetric_memory import PeerEndedError, SlotSizes, SymmetricBuffer
 from engine.parallel.comm.traffic import Op, Record, Tally, sent_bytes
 from engine.parallel.grid import Axis, Grid

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 from engine.errors import EngineError, first_line
-from engine.parallel.comm.meeting import KeyStore
+from engine.parallel.comm.rendezvous import KeyStore
 
 _OVER = 1 << 20
 """More than any number of ranks."""
@@ -84,8 +84,8 @@ class FailedCalls:
         vote = (None if lost else place, told, lost)
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
-    def refuse(self) -> None:
-        """Refuse a call if the engine is over; wait for the verdict on a call that has failed.
+    def refuse(self, call: str) -> None:
+        """Refuse ``call`` if the engine is over, as a check of calls; wait for the verdict on a call that has failed.
 
         Raises:
             EngineError: the engine is over; the same sentence on every rank.

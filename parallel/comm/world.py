@@ -5,7 +5,7 @@ and sends nothing.
 
     read_world   which process this is, from the variables of its launcher
     open_store   the store at which ranks meet
-    Meeting      all come, and compare what they were given, before any group is made (``meeting``)
+    Rendezvous      all come, and compare what they were given, before any group is made (``meeting``)
     open_world   the process group of all ranks
 
 The store has no password: whoever reaches its port may read and write it. Where rank 0 holds it, it listens on the

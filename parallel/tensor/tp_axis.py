@@ -65,7 +65,7 @@ class TensorAxis:
     repeats: Repeats | None = None
     symmetric: SymmetricBuffer | None = None
     """Memory through which kernels of the ranks communicate; None: collectives do."""
-    spare: Callable[[], None] | None = None
+    fill_wait: Callable[[], None] | None = None
     """Computes a little that is left of another microbatch; called before each wait for a collective of this one."""
     wire: ActivationFormat | None = None
     """How activations and their gradients are sent in fewer bits; None: they are sent as they are."""
@@ -85,11 +85,11 @@ class TensorAxis:
         if device.type not in self.overlap.devices:
             yield
             return
-        self.spare = spare
+        self.fill_wait = spare
         try:
             yield
         finally:
-            self.spare = None
+            self.fill_wait = None
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
@@ -173,11 +173,11 @@ class TensorAxis:
 
     def _start(self, given: Tensor, result: Tensor, start: Callable[[], Pending]) -> Pending:
         pending = start() if self.repeats is None else self.repeats.collective(given, result, start)
-        return pending if self.spare is None else pending.beside(self._use_wait)
+        return pending if self.fill_wait is None else pending.beside(self._use_wait)
 
     def _use_wait(self) -> None:
-        if self.spare is not None:
-            self.spare()
+        if self.fill_wait is not None:
+            self.fill_wait()
 
     def _all_reduce(self, tensor: Tensor, label: str, op: Reduction) -> Pending:
         encoded = self._encoded(label, tensor) if op == "sum" else None

@@ -30,7 +30,7 @@ def with_breaks(trial: Trial, world: World) -> tuple[Trained, int, int, int]:
             for batch in batches:
                 reports.append(eng.train_batch({name: all_[rows] for name, all_ in batch.items()}))
                 eng.offload_states(non_blocking=True)
-                copied = eng._runtime.away.bytes
+                copied = eng._runtime.offloaded.bytes
                 left = sum(flat.params.untyped_storage().nbytes() for flat in eng._runtime.buckets)
                 eng.reload_states(non_blocking=True)
             planned = sum(eng.plan.rank(eng.grid.rank).state_bytes.values())

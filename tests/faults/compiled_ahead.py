@@ -17,7 +17,7 @@ COMPILED_AHEAD = (
     Fault(
         name="no-update-among-kernels-ahead",
         about="The kernels of the optimizer are compiled in the first step.",
-        file="engine/rehearsal/rehearsed_rank.py",
+        file="engine/dry_run/dry_run_rank.py",
         old="            self._update()\n",
         new="",
         tests=_SAME,

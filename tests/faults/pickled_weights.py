@@ -24,7 +24,7 @@ PICKLED_WEIGHTS = (
     Fault(
         name="a-rank-that-has-left-is-waited-for",
         about="A save on rank 0 waits to its time-out for a rank whose script has ended.",
-        file="parallel/comm/meeting.py",
+        file="parallel/comm/rendezvous.py",
         old='            if self._store.check(["left"]):\n',
         new="            if False:\n",
         tests=(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.grid import Grid
-from engine.parallel.trace.guarded_parameter import reveal
+from engine.parallel.trace.absent_parameter import reveal
 from engine.zero.flat_buckets import FlatBucket, slot_view
 
 _LEFT = "_left_shards"

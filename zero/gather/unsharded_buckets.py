@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.parallel.comm.comm import Comm, Pending
-from engine.parallel.trace.guarded_parameter import conceal, reveal
+from engine.parallel.trace.absent_parameter import conceal, reveal
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.encoded_gather import EncodedGather, encoded_gather
 from engine.zero.gather.secondary_shards import NO_SHARDS, SecondaryLayout, SecondaryShards

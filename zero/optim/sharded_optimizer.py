@@ -145,7 +145,7 @@ class ShardedOptimizer:
                 rounding.add(place.parameter, place.flat, place.part)
         self._rounding = inner.rounding = rounding
 
-    def keep_on_disk(self, folder: ScratchFolder, buffers: MomentBuffers, device: torch.device) -> None:
+    def use_disk_moments(self, folder: ScratchFolder, buffers: MomentBuffers, device: torch.device) -> None:
         """Keep the moments of the buckets that the host updates on disk from now on.
 
         Raises:

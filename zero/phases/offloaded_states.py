@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.kernels.device import finish, host_bytes, is_host
-from engine.parallel.trace.guarded_parameter import GuardedParameter, conceal, reveal
+from engine.parallel.trace.absent_parameter import AbsentParameter, conceal, reveal
 from engine.zero.phases.state_inventory import Home, StateInventory, StateTensor
 
 MOMENTS, MASTERS, PARAMETERS, GRADIENTS = "optim_states", "hp_params", "lp_params", "lp_grads"
@@ -55,7 +55,7 @@ class OffloadedStates:
 
     def __init__(self, inventory: StateInventory, device: torch.device) -> None:
         self._inventory, self._device = inventory, device
-        self._away: dict[str, list[_Away]] = {}
+        self._moved: dict[str, list[_Away]] = {}
         self._concealed: list[nn.Parameter] = []
         self._blocks = 0
         """Number of open `with` blocks of the user's that refer to the state."""
@@ -63,12 +63,12 @@ class OffloadedStates:
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds that are away."""
-        return frozenset(self._away)
+        return frozenset(self._moved)
 
     @property
     def bytes(self) -> int:
         """Bytes of host memory that the copies take."""
-        return sum(each.copy.nbytes for kind in self._away.values() for each in kind)
+        return sum(each.copy.nbytes for kind in self._moved.values() for each in kind)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -93,8 +93,8 @@ class OffloadedStates:
 
     def expire(self, kinds: Collection[str]) -> None:
         """End graphs that have saved parameters, if these are to be moved: a backward through them reads memory."""
-        if PARAMETERS in kinds and PARAMETERS not in self._away:
-            held = [each for each in self._inventory.model.parameters() if not isinstance(each, GuardedParameter)]
+        if PARAMETERS in kinds and PARAMETERS not in self._moved:
+            held = [each for each in self._inventory.model.parameters() if not isinstance(each, AbsentParameter)]
             torch.autograd.graph.increment_version(held)
 
     def offload(self, kinds: Collection[str], pinned: bool, blocking: bool) -> None:
@@ -105,7 +105,7 @@ class OffloadedStates:
         Raises:
             EngineError: the host has no such memory.
         """
-        moved = {kind: self._wholes(kind) for kind in KINDS if kind in kinds and kind not in self._away}
+        moved = {kind: self._wholes(kind) for kind in KINDS if kind in kinds and kind not in self._moved}
         pinned = pinned and not is_host(self._device)
         try:
             copies = {
@@ -126,18 +126,18 @@ class OffloadedStates:
             for whole, copy in zip(found, copies[kind], strict=True):
                 copy.copy_(whole, non_blocking=True)
                 whole.untyped_storage().resize_(0)
-            self._away[kind] = [_Away(*pair) for pair in zip(found, copies[kind], strict=True)]
+            self._moved[kind] = [_Away(*pair) for pair in zip(found, copies[kind], strict=True)]
         if blocking:
             finish(self._device)
 
     def reload(self, kinds: Collection[str] = KINDS, blocking: bool = True) -> None:
         """Bring these kinds back; those that are not away stay as they are."""
-        for kind in [kind for kind in KINDS if kind in kinds and kind in self._away]:
-            for each in self._away[kind]:
+        for kind in [kind for kind in KINDS if kind in kinds and kind in self._moved]:
+            for each in self._moved[kind]:
                 each.whole.untyped_storage().resize_(each.copy.nbytes)
                 each.whole.copy_(each.copy, non_blocking=True)
-            del self._away[kind]
-        if PARAMETERS not in self._away:
+            del self._moved[kind]
+        if PARAMETERS not in self._moved:
             for parameter in self._concealed:
                 reveal(parameter)
             self._concealed.clear()
@@ -153,7 +153,7 @@ class OffloadedStates:
         needs = _NEEDS.get(call, frozenset(KINDS))
         if call == "eng(batch)" and torch.is_grad_enabled():
             needs = needs | {GRADIENTS}
-        missing = [kind for kind in KINDS if kind in needs and kind in self._away]
+        missing = [kind for kind in KINDS if kind in needs and kind in self._moved]
         if missing:
             raise EngineError(
                 f"{call} while {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} in host memory "
@@ -166,7 +166,7 @@ class OffloadedStates:
         Those whose size is fixed (of NumPy, of a mapped file) stay, and those over which entries of a state dict have
         storages.
         """
-        taken = {_place(each.whole) for away in self._away.values() for each in away}
+        taken = {_place(each.whole) for away in self._moved.values() for each in away}
         taken |= {_place(flat.params) for flat in self._inventory.buckets if flat.apart}
         found: dict[int, Tensor] = {}
         for held in self._of(kind):
@@ -194,7 +194,7 @@ class OffloadedStates:
         """Guard the parameters that lie in these storages."""
         away = {_place(whole) for whole in wholes}
         for name, parameter in self._inventory.model.named_parameters():
-            if not isinstance(parameter, GuardedParameter) and _place(parameter) in away:
+            if not isinstance(parameter, AbsentParameter) and _place(parameter) in away:
                 conceal(parameter, partial(_refuse_read, name), "in host memory (offload_states)")
                 self._concealed.append(parameter)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.parallel.model.whole_sizes import PartParameter, WholeSizes
-from engine.parallel.trace.guarded_parameter import GuardedParameter
+from engine.parallel.trace.absent_parameter import AbsentParameter
 
 _GRAD: Any = Tensor.grad
 
@@ -57,7 +57,7 @@ class _TakenGradient(nn.Parameter):
         return copied
 
 
-class _TakenGradientElsewhere(GuardedParameter):
+class _TakenGradientElsewhere(AbsentParameter):
     """Parameter whose gradient the engine has taken, and whose values this rank does not hold either."""
 
     grad = property(_refuse, _refuse, _refuse)
@@ -68,7 +68,7 @@ class _TakenPart(WholeSizes, _TakenGradient):
 
 
 _TAKEN: Mapping[type, type] = MappingProxyType(
-    {nn.Parameter: _TakenGradient, PartParameter: _TakenPart, GuardedParameter: _TakenGradientElsewhere}
+    {nn.Parameter: _TakenGradient, PartParameter: _TakenPart, AbsentParameter: _TakenGradientElsewhere}
 )
 _OWN: Mapping[type, type] = MappingProxyType({taken: own for own, taken in _TAKEN.items()})
 
@@ -118,6 +118,6 @@ class GradientGuard:
         guarded, self._guarded = self._guarded, []
         for parameter in guarded:
             parameter.__class__ = _OWN.get(type(parameter), type(parameter))
-            if isinstance(parameter, GuardedParameter):  # it may have been concealed since
+            if isinstance(parameter, AbsentParameter):  # it may have been concealed since
                 own: Any = parameter._guard
                 own.own_class = _OWN.get(own.own_class, own.own_class)

@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from engine.kernels.dispatch import MainGradients, OpenSum
 from engine.parallel.comm.comm import Comm, Pending
 from engine.parallel.model.placeholders import plan_as_trainable
-from engine.parallel.trace.guarded_parameter import GuardedParameter
+from engine.parallel.trace.absent_parameter import AbsentParameter
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.offload.host_copies import HostCopies
 from engine.zero.reduce.bucket_gradient import BucketGradient
@@ -178,7 +178,7 @@ def _check_gathered(name: str, parameter: Tensor) -> None:
     Raises:
         EngineError: the parameter is sharded and not gathered.
     """
-    if issubclass(type(parameter), GuardedParameter):  # isinstance would run code of torch's Parameter
+    if issubclass(type(parameter), AbsentParameter):  # isinstance would run code of torch's Parameter
         raise EngineError(
             f"parameter {name!r} got a gradient while it was not gathered (ZeRO 3), so the gradient is invalid: "
             "its module hides what it returns; return tensors, or lists, tuples, dicts or objects of tensors."

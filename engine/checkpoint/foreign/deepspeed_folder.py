@@ -23,7 +23,7 @@ from engine.checkpoint.foreign.deepspeed_zero import (
     tensors_of_fragments,
 )
 from engine.checkpoint.foreign.foreign_step import ForeignContents, ParameterGroup, described_group, spanned
-from engine.checkpoint.foreign.pickle_values import Inert, plain
+from engine.checkpoint.foreign.pickle_values import PickledObject, plain
 from engine.checkpoint.foreign.torch_file import (
     TorchTensor,
     numbers_of,
@@ -57,7 +57,7 @@ def count_of(state: Mapping[str, Any], key: str, default: int = 0) -> int:
 def zero_stage_of(optimizer: Mapping[str, Any]) -> int:
     """The ZeRO stage; 1 for the optimizer of bf16 runs, which does not write it."""
     value = optimizer.get("zero_stage", 1)
-    value = value.arguments[0] if isinstance(value, Inert) and value.arguments else value
+    value = value.arguments[0] if isinstance(value, PickledObject) and value.arguments else value
     return value if isinstance(value, int) else 1
 
 
@@ -75,7 +75,7 @@ def first_flat(options: Mapping[str, Any], index: int) -> int:
 
 def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
     """A dynamic loss scale in our counters; None for any other."""
-    if not isinstance(scaler, Inert) or scaler.get("dynamic") is not True:
+    if not isinstance(scaler, PickledObject) or scaler.get("dynamic") is not True:
         return None
     value, window = scaler.get("cur_scale"), scaler.get("scale_window")
     last, now = scaler.get("last_overflow_iter"), scaler.get("cur_iter")

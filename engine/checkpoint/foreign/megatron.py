@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.foreign.foreign_step import ForeignContents, spanned
-from engine.checkpoint.foreign.pickle_values import Inert
+from engine.checkpoint.foreign.pickle_values import PickledObject
 from engine.checkpoint.foreign.torch_file import TorchTensor, numbers_of, read_torch_file, value_dict
 from engine.checkpoint.format.file_spans import SpannedTensor
 from engine.checkpoint.format.filesystem import Files
@@ -57,7 +57,7 @@ def read_megatron(files: Files, folder: Path, optimizer: bool = True) -> tuple[F
     ranks = _ranks(files, folder)
     first = next(iter(ranks.values()))
     arguments = first.get("args")
-    gated = isinstance(arguments, Inert) and bool(arguments.get("swiglu") or arguments.get("gated_linear_unit"))
+    gated = isinstance(arguments, PickledObject) and bool(arguments.get("swiglu") or arguments.get("gated_linear_unit"))
     stages = 1 + max(stage for stage, _ in ranks)
     width = len(ranks) // stages
     if set(ranks) != {(stage, rank) for stage in range(stages) for rank in range(width)}:
@@ -74,7 +74,7 @@ def read_megatron(files: Files, folder: Path, optimizer: bool = True) -> tuple[F
             whole = _through(name, before)
             tensors.setdefault(f"param/{whole}", _joined(whole, parts, gated))
         before += len({found[2] for name in held[0] if (found := _LAYER.fullmatch(name))})
-    samples = arguments.get("consumed_train_samples") if isinstance(arguments, Inert) else 0
+    samples = arguments.get("consumed_train_samples") if isinstance(arguments, PickledObject) else 0
     (iteration,) = numbers_of([first.get("iteration", 0)], str(folder))
     contents = ForeignContents(
         origin=f"Megatron torch, {width} tensor ranks and {stages} stages",

@@ -1,8 +1,8 @@
 """Values of a pickle, read without running anything in it.
 
-The opcodes are interpreted here; nothing is imported, called or looked up. Plain values become themselves. What a
-pickle would import becomes :class:`Name`, what it would call or build becomes :class:`Inert`, which holds the name,
-the arguments and the state. The few calls of which torch's files consist (an ordered dict, a size, a tensor) are known
+The opcodes are interpreted here; nothing is imported, called or looked up. Plain values become themselves. An import
+becomes a :class:`PickledName`; a call or an object becomes a :class:`PickledObject` with its name, arguments and
+state. The few calls of which torch's files consist (an ordered dict, a size, a tensor) are known
 to ``torch_file`` and become values there.
 """
 
@@ -20,7 +20,7 @@ NODES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class PickledName:
     """A class or function that a pickle names; it is not imported."""
 
     module: str
@@ -31,10 +31,10 @@ class Name:
 
 
 @dataclass(eq=False, repr=False, slots=True)
-class Inert:
+class PickledObject:
     """An object that a pickle would build, by its parts."""
 
-    name: Name
+    name: PickledName
     arguments: tuple[Any, ...] = ()
     state: Any = None
     items: dict[Any, Any] = field(default_factory=dict)
@@ -48,11 +48,13 @@ class Inert:
         return state.get(attribute) if isinstance(state, dict) else None
 
 
-Call = Callable[[Name, tuple[Any, ...]], Any]
-"""Gives the value of a known call, or an :class:`Inert`."""
+Call = Callable[[PickledName, tuple[Any, ...]], Any]
+"""Gives the value of a known call, or an :class:`PickledObject`."""
 
 
-def read_pickle(data: bytes | bytearray, what: str, call: Call = Inert, persistent: Callable[[Any], Any] = id) -> Any:
+def read_pickle(
+    data: bytes | bytearray, what: str, call: Call = PickledObject, persistent: Callable[[Any], Any] = id
+) -> Any:
     """The value of a pickle.
 
     Args:
@@ -104,7 +106,7 @@ def plain(value: Any, dropped: list[str], path: str = "") -> Any:
 
 
 _DROPPED = object()
-_SCALARS = (str, int, float, bool, bytes, type(None), Name, Inert)
+_SCALARS = (str, int, float, bool, bytes, type(None), PickledName, PickledObject)
 _CONSTANTS: Mapping[str, Callable[[], Any]] = {
     "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_DICT": dict, "EMPTY_LIST": list,
     "EMPTY_TUPLE": tuple, "EMPTY_SET": list,
@@ -216,13 +218,13 @@ class _Machine:
     # ------------------------------------------------------------------ names and calls
 
     def on_global(self, argument: Any) -> None:
-        self._stack.append(Name(*str(argument).split(" ", 1)))
+        self._stack.append(PickledName(*str(argument).split(" ", 1)))
 
     def on_stack_global(self, _: Any) -> None:
         attribute, module = self._pop(), self._pop()
         if not isinstance(module, str) or not isinstance(attribute, str):
             raise TypeError("a name that is no text")
-        self._stack.append(Name(module, attribute))
+        self._stack.append(PickledName(module, attribute))
 
     def on_reduce(self, _: Any) -> None:
         arguments, callee = self._pop(), self._pop()
@@ -239,13 +241,13 @@ class _Machine:
     def _called(self, callee: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple):
             raise TypeError("arguments that are no tuple")
-        if not isinstance(callee, Name):  # what a call returned is called again
-            return Inert(Name("", "?"), (callee, *arguments))
+        if not isinstance(callee, PickledName):  # what a call returned is called again
+            return PickledObject(PickledName("", "?"), (callee, *arguments))
         return self._call(callee, arguments)
 
     def on_build(self, _: Any) -> None:
         state, target = self._pop(), self._top()
-        if isinstance(target, Inert):
+        if isinstance(target, PickledObject):
             target.state = state
 
     def on_persid(self, argument: Any) -> None:
@@ -256,14 +258,14 @@ class _Machine:
 
 
 def _items(target: Any) -> dict[Any, Any]:
-    found: Any = target.items if isinstance(target, Inert) else target
+    found: Any = target.items if isinstance(target, PickledObject) else target
     if not isinstance(found, dict):
         raise TypeError("items of what is no dict")
     return found
 
 
 def _elements(target: Any) -> list[Any]:
-    found: Any = target.elements if isinstance(target, Inert) else target
+    found: Any = target.elements if isinstance(target, PickledObject) else target
     if not isinstance(found, list):
         raise TypeError("elements of what is no list")
     return found

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.foreign.foreign_step import ForeignContents, ParameterGroup, described_group, spanned
-from engine.checkpoint.foreign.pickle_values import Inert, plain, read_pickle
+from engine.checkpoint.foreign.pickle_values import PickledObject, plain, read_pickle
 from engine.checkpoint.foreign.torch_file import (
     TorchTensor,
     call_of_torch,
@@ -74,12 +74,12 @@ def read_dcp(files: Files, folder: Path, optimizer: bool = True) -> tuple[Foreig
     """
     what = str(folder / METADATA)
     metadata = read_pickle(bytes(read_all(files, folder, METADATA, _LIMIT)), what, call_of_torch)
-    state = value_dict(metadata.state if isinstance(metadata, Inert) else None, what)
+    state = value_dict(metadata.state if isinstance(metadata, PickledObject) else None, what)
     chunks = _chunks(value_dict(state.get("storage_data"), what), folder, what)
     places = value_dict(state.get("planner_data") or {}, what)
     parts, dropped = _Parts(), list[str]()
     for name, described in value_dict(state.get("state_dict_metadata"), what).items():
-        if not isinstance(name, str) or not isinstance(described, Inert):
+        if not isinstance(name, str) or not isinstance(described, PickledObject):
             raise CheckpointError(f"{what} is damaged: it describes something that has no name.")
         path = places.get(name)
         place = tuple(path) if isinstance(path, tuple | list) else _guessed(name)
@@ -117,7 +117,7 @@ class _Chunk:
 def _chunks(stored: Mapping[Any, Any], folder: Path, what: str) -> dict[str, list[_Chunk]]:
     found: dict[str, list[_Chunk]] = {}
     for index, info in stored.items():
-        if not isinstance(index, Inert) or not isinstance(info, Inert):
+        if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
             raise CheckpointError(f"{what} is damaged: it stores something that has no name.")
         if info.get("transform_descriptors"):
             raise CheckpointError(f"{folder} has compressed chunks, which are not read; save it without extensions.")
@@ -130,7 +130,7 @@ def _chunks(stored: Mapping[Any, Any], folder: Path, what: str) -> dict[str, lis
     return found
 
 
-def _value(files: Files, described: Inert, chunks: Sequence[_Chunk], name: str, what: str) -> Any:
+def _value(files: Files, described: PickledObject, chunks: Sequence[_Chunk], name: str, what: str) -> Any:
     """A full tensor as pieces, or the object that was saved."""
     saved = [(each, read_torch_file(files, each.path, each.start, each.length)) for each in chunks]
     if described.name.attribute != "TensorStorageMetadata":
@@ -138,7 +138,9 @@ def _value(files: Files, described: Inert, chunks: Sequence[_Chunk], name: str, 
     shape = shape_of(described.get("size"), what)
     boxes = {}
     for chunk in value_list(described.get("chunks"), what):
-        offsets, sizes = (chunk.get(word) if isinstance(chunk, Inert) else None for word in ("offsets", "sizes"))
+        offsets, sizes = (
+            chunk.get(word) if isinstance(chunk, PickledObject) else None for word in ("offsets", "sizes")
+        )
         boxes[shape_of(offsets, what)] = shape_of(sizes, what)
     spans: list[FileSpan] = []
     dtypes = {held.kind.dtype for _, held in saved if isinstance(held, TorchTensor)}
@@ -272,5 +274,5 @@ def _updates(parts: _Parts, common: Mapping[Any, Any], groups: Sequence[Paramete
 
 def _samples(common: Mapping[Any, Any]) -> int:
     arguments = common.get("args")
-    value = arguments.get("consumed_train_samples") if isinstance(arguments, Inert) else 0
+    value = arguments.get("consumed_train_samples") if isinstance(arguments, PickledObject) else 0
     return value if isinstance(value, int) and 0 <= value < 2**53 else 0

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from engine.checkpoint.foreign.pickle_values import LIMIT, Inert, Name, read_pickle
+from engine.checkpoint.foreign.pickle_values import LIMIT, PickledName, PickledObject, read_pickle
 from engine.checkpoint.format.file_spans import FileSpan
 from engine.checkpoint.format.filesystem import Files, opened
 from engine.checkpoint.format.pieces import Piece
@@ -122,7 +122,7 @@ class _Range(io.RawIOBase):
 
 
 def read_torch_file(files: Files, path: Path, start: int = 0, size: int | None = None) -> Any:
-    """The value in a file of ``torch.save``: plain values, :class:`TorchTensor`, and :class:`Inert` for the rest.
+    """Reads a file of ``torch.save``: plain values, :class:`TorchTensor`, and :class:`PickledObject` for the rest.
 
     Args:
         start, size: bytes of ``path`` that are such a file; all by default.
@@ -162,7 +162,7 @@ class _Entries:
     def storage(self, persistent: Any) -> _Storage:
         """The storage of ("storage", class, key, device, elements)."""
         word, kind, key, *_ = persistent if isinstance(persistent, tuple) and len(persistent) == 5 else (None,) * 3
-        if word != "storage" or not isinstance(kind, Name) or not isinstance(key, str):
+        if word != "storage" or not isinstance(kind, PickledName) or not isinstance(key, str):
             raise CheckpointError("its pickle refers to something that is no storage.")
         code = _STORAGES.get(kind.attribute, "U8" if kind.attribute == "UntypedStorage" else None)
         if code is None:
@@ -203,7 +203,7 @@ def _entries(files: Files, file: int, path: Path, start: int, size: int) -> Iter
 _PARAMETERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"})
 
 
-def call_of_torch(name: Name, arguments: tuple[Any, ...]) -> Any:
+def call_of_torch(name: PickledName, arguments: tuple[Any, ...]) -> Any:
     """The value of the calls of which torch's files consist."""
     match str(name).replace("__builtin__.", "builtins."), arguments:  # as Python 2 called it, and protocol 2 still does
         case ("collections.OrderedDict" | "builtins.dict", ()) | ("collections.defaultdict", _):
@@ -214,13 +214,27 @@ def call_of_torch(name: Name, arguments: tuple[Any, ...]) -> Any:
             return list(values)
         case "torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor", (_Storage() as data, first, *more):
             return _tensor(data, data.code, (first, *more[:2]))
-        case "torch._utils._rebuild_tensor_v3", (_Storage() as data, first, size, stride, _, _, Name() as dtype, *_):
+        case "torch._utils._rebuild_tensor_v3", (
+            _Storage() as data,
+            first,
+            size,
+            stride,
+            _,
+            _,
+            PickledName() as dtype,
+            *_,
+        ):
             return _tensor(data, _DTYPES.get(dtype.attribute, "?"), (first, size, stride))
-        case "torch._tensor._rebuild_from_type_v2", (Name() as made, _, tuple(given), _):  # a tensor with attributes
-            return call_of_torch(made, given) if made.module == "torch._utils" else Inert(name, arguments)
+        case "torch._tensor._rebuild_from_type_v2", (
+            PickledName() as made,
+            _,
+            tuple(given),
+            _,
+        ):  # a tensor with attributes
+            return call_of_torch(made, given) if made.module == "torch._utils" else PickledObject(name, arguments)
         case callee, (TorchTensor() as tensor, *_) if callee in _PARAMETERS:
             return tensor
-    return Inert(name, arguments)
+    return PickledObject(name, arguments)
 
 
 def _tensor(storage: _Storage, code: str, place: tuple[Any, ...]) -> TorchTensor:

@@ -148,11 +148,11 @@ def _memory(plan: Plan, work: Workload, layout: TrainingLayout, pp: int, sample:
 
 def _blocks(plan: Plan, work: Workload, pp: int) -> float:
     """Blocks of a pipeline rank, by its share of the calls that begin one."""
-    if plan.cut is None or plan.timeline is None:
+    if plan.partition is None or plan.trace is None:
         return work.blocks
     here = set(plan.stages(pp))
     begun = [
-        stage for stage, call in zip(plan.cut.stage_of_call, plan.timeline.calls, strict=True) if call.starts_block
+        stage for stage, call in zip(plan.partition.stage_of_call, plan.trace.calls, strict=True) if call.starts_block
     ]
     return work.blocks * sum(stage in here for stage in begun) / max(1, len(begun))
 

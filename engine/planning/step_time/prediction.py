@@ -159,10 +159,10 @@ class _Prediction:
     def _shares(self) -> list[float]:
         """Of the model's FLOPs, by stage."""
         plan = self._plan
-        if plan.cut is None or plan.timeline is None:
+        if plan.partition is None or plan.trace is None:
             return [1.0]
         flops = [0] * plan.schedule.stages
-        for stage, count in zip(plan.cut.stage_of_call, flops_of_calls(plan.timeline), strict=True):
+        for stage, count in zip(plan.partition.stage_of_call, flops_of_calls(plan.trace), strict=True):
             flops[stage] += count
         return [count / sum(flops) for count in flops]
 
@@ -231,11 +231,11 @@ class _Prediction:
     @cached_property
     def _boundaries(self) -> Mapping[int, tuple[Traffic, ...]]:
         plan = self._plan
-        if plan.cut is None or plan.timeline is None:
+        if plan.partition is None or plan.trace is None:
             return {}
-        ranks, values = plan.schedule.rank_of_stage, plan.timeline.values
+        ranks, values = plan.schedule.rank_of_stage, plan.trace.values
         form = pipeline_format(plan.config)
-        return {stage.stage: stage_traffic(stage, values, ranks, 1, form).rows() for stage in plan.cut.stages}
+        return {stage.stage: stage_traffic(stage, values, ranks, 1, form).rows() for stage in plan.partition.stages}
 
     # ------------------------------------------------------------------ the end of a step
 

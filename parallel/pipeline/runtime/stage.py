@@ -26,7 +26,7 @@ from engine.parallel.model.torch_checkpoint import open_checkpoints, recomputed,
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.runtime.glue_forward import GlueForward
 from engine.parallel.pipeline.runtime.stage_forward import StageForward, StopForward
-from engine.parallel.trace.guarded_parameter import conceal
+from engine.parallel.trace.absent_parameter import conceal
 from engine.parallel.trace.model_trace import ModelTrace
 
 

@@ -24,7 +24,7 @@ from engine.parallel.model.user_code import is_own_mistake
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters, Given, float_leaves
 from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
 from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight, WholeWeightError
-from engine.parallel.tensor.auto.strategies import Strategy
+from engine.parallel.tensor.auto.strategies import ShardingStrategy
 
 
 def enclosing_module(group: CoupledParameters) -> str:
@@ -54,7 +54,7 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
     )
 
 
-def strategy_outside(way: Strategy, path: str) -> Strategy:
+def strategy_outside(way: ShardingStrategy, path: str) -> ShardingStrategy:
     """The same strategy by the names in the block around the module at ``path``."""
     styles = {f"{path}.{name}".rstrip("."): style for name, style in way.styles.items()}
     return way._replace(styles=styles, changes=tuple(f"{path}.{change}" for change in way.changes))

@@ -108,7 +108,7 @@ class BlockReference:
     ) -> Verdict:
         given, truth = expected
 
-        def body(axis: TensorAxis) -> _Rehearsed:
+        def body(axis: TensorAxis) -> _TrialOutcome:
             mine = copy.deepcopy(self.block)
             thin = _shard_low_rank(mine, plan, axis.index)
             context = apply_plan(mine, plan, axis, ForwardPatches(), already_cut=thin)
@@ -117,11 +117,11 @@ class BlockReference:
                 watch(mine)
             check = None if axis.index else partial(_refuse_outputs, truth.outputs)
             with Exact(axis.index + 1):  # inside a region every rank draws its own random numbers
-                outcome = _rehearse(mine, given, self.used, context, check)
+                outcome = _run_trial(mine, given, self.used, context, check)
                 summed = {name for name, p in mine.named_parameters() if p in context.partial}
-                rehearsed = _Rehearsed(outcome, list(axis.called), list(context.gathers), summed)
+                tried = _TrialOutcome(outcome, list(axis.called), list(context.gathers), summed)
                 evaluated = _evaluate(mine, given, self.used, context)
-            return rehearsed._replace(outcome=replace(outcome, evaluated=evaluated))
+            return tried._replace(outcome=replace(outcome, evaluated=evaluated))
 
         try:
             with exactly(), _freeing_cycles():
@@ -166,7 +166,7 @@ def _freeing_cycles() -> Iterator[None]:
             gc.enable()
 
 
-class _Rehearsed(NamedTuple):
+class _TrialOutcome(NamedTuple):
     """The results of one simulated rank."""
 
     outcome: BlockResult
@@ -184,7 +184,7 @@ def _refuse_outputs(wholes: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
         raise _WrongOutputError(problem)
 
 
-def _rehearse(
+def _run_trial(
     block: nn.Module,
     given: Given,
     used: Collection[int] | None,
@@ -209,7 +209,7 @@ def _rehearse(
 
 
 def _both_modes(block: nn.Module, given: Given, used: Collection[int] | None) -> BlockResult:
-    return replace(_rehearse(block, given, used), evaluated=_evaluate(block, given, used))
+    return replace(_run_trial(block, given, used), evaluated=_evaluate(block, given, used))
 
 
 def _evaluate(
@@ -226,7 +226,7 @@ class _Fresh:
 
     def __init__(self, context: GlobalTensorContext | None) -> None:
         self.inputs: list[Tensor] = []
-        self._views = context
+        self._context = context
 
     def __call__(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -235,8 +235,8 @@ class _Fresh:
         if not leaf.requires_grad:
             return twin
         self.inputs.append(twin.requires_grad_())
-        if self._views is not None and self._views.sequence:  # the block before leaves the stream sharded
-            twin = enter_stream(self._views, twin)
+        if self._context is not None and self._context.sequence:  # the block before leaves the stream sharded
+            twin = enter_stream(self._context, twin)
         return twin.clone()
 
 

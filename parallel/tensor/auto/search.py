@@ -22,7 +22,14 @@ from engine.parallel.tensor.auto.enclosing_module import (
     strategy_outside,
 )
 from engine.parallel.tensor.auto.equivalence import PROOF, BlockReference, Verdict
-from engine.parallel.tensor.auto.strategies import Number, Strategy, divisible_attributes, local, view, with_numbers
+from engine.parallel.tensor.auto.strategies import (
+    Number,
+    ShardingStrategy,
+    divisible_attributes,
+    local,
+    view,
+    with_numbers,
+)
 from engine.parallel.tensor.plan.sharding_rules import cut_model
 from engine.parallel.tensor.plan.styles import parse_style
 
@@ -37,7 +44,7 @@ class Decided:
     """The decision about one group of a block."""
 
     group: CoupledParameters
-    way: Strategy
+    way: ShardingStrategy
     """The chosen strategy; "replicate" has no styles."""
     note: str
 
@@ -127,10 +134,12 @@ class Search:
             verdict = self._try(before, way, tp)
             if verdict.holds:
                 return Decided(group, way, _note(way, first, verdict))
-        return Decided(group, Strategy("replicate", {}), f"no strategy is right: {_problems(first, verdict.problem)}")
+        return Decided(
+            group, ShardingStrategy("replicate", {}), f"no strategy is right: {_problems(first, verdict.problem)}"
+        )
 
     def _with_numbers(
-        self, group: CoupledParameters, before: Mapping[str, str], plain: Strategy, problem: str, tp: int
+        self, group: CoupledParameters, before: Mapping[str, str], plain: ShardingStrategy, problem: str, tp: int
     ) -> Decided | None:
         """Divide one number; where that changes the problem, divide a second one as well, and so on."""
         all_numbers = divisible_attributes(self.block, group, tp)
@@ -156,14 +165,18 @@ class Search:
         return None
 
     def _watched(
-        self, before: Mapping[str, str], way: Strategy, numbers: Sequence[Number], tp: int
+        self, before: Mapping[str, str], way: ShardingStrategy, numbers: Sequence[Number], tp: int
     ) -> tuple[Verdict, set[Number]]:
         """The verdict on a strategy, and which of ``numbers`` the code has read."""
         reads = AttributeReads(numbers)
         return self._try(before, way, tp, reads.watch), reads.seen
 
     def _try(
-        self, before: Mapping[str, str], way: Strategy, tp: int, watch: Callable[[nn.Module], None] | None = None
+        self,
+        before: Mapping[str, str],
+        way: ShardingStrategy,
+        tp: int,
+        watch: Callable[[nn.Module], None] | None = None,
     ) -> Verdict:
         try:
             read = {name: parse_style(text) for name, text in {**before, **way.styles}.items()}
@@ -177,11 +190,11 @@ def _problems(plain: str, views: str) -> str:
     return f"plain tensors: {plain}; global tensors: {views}" if plain else views
 
 
-def _together(ways: Iterable[Strategy]) -> Strategy:
-    return Strategy("", {name: style for way in ways for name, style in way.styles.items()})
+def _together(ways: Iterable[ShardingStrategy]) -> ShardingStrategy:
+    return ShardingStrategy("", {name: style for way in ways for name, style in way.styles.items()})
 
 
-def _note(way: Strategy, first: str, verdict: Verdict) -> str:
+def _note(way: ShardingStrategy, first: str, verdict: Verdict) -> str:
     """What :attr:`Decided.why` says besides the numbers that are divided."""
     gathering = ", ".join(name for name in verdict.gathers if name != PROOF)
     gathers = f"; gathers for {gathering}" if gathering else ""

@@ -25,7 +25,7 @@ from engine.parallel.tensor.plan.styles import write_rows
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 
 
-class Strategy(NamedTuple):
+class ShardingStrategy(NamedTuple):
     """One strategy: a style for each module or parameter of the group, by its name in the block."""
 
     how: str
@@ -34,7 +34,7 @@ class Strategy(NamedTuple):
     """The attributes that get another value, for the plan's table."""
 
 
-def local(block: nn.Module, group: CoupledParameters, tp: int) -> Strategy | None:
+def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrategy | None:
     """The strategy with plain tensors; None if code multiplies with a parameter that is not a linear layer's weight."""
     rows = (group.row, *group.beside)
     weights = (*group.columns, *rows)
@@ -46,7 +46,7 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> Strategy | Non
         if is_linear(block.get_submodule(owner)) or others:
             return None
         cut = {name: _cut_style(block, name, piece, tp) for name, piece in group.cuts.items()}
-        return Strategy("local", styles | {owner: "experts"} | cut)
+        return ShardingStrategy("local", styles | {owner: "experts"} | cut)
     for name, piece in group.cuts.items():
         module = block.get_submodule(_owner(name))
         if name in weights:
@@ -56,10 +56,10 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> Strategy | Non
             styles[_owner(name)] = _words(block, _owner(name), kind, piece, tp)
         elif not (_owner(name) in owners and name.endswith("bias")):
             styles[name] = _cut_style(block, name, piece, tp)
-    return Strategy("local", styles)
+    return ShardingStrategy("local", styles)
 
 
-def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = True) -> Strategy:
+def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = True) -> ShardingStrategy:
     """The strategy in which all sharded parameters show their full shape.
 
     ``partial``: replicated parameters between columns and row have partial gradients. Otherwise a replicated tensor is
@@ -69,7 +69,7 @@ def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = Tr
     styles = {name: "partial" for name in group.partial if partial}
     for name, cut in group.cuts.items():
         styles[name] = f"{_cut_style(block, name, cut, tp)} view"
-    return Strategy("view", styles)
+    return ShardingStrategy("view", styles)
 
 
 def _cut_style(block: nn.Module, name: str, cut: ParameterCut, tp: int) -> str:
@@ -156,13 +156,13 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(inner)
 
 
-def with_numbers(way: Strategy, chosen: Sequence[Number]) -> Strategy:
+def with_numbers(way: ShardingStrategy, chosen: Sequence[Number]) -> ShardingStrategy:
     """The same strategy with some numbers divided by the number of ranks."""
     changed = dict(way.styles)
     for module, attribute in chosen:
         before = changed.get(module)
         changed[module] = f"{before} divide:{attribute}" if before else f"divide:{attribute}"
-    return Strategy("local+", changed, tuple(f"{n.module}.{n.attribute}".strip(".") for n in chosen))
+    return ShardingStrategy("local+", changed, tuple(f"{n.module}.{n.attribute}".strip(".") for n in chosen))
 
 
 STYLE = "vocabulary"

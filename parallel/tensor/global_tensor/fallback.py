@@ -6,7 +6,7 @@ Functions that write into a global tensor, expose its memory, or hook its gradie
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
-from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, views_among
+from engine.parallel.tensor.global_tensor.global_tensor import Function, GlobalTensor, global_tensors_in
 from engine.parallel.tensor.global_tensor.redistribute import full
 from engine.parallel.trace.torch_function import function_name, writes_in_place
 
@@ -27,10 +27,11 @@ def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwarg
         EngineError: ``func`` writes into a global tensor, or reads its memory.
     """
     name = function_name(func)
-    if name in _MEMORY or any(True for _ in views_among(_written(name, args, kwargs), {})):
+    if name in _MEMORY or any(True for _ in global_tensors_in(_written(name, args, kwargs), {})):
         raise EngineError(
-            f"{name} was called on a tensor {list(next(views_among(args, kwargs)).full)} that is sharded over tensor "
-            "ranks, but it needs the memory of the full tensor; use a function that returns a new tensor, or give "
+            f"{name} was called on a tensor {list(next(global_tensors_in(args, kwargs)).full)} "
+            "that is sharded over tensor ranks, but it needs the memory of the full tensor; "
+            "use a function that returns a new tensor, or give "
             'this module the style "replicate" in parallel.tensor_plan.'
         )
     return func(*_plain(args, name), **_plain(kwargs, name))

@@ -62,7 +62,7 @@ class GlobalTensor(WrapperTensor):
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = _torch_names(kwargs) if kwargs else {}
         first = args[0] if args else None
-        context = (first if type(first) is GlobalTensor else next(views_among(args, kwargs))).views
+        context = (first if type(first) is GlobalTensor else next(global_tensors_in(args, kwargs))).views
         if context.reached_below is not None:
             refuse_below(context)
         rule = context.rules.by_function.get(func)
@@ -77,7 +77,7 @@ class GlobalTensor(WrapperTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        x = next(views_among(args, kwargs or {}))
+        x = next(global_tensors_in(args, kwargs or {}))
         if func is torch.ops.aten.dim.default:  # torch.pow(x, 3.0) asks this of x to tell a 0-dim tensor
             return x.ndim
         x.views.reached_below = x.views.reached_below or _caller(str(func))
@@ -160,22 +160,22 @@ class GlobalTensor(WrapperTensor):
         return self.full[0]
 
 
-def views_among(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
+def global_tensors_in(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
     """The global tensors among arguments, also in lists, tuples and dicts."""
     for argument in args:
         if type(argument) is GlobalTensor:
             yield argument
         elif isinstance(argument, list | tuple):
-            yield from views_among(argument, {})
+            yield from global_tensors_in(argument, {})
         elif isinstance(argument, dict):
-            yield from views_among((), argument)
+            yield from global_tensors_in((), argument)
     if kwargs:
-        yield from views_among(kwargs.values(), {})
+        yield from global_tensors_in(kwargs.values(), {})
 
 
 def has_views(args: Any, kwargs: Any) -> bool:
     """Whether an argument is a global tensor."""
-    return next(views_among(args, kwargs), None) is not None
+    return next(global_tensors_in(args, kwargs), None) is not None
 
 
 def show_parameter(

@@ -38,7 +38,7 @@ class Region:
 
     def __init__(self, axis: TensorAxis, context: GlobalTensorContext | None = None) -> None:
         self.axis = axis
-        self._views = context or global_context(axis)
+        self._context = context or global_context(axis)
         self._plain: list[torch.nn.Module] = []
         self._owned = True
         """Whether every column layer is a plain matrix product, see :func:`copy_to`."""
@@ -76,19 +76,19 @@ class Region:
     def product(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
         """The product of a row layer with its shard of the features, summed as :meth:`combine` does."""
         own: Any = layer
-        if self._views.sequence and x.ndim > 2 and own.tensor_product != "own" and has_own_weights(layer):
+        if self._context.sequence and x.ndim > 2 and own.tensor_product != "own" and has_own_weights(layer):
             rows, rest = divmod(x.shape[-2], self.axis.size)
             if not rest and is_in_pieces(rows, x.narrow(-2, 0, rows), self.axis, "product_scatter"):
                 y = scatter_product(layer, x, self.axis)
-                return cut_rows(self._views, y, (*x.shape[:-1], y.shape[-1]))
-        alone = self.axis.symmetric is None or self._views.sequence or own.tensor_product == "own"
+                return cut_rows(self._context, y, (*x.shape[:-1], y.shape[-1]))
+        alone = self.axis.symmetric is None or self._context.sequence or own.tensor_product == "own"
         if not alone and sums_in_kernel(layer, x, self.axis):
             return multiply_and_sum(layer, x, self.axis)
         return self.combine(own.multiply(x))
 
     def combine(self, y: Tensor) -> Tensor:
         """The sum of ``y`` over the ranks: full, or sharded along the sequence under sequence parallelism."""
-        return add_rows(self._views, y, self._folded)
+        return add_rows(self._context, y, self._folded)
 
     def _share(self, x: Tensor, part: Tensor) -> Shared:
         # x is full (a plain tensor, dim None), sharded evenly in rank order along ``dim``, or sharded in another way,
@@ -99,11 +99,11 @@ class Region:
             dim, self._folded = stream_dim(x), x.folded
             if dim is None:
                 return Shared(gather_global(x).local)
-        by_rows = dim is not None and dim == part.ndim - 2 and not self._views.regather
+        by_rows = dim is not None and dim == part.ndim - 2 and not self._context.regather
         if by_rows and is_in_pieces(part.shape[-2], part, self.axis, "gather_product"):
             return SharedInPieces(part, self.axis, self._plain)
         if dim not in self._entrances:
-            self._entrances[dim] = Entrance(self.axis, self._owned, self._forget, dim, self._views.regather)
+            self._entrances[dim] = Entrance(self.axis, self._owned, self._forget, dim, self._context.regather)
         return share_input(
             part, self._entrances[dim], (other for other in self._plain if id(other) not in self._entered)
         )

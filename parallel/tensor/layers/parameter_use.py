@@ -2,7 +2,7 @@
 
     OutsideReads  in the trace     a sharded parameter that code outside its layer reads: ``functional.linear(x,
                                    self.embed.weight)`` would compute with a shard as if it were the full parameter
-    FirstUse      in training      the first forward of each kind of inputs, under sequence parallelism
+    ParameterUseCheck      in training      the first forward of each kind of inputs, under sequence parallelism
                   in any forward   an adapter that was off when the plan was made, so that its layers were not planned
                   in the first     a sharded layer inside a transform of torch.func, where no trace has looked for one
 
@@ -33,7 +33,7 @@ _KINDS = 1024
 """The number of kinds of inputs that are remembered; beyond it all are checked anew."""
 
 
-class FirstUse:
+class ParameterUseCheck:
     """Checks the first forward of each kind of inputs; ``plan``: None without tensor parallelism.
 
     ``followed``: a trace has followed the forward, so that no layer of the plan runs inside a transform of torch.func.

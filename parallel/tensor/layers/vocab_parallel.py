@@ -39,7 +39,7 @@ class EmbeddingLayer(nn.Module):
     """
 
     tensor_vocabulary: Vocabulary
-    tensor_views: GlobalTensorContext
+    tensor_context: GlobalTensorContext
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up local rows, zero those of other ranks, sum."""
@@ -49,8 +49,8 @@ class EmbeddingLayer(nn.Module):
         local = ids - vocabulary.start
         elsewhere = (local < 0) | (local >= vocabulary.width)
         x_D = super().forward(local.masked_fill_(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(-1), 0)
-        if self.tensor_views.sequence and x_D.dim() > 2:
-            return add_rows(self.tensor_views, x_D, label=EMBEDDING)
+        if self.tensor_context.sequence and x_D.dim() > 2:
+            return add_rows(self.tensor_context, x_D, label=EMBEDDING)
         return reduce_from(x_D, vocabulary.axis, EMBEDDING)
 
 
@@ -131,7 +131,7 @@ class VocabularyHead(HeadLayer, nn.Linear):
 def prepare_embedding(module: nn.Module, vocabulary: Vocabulary, context: GlobalTensorContext | None = None) -> None:
     """Give an already sharded embedding its vocabulary and its local sizes."""
     module.tensor_vocabulary = vocabulary  # type: ignore[assignment]
-    module.tensor_views = context or global_context(vocabulary.axis)  # type: ignore[assignment]
+    module.tensor_context = context or global_context(vocabulary.axis)  # type: ignore[assignment]
     module.num_embeddings = vocabulary.width  # type: ignore[assignment]
     padding: Any = module.padding_idx
     if padding is not None:

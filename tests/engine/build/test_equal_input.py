@@ -9,7 +9,7 @@ from torch import nn
 from engine.build.equal_input import describe_input, difference_error
 from engine.config import load_config
 from engine.errors import ConfigError, EngineError, GridError, PlanError
-from engine.parallel.comm.meeting import Difference, first_difference
+from engine.parallel.comm.rendezvous import Difference, first_difference
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}

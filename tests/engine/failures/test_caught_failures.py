@@ -234,7 +234,7 @@ def verdicts(places: Sequence[str | None], monkeypatch: pytest.MonkeyPatch) -> t
     found = []
     for failures in ranks:
         try:
-            failures.refuse()
+            failures.refuse("train_batch")
             found.append("")
         except engine.EngineError as error:
             found.append(str(error))
@@ -264,7 +264,7 @@ def test_a_second_failure_is_judged_by_itself() -> None:
             failures.note("train_batch", ValueError("odd"), place)
         for failures in ranks:
             with pytest.raises(engine.EngineError, match="this engine is over") if over else nullcontext():
-                failures.refuse()
+                failures.refuse("train_batch")
 
 
 def alone(folder: str) -> tuple[bool, str]:

@@ -71,8 +71,8 @@ def train(name: str, config: Mapping[str, Any]) -> Trained | str:
         reports += [eng.train_batch(batch) for batch in mine[1:]]
         uncounted = differences(eng, before, len(batches) - 1)
         run = TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict())
-        received, values = [], eng.plan.timeline.values if eng.plan.timeline else ()
-        for plan in eng.plan.cut.stages[1:] if eng.plan.cut else ():
+        received, values = [], eng.plan.trace.values if eng.plan.trace else ()
+        for plan in eng.plan.partition.stages[1:] if eng.plan.partition else ():
             received.append([values[number].bytes for number in plan.receives])
         labels = {row.label: (row.calls, row.bytes) for row in eng.plan.rank(eng.grid.rank).traffic if row.axis == "tp"}
         reasons = eng.plan.tensor.reasons if eng.plan.tensor else ()

@@ -73,12 +73,12 @@ def test_a_trace_that_has_failed_is_said(error: Exception) -> None:
         "parameters are gathered in the order of their registration, because the trace of the example has failed: "
         f"{said}"
     )
-    assert note in banner_text(plan, "cpu") and plan.timeline is None
+    assert note in banner_text(plan, "cpu") and plan.trace is None
 
 
 def test_a_trace_that_has_not_failed_needs_no_note() -> None:
     plan = planned(Chain(), **SHARDED)
-    assert plan.notes == () and plan.timeline is not None
+    assert plan.notes == () and plan.trace is not None
 
 
 @pytest.mark.parametrize("loss_fn", [None, loss])

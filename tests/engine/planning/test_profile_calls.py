@@ -131,12 +131,12 @@ def test_stages_are_even_in_what_the_configuration_says(balance: str, start: str
     settings, model = config(balance=balance), slow_at(0)
     costs = measure_model(model, settings, Request(), example(), CPU)
     plan = plan_run(model, settings, Request(), example(), costs)
-    assert plan.cut is not None and plan.cut.boundaries == ((start, 0),)
+    assert plan.partition is not None and plan.partition.boundaries == ((start, 0),)
 
 
 def test_without_a_measurement_time_means_flops() -> None:
     plan = plan_run(slow_at(0), config(balance="time"), Request(), example())
-    assert plan.cut is not None and plan.cut.boundaries == (("blocks.2", 0),)
+    assert plan.partition is not None and plan.partition.boundaries == (("blocks.2", 0),)
 
 
 def test_chains_in_chains_are_seen_as_in_the_plan() -> None:
@@ -145,7 +145,7 @@ def test_chains_in_chains_are_seen_as_in_the_plan() -> None:
     costs = measure_model(model, settings, Request(), example(), CPU)
     assert costs.units[1] == "blocks.0.0"
     plan = plan_run(model, settings, Request(), example(), costs)
-    assert plan.cut is not None and len(plan.cut.stages) == 4
+    assert plan.partition is not None and len(plan.partition.stages) == 4
 
 
 def test_costs_of_another_model_are_refused() -> None:

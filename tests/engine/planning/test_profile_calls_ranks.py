@@ -21,8 +21,8 @@ def differently_slow(settings: dict[str, Any], with_example: bool) -> Any:
     model = slow_at(0 if rank == 0 else 5)
     eng = engine.initialize(model, settings, example_batch=example() if with_example else None)
     losses = [eng.train_batch(torch.ones(4 * ROWS, WIDTH)).loss for _ in range(2)]
-    assert eng.plan.cut is not None
-    return eng.plan.cut.boundaries, eng.plan.decision, eng.plan.schedule, losses
+    assert eng.plan.partition is not None
+    return eng.plan.partition.boundaries, eng.plan.decision, eng.plan.schedule, losses
 
 
 @pytest.mark.parametrize("with_example", [True, wide(False)])

@@ -59,7 +59,7 @@ def test_the_cut_is_of_the_chosen_schedule() -> None:
     choice = choose(config(activation_limit_bytes=10**9), seconds(of_block=1.0))
     decision = choice.decision
     assert decision.virtual_stages > 1 and decision.chosen.seconds < 4 * 24 + 12
-    assert len(choice.cut.stages) == decision.schedule.stages == 2 * decision.virtual_stages
+    assert len(choice.partition.stages) == decision.schedule.stages == 2 * decision.virtual_stages
 
 
 def test_stages_are_tried_as_far_as_the_model_can_be_cut() -> None:
@@ -77,7 +77,7 @@ def test_stages_that_are_named_say_how_many_a_rank_has() -> None:
     settings = config(split=["blocks.2", "blocks.4", "blocks.6"])
     choice = choose(settings, seconds(of_block=1.0))
     assert choice.decision.virtual_stages == 2
-    assert [unit for unit, _ in choice.cut.boundaries] == ["blocks.2", "blocks.4", "blocks.6"]
+    assert [unit for unit, _ in choice.partition.boundaries] == ["blocks.2", "blocks.4", "blocks.6"]
     with pytest.raises(ScheduleError, match="name a schedule"):
         choose_schedule(settings, timeline(), seconds(of_block=1.0), ("1f1b", "gpipe"))
     with pytest.raises(PlanError, match=r"parallel\.split names 2 calls"):
@@ -88,7 +88,7 @@ def test_one_slow_call_gets_a_stage_of_its_own_by_time_only() -> None:
     costs = seconds(of_block=1.0, first=20.0)
     for balance, start in (("time", "blocks.1"), ("flops", "blocks.4")):
         choice = choose_schedule(config(balance=balance), timeline(), costs, ("1f1b",))
-        assert choice.cut.boundaries == ((start, 0),)
+        assert choice.partition.boundaries == ((start, 0),)
 
 
 def test_links_count_where_time_was_measured() -> None:
@@ -124,9 +124,9 @@ def test_a_named_schedule_takes_the_order_that_suits_measured_or_declared_costs(
     costs = seconds(of_block=1e-4, first=1e-4)
     assert plan_run(Chain(), named(), Request(), example).schedule == make_schedule("zb-h1", 2, 6, 2)
     measured = plan_run(Chain(), named(balance="time"), Request(), example, costs)
-    assert measured.cut is not None
-    stages = stage_costs(measured.cut.stage_of_call, costs.calls)
-    crossing = measured.cut.crossing_bytes / (len(measured.cut.stages) - 1)
+    assert measured.partition is not None
+    stages = stage_costs(measured.partition.stage_of_call, costs.calls)
+    crossing = measured.partition.crossing_bytes / (len(measured.partition.stages) - 1)
     known = cost_of_stages(stages, costs.transfer_seconds(crossing))
     assert measured.schedule == make_schedule("zb-h1", 2, 6, 2, known)
     given = {"forward": 1, "input": 2, "weight": 0.5, "transfer": 0}

@@ -15,7 +15,7 @@ from engine.config import load_config
 from engine.errors import PlanError
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
 from engine.parallel.tensor.auto.search import Decided, Search
-from engine.parallel.tensor.auto.strategies import Strategy
+from engine.parallel.tensor.auto.strategies import ShardingStrategy
 from engine.planning.tensor_plan_search import SearchedProgram
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
@@ -145,7 +145,7 @@ def test_sizes_that_do_not_share_the_sequence_of_the_example_are_passed_over(mon
 
     def nothing_fits(self: Any, group: CoupledParameters, before: Any, tp: int) -> Decided:
         found = original(self, group, before, tp)
-        return replace(found, way=Strategy("replicate", {}))
+        return replace(found, way=ShardingStrategy("replicate", {}))
 
     monkeypatch.setattr(Search, "_decide", nothing_fits)
     model = models.nano()

@@ -206,7 +206,7 @@ def test_an_update_with_gradients_that_are_not_finite_is_said_where_bf16_makes_i
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_losses_that_the_engine_is_not_given_are_no_remark(ranks: int, caplog: pytest.LogCaptureFixture) -> None:
-    def own_backward(world: World) -> float:
+    def user_backward(world: World) -> float:
         config = CONFIG | {"parallel": {"data": ranks}}
         with engine.initialize(net, config, world=world) as eng:
             eng(torch.randn(4 // ranks, 3)).backward()
@@ -215,6 +215,6 @@ def test_losses_that_the_engine_is_not_given_are_no_remark(ranks: int, caplog: p
             return report.loss
 
     with caplog.at_level(logging.WARNING, "trine"):
-        losses = run_thread_ranks(ranks, own_backward)
+        losses = run_thread_ranks(ranks, user_backward)
     assert all(loss != loss for loss in losses)
     assert not [record for record in caplog.records if "was made although" in record.getMessage()]

@@ -10,6 +10,9 @@ from torch import nn
 
 from engine.build.request import Request
 from engine.config import Config, load_config
+from engine.dry_run.dry_run_rank import FIRST, DryRunRank
+from engine.dry_run.rank_forecast import forecast_of
+from engine.dry_run.shortened_models import shorten
 from engine.launch.planner import planned_model
 from engine.launch.planner.plan_command import settings_of
 from engine.launch.planner.planned_model import KNOWN_STYLES, PlannedModel, SampledBlocks, kernels_of, working_of
@@ -24,9 +27,6 @@ from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.layout import TrainingLayout
 from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.program.batch import map_tensors
-from engine.rehearsal.rank_forecast import forecast_of
-from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank
-from engine.rehearsal.shortened_models import shorten
 from engine.zero.layout import FlatLayout, build_layout
 from tests.selection import wide
 
@@ -64,7 +64,7 @@ def test_a_sample_is_what_each_block_of_a_longer_model_keeps(name: str) -> None:
     def whole(layers: int) -> tuple[int, int]:
         one, config = decoder(layers), config_of(layout)
         example = map_tensors(one.row, lambda row: row.new_empty((1, *row.shape[1:])))
-        rank = RehearsedRank(one.model, one.plan(config), 0, Request(loss_sum), example, kernels_of(config, GPU))
+        rank = DryRunRank(one.model, one.plan(config), 0, Request(loss_sum), example, kernels_of(config, GPU))
         step = rank.step()
         return step.actions[Op.FORWARD, 0, FIRST].left, forecast_of(rank.plan, 0, step).peak.bytes
 
@@ -73,19 +73,19 @@ def test_a_sample_is_what_each_block_of_a_longer_model_keeps(name: str) -> None:
 
 
 def test_models_that_hold_less_with_more_blocks_have_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RehearsedRank, "watch", lambda rank, modules: [2, 1])
+    monkeypatch.setattr(DryRunRank, "watch", lambda rank, modules: [2, 1])
     assert SampledBlocks(decoder(), config_of, GPU).of(TrainingLayout()) is None
 
 
 def test_layouts_with_equal_blocks_share_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     played = list[str]()
-    step: Callable[[RehearsedRank], Any] = RehearsedRank.step
+    step: Callable[[DryRunRank], Any] = DryRunRank.step
 
-    def noted(self: RehearsedRank) -> Any:
+    def noted(self: DryRunRank) -> Any:
         played.append("step")
         return step(self)
 
-    monkeypatch.setattr(RehearsedRank, "step", noted)
+    monkeypatch.setattr(DryRunRank, "step", noted)
     samples = SampledBlocks(decoder(), config_of, GPU)
     layout = TrainingLayout(dp=2, stage=3, micro=4, recomputation="full")
     assert samples.of(layout, fresh=False) is None and not played
@@ -160,7 +160,7 @@ def test_deeper_models_search_once_and_play_as_few_blocks(monkeypatch: pytest.Mo
 
     def spied(layers: int) -> list[tuple[str, int]]:
         noted = list[tuple[str, int]]()
-        rehearse = RehearsedRank.__init__
+        rehearse = DryRunRank.__init__
 
         def searches(config: Config, request: PlanRequest) -> FoundStyles:
             noted.append(("search", config.tp))
@@ -170,14 +170,14 @@ def test_deeper_models_search_once_and_play_as_few_blocks(monkeypatch: pytest.Mo
             noted.append(("layout", 1))
             return build_layout(*given)
 
-        def rehearses(self: RehearsedRank, model: Any, *given: Any) -> None:
+        def rehearses(self: DryRunRank, model: Any, *given: Any) -> None:
             noted.append(("blocks", len(model.blocks)))
             rehearse(self, model, *given)
 
         with monkeypatch.context() as patch:
             patch.setattr(planned_model, "search_styles", searches)
             patch.setattr(flat_layouts, "build_layout", lays_out)
-            patch.setattr(RehearsedRank, "__init__", rehearses)
+            patch.setattr(DryRunRank, "__init__", rehearses)
             planned = replace(decoder(layers), styles=None)
             layout = TrainingLayout(tp=2, dp=2, pp=2, micro=2, microbatches=2)
             samples = SampledBlocks(planned, config_of, GPU)

@@ -17,7 +17,7 @@ from engine.parallel.comm.threads.thread_backend import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.planning.activation_memory.live_storages import LiveStorages
-from tests.engine.rehearsal.measured_peak import LENGTH, VOCABULARY, hugging_face
+from tests.engine.dry_run.measured_peak import LENGTH, VOCABULARY, hugging_face
 from tests.parallel.activation_checkpointing.test_blocks import Policy
 from tests.selection import wide
 

@@ -9,8 +9,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from engine.errors import EngineError
-from engine.parallel.comm import meeting
-from engine.parallel.comm.meeting import JOINED_CALLS, JointCalls
+from engine.parallel.comm import rendezvous
+from engine.parallel.comm.rendezvous import JOINED_CALLS, JointCalls
 
 ABSENT = "every rank calls it; take it out of `if rank == 0:`, where only printing belongs."
 
@@ -92,7 +92,7 @@ def test_a_rank_that_an_error_ends_leaves_the_word_to_it() -> None:
 def test_waiting_is_said_before_it_is_given_up(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "SLOW_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous, "SLOW_SECONDS", 0.05)
     with caplog.at_level(logging.WARNING, "trine"):
         (text,) = said(JointCalls(HashStore(), 1, 2, 0.1), ["eval_batch"])
     assert "not on rank 0: every rank calls it" in text

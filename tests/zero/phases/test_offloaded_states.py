@@ -90,14 +90,14 @@ def measure_all(cases: list[Case]) -> list[str]:
             settled_bytes(whole)
             for kind in KINDS:
                 planned = sum(count for name, count in plan.state_bytes.items() if KINDS_OF_PLAN[name] == kind)
-                before = eng._runtime.away.bytes
+                before = eng._runtime.offloaded.bytes
                 eng.offload_states(include=[kind])
-                copied = eng._runtime.away.bytes - before
+                copied = eng._runtime.offloaded.bytes - before
                 # on a CPU the copy is in the memory that the walk counts too
                 if copied != planned or live_bytes() != whole:
                     wrong.append(f"{case} {kind}: copied {copied}, planned {planned}; {live_bytes()} of {whole} live")
             eng.reload_states()
-            if eng._runtime.away.bytes or live_bytes() != whole:
+            if eng._runtime.offloaded.bytes or live_bytes() != whole:
                 wrong.append(f"{case}: {live_bytes()} bytes live again, planned {whole}")
     return wrong
 
@@ -170,7 +170,7 @@ def test_a_checked_run_trains_on_and_a_flip_while_state_is_away_is_found() -> No
         eng.reload_states()
         eng.train_batch(batch(eng, 1))
         eng.offload_states(include=["optim_states"])
-        (away,) = [each for each in eng._runtime.away._away[MOMENTS] if each.copy.numel() > 100][:1]
+        (away,) = [each for each in eng._runtime.offloaded._moved[MOMENTS] if each.copy.numel() > 100][:1]
         away.copy.view(torch.uint8)[64] ^= 1
         eng.reload_states()
         with pytest.raises(engine.CorruptionError, match="exp_avg"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.foreign.pickle_values import Inert, Name, plain, read_pickle
+from engine.checkpoint.foreign.pickle_values import PickledName, PickledObject, plain, read_pickle
 from engine.errors import CheckpointError
 
 
@@ -42,7 +42,7 @@ def test_nothing_runs(protocol: int, tmp_path: Path) -> None:
     data = pickle.dumps({"state": Runs(tmp_path / "ran")}, protocol)
     value = read_pickle(data, "it")["state"]
     assert not (tmp_path / "ran").exists()
-    assert isinstance(value, Inert)
+    assert isinstance(value, PickledObject)
     pickle.loads(data)
     assert (tmp_path / "ran").exists(), "the pickle would run something"
 
@@ -75,15 +75,15 @@ def test_hostile_pickles_run_nothing(name: str, tmp_path: Path, monkeypatch: pyt
     except CheckpointError as error:
         assert str(error).startswith("it")
     else:
-        assert isinstance(value, Inert | int), name
+        assert isinstance(value, PickledObject | int), name
     assert not list(tmp_path.iterdir())
 
 
 def test_a_call_is_known_by_its_name_arguments_and_state() -> None:
     data = pickle.dumps(pytest.approx(1.0), 2)
     value = read_pickle(data, "it")
-    assert isinstance(value, Inert)
-    names = {str(item) for item in (value.name, *value.arguments) if isinstance(item, Name)}
+    assert isinstance(value, PickledObject)
+    names = {str(item) for item in (value.name, *value.arguments) if isinstance(item, PickledName)}
     assert any("ApproxScalar" in name for name in names)
     assert value.get("expected") == 1.0
 

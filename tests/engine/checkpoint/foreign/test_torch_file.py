@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint.foreign.pickle_values import Inert
+from engine.checkpoint.foreign.pickle_values import PickledObject
 from engine.checkpoint.foreign.torch_file import TorchTensor, read_torch_file
 from engine.checkpoint.format.file_spans import SpannedTensor, pieces_of_box, read_spans
 from engine.checkpoint.format.filesystem import Files
@@ -71,7 +71,7 @@ def test_containers_views_and_parameters(tmp_path: Path) -> None:
     assert torch.equal(values(found["dict"]["a"]), base)
     assert found["default"] == {"x": [1]} and found["size"] == (24,) and found["set"] == [3]
     assert found["number"].number(FILES) == 2.5
-    assert isinstance(found["device"], Inert) and str(found["dtype"]) == "torch.float16"
+    assert isinstance(found["device"], PickledObject) and str(found["dtype"]) == "torch.float16"
 
 
 def test_a_file_inside_another(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_hostile_checkpoint_runs_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     torch.save({"module": {"weight": torch.ones(2)}, "client": Runs()}, "a.pt")
     found = read_torch_file(FILES, tmp_path / "a.pt")
-    assert isinstance(found["client"], Inert) and [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+    assert isinstance(found["client"], PickledObject) and [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     assert torch.equal(values(found["module"]["weight"]), torch.ones(2))
     torch.load("a.pt", weights_only=False)
     assert (tmp_path / "ran").exists(), "torch.load would run it"

@@ -90,7 +90,7 @@ class _Verdict(TypedDict):
 
 
 @dataclass(slots=True)
-class Meeting:
+class Rendezvous:
     """All ranks of a job, which have come together at ``place``; every rank calls ``meet`` at the same point."""
 
     store: KeyStore

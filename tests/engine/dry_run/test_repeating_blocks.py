@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from engine.rehearsal.block_kinds import AlikeRun, KindNames, longest_run
+from engine.dry_run.repeating_blocks import AlikeRun, KindNames, longest_run
 
 
 class Layer(nn.Module):

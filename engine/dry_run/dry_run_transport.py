@@ -12,7 +12,7 @@ from engine.planning.activation_memory.live_storages import LiveStorages
 from engine.planning.activation_memory.schedule_walk import MessageBuffer
 
 
-class RehearsedTransport:
+class DryRunTransport:
     """Between stages of this rank messages are passed on; others are noted, and their buffers are left out of ``live``.
 
     The walk over the schedule counts buffers, since they are used by several microbatches, and sent tensors, since the

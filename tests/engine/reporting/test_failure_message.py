@@ -15,7 +15,7 @@ import torch
 from engine.errors import ConfigError, EngineError
 from engine.parallel.grid import Grid
 from engine.program.loss import check_scalar
-from engine.reporting.last_words import LastWords, torchrun_error
+from engine.reporting.failure_message import FailureMessage, torchrun_error
 
 Shown = list[tuple[type[BaseException], BaseException]]
 
@@ -44,7 +44,7 @@ def ends_with(error: BaseException) -> None:
 
 
 def test_a_mistake_is_one_sentence(shown: Shown, capsys: pytest.CaptureFixture[str]) -> None:
-    words = LastWords()
+    words = FailureMessage()
     try:
         Grid(pp=0)
     except EngineError as error:
@@ -59,7 +59,7 @@ def test_a_mistake_is_one_sentence(shown: Shown, capsys: pytest.CaptureFixture[s
 def test_the_place_is_the_users_line_also_through_torchs_decorator(
     shown: Shown, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, check = LastWords(), torch.no_grad()(check_scalar)
+    words, check = FailureMessage(), torch.no_grad()(check_scalar)
     try:
         check(1, "x")
     except EngineError as error:
@@ -70,7 +70,7 @@ def test_the_place_is_the_users_line_also_through_torchs_decorator(
 
 
 def test_other_errors_are_shown_as_before(shown: Shown, capsys: pytest.CaptureFixture[str]) -> None:
-    words, error = LastWords(), ValueError("the user's own")
+    words, error = FailureMessage(), ValueError("the user's own")
     ends_with(error)
     assert shown == [(ValueError, error)] and not capsys.readouterr().err
     words.close()
@@ -79,9 +79,9 @@ def test_other_errors_are_shown_as_before(shown: Shown, capsys: pytest.CaptureFi
 def test_debugging_shows_the_traceback_too(
     shown: Shown, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.reporting.last_words.logger", debugging := logging.Logger("x", logging.DEBUG))
+    monkeypatch.setattr("engine.reporting.failure_message.logger", debugging := logging.Logger("x", logging.DEBUG))
     assert debugging.isEnabledFor(logging.DEBUG)
-    words = LastWords()
+    words = FailureMessage()
     ends_with(ConfigError("a, b; c."))
     assert len(shown) == 1 and capsys.readouterr().err.endswith("ConfigError: a, b; c.\n")
     words.close()
@@ -89,7 +89,7 @@ def test_debugging_shows_the_traceback_too(
 
 def test_the_hook_outlives_a_close_that_an_error_has_caused(shown: Shown, capsys: pytest.CaptureFixture[str]) -> None:
     """``with engine.initialize(...)`` closes before the error reaches the interpreter."""
-    words = LastWords()
+    words = FailureMessage()
     try:
         try:
             raise ConfigError("a, b; c.")
@@ -103,7 +103,7 @@ def test_the_hook_outlives_a_close_that_an_error_has_caused(shown: Shown, capsys
 
 
 def test_two_engines_give_the_hook_back_in_any_order(shown: Shown) -> None:
-    first, second = LastWords(), LastWords()
+    first, second = FailureMessage(), FailureMessage()
     first.close()
     assert sys.excepthook is second
     ends_with(ValueError("x"))
@@ -113,7 +113,7 @@ def test_two_engines_give_the_hook_back_in_any_order(shown: Shown) -> None:
 
 def test_a_hook_that_others_have_wrapped_passes_everything_on(shown: Shown, capsys: pytest.CaptureFixture[str]) -> None:
     """torch wraps it when the process group starts, and never unwraps it."""
-    before, words = sys.excepthook, LastWords()
+    before, words = sys.excepthook, FailureMessage()
     sys.excepthook = lambda *ended: words(*ended)
     words.close()
     ends_with(ConfigError("a, b; c."))
@@ -127,7 +127,7 @@ def attempt(folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch, sentence: 
     file.parent.mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setattr(sys, "stderr", printed := io.StringIO())
-    words = LastWords()
+    words = FailureMessage()
     ends_with(EngineError(sentence))
     words.close()
     return printed.getvalue(), json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
@@ -147,7 +147,7 @@ def test_an_error_file_that_cannot_be_written_is_said(
     shown: Shown, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "0" / "error.json"))
-    words = LastWords()
+    words = FailureMessage()
     ends_with(EngineError("a, b; c."))
     words.close()
     said = capsys.readouterr().err

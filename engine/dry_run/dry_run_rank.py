@@ -21,6 +21,9 @@ from engine.build.assemble import assemble_rank
 from engine.build.forward_changes import change_forwards
 from engine.build.request import Request
 from engine.build.validate import prepare
+from engine.dry_run.dry_run_transport import DryRunTransport
+from engine.dry_run.gpu_attention import attention_of_gpu
+from engine.dry_run.shape_only_model import CPU, EqualRanksBackend, MissingShapes, shape_mode, take_content
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.adamw import DeviceDecision
 from engine.parallel.comm.comm import Comm
@@ -33,10 +36,7 @@ from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.budgets import reduces_each_microbatch
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, map_tensors
-from engine.rehearsal.gpu_attention import attention_of_gpu
-from engine.rehearsal.rehearsed_transport import RehearsedTransport
-from engine.rehearsal.shapes_alone import CPU, AlikeRanks, MissingShapes, shape_mode, take_content
-from engine.step.microbatches import StepMicrobatches
+from engine.step.microbatches import MicrobatchRunner
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
 
@@ -44,7 +44,7 @@ FIRST, SECOND, MIDDLE, LAST = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RehearsedStep:
+class DryRunStep:
     """What the actions of a rank do to memory in a steady step."""
 
     actions: dict[tuple[Op, int, int], ActionMemory]
@@ -59,13 +59,13 @@ class RehearsedStep:
         place = LAST if number == total - 1 else min(number, MIDDLE)
         return self.actions[action.op, action.stage, place]
 
-    def on_stages(self, stages: Mapping[int, int]) -> "RehearsedStep":
+    def on_stages(self, stages: Mapping[int, int]) -> "DryRunStep":
         """The same of a rank that has other stages; ``stages``: from this rank's to that one's."""
         actions = {(op, stages[stage], place): memory for (op, stage, place), memory in self.actions.items()}
         return replace(self, actions=actions)
 
 
-class RehearsedRank:
+class DryRunRank:
     """The runtime of one rank over shapes.
 
     Args:
@@ -94,23 +94,23 @@ class RehearsedRank:
         given = replace(given, changes=change_forwards(copied, plan.config, CPU, given.patches, kernels))
         take_content(copied, self._mode)
         grid = plan.grid(rank)
-        self._comm = Comm(grid, AlikeRanks(grid, exchanges=kernels is None))
+        self._comm = Comm(grid, EqualRanksBackend(grid, exchanges=kernels is None))
         self._runtime = assemble_rank(copied, plan, self._comm, CPU, given, example)
         self._pp, self._on_gpu = grid.coord().pp, kernels is not None
         self.live = LiveStorages(_gathered_bytes(self._runtime))
         self._runtime.on_host.observer = self.live.leave_out
 
-    def trace_like(self, other: "RehearsedRank") -> None:
+    def trace_like(self, other: "DryRunRank") -> None:
         """Take the traces of another pipeline rank of the same plan, which has stepped."""
         own, others = self._runtime.pipeline, other._runtime.pipeline
         if own is not None and others is not None:
             own.traces.take(others.traces)
 
-    def step(self) -> RehearsedStep:
+    def step(self) -> DryRunStep:
         """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
-        with self._rehearsing():
+        with self._dry_running():
             self._play(short_row(row, 1, splits=True))
             self._reduce()
             base = self.live.bytes
@@ -119,7 +119,7 @@ class RehearsedRank:
                 actions = short_row(row, len(self._batches), splits)
                 found |= self._play(actions)
                 end_rise = max(end_rise, self._reduce())
-        return RehearsedStep(actions=found, base=base, end_rise=end_rise)
+        return DryRunStep(actions=found, base=base, end_rise=end_rise)
 
     def watch(self, modules: Sequence[str]) -> list[int]:
         """Return a list that receives the bytes that live as each of ``modules`` returns in a forward."""
@@ -138,7 +138,7 @@ class RehearsedRank:
         """Play a step with its update, for whoever looks at what is launched and not at memory."""
         row = self.plan.schedule.per_rank[self._pp]
         splits = any(action.op is Op.BACKWARD_INPUT for action in row)
-        with self._rehearsing():
+        with self._dry_running():
             self._play(short_row(row, len(self._batches), splits))
             self._reduce()
             self._update()
@@ -155,7 +155,7 @@ class RehearsedRank:
             runtime.optimizer.step(1.0)
 
     @contextmanager
-    def _rehearsing(self) -> Iterator[None]:
+    def _dry_running(self) -> Iterator[None]:
         if self._runtime.pipeline is not None:
             self._runtime.pipeline.traces.refresh()
         self._runner(1).trace_all()  # here, since there are no operators to count: all microbatches are alike
@@ -167,7 +167,7 @@ class RehearsedRank:
         microbatches = 1 + max(action.microbatch for action in actions)
         runner = self._runner(microbatches)
         runner.trace_all()
-        transport = RehearsedTransport(self.plan.schedule.rank_of_stage, self.live, lambda: self._mode)
+        transport = DryRunTransport(self.plan.schedule.rank_of_stage, self.live, lambda: self._mode)
         executor, found = Executor(transport), {}
         row = RankSchedule(tuple(actions), tuple(one for one in actions if one.op is not Op.BACKWARD_WEIGHT), ())
         with runtime.running(), runtime.passes(row):
@@ -178,11 +178,11 @@ class RehearsedRank:
         transport.finish()
         return found
 
-    def _runner(self, microbatches: int) -> StepMicrobatches:
+    def _runner(self, microbatches: int) -> MicrobatchRunner:
         zero = torch.zeros((), dtype=torch.float64)
         state = StepState(started=0.0, sent=Tally(), loss=zero, weight=zero.clone(), scale=1.0)
         batches = self._batches[:microbatches]
-        return StepMicrobatches(self._runtime, state, batches, lambda index: (0, 0, index), "train")
+        return MicrobatchRunner(self._runtime, state, batches, lambda index: (0, 0, index), "train")
 
     def _attention(self) -> AbstractContextManager[None]:
         return attention_of_gpu() if self._on_gpu else nullcontext()
@@ -194,7 +194,7 @@ class RehearsedRank:
         return self.live.peak - self.live.bytes
 
     def _act(
-        self, executor: Executor, action: Action, runner: StepMicrobatches, transport: RehearsedTransport
+        self, executor: Executor, action: Action, runner: MicrobatchRunner, transport: DryRunTransport
     ) -> ActionMemory:
         before = self.live.mark()
         executor.do(action, runner)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from engine.parallel.trace.guarded_parameter import conceal, reveal
+from engine.parallel.trace.absent_parameter import conceal, reveal
 
 
 def of_shape() -> nn.Parameter:

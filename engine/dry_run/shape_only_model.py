@@ -70,7 +70,7 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
     return (left if isinstance(left, FakeTensor) else right).new_empty(shape)
 
 
-class AlikeRanks(RecordingBackend):
+class EqualRanksBackend(RecordingBackend):
     """Moves nothing: every other rank seems to hold and do what this one does.
 
     Args:

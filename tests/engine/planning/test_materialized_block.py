@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from engine.config import load_config
 from engine.errors import PlanError
 from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight
-from engine.planning import drawn_block
-from engine.planning.drawn_block import DoesNotRunAloneError, DrawnBlock, DrawnUnit, alone
+from engine.planning import materialized_block
 from engine.planning.isolated_block import copy_block
+from engine.planning.materialized_block import IsolatedRunError, MaterializedBlock, MaterializedUnit, alone
 from engine.planning.tensor_plan_search import SearchedProgram
 from engine.precision.dtypes import make_precision
 from tests.engine.parity.architectures import ALL
@@ -26,7 +26,7 @@ QUICK = ("nanoGPT-like",)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in FOLLOWED])
 def test_the_same_plan_as_with_all_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = found(name)  # too small for low-rank weights
-    monkeypatch.setattr(drawn_block, "LARGE", 1)
+    monkeypatch.setattr(materialized_block, "LARGE", 1)
     thin = found(name)
     # the reasons also tell how large the errors of wrong ways are, which depends on the numbers
     told = [[(r.pattern, r.style, r.how, r.bytes) for r in plan.reasons] for plan in (thin, whole)]
@@ -45,7 +45,7 @@ def test_the_same_plan_as_with_all_numbers(name: str, monkeypatch: pytest.Monkey
     ids=["swapped", "not summed", "other rows", "other inputs"],
 )
 def test_wrong_plans_are_refused(wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn_block, "LARGE", 1)
+    monkeypatch.setattr(materialized_block, "LARGE", 1)
     model = Chain(Perceptron(), Perceptron())
     assert checked(model, STYLES) == ()
     with pytest.raises(PlanError, match=r"parallel.tensor_plan is wrong in layers.0: "):
@@ -73,15 +73,15 @@ class Catching(Perceptron):
         return super().forward(x * scale)
 
 
-def drawn_of(model: nn.Module, low_rank: bool = True) -> DrawnUnit:
+def drawn_of(model: nn.Module, low_rank: bool = True) -> MaterializedUnit:
     config = load_config({"train_batch_size": 8, "parallel": {"data": 1, "tensor": 2}}, 2)
     given = ((torch.ones(2, 4, WIDTH),), dict[str, Any]())
-    return DrawnUnit(
+    return MaterializedUnit(
         model=model, name="layers.0", precision=make_precision(config, model), calls=[given], low_rank=low_rank
     )  # fmt: skip
 
 
-def low_rank_names(drawn: DrawnBlock) -> list[str]:
+def low_rank_names(drawn: MaterializedBlock) -> list[str]:
     args, kwargs = drawn.givens[0]
     drawn.block(*args, **kwargs)
     return [name for name, parameter in drawn.block.named_parameters() if isinstance(parameter, LowRankWeight)]
@@ -91,7 +91,7 @@ def low_rank_names(drawn: DrawnBlock) -> list[str]:
 def test_a_weight_that_factors_cannot_answer_is_drawn_whole(
     block: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawn_block, "LARGE", 1)
+    monkeypatch.setattr(materialized_block, "LARGE", 1)
     assert drawn_of(Chain(Perceptron())).run(low_rank_names) == ["up.weight", "down.weight"]
     assert drawn_of(Chain(Perceptron()), low_rank=False).run(low_rank_names) == []
     assert drawn_of(Chain(block())).run(low_rank_names) == ["down.weight"]
@@ -107,14 +107,14 @@ class Below(Perceptron):
 
 
 def test_a_block_that_takes_dense_weights_only_is_drawn_whole_if_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def names(drawn: DrawnBlock) -> list[str]:
+    def names(drawn: MaterializedBlock) -> list[str]:
         with alone():
             return low_rank_names(drawn)
 
-    monkeypatch.setattr(drawn_block, "LARGE", 1)
+    monkeypatch.setattr(materialized_block, "LARGE", 1)
     assert drawn_of(Chain(Below())).run(names) == []
-    monkeypatch.setattr(drawn_block, "MOST_WHOLE", 2 * WIDTH * 2 * WIDTH - 1)
-    with pytest.raises(DoesNotRunAloneError, match="no memory"):
+    monkeypatch.setattr(materialized_block, "MOST_WHOLE", 2 * WIDTH * 2 * WIDTH - 1)
+    with pytest.raises(IsolatedRunError, match="no memory"):
         drawn_of(Chain(Below())).run(names)
 
 
@@ -125,7 +125,7 @@ def test_small_matrices_have_all_numbers() -> None:
 def test_what_cannot_be_copied_does_not_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Chain(Perceptron())
     model.get_submodule("layers.0.up").forward = lambda x: x
-    with pytest.raises(DoesNotRunAloneError, match=r"the forward of 'up' is a closure"):
+    with pytest.raises(IsolatedRunError, match=r"the forward of 'up' is a closure"):
         drawn_of(model).run(low_rank_names)
 
 
@@ -148,7 +148,7 @@ def test_a_wide_block_is_searched_in_the_memory_of_its_edges(monkeypatch: pytest
         sizes.extend(p.numel() for p in block.parameters() if not p.is_meta)
         return block
 
-    monkeypatch.setattr(drawn_block, "copy_block", noted)
+    monkeypatch.setattr(materialized_block, "copy_block", noted)
 
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -21,7 +21,7 @@ Enter = Callable[[], AbstractContextManager[None] | None]
 """Returns the context of a backward that begins now; None if the engine does not use its gradients."""
 
 
-class OwnBackward:
+class UserBackward:
     """The backward of the user's own that runs at present."""
 
     def __init__(self) -> None:

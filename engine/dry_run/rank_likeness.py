@@ -4,9 +4,9 @@ from collections.abc import Hashable
 
 from torch import nn
 
+from engine.dry_run.repeating_blocks import KindNames
 from engine.parallel.grid import Coord
 from engine.planning.plan import Plan
-from engine.rehearsal.block_kinds import KindNames
 
 NEAR = 2
 """Stages, and calls before a stage, are told apart up to this number: none, the next one, farther."""
@@ -26,15 +26,15 @@ class RankLikeness:
     def of(self, pp: int) -> Hashable:
         """The description of pipeline rank ``pp``."""
         plan = self._plan
-        if plan.cut is None or plan.timeline is None:
+        if plan.partition is None or plan.trace is None:
             return pp
         stages, row = plan.stages(pp), plan.schedule.per_rank[pp]
         operations = tuple(frozenset(action.op for action in row if action.stage == stage) for stage in stages)
         return tuple(self._stage(stage) for stage in stages), operations, self._buckets(pp), self._gathers(pp)
 
     def _stage(self, stage: int) -> Hashable:
-        assert self._plan.cut is not None and self._plan.timeline is not None
-        part, trace = self._plan.cut.stages[stage], self._plan.timeline
+        assert self._plan.partition is not None and self._plan.trace is not None
+        part, trace = self._plan.partition.stages[stage], self._plan.trace
         first = min(part.calls, default=0)
         glue = [trace.glue[index] for index in sorted(part.glue)]
         return (
@@ -50,8 +50,8 @@ class RankLikeness:
         )
 
     def _value(self, number: int) -> Hashable:
-        assert self._plan.timeline is not None
-        value = self._plan.timeline.values[number]
+        assert self._plan.trace is not None
+        value = self._plan.trace.values[number]
         return value.shape, value.stride, value.dtype, value.grad, value.rewritten
 
     def _distance(self, stage: int, other: int) -> int:

@@ -31,7 +31,7 @@ _AFTER_SECONDS = 2
 _DECORATOR = os.path.join("torch", "utils", "_contextlib.py")
 
 
-class LastWords:
+class FailureMessage:
     """Replaces ``sys.excepthook`` until ``close``.
 
     Where ``close`` is called because of an EngineError, which then leaves the script or is caught, the hook stays as
@@ -68,7 +68,7 @@ class LastWords:
 
     def _give_back(self) -> None:
         self.closed = True
-        while isinstance(sys.excepthook, LastWords) and sys.excepthook.closed:
+        while isinstance(sys.excepthook, FailureMessage) and sys.excepthook.closed:
             sys.excepthook = sys.excepthook.previous  # one that others have wrapped since passes everything on
 
 

@@ -29,13 +29,13 @@ MOST_WHOLE = 2**27
 Result = TypeVar("Result")
 
 
-class DoesNotRunAloneError(Exception):
+class IsolatedRunError(Exception):
     """A copy of a unit raises outside its model."""
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, what a copy of a unit raises is a :class:`DoesNotRunAloneError`: its code may raise anything."""
+    """Inside, what a copy of a unit raises is a :class:`IsolatedRunError`: its code may raise anything."""
     try:
         yield
     except WholeWeightError:
@@ -43,11 +43,11 @@ def alone() -> Iterator[None]:
     except Exception as error:
         if is_own_mistake(error):
             raise
-        raise DoesNotRunAloneError(first_line(error)) from error
+        raise IsolatedRunError(first_line(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnBlock:
+class MaterializedBlock:
     """A float64 copy of a unit with random content."""
 
     block: nn.Module
@@ -66,7 +66,7 @@ class DrawnBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnUnit:
+class MaterializedUnit:
     """The unit that is drawn."""
 
     model: nn.Module
@@ -78,16 +78,16 @@ class DrawnUnit:
     other_values: bool = False
     """Whether calls read values of the model that are not among their arguments, which a copy does not have."""
 
-    def run(self, body: Callable[[DrawnBlock], Result]) -> Result:
+    def run(self, body: Callable[[MaterializedBlock], Result]) -> Result:
         """``body`` on a block whose code reads no low-rank weight in a way that its factors cannot answer.
 
         Weights that it has read so are drawn whole, and ``body`` runs again; it may change nothing outside itself.
 
         Raises:
-            DoesNotRunAloneError: the unit cannot be copied, or reads other values of the model.
+            IsolatedRunError: the unit cannot be copied, or reads other values of the model.
         """
         if self.other_values:
-            raise DoesNotRunAloneError("it reads values of the model that are not among its arguments")
+            raise IsolatedRunError("it reads values of the model that are not among its arguments")
         whole = set[str]()
         while True:
             with exactly(), alone():
@@ -95,7 +95,7 @@ class DrawnUnit:
             try:
                 result = body(drawn)
             except Exception as error:
-                if not drawn.refused and not (isinstance(error, DoesNotRunAloneError) and drawn.fits_whole):
+                if not drawn.refused and not (isinstance(error, IsolatedRunError) and drawn.fits_whole):
                     raise
                 whole |= drawn.refused or drawn.low_rank  # code below torch may take dense weights only
             else:
@@ -103,7 +103,7 @@ class DrawnUnit:
                     return result
                 whole |= drawn.refused
 
-    def _draw(self, whole: Collection[str]) -> DrawnBlock:
+    def _draw(self, whole: Collection[str]) -> MaterializedBlock:
         named = self.model.get_submodule(self.name).named_parameters()
         thin = {local for local, parameter in named if self.low_rank and local not in whole and _is_large(parameter)}
         block = copy_block(self.model, self.name, self.precision, torch.device("cpu"), left_out=thin).double()
@@ -114,7 +114,7 @@ class DrawnUnit:
                 if not isinstance(parameter, LowRankWeight):
                     _fill(parameter, generator)
         givens = [_float64_content(arguments, generator) for arguments in self.calls]
-        return DrawnBlock(block, givens, refused, frozenset(thin))
+        return MaterializedBlock(block, givens, refused, frozenset(thin))
 
 
 def _is_large(parameter: Tensor) -> bool:

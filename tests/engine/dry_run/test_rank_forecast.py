@@ -9,15 +9,15 @@ from torch import nn
 
 from engine.build.request import Request
 from engine.config import load_config
+from engine.dry_run.dry_run_rank import MIDDLE
+from engine.dry_run.rank_forecast import PlannedKernels
 from engine.models.decoder import loss_sum
 from engine.parallel.pipeline.schedule.actions import Op
 from engine.planning.analysis import PlanRequest
 from engine.planning.plan import build_plan
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
-from engine.rehearsal.rank_forecast import PlannedKernels
-from engine.rehearsal.rehearsed_rank import MIDDLE
-from tests.engine.rehearsal.measured_peak import (
+from tests.engine.dry_run.measured_peak import (
     FAMILIES,
     LENGTH,
     ROWS,

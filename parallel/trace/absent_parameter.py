@@ -3,7 +3,7 @@
     sharded (ZeRO 3)     guarded while it is not gathered
     of another stage     guarded while the engine does not run the model, in whose forward it is a placeholder
 
-The object stays the user's. Only its class changes, to :class:`GuardedParameter` and back, so that nothing stands
+The object stays the user's. Only its class changes, to :class:`AbsentParameter` and back, so that nothing stands
 between torch and a parameter while the model runs.
 """
 
@@ -33,7 +33,7 @@ class Guard:
     """Where the values are, for people."""
 
 
-class GuardedParameter(nn.Parameter):
+class AbsentParameter(nn.Parameter):
     """Parameter whose values this rank does not hold, or only a shard of them."""
 
     _guard: Guard
@@ -43,7 +43,7 @@ class GuardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func not in _WITHOUT_CONTENT:
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, GuardedParameter):
+                if isinstance(leaf, AbsentParameter):
                     leaf._guard.read()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -52,34 +52,34 @@ class GuardedParameter(nn.Parameter):
         return f"Parameter of shape {tuple(self.shape)} and {self.dtype}, {self._guard.where}"
 
 
-class GuardedShape(GuardedParameter, FakeTensor):
+class GuardedShape(AbsentParameter, FakeTensor):
     """Of a parameter that has a shape and no content in the run itself, whose operators torch asks of its class."""
 
 
-class GuardedPart(WholeSizes, GuardedParameter):
+class GuardedPart(WholeSizes, AbsentParameter):
     """Of a parameter of which a tensor rank has a part, and which answers with the size of the whole."""
 
 
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
     """Change the class to a guarded one, so that ``read`` is called when code needs the values."""
     own = type(parameter)
-    if issubclass(own, GuardedParameter):
+    if issubclass(own, AbsentParameter):
         return
     untyped: Any = parameter
     untyped._guard = Guard(own, read, where)
     untyped.__class__ = _guarded_class(own)
 
 
-def _guarded_class(own: type[nn.Parameter]) -> type[GuardedParameter]:
+def _guarded_class(own: type[nn.Parameter]) -> type[AbsentParameter]:
     # asked of classes: isinstance would run code of torch's Parameter, for every parameter of a block
     if issubclass(own, WholeSizes):
         return GuardedPart
-    return GuardedShape if issubclass(own, FakeTensor) else GuardedParameter
+    return GuardedShape if issubclass(own, FakeTensor) else AbsentParameter
 
 
 def reveal(parameter: nn.Parameter) -> None:
     """Restore the parameter's own class: the inverse of :func:`conceal`."""
-    if issubclass(type(parameter), GuardedParameter):
+    if issubclass(type(parameter), AbsentParameter):
         untyped: Any = parameter
         untyped.__class__ = untyped._guard.own_class
         del untyped._guard

@@ -21,12 +21,12 @@ from itertools import pairwise
 
 from torch import nn
 
+from engine.dry_run.dry_run_rank import DryRunStep
+from engine.dry_run.repeating_blocks import AlikeRun, KindNames, longest_run
 from engine.errors import EngineError
 from engine.parallel.grid import Coord
 from engine.planning.activation_memory.schedule_walk import ActionMemory
 from engine.planning.plan import Plan
-from engine.rehearsal.block_kinds import AlikeRun, KindNames, longest_run
-from engine.rehearsal.rehearsed_rank import RehearsedStep
 
 PERIODS = (2, 3, 4)
 """Of the short models."""
@@ -36,8 +36,8 @@ PlanOf = Callable[[nn.Module], Plan]
 
 
 def shortened_step(
-    model: nn.Module, plan: Plan, rehearse: Callable[[nn.Module, Plan], RehearsedStep], plan_of: PlanOf
-) -> RehearsedStep | None:
+    model: nn.Module, plan: Plan, run_dry: Callable[[nn.Module, Plan], DryRunStep], plan_of: PlanOf
+) -> DryRunStep | None:
     """The step of a rank without a pipeline, from rehearsals of short models; None if it has to be rehearsed whole."""
     run = longest_run(model)
     if run is None or run.periods <= sum(PERIODS) or not _is_even(plan):
@@ -52,7 +52,7 @@ def shortened_step(
             given.append((short, made))
         if not _repeats([_buckets(*each) for each in given], _buckets(model, plan), run.periods):
             return None
-        steps = [rehearse(*each) for each in given]
+        steps = [run_dry(*each) for each in given]
     except (EngineError, IndexError):  # code that insists on its number of blocks, which the whole model has
         return None
     return continued(steps, run.periods)
@@ -105,7 +105,7 @@ def _repeats(layouts: Sequence[Counter[Hashable]], whole: Counter[Hashable], per
     return True
 
 
-def continued(steps: Sequence[RehearsedStep], periods: int) -> RehearsedStep | None:
+def continued(steps: Sequence[DryRunStep], periods: int) -> DryRunStep | None:
     """The step of a model with ``periods``, from those with PERIODS; None if they do not lie on a line."""
     last, times = steps[-1], periods - PERIODS[-1]
     base, end = (_slope([getattr(step, name) for step in steps]) for name in ("base", "end_rise"))
@@ -120,7 +120,7 @@ def continued(steps: Sequence[RehearsedStep], periods: int) -> RehearsedStep | N
     return replace(last, actions=actions, base=last.base + times * base, end_rise=last.end_rise + times * end)
 
 
-def _keys(step: RehearsedStep) -> frozenset[object]:
+def _keys(step: DryRunStep) -> frozenset[object]:
     return frozenset(step.actions)
 
 

@@ -10,6 +10,8 @@ from torch import nn
 
 import engine
 from engine.build.request import Request
+from engine.dry_run.dry_run_rank import DryRunRank
+from engine.dry_run.rank_forecast import RankForecast, forecast_of
 from engine.engine import Engine
 from engine.kernels.dispatch import Kernels
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
@@ -17,8 +19,6 @@ from engine.parallel.pipeline.runtime.executor import Executor
 from engine.planning.activation_memory.live_storages import LiveStorages
 from engine.planning.plan import Plan
 from engine.program.batch import Batch
-from engine.rehearsal.rank_forecast import RankForecast, forecast_of
-from engine.rehearsal.rehearsed_rank import RehearsedRank
 from engine.step.runtime import RankRuntime
 
 ROWS, LENGTH, WIDTH, VOCABULARY, LAYERS = 2, 48, 32, 96, 4
@@ -126,7 +126,7 @@ def forecast_rank(
     model: nn.Module, plan: Plan, rank: int, request: Request, example: Batch, kernels: Kernels | None = None
 ) -> RankForecast:
     """The forecast of one rank alone; ``kernels``: of a device that is not here."""
-    return forecast_of(plan, rank, RehearsedRank(model, plan, rank, request, example, kernels).step())
+    return forecast_of(plan, rank, DryRunRank(model, plan, rank, request, example, kernels).step())
 
 
 def compare_peaks(family: str, way: Way) -> PeakPair:

@@ -8,15 +8,22 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from engine.errors import GridError
-from engine.parallel.comm.meeting import Difference, FailureReports, KeyStore, Meeting, first_difference, name_ranks
+from engine.parallel.comm.rendezvous import (
+    Difference,
+    FailureReports,
+    KeyStore,
+    Rendezvous,
+    first_difference,
+    name_ranks,
+)
 
 
-def meeting(store: KeyStore, rank: int, size: int, seconds: float = 20.0) -> Meeting:
-    return Meeting(store, rank, size, "a store", seconds)
+def meeting(store: KeyStore, rank: int, size: int, seconds: float = 20.0) -> Rendezvous:
+    return Rendezvous(store, rank, size, "a store", seconds)
 
 
 def meet_all(store: KeyStore, given: list[Mapping[str, str]]) -> list[tuple[str, Difference | None]]:
-    """Every rank in a thread: (name of the meeting, difference)."""
+    """Every rank in a thread: (name of the rendezvous, difference)."""
 
     def named(rank: int) -> tuple[str, Difference | None]:
         mine = meeting(store, rank, len(given))
@@ -79,7 +86,7 @@ def test_ranks_that_do_not_come_are_named_on_all_others() -> None:
 
 
 def test_rank_zero_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.parallel.comm.meeting._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("engine.parallel.comm.rendezvous._GRACE_SECONDS", 0.1)
     with pytest.raises(GridError, match="rank 0 of 2 did not come to a store within 0 s"):
         meeting(HashStore(), 1, 2, 0.1).meet({})
 

@@ -8,6 +8,10 @@ from torch import nn
 
 from engine.build.request import Request
 from engine.config import load_config
+from engine.dry_run.dry_run_rank import FIRST, DryRunRank, DryRunStep
+from engine.dry_run.plan_dry_run import PlanDryRun
+from engine.dry_run.rank_likeness import RankLikeness
+from engine.dry_run.shortened_models import PERIODS, continued, shortened_step
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.pipeline.schedule.actions import Op
 from engine.planning.activation_memory.schedule_walk import ActionMemory, LivePeak
@@ -15,11 +19,7 @@ from engine.planning.analysis import PlanRequest
 from engine.planning.plan import Plan, build_plan
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
-from engine.rehearsal.plan_rehearsal import PlanRehearsal
-from engine.rehearsal.rank_likeness import RankLikeness
-from engine.rehearsal.rehearsed_rank import FIRST, RehearsedRank, RehearsedStep
-from engine.rehearsal.shortened_models import PERIODS, continued, shortened_step
-from tests.engine.rehearsal.measured_peak import (
+from tests.engine.dry_run.measured_peak import (
     LENGTH,
     ROWS,
     VOCABULARY,
@@ -84,15 +84,15 @@ def test_alike_ranks_are_rehearsed_once(name: str, monkeypatch: pytest.MonkeyPat
         forecast_rank(model, plan, plan.grid(0).rank_at(pp=pp), request_of(model), batch_of(ROWS, 0))
         for pp in range(way.pp)
     ]
-    played, step = list[RehearsedRank](), RehearsedRank.step
+    played, step = list[DryRunRank](), DryRunRank.step
 
-    def noted(self: RehearsedRank) -> RehearsedStep:
+    def noted(self: DryRunRank) -> DryRunStep:
         played.append(self)
         return step(self)
 
-    monkeypatch.setattr(RehearsedRank, "step", noted)
+    monkeypatch.setattr(DryRunRank, "step", noted)
     request, example = request_of(model), batch_of(ROWS, 0)
-    together = list(PlanRehearsal(model=model, plan=plan, request=request, example=example).forecasts())
+    together = list(PlanDryRun(model=model, plan=plan, request=request, example=example).forecasts())
     assert together == alone
     likeness = RankLikeness(model, plan)
     kinds = len({likeness.of(pp) for pp in range(way.pp)})
@@ -122,23 +122,23 @@ def test_blocks_by_turns_are_continued_by_pairs(name: str) -> None:
     assert short == whole
 
 
-def by_both(model: nn.Module, way: Way) -> tuple[RehearsedStep, RehearsedStep | None]:
-    """The step of the whole model, and that continued from short ones, all of which are rehearsed."""
+def by_both(model: nn.Module, way: Way) -> tuple[DryRunStep, DryRunStep | None]:
+    """The step of the whole model, and that continued from short ones, all of which are dry."""
 
-    def rehearse(one: nn.Module, its: Plan) -> RehearsedStep:
+    def run_dry(one: nn.Module, its: Plan) -> DryRunStep:
         sizes.append(len(list(one.parameters())))
-        return RehearsedRank(one, its, 0, request_of(one), batch_of(ROWS, 0)).step()
+        return DryRunRank(one, its, 0, request_of(one), batch_of(ROWS, 0)).step()
 
     alone = 1  # each parameter in a bucket of its own: buckets repeat as blocks do
     sizes, plan = list[int](), planned(model, way, alone)
-    short = shortened_step(model, plan, rehearse, lambda one: planned(one, way, alone))
+    short = shortened_step(model, plan, run_dry, lambda one: planned(one, way, alone))
     assert len(sizes) == len(PERIODS) and sizes == sorted(set(sizes)) and sizes[-1] < len(list(model.parameters()))
-    return rehearse(model, plan), short
+    return run_dry(model, plan), short
 
 
-def steps(*left_and_rise: tuple[int, int]) -> list[RehearsedStep]:
+def steps(*left_and_rise: tuple[int, int]) -> list[DryRunStep]:
     return [
-        RehearsedStep(actions={(Op.FORWARD, 0, FIRST): ActionMemory(left=left, rise=rise)}, base=7, end_rise=1)
+        DryRunStep(actions={(Op.FORWARD, 0, FIRST): ActionMemory(left=left, rise=rise)}, base=7, end_rise=1)
         for left, rise in left_and_rise
     ]
 
@@ -159,7 +159,7 @@ def test_only_lines_are_continued() -> None:
 
 
 def test_a_model_with_few_or_uneven_blocks_is_rehearsed_whole() -> None:
-    def never(one: nn.Module, its: Plan) -> RehearsedStep:
+    def never(one: nn.Module, its: Plan) -> DryRunStep:
         raise AssertionError("rehearsed")
 
     few = deep(sum(PERIODS))

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.dry_run.dry_run_rank import DryRunStep
 from engine.kernels.dispatch import Kernels, Mode, find_choice, shipped_choices
 from engine.parallel.pipeline.runtime.executor import rank_schedule
 from engine.planning.activation_memory.schedule_walk import LivePeak, peak_of_row
 from engine.planning.plan import Plan
-from engine.rehearsal.rehearsed_rank import RehearsedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +17,10 @@ class RankForecast:
 
     rank: int
     peak: LivePeak
-    step: RehearsedStep
+    step: DryRunStep
 
 
-def forecast_of(plan: Plan, rank: int, step: RehearsedStep) -> RankForecast:
+def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
     """The peak of ``rank``, whose actions do to memory what ``step`` says."""
     row = rank_schedule(plan.schedule, plan.grid(rank).coord().pp)
     peak = peak_of_row(row.actions, row.releases, step.memory_of, step.base, step.end_rise)

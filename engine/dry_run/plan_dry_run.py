@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from torch import nn
 
 from engine.build.request import Request
+from engine.dry_run.dry_run_rank import DryRunRank, DryRunStep
+from engine.dry_run.rank_forecast import RankForecast, forecast_of
+from engine.dry_run.rank_likeness import RankLikeness
+from engine.dry_run.shortened_models import PlanOf, shortened_step
 from engine.kernels.dispatch import Kernels
 from engine.planning.plan import Plan
 from engine.program.batch import Batch
-from engine.rehearsal.rank_forecast import RankForecast, forecast_of
-from engine.rehearsal.rank_likeness import RankLikeness
-from engine.rehearsal.rehearsed_rank import RehearsedRank, RehearsedStep
-from engine.rehearsal.shortened_models import PlanOf, shortened_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRehearsal:
+class PlanDryRun:
     """What is needed to rehearse ranks of a plan; nothing is computed, sent, or changed in the model."""
 
     model: nn.Module
@@ -29,31 +29,31 @@ class PlanRehearsal:
     kernels: Kernels | None = None
     """Choices for a device that is not here; None: those of the CPU."""
     plan_of: PlanOf | None = None
-    """Plans a model with fewer blocks; None: all blocks are rehearsed."""
+    """Plans a model with fewer blocks; None: all blocks are dry."""
 
     def forecasts(self) -> Iterator[RankForecast]:
         """The first data and tensor rank of each pipeline rank, in order."""
-        likeness, known = RankLikeness(self.model, self.plan), dict[Hashable, tuple[tuple[int, ...], RehearsedStep]]()
-        before = list[RehearsedRank]()
+        likeness, known = RankLikeness(self.model, self.plan), dict[Hashable, tuple[tuple[int, ...], DryRunStep]]()
+        before = list[DryRunRank]()
         for pp in range(self.plan.config.pp):
             rank, stages, key = self.plan.grid(0).rank_at(pp=pp), self.plan.stages(pp), likeness.of(pp)
             if key not in known:
                 known[key] = stages, self._step(rank, before)
-            rehearsed, step = known[key]
-            yield forecast_of(self.plan, rank, step.on_stages(dict(zip(rehearsed, stages, strict=True))))
+            ranks, step = known[key]
+            yield forecast_of(self.plan, rank, step.on_stages(dict(zip(ranks, stages, strict=True))))
 
-    def _step(self, rank: int, before: list[RehearsedRank]) -> RehearsedStep:
+    def _step(self, rank: int, before: list[DryRunRank]) -> DryRunStep:
         """``before``: the first rank that was rehearsed, whose traces serve others."""
 
-        def rehearse(model: nn.Module, plan: Plan) -> RehearsedStep:
-            rehearsed = RehearsedRank(model, plan, rank, self.request, self.example, self.kernels)
+        def run_dry(model: nn.Module, plan: Plan) -> DryRunStep:
+            dry = DryRunRank(model, plan, rank, self.request, self.example, self.kernels)
             if plan is self.plan:
                 for other in before:
-                    rehearsed.trace_like(other)
-                before[:] = before or [rehearsed]
-            return rehearsed.step()
+                    dry.trace_like(other)
+                before[:] = before or [dry]
+            return dry.step()
 
         short = None
         if self.plan_of is not None and self.plan.config.pp == 1:
-            short = shortened_step(self.model, self.plan, rehearse, self.plan_of)
-        return rehearse(self.model, self.plan) if short is None else short
+            short = shortened_step(self.model, self.plan, run_dry, self.plan_of)
+        return run_dry(self.model, self.plan) if short is None else short
