@@ -25,8 +25,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "weights_transfer", "resume", "save", "writer", "coordinator",
     ),
     "engine.zero": (
-        "layout", "wire_formats", "flat_buckets", "user_backward", "offload", "gather", "reduce",
-        "optim", "phases",
+        "layout", "wire_formats", "flat_buckets", "state_inventory", "user_backward", "offload", "gather", "reduce",
+        "optim",
     ),
     "engine.parallel": (
         "grid", "shard_table", "comm", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",

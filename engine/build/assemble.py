@@ -71,12 +71,12 @@ from engine.zero.optim.matrix.matrix_updates import MatrixUpdates
 from engine.zero.optim.rules.adafactor import FactoredUpdates
 from engine.zero.optim.rules.layerwise import LayerwiseUpdates
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.phases.state_inventory import StateInventory
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
 from engine.zero.reduce.reducer import Reducer, ReducerSetup
 from engine.zero.reduce.step_reducer import GradientReducer
+from engine.zero.state_inventory import StateInventory
 from engine.zero.user_backward import UserBackward
 
 _SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"

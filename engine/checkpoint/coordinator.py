@@ -44,7 +44,7 @@ from engine.step.parts import StepPart
 from engine.step.runtime import RankRuntime
 from engine.step.state import RunControl
 from engine.step.update import Update
-from engine.zero.phases.averaged_weights import Average
+from engine.zero.optim.averaged_weights import Average
 
 logger = logging.getLogger("trine")
 

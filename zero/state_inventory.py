@@ -1,4 +1,4 @@
-"""Inventory of what a rank holds of a model and its training: one list for integrity, offload and checkpoints.
+"""Inventory of what a rank holds of a model and its training: one list for integrity, offload, checkpoints and names.
 
 ZeRO    weights                  masters, moments      equal on the data ranks
 0       whole buckets            whole                 all of it
@@ -11,19 +11,83 @@ Frozen parameters are weights too: whole ones of their own below ZeRO 3. Gradien
 shards are held between steps as well, and no checkpoint has the latter.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.parallel.shard_table import ShardRow
 from engine.zero.flat_buckets import FlatBucket
-from engine.zero.gather.gatherer import ParameterGatherer
-from engine.zero.optim.optimizer_tensors import WholeUpdates
-from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.reduce.reducer import Reducer
+
+
+class UpdatedTensor(Protocol):
+    """Tensor that an optimizer updates: the elements ``part`` of a bucket."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The tensor."""
+
+    @property
+    def flat(self) -> FlatBucket:
+        """The bucket."""
+
+    @property
+    def part(self) -> slice:
+        """Its elements."""
+
+    def names(self) -> list[str]:
+        """Return the parameters whose elements it contains."""
+
+
+class KeepsWhole(Protocol):
+    """Keeper of state of whole parameters, in shapes of its own."""
+
+    @property
+    def on_all_data_ranks(self) -> bool:
+        """All data ranks keep the same state."""
+
+    @property
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Parameter -> kind -> what this rank keeps."""
+
+
+class HoldsMoments(Protocol):
+    """Optimizer of a rank."""
+
+    @property
+    def places(self) -> Sequence[UpdatedTensor]:
+        """All tensors that it updates."""
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer that keeps state by those tensors."""
+
+    @property
+    def whole(self) -> Sequence[KeepsWhole]:
+        """Those that keep state of whole parameters."""
+
+
+class HoldsResiduals(Protocol):
+    """Reducer of gradients."""
+
+    @property
+    def residuals(self) -> Mapping[str, Tensor]:
+        """What encodings have left out, by name."""
+
+
+class HoldsSecondary(Protocol):
+    """Gatherer of parameters."""
+
+    @property
+    def secondary(self) -> Sequence[Tensor]:
+        """What this node keeps of gathered parameters."""
+
+    def end(self) -> None:
+        """End what a forward has left for its backward."""
 
 
 class Home(Enum):
@@ -62,6 +126,11 @@ class StateTensor:
         """Index of an element in the part of its parameter that this tensor holds."""
         return element - self._slot(element)[1]
 
+    def within(self, part: slice) -> "StateTensor":
+        """Return the elements ``part`` of the bucket, all of which it holds."""
+        start = self.part.start
+        return replace(self, tensor=self.tensor[part.start - start : part.stop - start], part=part)
+
     def _slot(self, element: int) -> tuple[str, int]:
         """The parameter of an element, and the first element of it here."""
         if self.flat is None:
@@ -87,10 +156,10 @@ class StateInventory:
     trained: Sequence[FlatBucket]
     frozen: Sequence[FlatBucket]
     """Buckets of sharded frozen parameters; others are the model's own."""
-    optimizer: ShardedOptimizer
-    reducer: Reducer | None = None
+    optimizer: HoldsMoments
+    reducer: HoldsResiduals | None = None
     encoder: MessageEncoder | None = None
-    gatherer: ParameterGatherer | None = None
+    gatherer: HoldsSecondary | None = None
 
     @property
     def buckets(self) -> tuple[FlatBucket, ...]:
@@ -124,22 +193,36 @@ class StateInventory:
                     equal=_is_whole(flat), writers=self._optimized(flat),
                 )  # fmt: skip
 
+    def updated(self) -> Iterator[StateTensor]:
+        """What the optimizer updates: masters, and parameters that have none."""
+        for flat in self.trained:
+            yield StateTensor(
+                kind="weight" if flat.master is None else "master", tensor=flat.weights, flat=flat, part=flat.owned,
+                home=_updated_in(flat), equal=_is_whole(flat),
+            )  # fmt: skip
+
     def moments(self) -> Iterator[StateTensor]:
         """What the optimizer keeps, of whole parameters and of elements."""
         for updates in self.optimizer.whole:
             yield from self.whole_state(updates)
+        state = self.optimizer.inner.state
+        yield from self.element_state({
+            p: {str(kind): value for kind, value in sorted(state.get(p, {}).items()) if _is_filled(value)}
+            for p in (place.parameter for place in self.optimizer.places)
+        })  # fmt: skip
+
+    def element_state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
+        """State of elements, by updated tensor and kind in ``tensors``: the optimizer's, or that to be loaded."""
         for place in self.optimizer.places:
             flat, shape = place.flat, place.parameter.shape
-            for kind, value in sorted(self.optimizer.inner.state.get(place.parameter, {}).items()):
-                if not isinstance(value, Tensor) or not value.numel():
-                    continue
-                held = StateTensor(kind=str(kind), tensor=value, home=_updated_in(flat), equal=_is_whole(flat))
+            for kind, value in tensors.get(place.parameter, {}).items():
+                held = StateTensor(kind=kind, tensor=value, home=_updated_in(flat), equal=_is_whole(flat))
                 if value.shape == shape:
                     yield replace(held, flat=flat, part=place.part)
                 else:
                     yield replace(held, name=next(iter(place.names()), "padding of a bucket"))
 
-    def whole_state(self, updates: WholeUpdates) -> Iterator[StateTensor]:
+    def whole_state(self, updates: KeepsWhole) -> Iterator[StateTensor]:
         """What is kept of whole parameters, in shapes of its own."""
         for name, own in updates.state.items():
             for kind, value in own.items():
@@ -160,6 +243,10 @@ class StateInventory:
 
     def _optimized(self, flat: FlatBucket) -> tuple[Tensor, ...]:
         return tuple(place.parameter for place in self.optimizer.places if place.flat is flat)
+
+
+def _is_filled(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 0
 
 
 def _is_whole(flat: FlatBucket) -> bool:
