@@ -14,8 +14,14 @@ from engine.engine_parts import EngineParts
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import from_first
 from engine.zero.flat_buckets import FlatBucket, squared_norms
-from engine.zero.gather.full_parameters import ShardedModel, full_parameters
-from engine.zero.gather.full_tensors import HeldPart, NamedShards, full_tensors, local_tensors
+from engine.zero.gather.full_tensors import (
+    HeldPart,
+    NamedShards,
+    ShardedModel,
+    full_parameters,
+    full_tensors,
+    local_tensors,
+)
 from engine.zero.offload.offloaded_states import chosen_kinds
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.flat_optimizers import FlatOptimizer

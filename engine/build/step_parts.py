@@ -12,7 +12,6 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.planning.plan import Plan
 from engine.program.expert_load import ExpertCounter
-from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import (
     AverageOfWeights,
@@ -23,14 +22,14 @@ from engine.step.rank_parts import (
     EqualWeights,
     MomentsOnDisk,
     StatesOnHost,
+    WrittenBuffers,
 )
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.offloaded_states import OffloadedStates
-from engine.zero.optim.averaged_weights import AveragedWeights
+from engine.zero.optim.averaged_weights import AveragedWeights, WeightAverage
 from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.reduce.reducer import Reducer
 from engine.zero.reduce.replica_check import ReplicaCheck
 from engine.zero.reduce.weight_copies import WeightCopies

@@ -45,11 +45,10 @@ from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.budgets import shards_parameters, tensor_format
 from engine.planning.example_trace import trace_example
+from engine.planning.found_styles import FoundStyles, kept_or_found
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
 from engine.planning.tensor_plan_search import SearchedProgram
-from engine.planning.tensor_search.found_styles import FoundStyles
-from engine.planning.tensor_search.styles_cache import kept_or_found
 from engine.program.batch import Batch
 from engine.program.program import Program
 

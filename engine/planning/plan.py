@@ -53,8 +53,7 @@ from engine.planning.budgets import (
     wire_formats,
 )
 from engine.planning.flat_layouts import FlatLayouts, Users
-from engine.planning.host_state.host_placement import refuse_limit, refuse_unknown, smallest_ratio, with_ratio
-from engine.planning.host_state.setting_notes import setting_notes
+from engine.planning.host_state import refuse_limit, refuse_unknown, setting_notes, smallest_ratio, with_ratio
 from engine.precision.dtypes import Precision, make_precision
 from engine.precision.frozen_weights import find_quantized, quantized_note, refuse_outside_reads
 from engine.program.expert_load import ExpertStack, find_experts

@@ -34,10 +34,9 @@ from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.example_trace import trace_example
+from engine.planning.found_styles import FoundStyles, ProgramDigest, as_patterns
 from engine.planning.isolated_block import holds_objects, reads_other_values, signatures
 from engine.planning.materialized_block import IsolatedRunError, MaterializedBlock, MaterializedUnit, alone, in_float64
-from engine.planning.tensor_search.found_styles import FoundStyles, as_patterns
-from engine.planning.tensor_search.search_digest import ProgramDigest
 from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
 

@@ -30,9 +30,8 @@ from engine.zero.flat_buckets import FlatBucket, leave
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.gather.left_shards import leave_shards
 from engine.zero.offload.offloaded_states import OffloadedStates
-from engine.zero.optim.averaged_weights import AveragedWeights
+from engine.zero.optim.averaged_weights import AveragedWeights, WeightAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.optim.weight_average import WeightAverage
 from engine.zero.reduce.gradient_guard import GradientGuard
 from engine.zero.reduce.reducer import Backward, Reducer
 from engine.zero.state_inventory import StateInventory

@@ -6,7 +6,7 @@ GROUND = (
     Fault(
         name="buffers-that-come-late-are-not-copied",
         about="A buffer that a forward registers after the first step keeps what a skipped step has written.",
-        file="engine/step/buffer_rollback.py",
+        file="engine/step/rank_parts.py",
         old="in self._written or key not in compared",
         new="in self._written or not compared",
         tests=("tests/engine/step/test_nonfinite.py::test_buffers_that_a_forward_registers_are_put_back",),

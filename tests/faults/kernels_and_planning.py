@@ -182,7 +182,7 @@ KERNELS_AND_PLANNING = (
     Fault(
         name="kept-tensor-plan-of-another-model",
         about="A start takes the tensor plan that was kept for a block whose methods were other ones.",
-        file="engine/planning/tensor_search/search_digest.py",
+        file="engine/planning/found_styles.py",
         old="self._take_names(vars(base), set(vars(base)))",
         new="pass",
         tests=(
@@ -193,7 +193,7 @@ KERNELS_AND_PLANNING = (
     Fault(
         name="damaged-tensor-plan-is-read",
         about="A file of the plan cache that was changed on disk is taken for a proven plan.",
-        file="engine/planning/tensor_search/styles_cache.py",
+        file="engine/planning/found_styles.py",
         old=' or kept["sha256"] != _sha256(found)',
         new="",
         tests=(

@@ -119,7 +119,7 @@ OFFLOAD = (
     Fault(
         name="written-moments-refused",
         about="Moments that the user has written on disk are taken for damage, and the run stops.",
-        file="zero/offload/bucket_files.py",
+        file="zero/offload/disk_moments.py",
         old="        checked = self._version == self._mapped[self.valid]._version\n",
         new="        checked = True\n",
         tests=(f"{_DISK}::test_what_the_program_writes_into_moments_is_used",),

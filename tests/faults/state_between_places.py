@@ -43,7 +43,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="shard-not-brought-before-its-gather",
         about="A bucket is gathered from the memory of the device, into which nobody has copied the host's shard.",
-        file="zero/offload/host_parameters.py",
+        file="zero/gather/unsharded_buckets.py",
         old="                flat.params[flat.shard].copy_(flat.kept, non_blocking=True)\n",
         new="                pass\n",
         tests=(f"{_HOSTED}::test_bits_are_those_of_parameters_on_the_device",),
@@ -67,7 +67,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="part-larger-than-it-must-be",
         about="The part of the optimizer state that goes to the host by itself is one bucket too large.",
-        file="engine/planning/host_state/host_placement.py",
+        file="engine/planning/host_state.py",
         old="    return ratios[first] if first < len(ratios) else None\n",
         new="    return ratios[min(first + 1, len(ratios) - 1)] if first < len(ratios) else None\n",
         tests=(f"{_RATIO}::test_the_ratio_fits_and_the_next_smaller_one_does_not",),
@@ -75,7 +75,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="ratio-rounded-to-one-more-bucket",
         about="A quotient that was rounded up moves one bucket more to the host than the plan has counted.",
-        file="engine/planning/host_state/host_placement.py",
+        file="engine/planning/host_state.py",
         old="                ratio = math.nextafter(ratio, 0.0)\n",
         new="                break\n",
         tests=(f"{_RATIO}::test_every_bucket_has_a_ratio_and_no_larger_one_has_as_few",),

@@ -17,7 +17,7 @@ from engine.launch.cli import main
 from engine.launch.run_report.charts import Curve, chart, nice_ticks
 from engine.launch.run_report.recorded_run import perfetto, read_run, read_traces
 from engine.models.decoder import loss_sum
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests import models
 from tests.launches import Launch, Line

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.zero.offload.direct_io import sector_memory
+from engine.zero.offload.block_file import sector_memory
 
 
 class PageUse(Protocol):

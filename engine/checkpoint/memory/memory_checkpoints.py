@@ -8,20 +8,36 @@ The idea is that of Gemini (Wang et al., SOSP 2023): processes end more often th
 
 save   every ``checkpoint.memory_every`` steps, in the background
 find   at a start: the newest one of which every file is left on some host, if it is newer than that on disk
+
+A save into the memory of all hosts: the files of every rank also go to a rank of the next host.
+
+    every rank   writes its files                          as on disk; rank 0 commits in the memory of its own host
+    rank 0       tells all who has which files, and what makes them a checkpoint      announced
+    every rank   reserves memory for the copies that it keeps                         agreed
+                 sends its files, receives the copies                                 agreed
+    every host   commits                                                              agreed
+    every host   removes the older checkpoint                                         agreed
+
+So at each moment one checkpoint is whole on every host and in its copies. A failure on any rank fails all of them with
+the same sentence, and leaves the older checkpoint.
 """
 
+import base64
 import logging
+import mmap
 import os
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.format.filesystem import Files
-from engine.checkpoint.format.manifest import CHECKSUMS, COMMIT, NAME
-from engine.checkpoint.format.step_folders import committed, read_manifest
+from engine.checkpoint.format.filesystem import Files, read_all, write_new
+from engine.checkpoint.format.manifest import CHECKSUMS, COMMIT, LIMIT, NAME
+from engine.checkpoint.format.step_folders import commit, committed, read_manifest, temporary
 from engine.checkpoint.format.strict_json import dump, parse
 from engine.checkpoint.memory.memory_folder import (
     FileServer,
@@ -32,11 +48,204 @@ from engine.checkpoint.memory.memory_folder import (
     memory_folder,
     run_token,
 )
-from engine.checkpoint.memory.mirror import SHARED, HostMap, Mirror, find_hosts, memory_identity
-from engine.errors import EngineError
+from engine.errors import CheckpointError, EngineError
 from engine.parallel.comm.agreement import raise_together
-from engine.parallel.comm.host_group import HostGroup, announce, collect
+from engine.parallel.comm.host_barrier import host_identity
+from engine.parallel.comm.host_group import HostGroup, Wait, announce, collect, noting
 from engine.parallel.comm.launcher import own_address
+
+SHARED = Path("/dev/shm")
+"""The folder of a host that lies in its memory and outlives its processes."""
+
+
+@dataclass(frozen=True)
+class HostMap:
+    """The ranks of each host, in order."""
+
+    hosts: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def _host_of(self) -> dict[int, int]:
+        return {rank: host for host, ranks in enumerate(self.hosts) for rank in ranks}
+
+    def is_first(self, rank: int) -> bool:
+        """Whether this rank acts for its host."""
+        return self.hosts[self._host_of[rank]][0] == rank
+
+    def keeper(self, rank: int) -> int | None:
+        """The rank on the next host that keeps the copy of ``rank``; None if there is one host."""
+        host = self._host_of[rank]
+        following = self.hosts[(host + 1) % len(self.hosts)]
+        return following[self.hosts[host].index(rank) % len(following)] if len(self.hosts) > 1 else None
+
+    def kept(self, rank: int) -> list[int]:
+        """The ranks whose copies ``rank`` keeps, ascending."""
+        return [other for other in sorted(self._host_of) if self.keeper(other) == rank]
+
+
+def find_hosts(host: HostGroup, identity: str) -> HostMap:
+    """Learn who shares a memory, from the ``memory_identity`` of every rank. Collective, some bytes a rank.
+
+    Raises:
+        EngineError: a rank cannot be reached.
+    """
+    told = collect(host, identity.encode())
+    groups: dict[bytes, list[int]] = {}
+    for rank, other in enumerate(told or []):
+        groups.setdefault(other, []).append(rank)
+    answer = parse(announce(host, dump({"hosts": list(groups.values())})), "rank 0's message")
+    return HostMap(tuple(tuple(ranks) for ranks in answer["hosts"]))
+
+
+def memory_identity(shared: Path) -> str:
+    """Equal for two processes that have the same folder in memory; containers of one machine have their own.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    try:
+        return f"{host_identity().hex()} {os.stat(shared).st_dev} {shared}"
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.memory_every keeps copies in {shared}, which is not there ({error.strerror}); mount a tmpfs "
+            "there, or leave it out."
+        ) from error
+
+
+_PUBLIC = (NAME, COMMIT, CHECKSUMS)
+"""Files that every host has: they say what the others are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What all ranks know of one save."""
+
+    step: int
+    attempt: str
+    sizes: Sequence[Mapping[str, int]]
+    """Bytes of the files that each rank has written, by name."""
+    public: Mapping[str, bytes]
+    """The files that every host has."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A file that a rank of another host sends."""
+
+    source: int
+    name: str
+    memory: memoryview
+
+
+class Mirror:
+    """Spreads what one save has written over the hosts. Every rank makes one for each save."""
+
+    def __init__(self, host: HostGroup, hosts: HostMap, folder: MemoryFolder, files: MemoryFiles) -> None:
+        self._host, self._hosts, self._folder, self._files = host, hosts, folder, files
+        self._with_rank_0 = any({0, host.rank} <= set(ranks) for ranks in hosts.hosts)
+
+    def spread(self, step: Path) -> None:
+        """Copy and commit the checkpoint that rank 0 has committed as ``step``. Collective.
+
+        Communicated over the host group: the manifest and the hashes of all blocks to every rank, and each rank's files
+        to one rank of another host.
+
+        Raises:
+            CheckpointError: a rank has failed, or does not answer; the same on all ranks.
+        """
+        told = self._tell(step)
+        here = step
+        if not self._with_rank_0:
+            here = temporary(self._folder.root, told.step, told.attempt)
+        acts = self._hosts.is_first(self._host.rank)
+        with self._together("reserving memory"):
+            kept = self._reserve(here, told.sizes)
+        problem = self._exchange(here, told.sizes, kept)
+        with self._together("copying"):
+            if problem is not None:
+                raise problem
+            for copy in kept:
+                self._files.rename(_unfinished(here / copy.name), here / copy.name)
+        with self._together("committing"):
+            if acts and not self._with_rank_0:
+                for name, data in told.public.items():
+                    write_new(self._files, here / name, [memoryview(data)])
+                here = commit(self._files, here, told.step)
+        with self._together("removing the older copy"):
+            if acts:
+                self._folder.only(here)
+
+    def _together(self, doing: str) -> AbstractContextManager[None]:
+        def describe(error: Exception) -> str:
+            told = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}, {error}"
+            return f"{doing} failed on rank {self._host.rank}: {told}."
+
+        return raise_together(self._host, describe)
+
+    def _tell(self, step: Path) -> _Told:
+        """Rank 0 learns the files of each rank and tells all of them, with what makes them a checkpoint."""
+        root = self._folder.root
+        named = {"/".join(path.relative_to(root).parts[1:]): size for path, size in self._files.sizes.items()}
+        # "" is the hint "latest", which lies beside the checkpoint
+        reports = collect(self._host, dump({name: size for name, size in named.items() if name not in ("", *_PUBLIC)}))
+        message = b""
+        if reports is not None:
+            files = {name: base64.b64encode(read_all(self._files, step, name, LIMIT)).decode() for name in _PUBLIC}
+            manifest = read_manifest(self._files, step)
+            sizes = [parse(report, "a rank's files") for report in reports]
+            told = {"step": manifest.step, "attempt": manifest.attempt, "sizes": sizes, "public": files}
+            message = dump(told)
+        answer = parse(announce(self._host, message), "rank 0's message")
+        public = {name: base64.b64decode(text) for name, text in answer["public"].items()}
+        return _Told(answer["step"], answer["attempt"], answer["sizes"], public)
+
+    def _reserve(self, here: Path, sizes: Sequence[Mapping[str, int]]) -> list[_Copy]:
+        """Memory for the copies that this rank keeps; a file has its name once all of it has arrived."""
+        kept: list[_Copy] = []
+        for source in self._hosts.kept(self._host.rank):
+            for name, size in sorted(sizes[source].items()):
+                path = _unfinished(here / name)
+                file = self._files.create(path)
+                try:
+                    if size:  # a full memory is an error here, and a signal once it is mapped
+                        os.posix_fallocate(file, 0, size)
+                finally:
+                    self._files.close(file)
+                kept.append(_Copy(source, name, _mapped(path, size, mmap.ACCESS_WRITE)))
+        return kept
+
+    def _exchange(self, here: Path, sizes: Sequence[Mapping[str, int]], kept: Sequence[_Copy]) -> EngineError | None:
+        """Send the files of this rank and receive those that it keeps.
+
+        An error is returned when all messages have ended: the other ranks wait until theirs are taken.
+        """
+        keeper, calls = self._hosts.keeper(self._host.rank), list[Callable[[], Wait]]()
+        if keeper is not None:
+            for name, size in sorted(sizes[self._host.rank].items()):
+                calls.append(partial(self._host.send, _mapped(here / name, size, mmap.ACCESS_COPY), keeper))
+        calls += [partial(self._host.receive, copy.memory, copy.source) for copy in kept]
+        waits, lost = list[Wait](), list[EngineError]()
+        for call in calls:
+            with noting(lost):
+                waits.append(call())
+        for wait in waits:
+            with noting(lost):
+                wait()
+        return lost[0] if lost else None
+
+
+def _unfinished(path: Path) -> Path:
+    """Where a copy lies until all of it has arrived."""
+    return path.with_name(f"{path.name}.part")
+
+
+def _mapped(path: Path, size: int, access: int) -> memoryview:
+    """The bytes of a file, which are unmapped when nobody refers to them."""
+    if not size:
+        return memoryview(bytearray())
+    with path.open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), size, access=access))
+
 
 logger = logging.getLogger("trine")
 

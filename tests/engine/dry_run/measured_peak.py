@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.kernels.dispatch import Kernels
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.pipeline.runtime.executor import Executor
-from engine.planning.activation_memory.live_storages import LiveStorages
+from engine.planning.activation_memory import LiveStorages
 from engine.planning.plan import Plan
 from engine.program.batch import Batch
 from engine.step.runtime import RankRuntime

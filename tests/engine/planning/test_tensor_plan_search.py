@@ -16,8 +16,8 @@ from engine.errors import PlanError
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.tensor.plan.resolve import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
+from engine.planning.found_styles import as_patterns
 from engine.planning.tensor_plan_search import SearchedProgram
-from engine.planning.tensor_search.found_styles import as_patterns
 from engine.precision.dtypes import make_precision
 from engine.program.batch import Batch
 from engine.program.program import Program

@@ -355,6 +355,8 @@ def test_buffers_first_written_in_another_mode_are_put_back() -> None:
 class Late(nn.Linear):
     """A layer that registers a counter of its forwards in its ``first`` one, counted from 0."""
 
+    count: Tensor
+
     def __init__(self, first: int) -> None:
         super().__init__(3, 3)
         self.forwards, self.first = 0, first

@@ -16,9 +16,9 @@ from engine.errors import EngineError
 from engine.kernels.dispatch import REFERENCE
 from engine.kernels.overlap import ExpertRows
 from engine.parallel.comm.symmetric_memory import PeerWatch, SlotSizes
-from engine.parallel.expert_overlap.routed_products import ExpertRoute, dispatch_product
 from engine.parallel.tensor.overlap.fused_moves import gather_in_kernel, scatter_in_kernel
 from engine.parallel.tensor.overlap.moves import Route
+from engine.parallel.tensor.overlap.routed_products import ExpertRoute, dispatch_product
 from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.kernels.interpreter import repair
 from tests.launches import Launch, Line

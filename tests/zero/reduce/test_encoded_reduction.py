@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from engine.kernels.codecs.block_codec import BlockCodec, BlockFormat
 from engine.kernels.dispatch import REFERENCE
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.traffic import Traffic
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from engine.planning.activation_memory.live_storages import LiveStorages
+from engine.planning.activation_memory import LiveStorages
 
 ROWS, WIDTH = 6, 16
 BYTES = 4 * ROWS * WIDTH

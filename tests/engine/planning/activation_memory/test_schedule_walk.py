@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from engine.parallel.pipeline.schedule.actions import Action, Op
-from engine.planning.activation_memory.schedule_walk import ActionMemory, LivePeak, MessageBuffer, peak_of_row
+from engine.planning.activation_memory import ActionMemory, LivePeak, MessageBuffer, peak_of_row
 
 Kinds = Mapping[str, ActionMemory]
 F, B = ActionMemory(rise=30, left=10), ActionMemory(rise=15, left=-10)

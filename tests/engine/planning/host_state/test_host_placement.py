@@ -10,7 +10,7 @@ import torch
 
 from engine.config import load_config
 from engine.errors import ConfigError, EngineError
-from engine.planning.host_state.host_placement import possible_ratios, smallest_ratio, with_ratio
+from engine.planning.host_state import possible_ratios, smallest_ratio, with_ratio
 from engine.planning.plan import Plan
 from engine.reporting.banner import banner_text
 from engine.zero.layout import FlatLayout, Item, build_layout

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.build import assemble
-from engine.planning.tensor_search.found_styles import FoundStyles
+from engine.planning.found_styles import FoundStyles
 from engine.verify import verify
 from tests import models
 from tests.engine.parity.test_parity_axes import settings

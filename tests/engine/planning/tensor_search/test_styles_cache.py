@@ -18,10 +18,8 @@ from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning import tensor_plan_search
 from engine.planning.analysis import PlanRequest, search_styles
 from engine.planning.example_trace import trace_example
+from engine.planning.found_styles import FoundStyles, ProgramDigest, StylesCache
 from engine.planning.tensor_plan_search import SearchedProgram
-from engine.planning.tensor_search.found_styles import FoundStyles
-from engine.planning.tensor_search.search_digest import ProgramDigest
-from engine.planning.tensor_search.styles_cache import StylesCache
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 from engine.verify import verify

@@ -13,8 +13,7 @@ import engine
 from engine.errors import EngineError
 from engine.models.decoder import loss_sum
 from engine.parallel.comm.backend import Backend, Channel
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
-from engine.parallel.comm.threads.turns import DeadlockError
+from engine.parallel.comm.threads import DeadlockError, run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
 from engine.verify import verify

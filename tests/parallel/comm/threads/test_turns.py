@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.parallel.comm.threads.turns import DeadlockError, Turns
+from engine.parallel.comm.threads import DeadlockError, Turns
 
 
 def baton(size: int, count: int) -> list[str]:

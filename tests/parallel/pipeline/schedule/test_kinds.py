@@ -12,8 +12,7 @@ from engine.errors import ScheduleError
 from engine.parallel.pipeline.report.text import draw
 from engine.parallel.pipeline.schedule.actions import Op, Schedule, loop, rounds, v_shape
 from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
-from engine.parallel.pipeline.schedule.dualpipe_v import dualpipe_v
-from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule, why_unfit
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, dualpipe_v, make_schedule, why_unfit
 from engine.parallel.pipeline.schedule.one_f_one_b import gpipe, interleaved, looped_bfs, one_f_one_b
 from engine.parallel.pipeline.schedule.schedule_file import parse_schedule
 from engine.parallel.pipeline.schedule.simulate import peak_live, simulate

@@ -12,7 +12,7 @@ from engine.errors import EngineError
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.kernels.overlap import ExpertRows
 from engine.parallel.comm.symmetric_memory import SlotSizes
-from engine.parallel.expert_overlap.routed_products import (
+from engine.parallel.tensor.overlap.routed_products import (
     AllToAll,
     ExpertRoute,
     dispatch_product,

@@ -1,4 +1,12 @@
-"""A digest of everything that a search for a tensor plan depends on, so that its result can be kept between starts.
+"""The result of a search for a tensor plan, as data that one rank makes and all ranks of the job read.
+
+Tensor plans that were found before, kept on disk: ``~/.cache/trine/tensor_plans``, or in the folder that the
+environment variable TRINE_CACHE names; ``TRINE_CACHE=0`` keeps nothing.
+
+One file for each search, named by its digest (``search_digest``). A file is whole or absent: it is written under
+another name and renamed. What is damaged, of another digest or cannot be read is searched anew.
+
+A digest of everything that a search for a tensor plan depends on, so that its result can be kept between starts.
 
     engine      the sources of every package that plans, traces and shards
     code        the sources of the classes and functions that the model holds, of all modules of the user, and the plain
@@ -11,12 +19,17 @@ Equal digests mean an equal search. What differs without need costs a search, so
 batches is left out: a plan holds for all of them.
 """
 
+import fnmatch
 import hashlib
+import json
+import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, partial
 from importlib import import_module
@@ -27,8 +40,126 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.parallel.model.name_patterns import starred
+from engine.parallel.tensor.plan.resolve import match_styles
+from engine.parallel.tensor.plan.sharding_rules import cut_model
+from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
 from engine.program.batch import Batch, named_tensors
 from engine.program.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundStyles:
+    """What a search has found, as data: it is the same for every model of the same code and sizes."""
+
+    patterns: Mapping[str, str]
+    """Styles, as ``parallel.tensor_plan`` would contain them."""
+    reasons: tuple[Reason, ...]
+    notes: tuple[str, ...]
+
+    def plan(self, model: nn.Module, tp: int, sequence: bool = False) -> TensorPlan:
+        """The plan that these styles make of ``model``."""
+        read = match_styles(model, self.patterns)
+        plan = cut_model(model, read, tp, "found by zero patterns, proven", sequence)
+        return replace(plan, patterns=self.patterns, reasons=self.reasons, notes=self.notes)
+
+    def to_bytes(self) -> bytes:
+        """Serialize for other ranks."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "FoundStyles":
+        """Restore the result of ``to_bytes``."""
+        read = json.loads(data)
+        reasons = tuple(Reason(**reason) for reason in read["reasons"])
+        return cls(patterns=read["patterns"], reasons=reasons, notes=tuple(read["notes"]))
+
+
+def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """``styles`` with one pattern for names that differ in numbers only, if the pattern matches no other name."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found: dict[str, str] = {}
+    hits: dict[str, list[str]] = {}
+    for name, style in styles.items():
+        if (pattern := starred(name)) not in hits:
+            hits[pattern] = fnmatch.filter(modules, pattern) or fnmatch.filter(parameters, pattern)
+        found[pattern if all(styles.get(other) == style for other in hits[pattern]) else name] = style
+    return found
+
+
+logger = logging.getLogger("trine")
+
+
+@dataclass(frozen=True, slots=True)
+class StylesCache:
+    """The folder of kept plans."""
+
+    folder: Path
+
+    @classmethod
+    def of_environment(cls) -> "StylesCache | None":
+        """The cache that the environment names; None if nothing is to be kept."""
+        given = os.environ.get("TRINE_CACHE", "")
+        if given == "0":
+            return None
+        try:
+            root = Path(given).expanduser() if given else Path.home() / ".cache" / "trine"
+        except RuntimeError:  # a user without a home
+            return None
+        return cls(root / "tensor_plans")
+
+    def read(self, digest: str) -> FoundStyles | None:
+        """What the search with this digest has found; None if it is not kept whole."""
+        try:
+            kept = json.loads(self._file(digest).read_text(encoding="utf-8"))
+            found: str = kept["found"]
+            if kept["digest"] != digest or kept["sha256"] != _sha256(found):
+                return None
+            return FoundStyles.from_bytes(found.encode())
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, digest: str, found: FoundStyles) -> None:
+        """Keep what a search has found; a folder that cannot be written is said once and changes nothing."""
+        text = found.to_bytes().decode()
+        record = json.dumps({"digest": digest, "sha256": _sha256(text), "found": text})
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            number, name = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+            try:
+                with os.fdopen(number, "w", encoding="utf-8") as file:
+                    file.write(record)
+                os.replace(name, self._file(digest))
+            except OSError:
+                with suppress(OSError):
+                    os.unlink(name)
+                raise
+        except OSError as error:
+            logger.info("the tensor plan is not kept for the next start, because %s cannot be written: %s",
+                        self.folder, error.strerror)  # fmt: skip
+
+    def _file(self, digest: str) -> Path:
+        return self.folder / f"{digest}.json"
+
+
+def kept_or_found(digest: Callable[[], str | None], find: Callable[[], FoundStyles]) -> FoundStyles:
+    """What is kept for this digest; else what ``find`` finds, which is then kept."""
+    cache = StylesCache.of_environment()
+    key = digest() if cache is not None else None
+    if cache is None or key is None:
+        return find()
+    if (kept := cache.read(key)) is not None:
+        logger.info("the tensor plan is the one that an earlier start has found and proven (%s)", cache.folder)
+        return kept
+    found = find()
+    cache.write(key, found)
+    return found
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
 
 _SOURCES = ("config", "kernels", "parallel", "planning", "precision", "program")
 """Packages of the engine that a search runs."""
