@@ -175,8 +175,6 @@ def assemble_rank(
         first_use=ParameterUseCheck(model, plan.tensor, plan.trace is not None) if plan.tensor is not None else None,
         split_backward=split_backward,
         executor=Executor(CommTransport(comm, plan.schedule.rank_of_stage, device, encoder), comm.recorder),
-        buckets=buckets,
-        frozen=frozen,
         inventory=inventory,
         gatherer=gatherer,
         reducer=reducer,

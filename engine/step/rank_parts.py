@@ -122,16 +122,20 @@ class StatesOnHost(StepPart):
 
 
 class CountedExperts(StepPart):
-    """Counts the rows of experts.
-
-    Args:
-        counter: counts them in the forwards of a step.
-    """
+    """Counts the rows of experts."""
 
     order = PartOrder.EXPERTS
 
     def __init__(self, counter: ExpertCounter) -> None:
-        self.counter = counter
+        self._counter = counter
+
+    def counts(self) -> Tensor:
+        """Return 0 for each expert."""
+        return self._counter.zeros()
+
+    def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
+        """Add the rows of a forward to ``counts``."""
+        return self._counter.counting(counts)
 
 
 class EqualGradients(StepPart):

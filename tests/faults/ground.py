@@ -19,4 +19,20 @@ GROUND = (
         new="math.ceil(value)",
         tests=("tests/engine/config/test_config.py::test_there_is_one_timeout_and_the_watchdogs_earlier_one_sets_it",),
     ),
+    Fault(
+        name="forwards-add-to-no-counts",
+        about="A part that counts in forwards is not asked for its context, and its sums stay 0.",
+        file="engine/step/runtime.py",
+        old="for part in self.parts.having(StepPart.forward):",
+        new="for part in self.parts.having(StepPart.close):",
+        tests=("tests/engine/step/test_parts.py::test_a_part_counts_in_the_forwards_of_its_step",),
+    ),
+    Fault(
+        name="masters-by-name-without-those-of-the-inventory",
+        about="Access by name to what the optimizer updates gives out the parameters where there are masters.",
+        file="zero/state_inventory.py",
+        old="tensor=flat.weights, flat=flat, part=flat.owned",
+        new="tensor=flat.kept, flat=flat, part=flat.owned",
+        tests=("tests/engine/test_named_state.py",),
+    ),
 )

@@ -10,8 +10,8 @@ KEYS_AND_VERSIONS = (
         name="half-of-an-earlier-key",
         about="A key whose two effects have keys of their own now sets the first of them alone.",
         file="engine/config/reader.py",
-        old="            for key in keys:\n                move(",
-        new="            for key in keys[:1]:\n                move(",
+        old="return lambda value: dict.fromkeys(keys, value)",
+        new="return lambda value: dict.fromkeys(keys[:1], value)",
         tests=(f"{_CONFIG}::test_an_earlier_key_sets_those_of_today_unless_they_contradict_it",),
     ),
     Fault(
