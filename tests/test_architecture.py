@@ -21,8 +21,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "lightning",
     ),
     "engine.checkpoint": (
-        "format", "memory", "contents", "full_state", "huggingface", "load", "foreign", "run_state",
-        "weights_transfer", "resume", "save", "writer", "coordinator",
+        "format", "memory_folder", "memory_checkpoints", "contents", "full_state", "huggingface", "load", "foreign",
+        "run_state", "weights_transfer", "resume", "save", "writer", "coordinator",
     ),
     "engine.zero": (
         "layout", "wire_formats", "flat_buckets", "state_inventory", "user_backward", "offload", "gather", "reduce",

@@ -21,8 +21,7 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
 from engine.zero.flat_buckets import Ownership, fill, reserve
 from engine.zero.layout import Item, build_layout
-from engine.zero.offload.block_file import BLOCK, DEPTH, DiskCalls, sector_memory, whole_sectors
-from engine.zero.offload.moment_buffers import MomentBuffers
+from engine.zero.offload.block_file import BLOCK, DEPTH, DiskCalls, MomentBuffers, sector_memory, whole_sectors
 from engine.zero.offload.scratch_folder import ScratchFolder
 from engine.zero.optim.flat_optimizers import FlatAdam
 from engine.zero.optim.inner_optimizer import GroupOptions

@@ -6,8 +6,7 @@ from itertools import product
 
 from engine.errors import EngineError, first_line
 from engine.planning.plan import Plan
-from engine.planning.step_time.axis_links import AxisLinks
-from engine.planning.step_time.prediction import Computation, StepTime, predict_step
+from engine.planning.step_time.prediction import AxisLinks, Computation, StepTime, predict_step
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -55,7 +54,7 @@ def rank_grids(
 
     Args:
         plan_of: makes the plan of a choice, or raises an :class:`EngineError` that says why there is none.
-        links_of: the links of its grid, see :func:`~engine.planning.step_time.axis_links.place_axes`.
+        links_of: the links of its grid, see :func:`~engine.planning.step_time.prediction.place_axes`.
     """
     fit, unfit = list[tuple[float, RankedGrid]](), list[RankedGrid]()
     for choice in choices:

@@ -27,7 +27,7 @@ from engine.checkpoint.format.step_folders import FolderLocks, make_run_folder, 
 from engine.checkpoint.full_state import Entry, FullState
 from engine.checkpoint.huggingface import refuse_adapters
 from engine.checkpoint.load import read_unplaced
-from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
+from engine.checkpoint.memory_checkpoints import MemoryCheckpoints
 from engine.checkpoint.resume import (
     ClientState,
     LoadOptions,

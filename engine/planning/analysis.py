@@ -39,7 +39,7 @@ from engine.parallel.tensor.layers.planned_traffic import (
     loss_traffic,
     traffic_by_call,
 )
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError

@@ -41,8 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.model.name_patterns import starred
-from engine.parallel.tensor.plan.resolve import match_styles
-from engine.parallel.tensor.plan.sharding_rules import cut_model
+from engine.parallel.tensor.plan.sharding_rules import cut_model, match_styles
 from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
 from engine.program.batch import Batch, named_tensors
 from engine.program.program import Program

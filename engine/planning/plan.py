@@ -28,7 +28,7 @@ from engine.parallel.pipeline.schedule.one_f_one_b import forward_only
 from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.shard_table import Division, ShardTable, build_table
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.analysis import Analysis, PlanRequest, analyze

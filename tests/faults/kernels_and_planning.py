@@ -186,8 +186,7 @@ KERNELS_AND_PLANNING = (
         old="self._take_names(vars(base), set(vars(base)))",
         new="pass",
         tests=(
-            "tests/engine/planning/tensor_search/test_styles_cache.py::"
-            "test_code_that_was_changed_while_it_runs_has_another_digest",
+            "tests/engine/planning/test_styles_cache.py::test_code_that_was_changed_while_it_runs_has_another_digest",
         ),
     ),
     Fault(
@@ -196,10 +195,7 @@ KERNELS_AND_PLANNING = (
         file="engine/planning/found_styles.py",
         old=' or kept["sha256"] != _sha256(found)',
         new="",
-        tests=(
-            "tests/engine/planning/tensor_search/test_styles_cache.py::"
-            "test_what_is_damaged_or_of_another_digest_is_not_read",
-        ),
+        tests=("tests/engine/planning/test_styles_cache.py::test_what_is_damaged_or_of_another_digest_is_not_read",),
     ),
     Fault(
         name="stages-balanced-by-their-number-of-calls",

@@ -4,7 +4,7 @@ from tests.faults.fault import Fault
 
 _AWAY = "tests/zero/offload/test_offloaded_states.py"
 _HOSTED = "tests/zero/offload/test_host_parameters.py"
-_RATIO = "tests/engine/planning/host_state/test_host_placement.py"
+_RATIO = "tests/engine/planning/test_host_placement.py"
 _DELAYED = "tests/zero/offload/test_delayed_update.py"
 
 STATE_BETWEEN_PLACES = (

@@ -34,8 +34,7 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import first_rank, take_from
 from engine.parallel.comm.comm import Comm
-from engine.zero.offload.block_file import DEPTH, BlockFile, BlocksUnderWay, whole_sectors
-from engine.zero.offload.moment_buffers import MomentBuffers
+from engine.zero.offload.block_file import DEPTH, BlockFile, BlocksUnderWay, MomentBuffers, whole_sectors
 from engine.zero.offload.scratch_folder import ScratchFolder
 
 LABEL = "disk"

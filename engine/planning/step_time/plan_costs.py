@@ -24,8 +24,7 @@ from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
 from engine.planning.cost_model.links import UPDATE_BYTES, LinkSpeed, Roofline, tensor_groups_cross
 from engine.planning.cost_model.workload import Workload
 from engine.planning.plan import Plan
-from engine.planning.step_time.axis_links import HostLinks, place_axes
-from engine.planning.step_time.prediction import Computation, StepTime, predict_step
+from engine.planning.step_time.prediction import Computation, HostLinks, StepTime, place_axes, predict_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,7 @@ from benchmarks.scaling.record import (
     write_record,
 )
 from engine.planning.cost_model.links import LinkSpeed
-from engine.planning.step_time.axis_links import HostLinks
-from engine.planning.step_time.prediction import Computation, StepTime
+from engine.planning.step_time.prediction import Computation, HostLinks, StepTime
 
 LINK = LinkSpeed(1e-4, 1e9)
 DP4 = GridChoice(dp=4, tp=1, pp=1, stage=1)

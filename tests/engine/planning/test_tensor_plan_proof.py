@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine.config import load_config
 from engine.errors import PlanError
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.planning import isolated_block
 from engine.planning.analysis import PlanRequest
 from engine.planning.plan import Plan, build_plan

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.config import load_config
 from engine.errors import PlanError
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
 from engine.planning.found_styles import as_patterns
 from engine.planning.tensor_plan_search import SearchedProgram

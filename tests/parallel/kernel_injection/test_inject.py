@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from engine.kernels.dispatch import Kernels
 from engine.parallel.kernel_injection.equivalence import agrees, random
-from engine.parallel.kernel_injection.inject import Replacement, describe_replacements, find_norm, find_replacements
+from engine.parallel.kernel_injection.inject import Replacement, describe_replacements, find_replacements
+from engine.parallel.kernel_injection.replacements import find_norm
 from engine.parallel.model.forward_patch import ForwardPatches
 from tests.engine.parity.architectures import find
 
@@ -324,6 +325,6 @@ def test_a_module_that_cannot_be_compared_does_not_agree(module: object) -> None
 
 
 def test_a_mistake_in_an_operator_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.parallel.kernel_injection.inject.norm", None)
+    monkeypatch.setattr("engine.parallel.kernel_injection.replacements.norm", None)
     with pytest.raises(TypeError, match="not callable"):
         find_norm(torch.nn.LayerNorm(8))

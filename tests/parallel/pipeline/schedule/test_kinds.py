@@ -223,7 +223,7 @@ def test_rounds_are_even_and_no_smaller_than_the_ranks() -> None:
     assert [i for turn in rounds(3, 11) for i in turn] == list(range(11))
 
 
-@pytest.mark.parametrize("file", ["one_f_one_b", "zero_bubble", "dualpipe_v"])
+@pytest.mark.parametrize("file", ["one_f_one_b", "zero_bubble", "kinds"])
 def test_pictures_are_true(file: str) -> None:
     makers: dict[str, Callable[..., Schedule]] = {
         one.__name__: one for one in (gpipe, one_f_one_b, interleaved, looped_bfs, zb_h1, zb_v, dualpipe_v)

@@ -16,8 +16,8 @@ from engine.checkpoint.contents.snapshot import Snapshot
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.step_folders import read_manifest
 from engine.checkpoint.format.step_reader import StepReader
-from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints, _Offer, newest_whole
-from engine.checkpoint.memory.memory_folder import TOKEN, FileServer, Holder, MemoryFiles, RemoteFiles
+from engine.checkpoint.memory_checkpoints import MemoryCheckpoints, _Offer, newest_whole
+from engine.checkpoint.memory_folder import TOKEN, FileServer, Holder, MemoryFiles, RemoteFiles
 from engine.checkpoint.save import Saver
 from engine.config import load_config
 from engine.errors import CheckpointError, ConfigError
@@ -166,7 +166,7 @@ def test_a_save_that_fails_anywhere_leaves_the_one_before_it(
             return Failing(named, shared, number if threading.current_thread().name == f"rank {victim}" else 0)
 
         with monkeypatch.context() as patched:
-            patched.setattr("engine.checkpoint.memory.memory_checkpoints.MemoryFiles", made)
+            patched.setattr("engine.checkpoint.memory_checkpoints.MemoryFiles", made)
             try:
                 hosts.save(1 + number)
             except CheckpointError as error:

@@ -39,7 +39,7 @@ from engine.checkpoint.format.filesystem import Files, read_all, write_new
 from engine.checkpoint.format.manifest import CHECKSUMS, COMMIT, LIMIT, NAME
 from engine.checkpoint.format.step_folders import commit, committed, read_manifest, temporary
 from engine.checkpoint.format.strict_json import dump, parse
-from engine.checkpoint.memory.memory_folder import (
+from engine.checkpoint.memory_folder import (
     FileServer,
     Holder,
     MemoryFiles,
