@@ -330,7 +330,7 @@ def _pieces(states: Iterable[StateTensor]) -> list[HeldPart]:
 
 def _gradient_pieces(inventory: StateInventory, sharded: bool, factor: Callable[[FlatBucket], float]) -> list[HeldPart]:
     """The reduced gradients; ``factor`` makes of what lies in a bucket what is given out."""
-    held = ((held, held.flat) for held in inventory.gradients() if held.flat is not None)
+    held = ((held, held.flat) for held in inventory.gradients() if held.kind == "gradient" and held.flat is not None)
     parts = (held.within(flat.shard if sharded else slice(0, flat.bucket.elements)) for held, flat in held)
     return [replace(piece, factor=factor(piece.flat)) for piece in _pieces(parts)]
 

@@ -71,6 +71,13 @@ class HoldsMoments(Protocol):
         """Those that keep state of whole parameters."""
 
 
+class HoldsAverages(Protocol):
+    """Moving average of the weights."""
+
+    def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
+        """Return the averages by updated tensor and kind."""
+
+
 class HoldsResiduals(Protocol):
     """Reducer of gradients."""
 
@@ -104,7 +111,8 @@ class StateTensor:
     """A tensor that this rank holds between two steps."""
 
     kind: str
-    """"weight", "master", "gradient", "residual", "secondary shard", or the optimizer's name such as "exp_avg"."""
+    """"weight", "master", "gradient", "host gradient", "residual", "secondary shard", "ema", or a name of the
+    optimizer's such as "exp_avg"."""
     tensor: Tensor
     name: str = ""
     """The parameter, of a tensor that belongs to one of them alone."""
@@ -157,6 +165,7 @@ class StateInventory:
     frozen: Sequence[FlatBucket]
     """Buckets of sharded frozen parameters; others are the model's own."""
     optimizer: HoldsMoments
+    average: HoldsAverages | None = None
     reducer: HoldsResiduals | None = None
     encoder: MessageEncoder | None = None
     gatherer: HoldsSecondary | None = None
@@ -228,10 +237,18 @@ class StateInventory:
             for kind, value in own.items():
                 yield StateTensor(kind=kind, tensor=value, name=name, equal=updates.on_all_data_ranks)
 
+    def averages(self) -> Iterator[StateTensor]:
+        """The moving average of what the optimizer updates."""
+        return self.element_state(self.average.tensors() if self.average is not None else {})
+
     def gradients(self) -> Iterator[StateTensor]:
-        """Sums of gradients, and what encodings have left out of them."""
+        """Sums of gradients, their copies that the host reads, and what encodings have left out of them."""
         for flat in self.trained:
             yield StateTensor(kind="gradient", tensor=flat.grads, flat=flat, part=flat.held)
+            if flat.host_sums is not None:
+                yield StateTensor(
+                    kind="host gradient", tensor=flat.host_sums, flat=flat, part=flat.owned, home=Home.HOST
+                )
         residuals = [*self.reducer.residuals.values()] if self.reducer is not None else []
         for residual in (*residuals, *(self.encoder.residuals if self.encoder is not None else ())):
             yield StateTensor(kind="residual", tensor=residual)

@@ -77,6 +77,7 @@ from engine.zero.gather.encoded_gather import round_initial
 from engine.zero.gather.gather_groups import GatheredModules
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.host_copies import HostCopies
+from engine.zero.optim.averaged_weights import WeightAverage
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.inner_optimizer import check_elementwise
 from engine.zero.optim.matrix.matrix_updates import MatrixUpdates
@@ -158,11 +159,12 @@ def assemble_rank(
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     experts, on_host, streams = _within_gathers(model, plan, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, user_backward)
+    average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     inventory = StateInventory(
         model=model, rows=plan.table.held_by(rank), trained=buckets, frozen=frozen, optimizer=optimizer,
-        reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
+        average=average, reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
     made = PartRequest(
-        model=model, plan=plan, comm=comm, device=device, buckets=buckets, inventory=inventory, optimizer=optimizer,
+        model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts)  # fmt: skip
     traces = TraceCache(plan, program, axis, example) if plan.partition is not None else None
     return RankRuntime(

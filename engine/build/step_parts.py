@@ -44,7 +44,6 @@ class PartRequest:
     plan: Plan
     comm: Comm
     device: torch.device
-    buckets: Sequence[FlatBucket]
     inventory: StateInventory
     optimizer: ShardedOptimizer
     reducer: Reducer
@@ -52,6 +51,13 @@ class PartRequest:
     gatherer: ParameterGatherer | None
     experts: ExpertCounter | None
     """Counts the rows of experts; None: they are not counted."""
+    average: WeightAverage | None
+    """The moving average of the weights; None: there is none."""
+
+    @property
+    def buckets(self) -> Sequence[FlatBucket]:
+        """The trained buckets."""
+        return self.inventory.trained
 
 
 def make_parts(request: PartRequest) -> StepParts:
@@ -107,15 +113,14 @@ def _residuals(request: PartRequest) -> StepPart | None:
 def _average(request: PartRequest) -> StepPart | None:
     """The moving average, or that of schedule-free optimizers; the same on all ranks."""
     plan, optimizer = request.plan, request.optimizer
-    given, ema = plan.config.optimizer, plan.config.ema
+    given = plan.config.optimizer
     entries = given.entries if given is not None and plan.moments is not None else ()
     if any(entry.type == "ScheduleFreeAdamW" for entry in entries):
         free = ScheduleFreeAverage(optimizer.places, optimizer.inner)
         return AverageOfWeights(AveragedWeights(request.buckets, optimizer, free))
-    if ema is None:
+    if request.average is None:
         return None
-    moving = WeightAverage(optimizer.places, ema.decay)
-    return AverageOfWeights(AveragedWeights(request.buckets, optimizer, moving))
+    return AverageOfWeights(AveragedWeights(request.buckets, optimizer, request.average))
 
 
 def _experts(request: PartRequest) -> StepPart | None:

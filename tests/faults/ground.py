@@ -28,6 +28,14 @@ GROUND = (
         tests=("tests/engine/step/test_parts.py::test_a_part_counts_in_the_forwards_of_its_step",),
     ),
     Fault(
+        name="averages-in-no-inventory",
+        about="The moving average of the weights is in no list of what a rank holds, so no checkpoint has it.",
+        file="zero/state_inventory.py",
+        old="self.average.tensors() if self.average is not None else {}",
+        new="{}",
+        tests=("tests/zero/test_state_inventory.py::test_the_plan_counts_what_the_inventory_lists",),
+    ),
+    Fault(
         name="masters-by-name-without-those-of-the-inventory",
         about="Access by name to what the optimizer updates gives out the parameters where there are masters.",
         file="zero/state_inventory.py",

@@ -221,8 +221,15 @@ class LocalTensors:
 
     def state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[Held]:
         """Moments as views of ``tensors``, which has them by updated parameter and name, in that parameter's shape."""
+        return self._elements(self.inventory.element_state(tensors))
+
+    def averages(self) -> Iterator[Held]:
+        """Moving averages of parameters."""
+        return self._elements(self.inventory.averages())
+
+    def _elements(self, found: Iterable[StateTensor]) -> Iterator[Held]:
         rows = {row.name: row for row in self.ownership.plan.table}
-        for flat, part, states in _by_part(self.inventory.element_state(tensors)):
+        for flat, part, states in _by_part(found):
             for slot in flat.bucket.slots:
                 row = rows[slot.name]
                 own = self.ownership.own(row, self.coord)
