@@ -25,7 +25,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "run_state", "weights_transfer", "resume", "save", "writer", "coordinator",
     ),
     "engine.zero": (
-        "layout", "wire_formats", "flat_buckets", "state_inventory", "user_backward", "offload", "gather", "reduce",
+        "layout", "wire_formats", "flat_buckets", "state_inventory", "offload", "gather", "reduce",
         "optim",
     ),
     "engine.parallel": (

@@ -85,12 +85,11 @@ from engine.zero.optim.rules.adafactor import FactoredUpdates
 from engine.zero.optim.rules.layerwise import LayerwiseUpdates
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
-from engine.zero.reduce.gradient_guard import GradientGuard
+from engine.zero.reduce.gradient_guard import GradientGuard, UserBackward
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
 from engine.zero.reduce.reducer import Reducer, ReducerSetup
 from engine.zero.reduce.step_reducer import GradientReducer
 from engine.zero.state_inventory import StateInventory
-from engine.zero.user_backward import UserBackward
 
 _SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"
 _STEPS_NOTE = "the engine makes the steps of the scheduler that was passed"

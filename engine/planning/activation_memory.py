@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from engine.parallel.pipeline.schedule.actions import Action, Op
-from engine.parallel.pipeline.schedule.send_completion import RECEIVES_AHEAD
+from engine.parallel.pipeline.schedule.simulate import RECEIVES_AHEAD
 
 
 class MessageBuffer(NamedTuple):

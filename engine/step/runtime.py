@@ -32,10 +32,9 @@ from engine.zero.gather.left_shards import leave_shards
 from engine.zero.offload.offloaded_states import OffloadedStates
 from engine.zero.optim.averaged_weights import AveragedWeights, WeightAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.reduce.gradient_guard import GradientGuard
+from engine.zero.reduce.gradient_guard import GradientGuard, UserBackward
 from engine.zero.reduce.reducer import Backward, Reducer
 from engine.zero.state_inventory import StateInventory
-from engine.zero.user_backward import UserBackward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
