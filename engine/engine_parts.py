@@ -22,10 +22,10 @@ from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.world import patience_seconds
 from engine.planning.analysis import needs_search
+from engine.planning.found_styles import FoundStyles
 from engine.planning.fused_layers import measured_overlap
 from engine.planning.plan import Plan
 from engine.planning.profile_calls import Costs, needs_profiling
-from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.program.batch import Batch
 from engine.reporting.banner import banner_text
 from engine.reporting.console import say_if_slow

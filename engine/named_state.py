@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +14,21 @@ from engine.engine_parts import EngineParts
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import from_first
 from engine.zero.flat_buckets import FlatBucket, squared_norms
-from engine.zero.gather.full_parameters import ShardedModel, full_parameters
-from engine.zero.gather.full_tensors import HeldPart, NamedShards, full_tensors, local_tensors
+from engine.zero.gather.full_tensors import (
+    HeldPart,
+    NamedShards,
+    ShardedModel,
+    full_parameters,
+    full_tensors,
+    local_tensors,
+)
+from engine.zero.offload.offloaded_states import chosen_kinds
 from engine.zero.optim.composite import CompositeOptimizer
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.master_weights import sync_masters
 from engine.zero.optim.rules.element_state import ElementState, opened_state, state_names
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.phases.offloaded_states import chosen_kinds
+from engine.zero.state_inventory import StateInventory, StateTensor
 
 
 class NamedState:
@@ -194,7 +202,7 @@ class NamedState:
         self._parts.resources.refuse_closed("gradients")
         runtime = self._parts.runtime
         factor, readable = self._gradient_factor("gradients")
-        pieces = _gradient_pieces(runtime.buckets, self._sharded, factor)
+        pieces = _gradient_pieces(runtime.inventory, self._sharded, factor)
         with runtime.offloaded.held(), self._opened("gradients", pieces, pattern, local) as found:
             before_step = {name: tensor._version for name, tensor in found.items()}
             yield found
@@ -216,7 +224,7 @@ class NamedState:
         if runtime.gatherer is not None:
             runtime.gatherer.refuse_opened("masters")
         with runtime.changing():
-            pieces = _master_pieces(runtime.buckets)
+            pieces = _master_pieces(runtime.inventory)
             try:
                 with self._opened("masters", pieces, pattern, local, runtime.optimizer.refresh) as found:
                     yield found
@@ -238,7 +246,8 @@ class NamedState:
             found: dict[str, dict[str, Tensor]] = {}
             groups = {row.name: row.group for row in runtime.plan.table}
             for name in names:
-                opened = self._opened("optimizer_state", _state_pieces(runtime.optimizer, state, name), pattern, local)
+                pieces = _state_pieces(runtime.inventory, runtime.optimizer, state, name)
+                opened = self._opened("optimizer_state", pieces, pattern, local)
                 for parameter, tensor in stack.enter_context(opened).items():
                     if _keeps(runtime.optimizer, name, groups[parameter]):
                         found.setdefault(parameter, {})[name] = tensor
@@ -314,32 +323,31 @@ class NamedState:
         return (local_tensors if local else full_tensors)(shards, pattern)
 
 
-def _gradient_pieces(
-    buckets: Sequence[FlatBucket], sharded: bool, factor: Callable[[FlatBucket], float]
-) -> list[HeldPart]:
+def _pieces(states: Iterable[StateTensor]) -> list[HeldPart]:
+    """The elements of buckets among what this rank holds."""
+    return [HeldPart(held.flat, held.part, held.tensor.view(-1)) for held in states if held.flat is not None]
+
+
+def _gradient_pieces(inventory: StateInventory, sharded: bool, factor: Callable[[FlatBucket], float]) -> list[HeldPart]:
     """The reduced gradients; ``factor`` makes of what lies in a bucket what is given out."""
-    pieces = []
-    for flat in buckets:
-        part = flat.shard if sharded else slice(0, flat.bucket.elements)
-        pieces.append(HeldPart(flat, part, flat.gradient(part), factor(flat)))
-    return pieces
+    held = ((held, held.flat) for held in inventory.gradients() if held.kind == "gradient" and held.flat is not None)
+    parts = (held.within(flat.shard if sharded else slice(0, flat.bucket.elements)) for held, flat in held)
+    return [replace(piece, factor=factor(piece.flat)) for piece in _pieces(parts)]
 
 
-def _master_pieces(buckets: Sequence[FlatBucket]) -> list[HeldPart]:
+def _master_pieces(inventory: StateInventory) -> list[HeldPart]:
     """The weights that the optimizer updates: fp32 masters, or the parameters themselves where there is none."""
     with torch.no_grad():
-        for flat in buckets:
+        for flat in inventory.trained:
             sync_masters(flat)
-    return [HeldPart(flat, flat.owned, flat.weights) for flat in buckets]
+    return _pieces(inventory.updated())
 
 
-def _state_pieces(optimizer: ShardedOptimizer, state: ElementState, name: str) -> list[HeldPart]:
+def _state_pieces(
+    inventory: StateInventory, optimizer: ShardedOptimizer, state: ElementState, name: str
+) -> list[HeldPart]:
     """The state ``name`` of every element, such as the moment "exp_avg"."""
-    pieces = []
-    for place in optimizer.places:
-        value = state.get(place.parameter, {}).get(name)
-        if value is not None:
-            pieces.append(HeldPart(place.flat, place.part, value.view(-1)))
+    pieces = _pieces(held for held in inventory.element_state(state) if held.kind == name)
     inner = optimizer.inner
     if isinstance(inner, CompositeOptimizer) or not isinstance(inner, FlatOptimizer):
         for place in optimizer.places:  # a rank that has none of it takes part in its gathers

@@ -22,7 +22,7 @@ from engine.kernels.device import indexed
 from engine.optim.built_in import plain_optimizer
 from engine.optim.lr_schedules import SchedulerArgument, check_scheduler, make_learning_rate
 from engine.optim.param_groups import assign_groups
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World, read_world
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.model.materialize import materialize

@@ -173,11 +173,6 @@ def device_name(device: torch.device) -> str:
     return str(_module(device.type).get_device_name(device)) if _is_accelerator(device) else device.type
 
 
-def cuda_capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU; (0, 0) of any other device."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-
 def triton_target(capability: tuple[int, int]) -> Any:
     """An NVIDIA GPU of a compute capability, as Triton names what it compiles for."""
     from triton.backends.compiler import GPUTarget

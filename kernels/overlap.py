@@ -169,11 +169,6 @@ def read_status(word: int) -> Missing | None:
     return Missing(word >> 24 & 0xFF, (word & 0xFFFFFF) - 1, word >> 32) if word else None
 
 
-TILE_FIELDS = 6
-"""Numbers that describe a tile: the other rank, its number between the two, the expert among those of its owner, its
-first row among what travels between the two, its rows, and its first row among all those of this rank."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExpertRows:
     """How many rows every rank sends to every expert, as ``rank`` sees it. All ranks know all counts."""

@@ -21,15 +21,15 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "lightning",
     ),
     "engine.checkpoint": (
-        "format", "memory", "contents", "full_state", "preemption", "huggingface", "load", "foreign", "run_state",
-        "weights_transfer", "resume", "save", "writer", "coordinator",
+        "format", "memory_folder", "memory_checkpoints", "contents", "full_state", "huggingface", "load", "foreign",
+        "run_state", "weights_transfer", "resume", "save", "writer", "coordinator",
     ),
     "engine.zero": (
-        "layout", "wire_formats", "flat_buckets", "user_backward", "offload", "gather", "reduce",
-        "optim", "phases",
+        "layout", "wire_formats", "flat_buckets", "state_inventory", "offload", "gather", "reduce",
+        "optim",
     ),
     "engine.parallel": (
-        "grid", "shard_table", "comm", "expert_overlap", "model", "trace", "tensor", "activation_checkpointing",
+        "grid", "shard_table", "comm", "model", "trace", "tensor", "activation_checkpointing",
         "kernel_injection", "pipeline",
     ),
     "engine.parallel.tensor": (
@@ -41,8 +41,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "device", "dispatch", "overlap", "optim", "gpu", "ops", "codecs",
     ),
     "engine.planning.cost_model": (
-        "workload", "decoder_shape", "layout", "hardware", "placement", "links", "roofline", "stages", "memory",
-        "estimate", "search",
+        "workload", "layout", "hardware", "links", "estimate", "search",
     ),
     "engine.launch.jobs": (
         "request", "bound_cores", "torchrun", "hostfile", "guard", "probe", "schedulers", "remote", "ssh",
@@ -64,7 +63,7 @@ TORCH_FREE = (
     "engine.parallel.pipeline.report.text",
     "engine.parallel.pipeline.schedule.dependencies", "engine.parallel.pipeline.schedule.kinds",
     "engine.parallel.pipeline.schedule.simulate", "engine.parallel.pipeline.schedule.validate",
-    "engine.planning.cost_model.decoder_shape", "engine.planning.cost_model.placement",
+    "engine.planning.cost_model.workload", "engine.planning.cost_model.links",
     "engine.planning.cost_model.search", "engine.zero.layout",
 )  # fmt: skip
 
@@ -93,7 +92,6 @@ NAMES_OF_DEVICES = {
 }
 """Where types of devices have names, beside the door, and why."""
 CRUMBS = {
-    "engine.build.overlap": "what the configuration asks for, apart from the assembly of a rank",
     "engine.deepspeed.checkpointing": "deepspeed.checkpointing, a door",
     "engine.deepspeed.integrations": "the hook of transformers, a door",
     "engine.deepspeed.ops.adagrad": "deepspeed.ops.adagrad, a door",
@@ -102,8 +100,6 @@ CRUMBS = {
     "engine.deepspeed.runtime.zero.partition_parameters": "deepspeed.runtime.zero.partition_parameters, a door",
     "engine.deepspeed.zero": "deepspeed.zero, a door",
     "engine.zero.gather.outside_calls": "calls beside the passes of a step, apart from those",
-    "engine.parallel.tensor.global_tensor.fallback": "what happens to every function that the table of rules lacks",
-    "engine.dry_run.plan_dry_run": "which ranks and blocks run dry, apart from what is said of them",
     "engine.parallel.pipeline.report.measured": "the report of a run; its importer is the engine itself",
 }
 """Files of fewer than 60 lines with one importer, and why they do not live in it."""
@@ -133,7 +129,7 @@ BROAD_HANDLERS = {
         "run",
     ): "the block runs again, with the weights whole that its code has read",
     ("engine/planning/tensor_plan_search.py", "_try_length"): "a note of the plan",
-    ("parallel/tensor/auto/enclosing_module.py", "reference_inside"): "the group is tried in the whole block",
+    ("parallel/tensor/auto/search.py", "reference_inside"): "the group is tried in the whole block",
     ("parallel/comm/agreement.py", "raise_together"): "every rank raises the sentence that it makes of it",
     ("parallel/kernel_injection/equivalence.py", "agrees"): "nobody: a trial asks whether a module can be replaced",
     ("parallel/tensor/auto/equivalence.py", "_prove"): "the verdict, which is a reason in the table, or a PlanError",

@@ -214,8 +214,9 @@ SUITES = (
     "pytest -m long tests/engine/watchdog/test_jobs.py tests/cluster/test_nodes.py --write-figures",
     "pytest -m long tests/engine/watchdog/test_short_jobs.py",
     "pytest -m long tests/engine/parity/test_weights_beside.py",
-    "pytest -m long tests/parallel/comm/symmetric tests/parallel/expert_overlap tests/kernels/gpu/overlap",
-    "pytest -m long tests/parallel/comm/symmetric/test_killed_rank.py",
+    "pytest -m long tests/parallel/comm/test_symmetric_memory.py tests/parallel/comm/test_killed_in_kernel.py "
+    "tests/parallel/tensor/overlap/test_routed_products.py tests/kernels/gpu/overlap",
+    "pytest -m long tests/parallel/comm/test_killed_in_kernel.py",
     "pytest tests/kernels/gpu/overlap/test_protocol.py --write-figures",
     "pytest -m long tests/engine/parity/test_fused_communication.py",
     "pytest tests/launch/test_schedule_command.py --write-figures",

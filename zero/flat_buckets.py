@@ -218,20 +218,6 @@ def reserve(
     return (*trained, *(_reserve(bucket, parameters, who, device, trainable=False) for bucket in layout.frozen))
 
 
-def allocate(
-    layout: FlatLayout, parameters: Mapping[str, nn.Parameter], who: Ownership, device: torch.device
-) -> tuple[FlatBucket, ...]:
-    """Move ``parameters`` into flat buckets on ``device``, bucket by bucket.
-
-    Afterwards ``parameter.data`` is a view in the bucket's dtype; the weights (master or parameter) hold the given
-    values exactly. Nothing is communicated.
-    """
-    buckets = reserve(layout, parameters, who, device)
-    for flat in buckets:
-        fill(flat)
-    return buckets
-
-
 def fill(flat: FlatBucket, placed: Collection[str] = ()) -> None:
     """Move the parameters of a bucket into it, except those in ``placed``, whose values are there already.
 

@@ -188,13 +188,6 @@ class FlatLayout:
         """Padded elements of all trained buckets (Psi)."""
         return sum(bucket.elements for bucket in self.buckets)
 
-    def elements_by_dtype(self) -> dict[str, int]:
-        """Return the padded elements of the trained buckets, by parameter dtype."""
-        sums: dict[str, int] = {}
-        for bucket in self.buckets:
-            sums[bucket.dtype] = sums.get(bucket.dtype, 0) + bucket.elements
-        return sums
-
 
 def build_layout(
     items: Sequence[Item], ranks: int, bucket_elements: int, alignment: int = ALIGNMENT, spread: Spread | None = None

@@ -19,7 +19,7 @@ RUN = ("engine/build", "engine/optim", "engine/precision", "engine/program", "en
 STEPS = (*RUN, "benchmarks/peers", "benchmarks/training")
 SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "activation-memory": (*RUN, "engine/planning/activation_memory", "engine/dry_run"),
+        "activation-memory": (*RUN, "engine/planning", "engine/dry_run"),
         "checkpoint": ("engine/checkpoint", "benchmarks/checkpoint"),
         "faults": ("tests/faults",),
         "first-contact": (*RUN, "kernels", "benchmarks/first_contact"),

@@ -31,7 +31,7 @@ from engine.kernels.optim.update_rules import AdamRule
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
-from engine.zero.flat_buckets import Ownership, allocate
+from engine.zero.flat_buckets import Ownership, fill, reserve
 from engine.zero.layout import Item, build_layout
 from engine.zero.optim.flat_optimizers import FlatAdam
 from engine.zero.optim.inner_optimizer import GroupOptions
@@ -140,7 +140,9 @@ def _bucket(elements: int) -> Work:
     parameter = nn.Parameter(torch.randn(elements, dtype=torch.bfloat16))
     layout = build_layout([Item(name="weight", shape=(elements,), dtype="bfloat16")], 1, elements)
     who = Ownership(0, 1, sharded=True, hosted=frozenset({0}))
-    flats = allocate(layout, {"weight": parameter}, who, torch.device("cpu"))
+    flats = reserve(layout, {"weight": parameter}, who, torch.device("cpu"))
+    for flat in flats:
+        fill(flat)
     grid = Grid(dp=1, rank=0)
     factory = partial(FlatAdam, weight_decay=0.1, decoupled=True)
     optimizer = ShardedOptimizer(flats, [GroupOptions()], factory, Comm(grid, RecordingBackend(grid)), True)

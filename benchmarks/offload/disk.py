@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
-from engine.zero.flat_buckets import Ownership, allocate
+from engine.zero.flat_buckets import Ownership, fill, reserve
 from engine.zero.layout import Item, build_layout
-from engine.zero.offload.block_file import BLOCK
-from engine.zero.offload.direct_io import DEPTH, DiskCalls, sector_memory, whole_sectors
-from engine.zero.offload.moment_buffers import MomentBuffers
+from engine.zero.offload.block_file import BLOCK, DEPTH, DiskCalls, MomentBuffers, sector_memory, whole_sectors
 from engine.zero.offload.scratch_folder import ScratchFolder
 from engine.zero.optim.flat_optimizers import FlatAdam
 from engine.zero.optim.inner_optimizer import GroupOptions
@@ -115,7 +113,9 @@ def _optimizer(elements: int, folder: str) -> ShardedOptimizer:
     }  # fmt: skip
     layout = build_layout([Item(name=name, shape=(each,), dtype="bfloat16") for name in parameters], 1, each)
     who = Ownership(0, 1, sharded=True, hosted=frozenset(range(BUCKETS)))
-    flats = allocate(layout, parameters, who, torch.device("cpu"))
+    flats = reserve(layout, parameters, who, torch.device("cpu"))
+    for flat in flats:
+        fill(flat)
     grid = Grid(dp=1, rank=0)
     factory = partial(FlatAdam, weight_decay=0.1, decoupled=True)
     optimizer = ShardedOptimizer(flats, [GroupOptions()], factory, Comm(grid, RecordingBackend(grid)), True)

@@ -23,7 +23,7 @@ from engine.kernels.gpu.overlap.launches import (
 from engine.parallel.comm.comm import Pending
 from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
 from engine.parallel.tensor.overlap.chunked_matmul import MOST_PIECES
-from engine.parallel.tensor.overlap.copied_rows import copied_rows, leave_rows, signal_numbers
+from engine.parallel.tensor.overlap.fused_moves import copied_rows, leave_rows, signal_numbers
 from engine.parallel.tensor.overlap.fused_sum import sum_in_turns
 from engine.parallel.tensor.overlap.moves import Route, gather_product, product_scatter
 from engine.parallel.tensor.tp_axis import TensorAxis

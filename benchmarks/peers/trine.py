@@ -40,7 +40,7 @@ def make_config(mode: Mode, workload: Workload) -> dict[str, Any]:
     parallel |= {mode.axis: mode.ranks}
     if mode.axis == "pipeline":
         parallel |= {"schedule": mode.schedule, "virtual_stages": mode.virtual_stages}
-    watchdog = {} if mode.watched else {"watchdog": {"timeout_seconds": None}}
+    watchdog = {} if mode.watched else {"watchdog": {"enabled": False}}
     return {
         **watchdog,
         "train_batch_size": workload.sequences,

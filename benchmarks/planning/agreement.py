@@ -6,9 +6,9 @@ from engine.config import load_config
 from engine.launch.planner.plan_command import settings_of
 from engine.launch.planner.plan_request import ModelSource
 from engine.launch.planner.planned_model import build_model
-from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.layout import TrainingLayout
+from engine.planning.cost_model.workload import DecoderShape
 from engine.planning.step_time.plan_costs import PlanCosts, plan_costs
 
 SHAPE = DecoderShape(layers=16, width=4096, heads=32, vocabulary=32000, context=4096)

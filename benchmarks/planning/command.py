@@ -18,7 +18,7 @@ from benchmarks.planning.published import FITTED, PublishedRow, not_predicted, r
 from engine.launch.cli import main as run_command
 from engine.parallel.grid import Grid
 from engine.planning.cost_model.hardware import load_gpu
-from engine.planning.cost_model.placement import placement_picture
+from engine.planning.cost_model.links import placement_picture
 
 GIB = 2**30
 SEARCHED = (("1.7 B", 24, 2048, 16), ("70 B", 84, 8192, 64), ("177 B", 96, 12288, 96))

@@ -31,7 +31,7 @@ from torch import nn
 from benchmarks.harness.figures import record_cells, render
 from engine.config import load_config
 from engine.launch.cli import main as run_command
-from engine.planning.tensor_plan_search import find_styles
+from engine.planning.tensor_plan_search import SearchedProgram
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 
@@ -165,7 +165,7 @@ def _search(name: str, low_rank: bool = True) -> dict[str, Any]:
     program = Program(model, None, make_precision(config, model), torch.device("cpu"))
     ids = torch.randint(0, 1000, (2, 128), generator=torch.Generator().manual_seed(0))
     begun = time.process_time()
-    found = find_styles(program, {"input_ids": ids, "labels": ids}, ranks, low_rank=low_rank)
+    found = SearchedProgram(program, {"input_ids": ids, "labels": ids}).find_styles(ranks, low_rank=low_rank)
     seconds = time.process_time() - begun
     hows = Counter(f"{reason.style} {reason.how}" for reason in found.reasons)
     blocks = (block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module)

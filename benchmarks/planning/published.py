@@ -7,11 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
 from engine.planning.cost_model.hardware import GpuSpec, ReachedShares, load_gpu
 from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
-from engine.planning.cost_model.workload import Workload
+from engine.planning.cost_model.workload import DecoderShape, Workload
 
 FILE = Path(__file__).parent / "published.json"
 FITTED = ("h100", "a100")

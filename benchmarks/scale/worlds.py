@@ -10,7 +10,7 @@ from engine.config import Config, load_config
 from engine.launch.planner.plan_request import ModelSource
 from engine.launch.planner.planned_model import build_model
 from engine.parallel.grid import Grid
-from engine.planning.cost_model.decoder_shape import DecoderShape
+from engine.planning.cost_model.workload import DecoderShape
 from engine.planning.plan import Plan
 
 TRILLION = DecoderShape(layers=128, width=25600, heads=160, vocabulary=51200, context=2048)
@@ -54,7 +54,7 @@ class ScaledWorld:
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "activation_checkpointing": {"mode": "full"},
-            "watchdog": {"timeout_seconds": None},
+            "watchdog": {"enabled": False},
         }
 
     def config(self) -> Config:

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.gpu_step.report import known_peak
 from benchmarks.scaling.plot import draw_record
 from benchmarks.scaling.prediction import ranked, with_predictions
+from benchmarks.scaling.ranking import GridChoice, grid_choices
 from benchmarks.scaling.ranks import Effort, Ranks, joined_ranks
 from benchmarks.scaling.record import RowKey, ScalingRecord, ScalingRow, merged, read_record, write_record
 from benchmarks.scaling.report import table
@@ -22,7 +23,6 @@ from benchmarks.scaling.task import MODES, Mode, Task
 from engine.errors import EngineError
 from engine.models.decoder import DecoderConfig
 from engine.parallel.grid import Grid
-from engine.planning.step_time.ranking import GridChoice, grid_choices
 
 
 def main(command: Sequence[str] | None = None) -> int:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.scaling.ranking import GridChoice, RankedGrid, rank_grids
 from benchmarks.scaling.record import Machine, ScalingRecord, ScalingRow
 from benchmarks.scaling.task import Mode, Task
 from engine.parallel.grid import Grid
-from engine.planning.step_time.axis_links import AxisLinks, place_axes
-from engine.planning.step_time.ranking import GridChoice, RankedGrid, rank_grids
+from engine.planning.step_time.prediction import AxisLinks, place_axes
 
 
 def links_of(choice: GridChoice, machine: Machine) -> AxisLinks:

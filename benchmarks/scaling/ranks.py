@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import engine
+from benchmarks.scaling.ranking import GridChoice
 from benchmarks.scaling.record import AxisMeasurement, Machine, Sample
 from benchmarks.scaling.task import Mode, Task
 from engine.launch.doctor.links import AxisTimes, measure_axes
@@ -24,9 +25,7 @@ from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import World, open_world, read_world
 from engine.parallel.grid import Axis, Grid
 from engine.planning.cost_model.links import LinkSpeed
-from engine.planning.step_time.axis_links import HostLinks
-from engine.planning.step_time.prediction import Computation
-from engine.planning.step_time.ranking import GridChoice
+from engine.planning.step_time.prediction import Computation, HostLinks
 
 _PATIENCE = 20.0
 """Seconds between two signs of life of rank 0, for which others wait."""

@@ -12,10 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
+from benchmarks.scaling.ranking import GridChoice
 from engine.planning.cost_model.links import LinkSpeed
-from engine.planning.step_time.axis_links import HostLinks
-from engine.planning.step_time.prediction import Computation, StepTime
-from engine.planning.step_time.ranking import GridChoice
+from engine.planning.step_time.prediction import Computation, HostLinks, StepTime
 
 VERSION = 2
 

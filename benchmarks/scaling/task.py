@@ -8,12 +8,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from benchmarks.scaling.ranking import GridChoice
 from engine.config import Config, load_config
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder, DecoderConfig, Projection, loss_sum
 from engine.planning.analysis import PlanRequest
 from engine.planning.plan import Plan, build_plan
-from engine.planning.step_time.ranking import GridChoice
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 

@@ -1,5 +1,15 @@
-"""Assembles the runtime of this rank from a plan; the only module that knows all parts."""
+"""Assembles the runtime of this rank from a plan; the only module that knows all parts.
 
+How products of tensor ranks overlap with communication: what the configuration asks for, and what is possible here.
+
+auto      chunks on GPUs from a size on; kernels that communicate where they were measured to win on this GPU with as
+          many ranks (``kernels/overlap.json``)
+off       each collective is waited for
+chunks    rows travel in chunks, on any device
+fused     kernels that communicate; collectives where a product does not fit them
+"""
+
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,13 +26,12 @@ from engine.build.forward_changes import (
     make_heads_lazy,
 )
 from engine.build.held_module import lay_entries_apart, refuse_pickles
-from engine.build.overlap import set_overlap
 from engine.build.place_model import offload_to_disk, place_model
 from engine.build.request import Request
 from engine.build.step_parts import PartRequest, make_parts
 from engine.config import Config
 from engine.config.optim_sections import OptimizerConfig
-from engine.kernels.dispatch import Kernels
+from engine.kernels.dispatch import Kernels, has_triton, runs_triton
 from engine.optim.built_in import built_in_optimizer
 from engine.optim.lr_schedules import LearningRate, make_learning_rate
 from engine.optim.param_groups import show_inner
@@ -30,6 +39,8 @@ from engine.parallel.activation_checkpointing.blocks import recompute_blocks
 from engine.parallel.activation_checkpointing.host_activations import HostActivations
 from engine.parallel.comm.agreement import all_or_none
 from engine.parallel.comm.comm import Comm
+from engine.parallel.comm.symmetric_memory import SlotSizes, SymmetricBuffer
+from engine.parallel.comm.world import timeout_seconds
 from engine.parallel.grid import Grid
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.model.parametrized_weights import keep_parameters
@@ -42,7 +53,7 @@ from engine.parallel.pipeline.runtime.stage import AbsentParameters, Stage
 from engine.parallel.pipeline.runtime.transport import CommTransport
 from engine.parallel.tensor.layers.parameter_use import ParameterUseCheck
 from engine.parallel.tensor.layers.partial_grads import PartialSums
-from engine.parallel.tensor.tp_axis import TensorAxis
+from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
 from engine.planning.analysis import PlanRequest, search_styles
 from engine.planning.budgets import (
     pipeline_format,
@@ -51,9 +62,10 @@ from engine.planning.budgets import (
     tensor_format,
     wire_formats,
 )
+from engine.planning.found_styles import FoundStyles
+from engine.planning.fused_layers import measured_overlap
 from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import Costs, profile_run
-from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import put_casts
 from engine.program.batch import Batch
@@ -65,19 +77,19 @@ from engine.zero.gather.encoded_gather import round_initial
 from engine.zero.gather.gather_groups import GatheredModules
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.offload.host_copies import HostCopies
+from engine.zero.optim.averaged_weights import WeightAverage
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
 from engine.zero.optim.inner_optimizer import check_elementwise
 from engine.zero.optim.matrix.matrix_updates import MatrixUpdates
 from engine.zero.optim.rules.adafactor import FactoredUpdates
 from engine.zero.optim.rules.layerwise import LayerwiseUpdates
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.phases.state_inventory import StateInventory
 from engine.zero.reduce.encoded_reduction import connect_hops, encoded_reductions
-from engine.zero.reduce.gradient_guard import GradientGuard
+from engine.zero.reduce.gradient_guard import GradientGuard, UserBackward
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
 from engine.zero.reduce.reducer import Reducer, ReducerSetup
 from engine.zero.reduce.step_reducer import GradientReducer
-from engine.zero.user_backward import UserBackward
+from engine.zero.state_inventory import StateInventory
 
 _SHOWN_NOTE = "the optimizer that was passed shows groups and state of the engine's"
 _STEPS_NOTE = "the engine makes the steps of the scheduler that was passed"
@@ -101,7 +113,7 @@ def plan_run(
 
 
 def search_model(model: nn.Module, config: Config, request: Request, example: Batch) -> FoundStyles:
-    """What the search finds for this run; see :func:`engine.planning.tensor_plan_search.find_styles`."""
+    """What the search finds for this run; see :class:`engine.planning.tensor_plan_search.SearchedProgram`."""
     return search_styles(config, _plan_request(model, config, request, example))
 
 
@@ -146,11 +158,12 @@ def assemble_rank(
     split_backward = SplitBackward(model, patches, kernels) if plan.schedule.splits else None
     experts, on_host, streams = _within_gathers(model, plan, axis, device, patches)
     gatherer = _gatherer(model, plan, comm, placed, patches, user_backward)
+    average = WeightAverage(optimizer.places, config.ema.decay) if config.ema is not None else None
     inventory = StateInventory(
         model=model, rows=plan.table.held_by(rank), trained=buckets, frozen=frozen, optimizer=optimizer,
-        reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
+        average=average, reducer=reducer, encoder=encoder, gatherer=gatherer)  # fmt: skip
     made = PartRequest(
-        model=model, plan=plan, comm=comm, device=device, buckets=buckets, inventory=inventory, optimizer=optimizer,
+        model=model, plan=plan, comm=comm, device=device, average=average, inventory=inventory, optimizer=optimizer,
         reducer=reducer, encoder=encoder, gatherer=gatherer, experts=experts)  # fmt: skip
     traces = TraceCache(plan, program, axis, example) if plan.partition is not None else None
     return RankRuntime(
@@ -163,8 +176,6 @@ def assemble_rank(
         first_use=ParameterUseCheck(model, plan.tensor, plan.trace is not None) if plan.tensor is not None else None,
         split_backward=split_backward,
         executor=Executor(CommTransport(comm, plan.schedule.rank_of_stage, device, encoder), comm.recorder),
-        buckets=buckets,
-        frozen=frozen,
         inventory=inventory,
         gatherer=gatherer,
         reducer=reducer,
@@ -350,3 +361,39 @@ def _gatherer(
     gatherer = ParameterGatherer(buckets, gathers.order, gathers.pinned, comm, user_backward.start, gathers.within)
     GatheredModules(model, plan.gather_groups, gathers.order, gatherer, patches)
     return gatherer
+
+
+logger = logging.getLogger("trine")
+_MOST_TILES = 1 << 14
+"""Of a rank's rows in one product: 16384 tiles of 128 x 128 are two million rows of 128 columns."""
+
+
+def set_overlap(axis: TensorAxis, comm: Comm, config: Config, device: torch.device) -> None:
+    """Tell the axis how its products overlap, and open what that takes. Every rank calls it."""
+    wanted = config.parallel.overlap
+    if wanted == "off":
+        axis.overlap = Overlap(frozenset())
+    elif wanted == "chunks":
+        axis.overlap = Overlap(frozenset({device.type}), 0)
+    elif axis.size > 1 and axis.wire is None:
+        axis.measured = measured_overlap(config, device, axis.kernels.card)
+        if wanted == "fused" or axis.measured is not None:
+            runs = runs_triton(device)
+            axis.symmetric = _open(comm, config) if runs else None
+            if axis.symmetric is None and comm.grid.rank == 0:
+                logger.warning(
+                    'parallel.overlap "%s": %s; collectives take their place.', wanted, _reason(device, runs)
+                )
+
+
+def _open(comm: Comm, config: Config) -> SymmetricBuffer | None:
+    sizes = SlotSizes(ranks=config.tp, capacity=config.parallel.overlap_buffer_bytes, most=_MOST_TILES)
+    return comm.open_symmetric("tp", sizes, timeout_seconds(config.communication.timeout_seconds))
+
+
+def _reason(device: torch.device, runs: bool) -> str:
+    if not has_triton():
+        return "Triton is not installed"
+    if not runs:
+        return f"Triton does not run on {device.type}"
+    return "the tensor ranks share no memory that all of them can write"

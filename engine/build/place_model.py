@@ -27,7 +27,7 @@ from engine.planning.plan import Plan
 from engine.precision.dtypes import place_rest
 from engine.zero.flat_buckets import FlatBucket, Ownership, fill, reserve
 from engine.zero.gather.encoded_gather import with_codecs
-from engine.zero.offload.moment_buffers import MomentBuffers
+from engine.zero.offload.block_file import MomentBuffers
 from engine.zero.offload.scratch_folder import MappedMemory, ScratchFolder
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 

@@ -12,7 +12,6 @@ from engine.parallel.comm.comm import Comm
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
 from engine.planning.plan import Plan
 from engine.program.expert_load import ExpertCounter
-from engine.step.buffer_rollback import WrittenBuffers
 from engine.step.parts import StepPart, StepParts
 from engine.step.rank_parts import (
     AverageOfWeights,
@@ -23,18 +22,18 @@ from engine.step.rank_parts import (
     EqualWeights,
     MomentsOnDisk,
     StatesOnHost,
+    WrittenBuffers,
 )
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.gather.gatherer import ParameterGatherer
+from engine.zero.offload.offloaded_states import OffloadedStates
+from engine.zero.optim.averaged_weights import AveragedWeights, WeightAverage
 from engine.zero.optim.rules.schedule_free import ScheduleFreeAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.optim.weight_average import WeightAverage
-from engine.zero.phases.averaged_weights import AveragedWeights
-from engine.zero.phases.offloaded_states import OffloadedStates
-from engine.zero.phases.state_inventory import StateInventory
 from engine.zero.reduce.reducer import Reducer
 from engine.zero.reduce.replica_check import ReplicaCheck
 from engine.zero.reduce.weight_copies import WeightCopies
+from engine.zero.state_inventory import StateInventory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,6 @@ class PartRequest:
     plan: Plan
     comm: Comm
     device: torch.device
-    buckets: Sequence[FlatBucket]
     inventory: StateInventory
     optimizer: ShardedOptimizer
     reducer: Reducer
@@ -53,6 +51,13 @@ class PartRequest:
     gatherer: ParameterGatherer | None
     experts: ExpertCounter | None
     """Counts the rows of experts; None: they are not counted."""
+    average: WeightAverage | None
+    """The moving average of the weights; None: there is none."""
+
+    @property
+    def buckets(self) -> Sequence[FlatBucket]:
+        """The trained buckets."""
+        return self.inventory.trained
 
 
 def make_parts(request: PartRequest) -> StepParts:
@@ -96,9 +101,8 @@ def _equal_weights(request: PartRequest) -> StepPart | None:
     return EqualWeights(WeightCopies(request.plan.table, request.buckets, request.comm), request.optimizer)
 
 
-def _buffers(request: PartRequest) -> StepPart | None:
-    """None for a model without buffers."""
-    return WrittenBuffers(request.model) if any(True for _ in request.model.buffers()) else None
+def _buffers(request: PartRequest) -> StepPart:
+    return WrittenBuffers(request.model)
 
 
 def _residuals(request: PartRequest) -> StepPart | None:
@@ -109,15 +113,14 @@ def _residuals(request: PartRequest) -> StepPart | None:
 def _average(request: PartRequest) -> StepPart | None:
     """The moving average, or that of schedule-free optimizers; the same on all ranks."""
     plan, optimizer = request.plan, request.optimizer
-    given, ema = plan.config.optimizer, plan.config.ema
+    given = plan.config.optimizer
     entries = given.entries if given is not None and plan.moments is not None else ()
     if any(entry.type == "ScheduleFreeAdamW" for entry in entries):
         free = ScheduleFreeAverage(optimizer.places, optimizer.inner)
         return AverageOfWeights(AveragedWeights(request.buckets, optimizer, free))
-    if ema is None:
+    if request.average is None:
         return None
-    moving = WeightAverage(optimizer.places, ema.decay)
-    return AverageOfWeights(AveragedWeights(request.buckets, optimizer, moving))
+    return AverageOfWeights(AveragedWeights(request.buckets, optimizer, request.average))
 
 
 def _experts(request: PartRequest) -> StepPart | None:

@@ -21,9 +21,8 @@ from engine.parallel.tensor.layers.apply_plan import assemble
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 from engine.planning.plan import Plan
 from engine.zero.flat_buckets import FlatBucket
+from engine.zero.optim.averaged_weights import Average, average_dtype
 from engine.zero.optim.master_weights import full_weights
-from engine.zero.optim.weight_average import average_dtype
-from engine.zero.phases.averaged_weights import Average
 
 LABEL = "full state"
 

@@ -118,10 +118,9 @@ class RunState:
         weights = [*local_tensors.weights()]
         if weights_only:
             return Ours(weights, self.buffers, pieces=(), state={}, numbers={})
-        average = self.runtime.average.tensors() if self.runtime.average is not None else {}
         moments = local_tensors.state(moments_by_bucket(self.runtime.optimizer))
         apart = [held for each in self.runtime.optimizer.whole for held in local_tensors.apart(each)]
-        pieces = [*local_tensors.masters(), *moments, *apart, *local_tensors.state(average)]
+        pieces = [*local_tensors.masters(), *moments, *apart, *local_tensors.averages()]
         numbers = parameter_scalars(self.runtime.optimizer, self.runtime.plan.table)
         return Ours(weights, self.buffers, pieces, self.own_state(), numbers)
 

@@ -12,7 +12,7 @@ from engine.checkpoint.contents.local_tensors import ModelTensor
 from engine.checkpoint.contents.optimizer_state import unsaved_state
 from engine.checkpoint.contents.snapshot import Snapshot
 from engine.checkpoint.format.filesystem import Files
-from engine.checkpoint.memory.memory_checkpoints import MemoryCheckpoints
+from engine.checkpoint.memory_checkpoints import MemoryCheckpoints
 from engine.checkpoint.run_state import WORTH_A_LINE, RunState, logger
 from engine.checkpoint.save import Saver
 from engine.errors import CheckpointError, EngineError

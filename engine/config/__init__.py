@@ -225,12 +225,6 @@ class Config:
         """Size of the pipeline axis."""
         return self._settled("pipeline")
 
-    @property
-    def watchdog_seconds(self) -> float | None:
-        """Seconds for which the watchdog lets a rank wait; None: there is no watchdog."""
-        given = self.watchdog.timeout_seconds
-        return self.communication.timeout_seconds / 2 if given == "auto" else given
-
     def _settled(self, name: str) -> int:
         sizes = {key: getattr(self, key) for key in BATCH} | axis_sizes(self.parallel)
         if not all(isinstance(size, int) for size in sizes.values()):

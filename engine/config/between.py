@@ -345,11 +345,11 @@ def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Pr
         problems.add("monitor.profile", f'{shown_value(given)} is no range of steps; give "A:B", A from 1 to B.')
     elif monitor.report is None:
         problems.add("monitor.profile", f"{shown_value(given)} without monitor.report, its folder; give both.")
-    elif watchdog.timeout_seconds is None:
+    elif not watchdog.enabled:
         problems.add(
             "monitor.profile",
-            f"{shown_value(given)} with watchdog.timeout_seconds null, and the watchdog's flight recorder is what is "
-            "read; give a number of seconds.",
+            f"{shown_value(given)} with watchdog.enabled false, and the watchdog's flight recorder is what is read; "
+            "leave watchdog.enabled out.",
         )
 
 

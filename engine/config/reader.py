@@ -5,7 +5,8 @@ section, so a new key takes one line at its declaration and none here.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -15,11 +16,26 @@ from engine.config.wording import join_path, kind, shown_value
 
 T = TypeVar("T")
 
-OLD_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "parallel.verify_plan": ("parallel.prove_plan", "parallel.check_replicas"),
-    "watchdog.max_skipped_steps": ("max_skipped_steps",),
+
+def _now(*keys: str) -> Callable[[object], Mapping[str, object]]:
+    return lambda value: dict.fromkeys(keys, value)
+
+
+def _one_timeout(value: object) -> Mapping[str, object]:
+    """Return what makes the watchdog wait ``value`` seconds: it waits half of the time of communication."""
+    if value is None:
+        return {"watchdog.enabled": False}
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return {"communication.timeout_seconds": math.ceil(2 * value)}
+    return {} if value == "auto" else {"communication.timeout_seconds": value}
+
+
+OLD_KEYS: Mapping[str, Callable[[object], Mapping[str, object]]] = MappingProxyType({
+    "parallel.verify_plan": _now("parallel.prove_plan", "parallel.check_replicas"),
+    "watchdog.max_skipped_steps": _now("max_skipped_steps"),
+    "watchdog.timeout_seconds": _one_timeout,
 })  # fmt: skip
-"""Key of an earlier version -> the keys that have its value now."""
+"""Key of an earlier version -> the keys that its value sets now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,14 +190,15 @@ def paths(cls: type[Any], at: str = "") -> Iterator[str]:
 def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, Any], list[str]]:
     """The configuration with today's keys in the place of earlier ones, and a note for each of those."""
     present, notes = dict(raw), list[str]()
-    for old, keys in OLD_KEYS.items():
+    for old, meaning in OLD_KEYS.items():
         section, _, word = old.partition(".")
         body = present.get(section)
         if isinstance(body, Mapping) and word in body:
             present[section] = {key: value for key, value in body.items() if key != word}
-            for key in keys:
-                move(present, key, body[word], old, problems)
-            notes.append(f"{old}: the earlier name of {' and '.join(keys)}, which it sets.")
+            for key, value in (keys := meaning(body[word])).items():
+                move(present, key, value, old, problems)
+            sets = " and ".join(f"{key} {shown_value(value)}" for key, value in keys.items())
+            notes.append(f"{old}: a key of earlier versions; it sets {sets or 'nothing more'}.")
     return present, notes
 
 

@@ -343,11 +343,9 @@ class CommunicationConfig:
 class WatchdogConfig:
     """Reactions to a run that stands still."""
 
-    timeout_seconds: float | Literal["auto"] | None = setting("auto", AnyOf(
-        rules=(AUTO, Real(low=1, high=10**6)), null=True,
-        remedy='give a number of seconds of at least 1, "auto", or null for no watchdog'))  # fmt: skip
-    """Seconds that a rank may wait for another one; then the one to blame is named and the job ends. auto: half of
-    communication.timeout_seconds, before a collective gives up; null: forever."""
+    enabled: bool = setting(True, Flag())
+    """Name the rank for which others wait, and end the job, after half of communication.timeout_seconds, before a
+    collective gives up. TRINE_WATCHDOG_SECONDS in the environment is stronger."""
     folder: str | None = setting(None, FOLDER)
     """Folder of the report about a job that stood still; null: that of the checkpoints, if there is one."""
     straggler_factor: float | None = setting(2.0, Real(

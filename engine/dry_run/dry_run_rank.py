@@ -2,9 +2,16 @@
 
 The runtime is that of training: sharded layers, operators, recomputation, gathers, reducers. So what is counted is
 what the run holds. Per stage, the first, a middle and the last microbatch are played, in the order F .. F B .. B of one
-microbatch after another; :mod:`engine.planning.activation_memory.schedule_walk` puts them in the order of the schedule.
+microbatch after another; :mod:`engine.planning.activation_memory` puts them in the order of the schedule.
 Where every microbatch reduces its gradients, the second one is played besides: a buffer is given back when another
 bucket needs it, so that two microbatches pass until each gives back as much as it takes.
+
+Messages of a rank whose neighbours do not exist: what would arrive has shapes alone, and what is sent is held.
+
+A copy of a model whose parameters have shapes and no content, and the backend of a rank that is alone.
+
+Parameters are FakeTensors that claim the CPU, so that torch and the model take the paths of the run (autocast, fused
+attention). What code makes without a parameter, such as masks and positions, is real: its content may choose a path.
 """
 
 import gc
@@ -16,29 +23,202 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.build.assemble import assemble_rank
 from engine.build.forward_changes import change_forwards
 from engine.build.request import Request
 from engine.build.validate import prepare
-from engine.dry_run.dry_run_transport import DryRunTransport
 from engine.dry_run.gpu_attention import attention_of_gpu
-from engine.dry_run.shape_only_model import CPU, EqualRanksBackend, MissingShapes, shape_mode, take_content
 from engine.kernels.dispatch import Kernels
 from engine.kernels.ops.adamw import DeviceDecision
+from engine.parallel.comm.backend import Flow, RecordingBackend, Wait
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.traffic import Tally
+from engine.parallel.grid import Axis, Grid
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.pipeline.runtime.executor import Executor, RankSchedule
+from engine.parallel.pipeline.runtime.transport import Arrival, MemoryTransport, Message, ReceiveBuffers
 from engine.parallel.pipeline.schedule.actions import Action, Op
-from engine.planning.activation_memory.live_storages import LiveStorages
-from engine.planning.activation_memory.schedule_walk import ActionMemory
+from engine.planning.activation_memory import ActionMemory, LiveStorages, MessageBuffer
 from engine.planning.budgets import reduces_each_microbatch
 from engine.planning.plan import Plan
 from engine.program.batch import Batch, map_tensors
 from engine.step.microbatches import MicrobatchRunner
 from engine.step.runtime import RankRuntime
 from engine.step.state import StepState
+
+CPU = torch.device("cpu")
+
+
+def shape_mode() -> FakeTensorMode:
+    """The mode of one rehearsal; real tensors may meet those without content."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def take_content(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Put shapes in the place of parameters, and of buffers on the meta device; ties stay."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = made.setdefault(id(parameter), _parameter(parameter, mode))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = _shape_of(buffer, mode)
+
+
+def _parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
+    made: Any = nn.Parameter(_shape_of(parameter, mode), requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made  # type: ignore[no-any-return]
+
+
+def _shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    return FakeTensor(mode, torch.empty_like(tensor.detach(), device="meta"), CPU)
+
+
+class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shapes of operators that run on the CPU, and that torch's own rules for tensors without content refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and what would hide the mode from Dynamo runs at each operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and any(isinstance(given, FakeTensor) for given in args[:2]):
+            return _grouped(args[0], args[1], (kwargs or {}).get("offs", args[2] if len(args) > 2 else None))
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
+    """Rows sorted by group meet one matrix each; two matrices whose inner dim is sorted give one for each group."""
+    shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
+    if left.ndim == right.ndim:
+        groups = left.shape[0] if left.ndim == 3 or ends is None else len(ends)
+        shape = (groups, *shape)
+    return (left if isinstance(left, FakeTensor) else right).new_empty(shape)
+
+
+class EqualRanksBackend(RecordingBackend):
+    """Moves nothing: every other rank seems to hold and do what this one does.
+
+    Args:
+        exchanges: reduce-scatters take a second tensor until they are waited for, as those of gloo do.
+    """
+
+    def __init__(self, grid: Grid, exchanges: bool) -> None:
+        super().__init__(grid)
+        self._exchanges = exchanges
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Leave this rank's slice of ``full`` in ``shard``."""
+        if not self._exchanges or axis == "tp":  # which shares memory
+            return super().reduce_scatter(shard, full, axis)
+        received, ranks = torch.empty_like(full), self._grid.size(axis)
+
+        def finish() -> None:
+            first, *others = received.view(ranks, -1)
+            total = first.float() if first.element_size() < 4 else first
+            for other in others:
+                total += other
+            shard.copy_(total)
+
+        return finish
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Copy ``shard`` to every slice of ``full``."""
+        super().all_gather(full, shard, axis)
+        if isinstance(full, FakeTensor):
+            return lambda: None  # which has no content
+        full.view(self._grid.size(axis), -1).copy_(shard.view(-1))
+        return lambda: None
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+        """Copy each shard to every slice of its full tensor."""
+        super().gather_parameters(pairs, within)
+        for full, shard in pairs:
+            if not isinstance(full, FakeTensor):
+                full.view(-1, shard.numel()).copy_(shard.view(-1))
+        return lambda: None
+
+
+class DryRunTransport:
+    """Between stages of this rank messages are passed on; others are noted, and their buffers are left out of ``live``.
+
+    The walk over the schedule counts buffers, since they are used by several microbatches, and sent tensors, since the
+    schedule tells when a send has completed.
+    """
+
+    def __init__(
+        self, rank_of_stage: Sequence[int], live: LiveStorages, shapes: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self._rank_of_stage, self._live, self._shapes = rank_of_stage, live, shapes
+        self._own, self._buffers = MemoryTransport(), ReceiveBuffers(torch.device("cpu"))
+        self._near: list[Tensor] = []
+        self._far: dict[Message, Tensor] = {}
+        self.taken: list[MessageBuffer] = []
+        self.given_back: list[MessageBuffer] = []
+        self.kept: list[MessageBuffer] = []
+
+    def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
+        """Hold what is sent to another rank until :meth:`complete`, or until its gradient has come."""
+        if self._is_own(message):
+            self._own.send(message, tensor)
+        elif abs(message.target - message.source) == 1:
+            self._near.append(tensor.detach().contiguous())
+        else:
+            self._far[message] = tensor.detach().contiguous()
+
+    def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
+        """A tensor of this shape."""
+        if self._is_own(message):
+            return self._own.receive(message, shape, dtype)
+        with self._shapes():
+            tensor = self._buffers.take(tuple(shape), dtype)
+        self._live.leave_out(tensor)
+        self.taken.append(_buffer(tensor))
+        return tensor.detach
+
+    def release(self, flow: Flow, stage: int, microbatch: int) -> None:
+        """Do nothing: :meth:`complete` does."""
+
+    def delivered(self, message: Message) -> None:
+        """Let go of a send past a neighbouring stage."""
+        self._far.pop(message, None)
+
+    def recycle(self, tensor: Tensor) -> None:
+        """Note whether the buffer serves again, or stays with somebody."""
+        if not self._buffers.lent(tensor):
+            return
+        buffer = _buffer(tensor)
+        if self._buffers.give(tensor):
+            self.given_back.append(buffer)
+        else:
+            self.kept.append(buffer)
+            self._live.take_in(tensor)
+
+    def complete(self) -> None:
+        """All sends to neighbours have completed; begin new notes."""
+        self._near.clear()
+        self.taken, self.given_back, self.kept = [], [], []
+
+    def finish(self) -> None:
+        """The step is over."""
+        self.complete()
+        self._far.clear()
+
+    def _is_own(self, message: Message) -> bool:
+        return self._rank_of_stage[message.source] == self._rank_of_stage[message.target]
+
+
+def _buffer(tensor: Tensor) -> MessageBuffer:
+    return MessageBuffer(tuple(tensor.shape), str(tensor.dtype), tensor.numel() * tensor.element_size())
+
 
 FIRST, SECOND, MIDDLE, LAST = range(4)
 

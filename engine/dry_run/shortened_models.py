@@ -25,7 +25,7 @@ from engine.dry_run.dry_run_rank import DryRunStep
 from engine.dry_run.repeating_blocks import AlikeRun, KindNames, longest_run
 from engine.errors import EngineError
 from engine.parallel.grid import Coord
-from engine.planning.activation_memory.schedule_walk import ActionMemory
+from engine.planning.activation_memory import ActionMemory
 from engine.planning.plan import Plan
 
 PERIODS = (2, 3, 4)

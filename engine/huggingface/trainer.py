@@ -5,19 +5,41 @@ lets its subclasses enter: the accelerator, the wrapped model, the step, and che
 
     checkpoint-N/                  weights, configuration and tokenizer for from_pretrained, the host's own files
     checkpoint-N/engine/step-N/    the engine's checkpoint, from which a run goes on on any grid
+
+Steps that run as one, ``eng.train_batch``, since the stages of a pipeline have one schedule.
+
+The Trainer gives its microbatches one by one; they wait here until the step is complete. The step's loss is that of the
+host, also of a model that takes the number of items and does not divide by it:
+
+    host      microbatches are summed, and each is multiplied by the number of data ranks, over which it is averaged
+    engine    averages over microbatches and data ranks, so the loss of each is multiplied by both numbers
+
+    rows that lack at the end of an epoch            are copies without labels, if the loss is a sum over labels
+    microbatches that lack at the end of an epoch    are copies whose loss is multiplied by zero
 """
 
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from engine.errors import EngineError
+from engine.program.loss import find_loss
+
+if TYPE_CHECKING:  # importing accelerate takes a second, and this module needs none of it
+    from engine.huggingface.accelerator import EngineAccelerator
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from engine.api import initialize
 from engine.checkpoint.contents.adapter_folder import is_peft_model
@@ -36,8 +58,144 @@ from engine.hosting.arguments import (
 from engine.hosting.hosted_model import HostedModel
 from engine.huggingface.accelerator import EngineAccelerator
 from engine.huggingface.trl_loop import TrlLoop, plan_inputs
-from engine.huggingface.whole_steps import OwnLoss, WholeSteps
 from engine.program.batch_rows import Name
+
+_COUNT = "num_items_in_batch"
+_LACKS = "the host has no such microbatch"
+"""Key of a microbatch whose loss is multiplied by zero."""
+_NO_LABEL = -100
+
+OwnLoss = Callable[[Any, Tensor | None, Tensor | None], Tensor]
+"""``(output, labels, number of items) -> loss``, in place of the model's own."""
+
+
+class WholeSteps:
+    """The unfinished step of a Trainer over a pipeline."""
+
+    def __init__(
+        self,
+        args: Any,
+        accelerator: "EngineAccelerator",
+        own_loss: OwnLoss | None,
+        counts: bool,
+        summed: bool | None = None,
+    ) -> None:
+        """Begin without a microbatch.
+
+        Args:
+            args: the TrainingArguments.
+            accelerator: whose engine makes the step.
+            own_loss: in place of the model's.
+            counts: model and loss are given the number of items of the step.
+            summed: the host sums losses over microbatches, and does not average; None: where there is that number.
+        """
+        self._accelerator, self._own_loss, self._counts, self._summed = accelerator, own_loss, counts, summed
+        self._accumulation, self._micro = args.gradient_accumulation_steps, args.per_device_train_batch_size
+        self._over_ranks = accelerator.num_processes if args.average_tokens_across_devices else 1
+        self._waiting: list[dict[str, Any]] = []
+        self._fills: bool | None = None
+        """Rows without labels add nothing to the loss; None: not known yet."""
+
+    @property
+    def scales(self) -> bool:
+        """The loss of a microbatch is not the model's as it is, so that the engine needs :meth:`loss`."""
+        return self._own_loss is not None or self._counts or bool(self._summed)
+
+    def microbatch(self, inputs: Mapping[str, Any], count: Any) -> dict[str, Any]:
+        """What the engine is given of a microbatch; ``count``: the number of items of the step, if it is known."""
+        if count is None or not self._counts or "labels" not in inputs:
+            return dict(inputs)
+        return {**inputs, _COUNT: torch.as_tensor(count, dtype=torch.float32, device=self._accelerator.device)}
+
+    def inputs(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model is given: no labels where the loss is not its own."""
+        if self._own_loss is not None:
+            return {key: value for key, value in microbatch.items() if key not in ("labels", _COUNT, _LACKS)}
+        given = {key: value for key, value in microbatch.items() if key != _LACKS}
+        return given | {_COUNT: given[_COUNT].sum()} if _COUNT in given else given  # in evaluation by row
+
+    def loss(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor:
+        """The loss of a microbatch on the last stage, multiplied so that the engine's average is the host's loss."""
+        count, loss = microbatch.get(_COUNT), self._plain_loss(output, microbatch)
+        if _LACKS in microbatch:
+            return loss * 0
+        summed = count is not None if self._summed is None else self._summed
+        return loss * ((self._accumulation if summed else 1) * (self._over_ranks if count is not None else 1))
+
+    def _plain_loss(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor:
+        if self._own_loss is None:
+            return find_loss(output, microbatch, None).sum
+        return self._own_loss(output, microbatch.get("labels"), microbatch.get(_COUNT))
+
+    def add(self, inputs: Mapping[str, Any], count: Any) -> Tensor | None:
+        """Take a microbatch; the loss of the step after its last one, whose update is then made.
+
+        Raises:
+            EngineError: the end of the epoch lacks rows, and the loss is a mean over those that are there.
+        """
+        self._waiting.append(self._filled(self.microbatch(inputs, count)))
+        if not self._accelerator.sync_gradients:
+            return None
+        microbatches, self._waiting = self._waiting, []
+        if lacking := self._accumulation - len(microbatches):
+            if _COUNT not in microbatches[0]:
+                raise _incomplete(f"{len(microbatches)} of {self._accumulation} microbatches")
+            microbatches += [microbatches[0] | {_LACKS: True}] * lacking
+        report = self._accelerator.trained.train_batch(iter(microbatches))
+        self._accelerator.record(report)
+        return torch.tensor(report.loss, device=self._accelerator.device)
+
+    def _filled(self, microbatch: dict[str, Any]) -> dict[str, Any]:
+        """``microbatch`` with as many rows as every other, of which the further ones have no labels."""
+        known = self._accelerator.trained.batch_rows
+        rows = known.count(microbatch)
+        if rows in (0, self._micro):
+            return microbatch
+        if others := known.whole_names(microbatch):
+            raise EngineError(
+                f"the last step of the epoch has a microbatch of {rows} of {self._micro} rows, and none can be added, "
+                f"since {others[0]} has no rows of the batch; give dataloader_drop_last=True."
+            )
+        if _COUNT not in microbatch:
+            raise _incomplete(f"a microbatch of {rows} of {self._micro} rows")
+        cut = {key: part for key, part in microbatch.items() if isinstance(part, Tensor) and part.ndim}
+        more = {key: part[:1].expand(self._micro - rows, *part.shape[1:]) for key, part in cut.items()}
+        filled = microbatch | {key: torch.cat([cut[key], part]) for key, part in _without_labels(more).items()}
+        if self._fills is None:
+            self._fills = self._is_sum(filled)
+        if not self._fills:
+            raise _incomplete(f"a microbatch of {rows} of {self._micro} rows")
+        return filled
+
+    def _is_sum(self, microbatch: dict[str, Any]) -> bool:
+        """Whether the loss is a sum over labels, divided by the number of items. Collective.
+
+        A model may take the number and ignore it, or use it for a part of its loss, which no signature tells.
+        """
+        engine, losses = self._accelerator.trained, []
+        for times in (1, 2):
+            asked = microbatch | {_COUNT: microbatch[_COUNT] * times}
+            output = tree_map_only(Tensor, _without_parts, engine.predict(self.inputs(asked)))
+            losses.append(float(self._plain_loss(output, asked)))
+        return math.isclose(losses[0], 2 * losses[1], rel_tol=1e-6)
+
+
+def _incomplete(what: str) -> EngineError:
+    return EngineError(
+        f"the last step of the epoch has {what}, and a pipeline's step has all of them, while its loss is a mean that "
+        "none can be added to; give dataloader_drop_last=True and a dataset of whole steps, or max_steps."
+    )
+
+
+def _without_parts(tensor: Tensor) -> Tensor:
+    """A 0-dim output, which a prediction of one microbatch gives with a dim of microbatches, as the model gave it."""
+    return tensor[0] if tensor.shape == (1,) else tensor
+
+
+def _without_labels(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """A microbatch whose loss, a sum, is zero."""
+    return {**microbatch, "labels": torch.full_like(microbatch["labels"], _NO_LABEL)}
+
 
 _STATE = "engine"
 """Folder of the engine's checkpoint inside one of the host's."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from engine.kernels.device import is_host
 from engine.parallel.comm.rendezvous import name_ranks
-from engine.zero.phases.state_inventory import StateTensor
+from engine.zero.state_inventory import StateTensor
 
 RUN = 16
 """Short enough for the sums of columns to stay in registers: on a CPU both sums take little more than one."""

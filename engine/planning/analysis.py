@@ -39,17 +39,16 @@ from engine.parallel.tensor.layers.planned_traffic import (
     loss_traffic,
     traffic_by_call,
 )
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace, OnZeros
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.budgets import shards_parameters, tensor_format
 from engine.planning.example_trace import trace_example
+from engine.planning.found_styles import FoundStyles, kept_or_found
 from engine.planning.profile_calls import Costs, flop_costs_only, needs_profiling
 from engine.planning.tensor_plan_proof import check_plan, wrong_outside_blocks
 from engine.planning.tensor_plan_search import SearchedProgram
-from engine.planning.tensor_search.found_styles import FoundStyles
-from engine.planning.tensor_search.styles_cache import kept_or_found
 from engine.program.batch import Batch
 from engine.program.program import Program
 

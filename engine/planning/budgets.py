@@ -24,9 +24,9 @@ from engine.zero.gather.call_agreement import ROUND, round_bytes
 from engine.zero.gather.gather_schedule import GatherOrder, Gathers, count_gathers
 from engine.zero.gather.secondary_shards import NO_SHARDS, WITHIN, SecondaryLayout
 from engine.zero.layout import Bucket, FlatLayout
-from engine.zero.offload.direct_io import whole_sectors
+from engine.zero.offload.block_file import whole_sectors
 from engine.zero.offload.host_copies import offloaded_buckets
-from engine.zero.optim.weight_average import average_dtype
+from engine.zero.optim.averaged_weights import average_dtype
 from engine.zero.wire_formats import WireFormats
 
 CONTROL_SCALARS = 9

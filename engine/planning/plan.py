@@ -28,7 +28,7 @@ from engine.parallel.pipeline.schedule.one_f_one_b import forward_only
 from engine.parallel.pipeline.schedule.simulate import Cost
 from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.shard_table import Division, ShardTable, build_table
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.analysis import Analysis, PlanRequest, analyze
@@ -53,8 +53,7 @@ from engine.planning.budgets import (
     wire_formats,
 )
 from engine.planning.flat_layouts import FlatLayouts, Users
-from engine.planning.host_state.host_placement import refuse_limit, refuse_unknown, smallest_ratio, with_ratio
-from engine.planning.host_state.setting_notes import setting_notes
+from engine.planning.host_state import refuse_limit, refuse_unknown, setting_notes, smallest_ratio, with_ratio
 from engine.precision.dtypes import Precision, make_precision
 from engine.precision.frozen_weights import find_quantized, quantized_note, refuse_outside_reads
 from engine.program.expert_load import ExpertStack, find_experts

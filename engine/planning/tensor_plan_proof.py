@@ -15,8 +15,7 @@ from engine.errors import PlanError, first_line
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.name_patterns import is_inside
 from engine.parallel.tensor.auto.equivalence import BlockReference, exactly
-from engine.parallel.tensor.plan.resolve import match_styles
-from engine.parallel.tensor.plan.sharding_rules import cut_model
+from engine.parallel.tensor.plan.sharding_rules import cut_model, match_styles
 from engine.parallel.tensor.plan.styles import Style
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.planning.materialized_block import IsolatedRunError, MaterializedBlock, MaterializedUnit, alone

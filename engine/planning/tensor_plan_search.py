@@ -34,10 +34,9 @@ from engine.parallel.tensor.plan.tensor_plan import Reason
 from engine.parallel.trace.model_trace import Arguments, FromValue, Material, ModelTrace
 from engine.parallel.trace.provenance import UncutPathError
 from engine.planning.example_trace import trace_example
+from engine.planning.found_styles import FoundStyles, ProgramDigest, as_patterns
 from engine.planning.isolated_block import holds_objects, reads_other_values, signatures
 from engine.planning.materialized_block import IsolatedRunError, MaterializedBlock, MaterializedUnit, alone, in_float64
-from engine.planning.tensor_search.found_styles import FoundStyles, as_patterns
-from engine.planning.tensor_search.search_digest import ProgramDigest
 from engine.program.batch import Batch, map_tensors, named_tensors
 from engine.program.program import Program
 
@@ -91,7 +90,13 @@ class SearchedProgram:
         return ProgramDigest(self.program, self.example)
 
     def find_styles(self, tp: int, sequence: bool = False, low_rank: bool = True) -> FoundStyles:
-        """The styles for ``tp`` tensor ranks; see :func:`find_styles`."""
+        """The styles for ``tp`` tensor ranks.
+
+        ``low_rank``: large matrices are products of two thin random ones while blocks are searched and proven.
+
+        Raises:
+            PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
+        """
         model = self.program.model
         with search_conditions(model):
             found = distinct_units(self, tp)
@@ -147,19 +152,6 @@ class SearchedProgram:
                     else _try_length(self.program, example, length)
                 )
         return self._traced[asked]
-
-
-def find_styles(
-    program: Program, example: Batch, tp: int, sequence: bool = False, low_rank: bool = True
-) -> FoundStyles:
-    """The styles for ``tp`` tensor ranks.
-
-    ``low_rank``: large matrices are products of two thin random ones while blocks are searched and proven.
-
-    Raises:
-        PlanError: the model cannot be traced, or ``tp`` does not divide its widths; names the sizes that do.
-    """
-    return SearchedProgram(program, example).find_styles(tp, sequence, low_rank)
 
 
 def blocks_with_shared_layers(model: nn.Module, blocks: Sequence[str]) -> frozenset[str]:

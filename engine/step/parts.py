@@ -1,6 +1,8 @@
 """Features that take part in steps, each as one object: what it does around a step, its state, its end.
 
     begin_step       before the first forward of a step that trains
+    counts           makes the sums to which its forwards add
+    forward          around each forward
     before_update    gradients are reduced, and ranks have not agreed on the step
     agreed           all ranks know the totals of the step, and none has raised
     after_update     the optimizer has made the update             | one of these,
@@ -69,6 +71,14 @@ class StepPart:
 
     def begin_step(self) -> None:
         """Begin a step that trains."""
+
+    def counts(self) -> Tensor | None:
+        """Return the sums, 0 so far, to which the forwards of a step that begins add; None: none."""
+        return None
+
+    def forward(self, counts: Tensor | None) -> AbstractContextManager[None]:
+        """Context of a forward that adds to ``counts``; None: it belongs to no step that trains."""
+        return nullcontext()
 
     def rerun(self) -> Rerun | None:
         """Return what compares two runs of the step that begins; None: it runs once."""

@@ -6,10 +6,17 @@
 
 Between the two every rank holds the activations of the call, as in GPipe (Huang et al. 2019). Calls are independent:
 any number may wait for a backward, which takes the latest first, and one that is dropped is forgotten on every rank.
+
+An autograd graph that ends at some tensors and goes on behind them later, in another backward.
+
+loss -> ... -> outputs | cut         the first backward hands over the gradients of the outputs
+               outputs | root -> ... the second begins with them, on the rank that has what is behind
+
+The arguments of one call of the model, cut into parts by their rows, and the joined outputs of the parts.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,20 +27,140 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from engine.errors import EngineError
-from engine.parallel.pipeline.runtime.cut_graph import cut_graph, resume_graph
 from engine.parallel.pipeline.runtime.executor import RankSchedule, StageMicrobatch, StageOutput, rank_schedule
 from engine.parallel.pipeline.runtime.outputs import Carrier, bring_outputs
 from engine.parallel.pipeline.schedule.actions import Action
 from engine.parallel.pipeline.schedule.one_f_one_b import there_and_back
 from engine.parallel.tensor.logits.sharded_logits import gather_logits
-from engine.parallel.trace.model_trace import FromParameter, FromValue, Leaf, ModelTrace
-from engine.program.batch import named_tensors
-from engine.program.call_parts import Arguments, check_joins, cut_arguments, joined_parts
+from engine.parallel.trace.model_trace import FreeTensor, FromParameter, FromValue, Leaf, ModelTrace
+from engine.program.batch import map_tensors, named_tensors, tensors_by_path
+from engine.program.batch_rows import BatchRows
 from engine.step.batch_check import check_paths
 from engine.step.microbatches import microbatch_copy
 from engine.step.runtime import PipelineRuntime, RankRuntime
 from engine.step.trace_cache import TracedForward
 from engine.zero.reduce.reducer import Backward
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of the model."""
+
+
+def cut_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchRows, rows: int | None) -> list[Arguments]:
+    """The arguments in parts of ``rows`` rows, of which the last may have fewer; one part where ``rows`` is None.
+
+    Mappings become plain dicts.
+
+    Raises:
+        EngineError: tensors with different numbers of rows.
+    """
+    if rows is None:
+        return [(map_tensors(args, _same), map_tensors(kwargs, _same))]
+    if args and kwargs:
+        return [(tuple(part[0]), part[1]) for part in cut.split((args, kwargs), rows)]
+    if kwargs:
+        return [((), part) for part in cut.split(kwargs, rows)]
+    if len(args) == 1:
+        return [((part,), {}) for part in cut.split(args[0], rows)]
+    return [(tuple(part), {}) for part in cut.split(args, rows)]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def check_joins(trace: ModelTrace, part: Arguments) -> None:
+    """Refuse outputs that are not rows of the part: a mean over it, or a tensor that every row shares.
+
+    Raises:
+        EngineError: there is one.
+    """
+    rows = {tensor.shape[0] for _, tensor in tensors_by_path(part) if tensor.ndim}
+    for leaf in trace.result.leaves:
+        if isinstance(leaf, FromValue):
+            shape = trace.values[leaf.value].shape
+        elif isinstance(leaf, FreeTensor):
+            shape = leaf.shape
+        elif isinstance(leaf, FromParameter):
+            shape = ()
+        else:
+            continue
+        if not shape or shape[0] not in rows:
+            what = f"a tensor of shape {shape}" if shape else "a number, such as the mean of a loss,"
+            raise EngineError(
+                f"the model returns {what} for a part of a batch, and outputs of parts are joined by their rows; "
+                "compute the loss from the joined outputs, or leave train_micro_batch_size_per_gpu out of "
+                "engine_config, so that a batch is one part."
+            )
+
+
+def joined_parts(outputs: Sequence[Any]) -> Any:
+    """The output of the batch: tensors are joined along dim 0, all else is that of the first part."""
+    if len(outputs) == 1:
+        return outputs[0]
+    spec = pytree.tree_structure(outputs[0])
+    columns = zip(*(pytree.tree_leaves(output) for output in outputs), strict=True)
+    return pytree.tree_unflatten([_joined(column) for column in columns], spec)
+
+
+def _joined(column: tuple[Any, ...]) -> Any:
+    return torch.cat(column) if isinstance(column[0], Tensor) else column[0]
+
+
+Gradients = Sequence[Tensor | None]
+"""Of each tensor; None where the loss does not read it."""
+
+
+def cut_graph(tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> tuple[Tensor, ...]:
+    """The tensors with a graph that ends at them: a backward that reaches any of them calls ``arrive`` once.
+
+    They may be written into, as outputs of a model may.
+    """
+    anchor = torch.empty(0, requires_grad=True)
+    attached: tuple[Tensor, ...] = _Cut.apply(anchor, _Given(tensors, arrive))  # type: ignore[no-untyped-call]
+    return attached
+
+
+def resume_graph(tensors: Sequence[Tensor], gradients: list[Tensor | None]) -> Tensor:
+    """A 0-dim root: its backward goes on from ``tensors`` with what ``gradients`` then has, and empties it.
+
+    Empty gradients are those of a loss that reads none of the tensors.
+    """
+    root: Tensor = _Root.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
+    return root
+
+
+class _Given:
+    """Arguments that autograd must not take for inputs."""
+
+    def __init__(self, tensors: list[Tensor], arrive: Callable[[Gradients], None]) -> None:
+        self.tensors, self.arrive = tensors, arrive
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, given: _Given) -> tuple[Tensor, ...]:
+        ctx.arrive = given.arrive
+        ctx.set_materialize_grads(False)
+        return tuple(given.tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        ctx.arrive(gradients)
+        return None, None
+
+
+class _Root(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor | None], *tensors: Tensor) -> Tensor:
+        ctx.gradients, ctx.count = gradients, len(tensors)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.gradients[:] or [None] * ctx.count
+        ctx.gradients.clear()
+        return None, *gradients
+
 
 _KIND = "call"
 """Kind of these forwards among the traces."""

@@ -1,7 +1,7 @@
 """The runtime of this rank: all parts that run a step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,19 +24,17 @@ from engine.parallel.trace.model_trace import ModelTrace
 from engine.planning.plan import Plan
 from engine.program.program import Program
 from engine.step.parts import StepPart, StepParts
-from engine.step.rank_parts import AverageOfWeights, CountedExperts, DelayedUpdates, StatesOnHost
+from engine.step.rank_parts import AverageOfWeights, DelayedUpdates, StatesOnHost
 from engine.step.trace_cache import TraceCache
 from engine.zero.flat_buckets import FlatBucket, leave
 from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.gather.left_shards import leave_shards
+from engine.zero.offload.offloaded_states import OffloadedStates
+from engine.zero.optim.averaged_weights import AveragedWeights, WeightAverage
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.optim.weight_average import WeightAverage
-from engine.zero.phases.averaged_weights import AveragedWeights
-from engine.zero.phases.offloaded_states import OffloadedStates
-from engine.zero.phases.state_inventory import StateInventory
-from engine.zero.reduce.gradient_guard import GradientGuard
+from engine.zero.reduce.gradient_guard import GradientGuard, UserBackward
 from engine.zero.reduce.reducer import Backward, Reducer
-from engine.zero.user_backward import UserBackward
+from engine.zero.state_inventory import StateInventory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +66,6 @@ class RankRuntime:
     split_backward: SplitBackward | None
     """None if the schedule splits no backward."""
     executor: Executor
-    buckets: Sequence[FlatBucket]
-    frozen: Sequence[FlatBucket]
-    """Buckets of sharded frozen parameters."""
     inventory: StateInventory
     """All tensors that this rank holds between steps."""
     gatherer: ParameterGatherer | None
@@ -106,6 +101,16 @@ class RankRuntime:
         return self.averaged.moving if self.averaged is not None else None
 
     @property
+    def buckets(self) -> Sequence[FlatBucket]:
+        """Buckets of trained parameters."""
+        return self.inventory.trained
+
+    @property
+    def frozen(self) -> Sequence[FlatBucket]:
+        """Buckets of sharded frozen parameters."""
+        return self.inventory.frozen
+
+    @property
     def communicates(self) -> bool:
         """Whether forwards communicate, so that other ranks wait for one that fails."""
         grid = self.comm.grid
@@ -129,15 +134,17 @@ class RankRuntime:
             finally:
                 torch.set_autocast_cache_enabled(cached)
 
-    def counting(self, into: Tensor | None) -> AbstractContextManager[None]:
-        """Context of a forward that adds the rows of experts to ``into``."""
-        experts = self.parts.find(CountedExperts)
-        return experts.counter.counting(into) if experts is not None else nullcontext()
+    @contextmanager
+    def counting(self, into: Tensor | None) -> Iterator[None]:
+        """Context of a forward whose sums, such as the rows of experts, are added to ``into``."""
+        with ExitStack() as stack:
+            for part in self.parts.having(StepPart.forward):
+                stack.enter_context(part.forward(into))
+            yield
 
     def uncounted(self) -> Tensor | None:
-        """The rows of experts at the begin of a step; None: they are not counted."""
-        experts = self.parts.find(CountedExperts)
-        return experts.counter.zeros() if experts is not None else None
+        """The sums of forwards at the begin of a step; None: nothing is counted."""
+        return next((part.counts() for part in self.parts.having(StepPart.counts)), None)
 
     def watched(self, given: Any, run: Callable[[], Any]) -> Any:
         """The result of ``run``, a forward of ``given``, whose first use of parameters a tensor plan checks."""
@@ -222,8 +229,8 @@ class RankRuntime:
             self.pipeline.absent.retire()
         if self.gatherer is not None:
             self.gatherer.retire()
-            leave_shards((*self.buckets, *self.frozen), self.comm.grid)
-        for flat in (*self.buckets, *self.frozen):
+            leave_shards(self.inventory.buckets, self.comm.grid)
+        for flat in self.inventory.buckets:
             leave(flat)
 
     def weights_written(self) -> None:

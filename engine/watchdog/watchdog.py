@@ -30,6 +30,7 @@ from engine.parallel.comm.flight.flight import rank_runs
 from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.comm.launcher import own_address
 from engine.parallel.comm.rendezvous import KeyStore
+from engine.parallel.comm.world import watchdog_seconds
 from engine.parallel.grid import Grid, axis_groups
 from engine.watchdog.local_ranks import ERROR_VARIABLE, STACK_SIGNAL, STACK_SUFFIX, SUFFIX, flight_folder, remove_old
 from engine.watchdog.monitor import HubPlace, Orders
@@ -50,14 +51,16 @@ class Watchdog:
     Args:
         store: of the job, with a prefix of this meeting.
         job: a word that only this job knows, equal on all ranks.
-        config: the section of the configuration; its timeout is a number.
+        config: the section of the configuration.
+        seconds: for which a rank may wait for another one.
         report: folder of the report; None: the report is printed only.
     """
 
-    def __init__(self, grid: Grid, store: KeyStore, job: str, config: WatchdogConfig, report: Path | None) -> None:
-        assert isinstance(config.timeout_seconds, float), "open_watchdog gives the number"
+    def __init__(
+        self, grid: Grid, store: KeyStore, job: str, config: WatchdogConfig, seconds: float, report: Path | None
+    ) -> None:
         self._store, self._job, self._size, self._config = store, job, grid.size("world"), config
-        self._timeout = config.timeout_seconds
+        self._timeout = seconds
         self._report = "" if report is None else str(report.absolute())
         self._folder = flight_folder() / job
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -161,13 +164,13 @@ class Watchdog:
 
 def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watchdog | None:
     """The watchdog that ``config`` asks for; None if it asks for none, or if this host has no place for its files."""
-    seconds = config.watchdog_seconds
-    if seconds is None:
+    if not config.watchdog.enabled:
         return None
+    seconds = watchdog_seconds(config.communication.timeout_seconds)
     folder = config.watchdog.folder or config.checkpoint.folder
     report = None if folder is None else Path(folder)
     try:
-        return Watchdog(grid, store, job, replace(config.watchdog, timeout_seconds=seconds), report)
+        return Watchdog(grid, store, job, config.watchdog, seconds, report)
     except OSError as error:
         logger.warning("rank %d has no watchdog: %s", grid.rank, error)
         return None

@@ -319,7 +319,7 @@ def axis_figures(
     for (axis, ranks), found in by_group.items():
         names = tuple(dict.fromkeys(hosts.of_rank[rank] for rank in ranks))
         together = [other for kind, other in by_group if kind == axis and _at_once(axis, ranks, other, grid)]
-        over, expected = _expected(axis, names, _sharing(names, together, hosts), hosts, device.type)
+        over, expected = _expected(names, _sharing(names, together, hosts), hosts, device.type)
         figures.append(
             AxisFigure(
                 axis=axis,
@@ -347,7 +347,7 @@ def _sharing(names: Sequence[str], groups: Sequence[tuple[int, ...]], hosts: Hos
     return max(1, *(sum(name in places for places in crossing) for name in names))
 
 
-def _expected(axis: str, names: Sequence[str], sharing: int, hosts: Hosts, kind: str) -> tuple[str, float | None]:
+def _expected(names: Sequence[str], sharing: int, hosts: Hosts, kind: str) -> tuple[str, float | None]:
     """What carries a group, and the bytes a second that each of its ranks may send."""
     library = "NCCL" if kind == "cuda" else "gloo"
     if len(names) == 1:

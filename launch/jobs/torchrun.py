@@ -1,6 +1,6 @@
 """The command line of torchrun for each place, and what makes it elastic. torchrun stays the engine underneath.
 
-``ELASTIC_OPTIONS`` and ``ELASTIC_ENVIRONMENT`` are for every torchrun of an elastic job, also one started by hand.
+``ELASTIC_ENVIRONMENT`` is for every torchrun of an elastic job, also one started by hand.
 """
 
 import shlex
@@ -15,10 +15,6 @@ JOIN_SECONDS = 60
 ELASTIC_CONF = MappingProxyType({"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"})
 """Nodes are waited for 1 s more once the fewest are there, and a silent one is left out after 3 s, not after 15."""
 MAX_RESTARTS = "--max-restarts=100"
-ELASTIC_OPTIONS = (
-    MAX_RESTARTS,
-    "--rdzv-conf=" + ",".join(f"{k}={v}" for k, v in {**ELASTIC_CONF, "join_timeout": str(JOIN_SECONDS)}.items()),
-)
 ELASTIC_ENVIRONMENT = MappingProxyType({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 """torch otherwise keeps the address of rank 0's first store: a node that joins later has it, and waits forever."""
 

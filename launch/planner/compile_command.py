@@ -156,8 +156,7 @@ def _of_call(call: "ScriptCall", name: str, config: Config) -> StepSubject:
 def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
     """Yield a rank of each pipeline rank that no other one is like."""
     from engine.dry_run.dry_run_rank import DryRunRank
-    from engine.dry_run.rank_forecast import PlannedKernels
-    from engine.dry_run.rank_likeness import RankLikeness
+    from engine.dry_run.rank_forecast import PlannedKernels, RankLikeness
     from engine.program.batch import map_tensors
 
     planned, config, request = subject

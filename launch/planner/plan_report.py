@@ -5,9 +5,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from engine.launch.planner.plan_request import PlanAsked
-from engine.planning.cost_model.estimate import LayoutEstimate
-from engine.planning.cost_model.memory import RankMemory
-from engine.planning.cost_model.placement import placement_picture
+from engine.planning.cost_model.estimate import LayoutEstimate, RankMemory
+from engine.planning.cost_model.links import placement_picture
 from engine.planning.cost_model.search import SearchResult, changes
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any
 from engine.config import load_config, load_raw
 from engine.config.config_file import OVERRIDES_HELP, is_override
 from engine.errors import ConfigError, GridError
-from engine.planning.cost_model.decoder_shape import DecoderShape, decoder_shape_of, is_model_config
 from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
+from engine.planning.cost_model.workload import DecoderShape, decoder_shape_of, is_model_config
 
 STEP_TOKENS = 1 << 22
 """Of a step for which nobody has said how many rows it has."""

@@ -26,8 +26,7 @@ from torch import nn
 from engine.build.request import Request
 from engine.config import Config
 from engine.dry_run.dry_run_rank import DryRunRank
-from engine.dry_run.plan_dry_run import PlanDryRun
-from engine.dry_run.rank_forecast import PlannedKernels, RankForecast, forecast_of
+from engine.dry_run.rank_forecast import PlanDryRun, PlannedKernels, RankForecast, forecast_of
 from engine.dry_run.repeating_blocks import is_called, longest_run, outer_runs
 from engine.dry_run.shortened_models import shorten
 from engine.errors import PlanError, first_line
@@ -37,19 +36,17 @@ from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.models.named_model import build_named, find_function, huggingface_class, import_transformers, model_and_rows
 from engine.parallel.model.user_code import is_own_mistake
 from engine.planning.analysis import PlanRequest, needs_search, search_styles
-from engine.planning.cost_model.decoder_shape import DecoderShape
-from engine.planning.cost_model.estimate import LayoutEstimate
+from engine.planning.cost_model.estimate import CONTEXT_BYTES, SLACK, BlockSample, LayoutEstimate, working_bytes
 from engine.planning.cost_model.hardware import GpuSpec
 from engine.planning.cost_model.layout import TrainingLayout
-from engine.planning.cost_model.memory import CONTEXT_BYTES, SLACK, BlockSample, working_bytes
 from engine.planning.cost_model.search import Working
-from engine.planning.cost_model.workload import Workload
+from engine.planning.cost_model.workload import DecoderShape, Workload
+from engine.planning.found_styles import FoundStyles
 from engine.planning.plan import Plan, build_plan, stages_wanted
 from engine.planning.profile_calls import needs_profiling, profile_run
 from engine.planning.step_time.plan_costs import PlanCosts
 from engine.planning.step_time.traced_workload import traced_workload
 from engine.planning.tensor_plan_search import CalledModules, SearchedProgram, calls_of_modules
-from engine.planning.tensor_search.found_styles import FoundStyles
 from engine.precision.dtypes import Precision, make_precision
 from engine.program.batch import Batch, map_tensors
 from engine.program.loss import LossFunction

@@ -85,7 +85,7 @@ class FailedCalls:
         threading.Thread(target=self._decide, args=(self._store, *vote), daemon=True).start()
 
     def refuse(self, call: str) -> None:
-        """Refuse ``call`` if the engine is over; wait for the verdict on a call that has failed.
+        """Refuse ``call`` if the engine is over, as a check of calls; wait for the verdict on a call that has failed.
 
         Raises:
             EngineError: the engine is over; the same sentence on every rank.

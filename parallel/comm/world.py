@@ -380,6 +380,15 @@ def timeout_seconds(configured: int = 600) -> int:
     return read_count(os.environ, "TRINE_TIMEOUT_SECONDS", configured)
 
 
+def watchdog_seconds(configured: int = 600) -> float:
+    """Seconds that a rank may wait before the watchdog acts: ``TRINE_WATCHDOG_SECONDS``, else half of the timeout.
+
+    So the watchdog names the rank to blame before a collective gives up.
+    """
+    given = read_count(os.environ, "TRINE_WATCHDOG_SECONDS", 0)
+    return float(given) if given else timeout_seconds(configured) / 2
+
+
 def group_timeout() -> timedelta:
     """Timeout of the groups that an engine creates: ``TRINE_TIMEOUT_SECONDS``, else that of the process group.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.parallel.comm.backend import Reduction
 from engine.parallel.comm.comm import Pending
-from engine.parallel.comm.threads.turns import Rounds, Turns
+from engine.parallel.comm.threads import Rounds, Turns
 from engine.parallel.tensor.tp_axis import TensorAxis
 
 Result = TypeVar("Result")

@@ -21,9 +21,8 @@ from engine.errors import first_line
 from engine.kernels.device import ACCELERATORS
 from engine.parallel.model.placeholders import PlaceholderPool, trainable
 from engine.parallel.model.user_code import is_own_mistake
-from engine.parallel.trace.leaves import map_leaves, plain_leaves
 from engine.parallel.trace.operation_meter import META
-from engine.parallel.trace.torch_function import Operation
+from engine.parallel.trace.torch_function import Operation, map_leaves, plain_leaves
 
 
 class NeedsContentError(Exception):

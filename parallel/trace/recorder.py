@@ -23,12 +23,19 @@ from engine.errors import PlanError
 from engine.kernels.device import is_host
 from engine.parallel.model.blocks import Units
 from engine.parallel.model.user_code import call_user_code
-from engine.parallel.trace.leaves import map_leaves, plain_leaves
 from engine.parallel.trace.meta_tensors import MetaTwins, NeedsContentError
 from engine.parallel.trace.model_trace import Call, FreeTensor, Glue, Material, OnZeros, Recipe, Sample
 from engine.parallel.trace.operation_meter import META, OperationMeter
 from engine.parallel.trace.provenance import OpenCall, TensorProvenance, UncutPath, ValueSource, position_of
-from engine.parallel.trace.torch_function import Function, Operation, inside_transform, user_place, wrapper_among
+from engine.parallel.trace.torch_function import (
+    Function,
+    Operation,
+    inside_transform,
+    map_leaves,
+    plain_leaves,
+    user_place,
+    wrapper_among,
+)
 
 _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia", "maia", "vulkan")
 

@@ -41,6 +41,7 @@ class Net(nn.Module):
 def main() -> None:
     """Train to the last step from the newest checkpoint."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
+    os.environ["TRINE_WATCHDOG_SECONDS"] = "3"
     config = {
         "train_batch_size": ROWS,
         "train_micro_batch_size_per_gpu": 1,
@@ -49,7 +50,6 @@ def main() -> None:
         "zero_optimization": {"stage": 1},
         "checkpoint": {"folder": str(FOLDER), **SAVES},
         "monitor": {"jsonl": str(FOLDER / "metrics.jsonl"), "every": 1},
-        "watchdog": {"timeout_seconds": 3.0},
     }
     table = torch.randn(WINDOWS, 16, generator=torch.Generator().manual_seed(1))
     with engine.initialize(Net, config, example_batch=torch.ones(1, 16)) as eng:

@@ -81,12 +81,12 @@ def loss_fn(output: Tensor, batch: Any) -> Tensor:
 
 def main() -> None:
     """Train until something goes wrong."""
+    os.environ["TRINE_WATCHDOG_SECONDS"] = f"{TIMEOUT:.0f}"
     config = {
         "train_batch_size": 4 * SIZES.get("data", 1),
         "train_micro_batch_size_per_gpu": 2,
         "parallel": SIZES,
         "watchdog": {
-            "timeout_seconds": TIMEOUT,
             "folder": str(ARMED.parent / "report"),
             "straggler_factor": 2.0 if WHAT.endswith("slow") else None,
             "straggler_steps": 20,

@@ -7,13 +7,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from engine.launch.jobs.torchrun import ELASTIC_ENVIRONMENT, ELASTIC_OPTIONS
+from engine.launch.jobs.torchrun import ELASTIC_CONF, ELASTIC_ENVIRONMENT, JOIN_SECONDS, MAX_RESTARTS
 from tests.cluster.network import Cluster, Node
 from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent
 TIMEOUT = 3.0
+ELASTIC_OPTIONS = (
+    MAX_RESTARTS,
+    "--rdzv-conf=" + ",".join(f"{k}={v}" for k, v in {**ELASTIC_CONF, "join_timeout": str(JOIN_SECONDS)}.items()),
+)
+"""Of every torchrun of an elastic job."""
 """Of the watchdog in jobs that go wrong (``faulty.py``), in seconds."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
 

@@ -71,12 +71,13 @@ def loss_fn(output: Tensor, batch: Any) -> Tensor:
 
 def main() -> None:
     """Train, evaluate and save until the time is over."""
+    os.environ["TRINE_WATCHDOG_SECONDS"] = f"{TIMEOUT:.0f}"
     config = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
         "parallel": {"data": 2, "pipeline": 2},
         "checkpoint": {"folder": FOLDER, "every": 50, "keep": 2},
-        "watchdog": {"timeout_seconds": TIMEOUT, "straggler_factor": None},
+        "watchdog": {"straggler_factor": None},
     }
     with engine.initialize(Net, config, loss_fn, torch.ones(2, 16)) as eng:
         while DELAYS.drawn < SECONDS:

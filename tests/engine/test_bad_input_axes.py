@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import engine
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests import models
 from tests.parallel.tensor.plans import written_plan

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.errors import ConfigError
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.global_tensor.global_tensor import GlobalTensor

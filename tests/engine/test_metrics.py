@@ -16,7 +16,7 @@ from torch import Tensor
 import engine
 from engine.errors import ConfigError, EngineError
 from engine.models.decoder import loss_sum
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.reporting.sinks import make_sinks
 from engine.reporting.step_report import StepReport

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.errors import CheckpointError, EngineError
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests import models
 from tests.engine.every_grid import every_grid

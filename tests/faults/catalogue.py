@@ -17,6 +17,7 @@ from tests.faults.fault import Fault
 from tests.faults.fewer_bits import FEWER_BITS
 from tests.faults.first_gpu import FIRST_GPU
 from tests.faults.grid_and_communication import GRID_AND_COMMUNICATION
+from tests.faults.ground import GROUND
 from tests.faults.host_memory import HOST_MEMORY
 from tests.faults.hosts import HOSTS
 from tests.faults.job_ends import JOB_ENDS
@@ -48,6 +49,7 @@ from tests.faults.zero import ZERO
 
 AREAS = {
     "grid and communication": GRID_AND_COMMUNICATION,
+    "ground": GROUND,
     "tensor": (*TENSOR, *COMPILED_BLOCKS),
     "adapters": (*ADAPTERS, *ADAPTERS_IN_THE_LOOP),
     "pipeline": (*PIPELINE, *COUNTED_PATHS),

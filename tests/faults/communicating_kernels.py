@@ -9,7 +9,7 @@ _CALLS = f"{_FOLDER}/test_turns.py::test_every_call_equals_the_plain_products"
 _EXPERTS = f"{_FOLDER}/test_experts.py::test_every_call_equals_exchange_and_plain_products"
 _WITHOUT_ROWS = f"{_FOLDER}/test_experts.py::test_a_rank_without_rows_for_another_is_waited_for_all_the_same"
 _GROUPED = "tests/kernels/ops/test_grouped_product.py"
-_SYMMETRIC = "tests/parallel/comm/symmetric"
+_SYMMETRIC = "tests/parallel/comm"
 
 COMMUNICATING_KERNELS = (
     Fault(
@@ -75,7 +75,7 @@ COMMUNICATING_KERNELS = (
         file="parallel/comm/symmetric_memory.py",
         old="        if missing is None:\n",
         new="        if missing is None or missing.tile >= 0:\n",
-        tests=("tests/parallel/comm/symmetric/test_symmetric_buffer.py::test_a_rank_that_does_not_come_is_named",),
+        tests=("tests/parallel/comm/test_symmetric_memory.py::test_a_rank_that_does_not_come_is_named",),
     ),
     Fault(
         name="wait-without-acquire",
@@ -147,10 +147,10 @@ COMMUNICATING_KERNELS = (
     Fault(
         name="rows-beyond-the-slot",
         about="More rows than a slot holds overwrite those of the next rank.",
-        file="parallel/expert_overlap/routed_products.py",
+        file="parallel/tensor/overlap/routed_products.py",
         old="    if not route.buffer.fits(size, tiles):\n",
         new="    if not size and not tiles:\n",
-        tests=("tests/parallel/expert_overlap/test_routed_products.py::test_what_cannot_be_sent_is_one_sentence",),
+        tests=("tests/parallel/tensor/overlap/test_routed_products.py::test_what_cannot_be_sent_is_one_sentence",),
     ),
     Fault(
         name="sum-without-a-rank-sent",
@@ -183,7 +183,7 @@ COMMUNICATING_KERNELS = (
         file="parallel/comm/symmetric_memory.py",
         old="                    self._ended[indices[descriptor]] = count\n",
         new="                    self._ended[indices[descriptor]] = 0\n",
-        tests=(f"{_SYMMETRIC}/test_killed_rank.py::test_whoever_ends_is_written_down_alone",),
+        tests=(f"{_SYMMETRIC}/test_killed_in_kernel.py::test_whoever_ends_is_written_down_alone",),
     ),
     Fault(
         name="children-hide-the-end-of-a-rank",
@@ -191,6 +191,6 @@ COMMUNICATING_KERNELS = (
         file="parallel/comm/symmetric_memory.py",
         old="return [os.pidfd_open(process)] if process > 0 else []",
         new="return [os.pidfd_open(process)] if process < 0 else []",
-        tests=(f"{_SYMMETRIC}/test_killed_rank.py::test_children_that_a_rank_leaves_behind_do_not_hide_its_end",),
+        tests=(f"{_SYMMETRIC}/test_killed_in_kernel.py::test_children_that_a_rank_leaves_behind_do_not_hide_its_end",),
     ),
 )

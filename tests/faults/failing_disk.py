@@ -34,7 +34,7 @@ FAILING_DISK = (
     Fault(
         name="valid-slot-written",
         about="New moments go over those of the step before, which a failed update then cannot go back to.",
-        file="zero/offload/bucket_files.py",
+        file="zero/offload/disk_moments.py",
         old="        self._fresh = 0 if self.valid != 0 else 1\n",
         new="        self._fresh = self.valid or 0\n",
         tests=_STEP_BEFORE,

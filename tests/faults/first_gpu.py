@@ -24,7 +24,7 @@ FIRST_GPU = (
     Fault(
         name="backward-of-a-shared-device-in-one-thread",
         about="Ranks that share a device run their backwards in the one thread of that device, and training hangs.",
-        file="parallel/comm/threads/thread_backend.py",
+        file="parallel/comm/threads.py",
         old="        with torch.autograd.set_multithreading_enabled(False) if shared else nullcontext():\n",
         new="        with nullcontext():\n",
         tests=(f"{_SHARED}::test_ranks_that_share_a_device_train_to_the_bits_of_the_cpu",),
@@ -32,7 +32,7 @@ FIRST_GPU = (
     Fault(
         name="one-generator-for-ranks-of-a-device",
         about="Ranks that share a device go on with the random state in which another rank has left its generator.",
-        file="parallel/comm/threads/thread_backend.py",
+        file="parallel/comm/threads.py",
         old="    turns, posts = Turns(size, generators), ",
         new="    turns, posts = Turns(size), ",
         tests=(f"{_SHARED}::test_ranks_that_share_a_device_train_to_the_bits_of_the_cpu",),

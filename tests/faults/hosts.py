@@ -40,7 +40,7 @@ HOSTS = (
     Fault(
         name="averaged-over-microbatches-twice",
         about="In a pipeline the loss over the items of a step is averaged over its microbatches once more.",
-        file="engine/huggingface/whole_steps.py",
+        file="engine/huggingface/trainer.py",
         old="(self._accumulation if summed else 1) * ",
         new="1 * ",
         tests=(f"{_STEPS}::test_the_average_of_a_step_is_the_loss_of_the_host",),
@@ -48,7 +48,7 @@ HOSTS = (
     Fault(
         name="lacking-rows-trained-twice",
         about="Rows that fill up the last step of an epoch in a pipeline count as if they were data.",
-        file="engine/huggingface/whole_steps.py",
+        file="engine/huggingface/trainer.py",
         old='    return {**microbatch, "labels": torch.full_like(microbatch["labels"], _NO_LABEL)}\n',
         new="    return {**microbatch}\n",
         tests=(f"{_STEPS}::test_lacking_rows_have_no_labels_and_lacking_microbatches_count_nothing",),
@@ -184,7 +184,7 @@ HOSTS = (
     Fault(
         name="means-of-parts-joined",
         about="A model's own mean loss of a part of a batch is taken for rows of the batch.",
-        file="engine/program/call_parts.py",
+        file="engine/step/pipeline_call.py",
         old="        if not shape or shape[0] not in rows:\n",
         new="        if False:\n",
         tests=(f"{_PIPED}::test_mistakes_are_sentences_on_every_stage",),

@@ -182,24 +182,20 @@ KERNELS_AND_PLANNING = (
     Fault(
         name="kept-tensor-plan-of-another-model",
         about="A start takes the tensor plan that was kept for a block whose methods were other ones.",
-        file="engine/planning/tensor_search/search_digest.py",
+        file="engine/planning/found_styles.py",
         old="self._take_names(vars(base), set(vars(base)))",
         new="pass",
         tests=(
-            "tests/engine/planning/tensor_search/test_styles_cache.py::"
-            "test_code_that_was_changed_while_it_runs_has_another_digest",
+            "tests/engine/planning/test_styles_cache.py::test_code_that_was_changed_while_it_runs_has_another_digest",
         ),
     ),
     Fault(
         name="damaged-tensor-plan-is-read",
         about="A file of the plan cache that was changed on disk is taken for a proven plan.",
-        file="engine/planning/tensor_search/styles_cache.py",
+        file="engine/planning/found_styles.py",
         old=' or kept["sha256"] != _sha256(found)',
         new="",
-        tests=(
-            "tests/engine/planning/tensor_search/test_styles_cache.py::"
-            "test_what_is_damaged_or_of_another_digest_is_not_read",
-        ),
+        tests=("tests/engine/planning/test_styles_cache.py::test_what_is_damaged_or_of_another_digest_is_not_read",),
     ),
     Fault(
         name="stages-balanced-by-their-number-of-calls",

@@ -10,8 +10,8 @@ KEYS_AND_VERSIONS = (
         name="half-of-an-earlier-key",
         about="A key whose two effects have keys of their own now sets the first of them alone.",
         file="engine/config/reader.py",
-        old="            for key in keys:\n                move(",
-        new="            for key in keys[:1]:\n                move(",
+        old="return lambda value: dict.fromkeys(keys, value)",
+        new="return lambda value: dict.fromkeys(keys[:1], value)",
         tests=(f"{_CONFIG}::test_an_earlier_key_sets_those_of_today_unless_they_contradict_it",),
     ),
     Fault(
@@ -25,10 +25,10 @@ KEYS_AND_VERSIONS = (
     Fault(
         name="watchdog-after-the-collective",
         about="The watchdog waits as long as a collective, which gives up without a word on the rank to blame.",
-        file="engine/config/__init__.py",
-        old='return self.communication.timeout_seconds / 2 if given == "auto"',
-        new='return float(self.communication.timeout_seconds) if given == "auto"',
-        tests=(f"{_CONFIG}::test_the_watchdog_acts_before_a_collective_gives_up",),
+        file="parallel/comm/world.py",
+        old="return float(given) if given else timeout_seconds(configured) / 2",
+        new="return float(given or timeout_seconds(configured))",
+        tests=("tests/parallel/comm/test_world.py::test_the_watchdog_acts_before_a_collective_gives_up",),
     ),
     Fault(
         name="every-other-version-is-refused",

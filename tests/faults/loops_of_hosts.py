@@ -9,7 +9,7 @@ LOOPS_OF_HOSTS = (
     Fault(
         name="number-of-items-divided",
         about="A pipeline scales the number of items in place of the loss, and models that ignore it train by a part.",
-        file="engine/huggingface/whole_steps.py",
+        file="engine/huggingface/trainer.py",
         old="{_COUNT: given[_COUNT].sum()}",
         new="{_COUNT: given[_COUNT].sum() / 2}",
         tests=(f"{_STEPS}::test_the_average_of_a_step_is_the_loss_of_the_host",),
@@ -17,7 +17,7 @@ LOOPS_OF_HOSTS = (
     Fault(
         name="means-filled-up",
         about="Rows without labels are added to a microbatch of a model whose loss is a mean over its rows.",
-        file="engine/huggingface/whole_steps.py",
+        file="engine/huggingface/trainer.py",
         old="        if not self._fills:\n",
         new="        if False:\n",
         tests=(f"{_STEPS}::test_rows_that_lack_are_refused_by_the_loss_itself_and_not_by_a_signature",),

@@ -98,7 +98,7 @@ MATRIX_OPTIMIZERS = (
     Fault(
         name="average-not-restored",
         about="A run that goes on from a checkpoint begins a new average.",
-        file="zero/optim/weight_average.py",
+        file="zero/optim/averaged_weights.py",
         old='if all(f"{FAMILY}/{name}" in stored for name in place.names()):',
         new="if not place.names():",
         tests=(f"{_AVERAGE}::test_a_process_goes_on_with_its_average",),

@@ -111,7 +111,7 @@ OFFLOAD = (
     Fault(
         name="moments-read-before-they-are-written",
         about="A buffer is read into while it is still written, so a file gets the moments of another bucket.",
-        file="zero/offload/moment_buffers.py",
+        file="zero/offload/block_file.py",
         old="            page, write = self._busy.popleft()\n            write.result()\n",
         new="            page, write = self._busy.popleft()\n",
         tests=(f"{_DISK}::test_a_buffer_is_free_when_its_write_has_ended",),
@@ -119,7 +119,7 @@ OFFLOAD = (
     Fault(
         name="written-moments-refused",
         about="Moments that the user has written on disk are taken for damage, and the run stops.",
-        file="zero/offload/bucket_files.py",
+        file="zero/offload/disk_moments.py",
         old="        checked = self._version == self._mapped[self.valid]._version\n",
         new="        checked = True\n",
         tests=(f"{_DISK}::test_what_the_program_writes_into_moments_is_used",),

@@ -34,7 +34,7 @@ PICKLED_WEIGHTS = (
     Fault(
         name="a-batch-is-looked-at-at-the-start-alone",
         about="A loop that gives one batch for ever is not remarked on if it begins after good steps.",
-        file="engine/step/remarks.py",
+        file="engine/step/runner.py",
         old="elif self._steps % _EVERY < 2 and",
         new="elif not self._steps and",
         tests=("tests/engine/step/test_remarks.py::test_one_batch_for_ever_is_said_once",),

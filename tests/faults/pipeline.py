@@ -39,7 +39,7 @@ PIPELINE = (
     Fault(
         name="send-released-too-early",
         about="A rank waits for a send that its receiver has not offered to take, and an interleaved pipeline hangs.",
-        file="parallel/pipeline/schedule/send_completion.py",
+        file="parallel/pipeline/schedule/simulate.py",
         old="offer = max(taker - receives_ahead, rules.rows[there].start)",
         new="offer = rules.rows[there].start",
         tests=(

@@ -40,7 +40,7 @@ PLAIN_TORCH = (
     Fault(
         name="eval-mode-looked-for-at-the-top",
         about="A model that came in eval mode trains without dropout inside a wrapper, and nothing says it.",
-        file="engine/step/remarks.py",
+        file="engine/step/runner.py",
         old="if module.training or outer.training or not any",
         new="if module.training or model.training or not any",
         tests=("tests/engine/step/test_remarks.py::test_training_in_eval_mode_is_said_where_it_changes_something",),
@@ -58,7 +58,7 @@ PLAIN_TORCH = (
     Fault(
         name="one-batch-for-ever-unsaid",
         about="A loop that begins its loader anew in each step trains on one batch, and nothing says it.",
-        file="engine/step/remarks.py",
+        file="engine/step/runner.py",
         old="if self._alike == _ALIKE:",
         new="if self._alike is None:",
         tests=("tests/engine/step/test_remarks.py::test_one_batch_for_ever_is_said_once",),

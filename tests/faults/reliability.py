@@ -4,7 +4,7 @@ from tests.faults.fault import Fault
 
 _DIAGNOSIS = "tests/engine/watchdog/test_diagnosis.py"
 _GUARD = "tests/engine/integrity/test_guard.py"
-_MEMORY = "tests/engine/checkpoint/memory/test_memory_checkpoints.py"
+_MEMORY = "tests/engine/checkpoint/test_memory_checkpoints.py"
 _PREFLIGHT = "tests/launch/jobs/test_preflight.py"
 
 RELIABILITY = (
@@ -75,7 +75,7 @@ RELIABILITY = (
     Fault(
         name="shards-are-not-digested",
         about="A bit that flips in a sharded weight is never found, since only what has copies is compared.",
-        file="zero/phases/state_inventory.py",
+        file="zero/state_inventory.py",
         old="            if flat.sharded:\n",
         new="            if flat.sharded:\n                continue\n",
         tests=("tests/engine/integrity/test_flips.py::test_every_flip_is_found_and_named",),
@@ -99,7 +99,7 @@ RELIABILITY = (
     Fault(
         name="an-incomplete-copy-counts",
         about="A checkpoint in memory of which files are lost is loaded, and the newest whole one is not.",
-        file="engine/checkpoint/memory/memory_checkpoints.py",
+        file="engine/checkpoint/memory_checkpoints.py",
         old="and held[key] >= offer.needed.keys()]",
         new="and held[key]]",
         tests=(f"{_MEMORY}::test_only_what_is_whole_and_of_one_save_is_chosen",),
@@ -107,7 +107,7 @@ RELIABILITY = (
     Fault(
         name="the-oldest-copy-is-loaded",
         about="Of several checkpoints in memory the oldest is loaded.",
-        file="engine/checkpoint/memory/memory_checkpoints.py",
+        file="engine/checkpoint/memory_checkpoints.py",
         old="return max(whole, key=lambda offer: offer.step, default=None)",
         new="return min(whole, key=lambda offer: offer.step, default=None)",
         tests=(f"{_MEMORY}::test_only_what_is_whole_and_of_one_save_is_chosen",),
@@ -115,7 +115,7 @@ RELIABILITY = (
     Fault(
         name="copies-of-two-saves-are-mixed",
         about="Halves of two saves of one step are taken for one checkpoint.",
-        file="engine/checkpoint/memory/memory_checkpoints.py",
+        file="engine/checkpoint/memory_checkpoints.py",
         old=(
             "        held.setdefault((offer.step, offer.attempt), set()).update(offer.held)\n"
             "        found.setdefault((offer.step, offer.attempt), offer)\n"
@@ -129,7 +129,7 @@ RELIABILITY = (
     Fault(
         name="copies-of-another-run-are-found",
         about="A run in a folder that was made anew goes on from the copies of the run before it.",
-        file="engine/checkpoint/memory/memory_folder.py",
+        file="engine/checkpoint/memory_folder.py",
         old='return MemoryFolder(shared / f"trine-memory-{os.getuid()}-{place}-{token}")',
         new='return MemoryFolder(shared / f"trine-memory-{os.getuid()}-{place}-x")',
         tests=(f"{_MEMORY}::test_what_is_on_disk_and_newer_is_taken_and_another_run_is_not",),
@@ -137,7 +137,7 @@ RELIABILITY = (
     Fault(
         name="files-for-everybody",
         about="A host gives the files of a checkpoint to anybody who reaches its port.",
-        file="engine/checkpoint/memory/memory_folder.py",
+        file="engine/checkpoint/memory_folder.py",
         old='not hmac.compare_digest(str(asked["secret"]), self._secret) or ',
         new="",
         tests=(f"{_MEMORY}::test_a_server_answers_those_who_know_its_secret_about_what_it_offers",),

@@ -2,16 +2,16 @@
 
 from tests.faults.fault import Fault
 
-_AWAY = "tests/zero/phases/test_offloaded_states.py"
+_AWAY = "tests/zero/offload/test_offloaded_states.py"
 _HOSTED = "tests/zero/offload/test_host_parameters.py"
-_RATIO = "tests/engine/planning/host_state/test_host_placement.py"
+_RATIO = "tests/engine/planning/test_host_placement.py"
 _DELAYED = "tests/zero/offload/test_delayed_update.py"
 
 STATE_BETWEEN_PLACES = (
     Fault(
         name="moved-state-comes-back-empty",
         about="State that was in host memory gets its device memory back, and not its values.",
-        file="zero/phases/offloaded_states.py",
+        file="zero/offload/offloaded_states.py",
         old="                each.whole.copy_(each.copy, non_blocking=True)\n",
         new="                each.whole.zero_()\n",
         tests=(f"{_AWAY}::test_bits_are_those_of_a_run_without_a_break",),
@@ -19,7 +19,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="moved-state-stays-on-the-device",
         about="offload_states copies state to the host and frees nothing on the device.",
-        file="zero/phases/offloaded_states.py",
+        file="zero/offload/offloaded_states.py",
         old="                whole.untyped_storage().resize_(0)\n",
         new="                pass\n",
         tests=(f"{_AWAY}::test_moved_bytes_are_those_of_the_plan",),
@@ -27,7 +27,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="step-without-its-masters",
         about="A step is let through while masters are in host memory, and reads memory that is not there.",
-        file="zero/phases/offloaded_states.py",
+        file="zero/offload/offloaded_states.py",
         old="        needs = _NEEDS.get(call, frozenset(KINDS))\n",
         new="        needs = _NEEDS.get(call, frozenset())\n",
         tests=(f"{_AWAY}::test_calls_that_need_what_is_away_are_one_sentence_and_others_run",),
@@ -35,7 +35,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="parameters-guarded-for-ever",
         about="Parameters that have come back from host memory refuse to be read as if they were there.",
-        file="zero/phases/offloaded_states.py",
+        file="zero/offload/offloaded_states.py",
         old="                self._concealed.append(parameter)\n",
         new="",
         tests=(f"{_AWAY}::test_frozen_parameters_and_those_of_a_reader_are_guarded",),
@@ -43,7 +43,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="shard-not-brought-before-its-gather",
         about="A bucket is gathered from the memory of the device, into which nobody has copied the host's shard.",
-        file="zero/offload/host_parameters.py",
+        file="zero/gather/unsharded_buckets.py",
         old="                flat.params[flat.shard].copy_(flat.kept, non_blocking=True)\n",
         new="                pass\n",
         tests=(f"{_HOSTED}::test_bits_are_those_of_parameters_on_the_device",),
@@ -67,7 +67,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="part-larger-than-it-must-be",
         about="The part of the optimizer state that goes to the host by itself is one bucket too large.",
-        file="engine/planning/host_state/host_placement.py",
+        file="engine/planning/host_state.py",
         old="    return ratios[first] if first < len(ratios) else None\n",
         new="    return ratios[min(first + 1, len(ratios) - 1)] if first < len(ratios) else None\n",
         tests=(f"{_RATIO}::test_the_ratio_fits_and_the_next_smaller_one_does_not",),
@@ -75,7 +75,7 @@ STATE_BETWEEN_PLACES = (
     Fault(
         name="ratio-rounded-to-one-more-bucket",
         about="A quotient that was rounded up moves one bucket more to the host than the plan has counted.",
-        file="engine/planning/host_state/host_placement.py",
+        file="engine/planning/host_state.py",
         old="                ratio = math.nextafter(ratio, 0.0)\n",
         new="                break\n",
         tests=(f"{_RATIO}::test_every_bucket_has_a_ratio_and_no_larger_one_has_as_few",),

@@ -5,7 +5,7 @@ from tests.faults.fault import Fault
 _CODES = "tests/kernels/optim/test_eight_bit_codes.py"
 _ADAFACTOR = "tests/kernels/optim/test_adafactor_rule.py"
 _PARITY = "tests/engine/parity/test_parity_state_forms.py"
-_AVERAGED = "tests/zero/phases/test_averaged_weights.py"
+_AVERAGED = "tests/zero/optim/test_averaged_weights.py"
 
 STATE_FORMS = (
     Fault(
@@ -59,7 +59,7 @@ STATE_FORMS = (
     Fault(
         name="average-stays-in-the-model",
         about="After an evaluation the run goes on from the average.",
-        file="zero/phases/averaged_weights.py",
+        file="zero/optim/averaged_weights.py",
         old="        for flat, before in zip(self._buckets, self._before or (), strict=False):\n"
         "            flat.weights.copy_(before)\n",
         new="",

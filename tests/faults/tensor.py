@@ -43,7 +43,7 @@ TENSOR = (
     Fault(
         name="softmax-without-common-maximum",
         about="Each tensor rank shifts its logits by its own maximum, so the loss over the vocabulary is wrong.",
-        file="parallel/tensor/logits/parallel_cross_entropy.py",
+        file="parallel/tensor/logits/losses.py",
         old='    vocabulary.axis.all_reduce(largest_N, LOSS, "max")\n',
         new="",
         tests=("tests/parallel/tensor/logits/test_losses.py::test_losses_have_the_value_the_gradient_and_the_traffic",),
@@ -51,7 +51,7 @@ TENSOR = (
     Fault(
         name="label-picked-on-every-rank",
         about="Each tensor rank adds a logit of its own for a label that another one holds.",
-        file="parallel/tensor/logits/parallel_cross_entropy.py",
+        file="parallel/tensor/logits/losses.py",
         old="shifted_NW.gather(-1, place[0]).masked_fill_(place[1], 0).squeeze(-1)",
         new="shifted_NW.gather(-1, place[0]).squeeze(-1)",
         tests=("tests/parallel/tensor/logits/test_losses.py::test_losses_have_the_value_the_gradient_and_the_traffic",),

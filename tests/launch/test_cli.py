@@ -100,7 +100,7 @@ def test_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     properties = json.loads(capsys.readouterr().out)["properties"]
     assert "train_batch_size" in properties
-    assert {"type": "null"} in properties["watchdog"]["properties"]["timeout_seconds"]["anyOf"]
+    assert properties["watchdog"]["properties"]["enabled"]["type"] == "boolean"
 
 
 def test_plan_needs_no_processes(capsys: pytest.CaptureFixture[str]) -> None:

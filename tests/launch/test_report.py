@@ -17,7 +17,7 @@ from engine.launch.cli import main
 from engine.launch.run_report.charts import Curve, chart, nice_ticks
 from engine.launch.run_report.recorded_run import perfetto, read_run, read_traces
 from engine.models.decoder import loss_sum
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests import models
 from tests.launches import Launch, Line
@@ -228,11 +228,11 @@ def test_traces_of_hosts_are_put_on_one_clock(tmp_path: Path) -> None:
         ({"profile": "5", "report": "run"}, {}, 'is no range of steps; give "A:B"'),
         ({"profile": "5:3", "report": "run"}, {}, "is no range of steps"),
         ({"profile": "3:5"}, {}, "without monitor.report"),
-        ({"profile": "3:5", "report": "run"}, {"timeout_seconds": None}, "flight recorder"),
+        ({"profile": "3:5", "report": "run"}, {"enabled": False}, "flight recorder"),
     ],
     ids=["a number", "backwards", "no folder", "no recorder"],
 )
-def test_steps_that_cannot_be_profiled(monitor: dict[str, str], watchdog: dict[str, None], said: str) -> None:
+def test_steps_that_cannot_be_profiled(monitor: dict[str, str], watchdog: dict[str, bool], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         engine.load_config(CONFIG | {"monitor": monitor, "watchdog": watchdog})
 

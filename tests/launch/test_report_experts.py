@@ -12,7 +12,7 @@ import engine
 from engine.launch.cli import main
 from engine.launch.run_report.charts import BOUNDS, HeatMap, expert_charts
 from engine.launch.run_report.recorded_run import read_run
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests import models
 from tests.launch.test_report import Outline

@@ -10,10 +10,11 @@ from engine.kernels.dispatch import MainGradients
 from engine.parallel.comm.backend import Backend, RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
-from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
+from engine.zero.flat_buckets import FlatBucket, Ownership
 from engine.zero.layout import FlatLayout, Item, build_layout
 from engine.zero.reduce.reducer import Backward, ReducerSetup
 from engine.zero.reduce.step_reducer import GradientReducer
+from tests.zero.buckets import allocate
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import engine
 from engine.engine import Engine
 from engine.parallel.comm.agreement import bit_sum
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests.kernels.interpreter import repair
 from tests.planned_traffic import traffic_differs

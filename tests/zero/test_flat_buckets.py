@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from engine.kernels.dispatch import Kernels, Mode
 from engine.kernels.ops.norm import squared_norm
-from engine.zero.flat_buckets import FlatBucket, Ownership, allocate, lay_apart, norm_parts
+from engine.zero.flat_buckets import FlatBucket, Ownership, lay_apart, norm_parts
+from tests.zero.buckets import allocate
 from tests.zero.rig import Setting, build, lay_out
 
 MODES: tuple[Mode, ...] = ("reference", "triton")

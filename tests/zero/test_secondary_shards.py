@@ -14,7 +14,7 @@ import engine
 from engine.config import load_config
 from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.planning.budgets import ranks_with_secondary_shards
 from tests.selection import wide

@@ -1,6 +1,7 @@
 """What the plan says a rank holds is what a walk over all live tensors of the process finds, to the byte."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -45,8 +46,8 @@ def by_formula(eng: Engine, moments: int) -> int:
     if bf16.bf16_master_weights_and_grads:
         narrow = (2, 2, 0, 2 if bf16.bf16_optimizer_states else 4)
     widths = {"float32": (4, 4, 0, 4), "float64": (8, 8, 0, 8), "bfloat16": narrow, "float16": narrow}
-    for dtype, psi in eng.plan.layout(eng.grid.coord()).elements_by_dtype().items():
-        param, sums, master, moment = widths[dtype]
+    for bucket in eng.plan.layout(eng.grid.coord()).buckets:
+        psi, (param, sums, master, moment) = bucket.elements, widths[bucket.dtype]
         total += psi * param // whole + psi * sums // kept + psi * (master + moment * moments) // share
     return total
 
@@ -76,8 +77,25 @@ def measure(name: str, precision: str, mode: tuple[int, str]) -> tuple[int, int,
     planned = sum(eng.plan.rank(eng.grid.rank).state_bytes.values())
     found = settled_bytes(planned)
     formula = by_formula(eng, moments)
+    differing = inventory_differs(eng)
     eng.close()
+    assert not differing, differing
     return found, planned, formula
+
+
+def inventory_differs(eng: Engine) -> dict[str, tuple[int, int]]:
+    """The kinds of the plan of which the inventory holds other bytes: kind -> (inventory, plan)."""
+    inventory, held = eng._runtime.inventory, Counter[str]()
+    for each in inventory.weights():
+        trained = each.flat is not None and each.flat.bucket in [flat.bucket for flat in inventory.trained]
+        held["parameters" if trained else "frozen parameters"] += each.tensor.nbytes
+    for each in inventory.gradients():
+        held["gradients" if each.kind == "gradient" else "error feedback"] += each.tensor.nbytes
+    held["master"] = sum(each.tensor.nbytes for each in inventory.masters())
+    held["optimizer"] = sum(each.tensor.nbytes for each in inventory.moments())
+    planned = eng.plan.rank(eng.grid.rank).state_bytes
+    kinds = {**held, **planned}
+    return {kind: pair for kind in kinds if (pair := (held[kind], planned.get(kind, 0)))[0] != pair[1]}
 
 
 Case = tuple[str, str, tuple[int, str]]

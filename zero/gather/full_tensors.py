@@ -5,6 +5,8 @@
 
 Afterwards each rank takes the elements of its pieces back that differ from what was given out, so that reading changes
 no bit.
+
+Full access to sharded parameters between steps, for reading and writing (ZeRO 3).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,14 +15,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.errors import EngineError
 from engine.parallel.comm.agreement import bit_sum, gather_from_all
 from engine.parallel.comm.comm import Comm
 from engine.parallel.model.name_patterns import refuse_unmatched
+from engine.parallel.model.whole_sizes import sizes_of_parts
 from engine.parallel.shard_table import ShardRow, ShardTable
 from engine.zero.flat_buckets import FlatBucket, lay_apart, slot_view
+from engine.zero.gather.gatherer import ParameterGatherer
 from engine.zero.layout import Slot
 
 LABEL = "full tensors"
@@ -211,3 +215,62 @@ def check_holders(
                 f"{call}: {name!r} lies on several stages or tensor ranks, which have written different values into "
                 "it, and none of them is kept; write the same values on every rank that holds it."
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModel:
+    """Model and flat buckets that :func:`full_parameters` works on."""
+
+    model: nn.Module
+    table: ShardTable
+    buckets: Sequence[FlatBucket]
+    """All buckets of this rank, including those of frozen parameters."""
+    gatherer: ParameterGatherer | None
+    """Gatherer of the parameters; None if they are not sharded."""
+    comm: Comm
+
+
+@contextmanager
+def full_parameters(sharded: ShardedModel, pattern: str) -> Iterator[dict[str, nn.Parameter]]:
+    """Implementation of :meth:`engine.Engine.full_parameters`."""
+    named = dict(sharded.model.named_parameters())
+    chosen = {name: named[name] for name in _matching_parameters(sharded, pattern)}
+    gatherer, flats = sharded.gatherer, sharded.buckets
+    if gatherer is None:
+        with sizes_of_parts(chosen.values()):
+            yield chosen
+        return
+    if gatherer.running:
+        raise EngineError(
+            "full_parameters was called inside a forward, where parameters are gathered while their module runs; call "
+            "it between steps, or read them in the module that owns them."
+        )
+    wanted = [i for i, flat in enumerate(flats) if any(slot.name in chosen for slot in flat.bucket.slots)]
+    opened = gatherer.open(wanted)
+    try:
+        with sizes_of_parts(chosen.values()):
+            yield chosen
+        written = [flats[index] for index in sorted(opened)]
+        with torch.no_grad():
+            digests = {flat.bucket.slots[0].name: bit_sum(flat.params) for flat in written}
+            check_data_ranks(digests, "full_parameters", sharded.comm)
+            held, device = {name: bit_sum(parameter) for name, parameter in chosen.items()}, flats[0].params.device
+            check_holders(held, matching_rows(sharded.table, pattern), "full_parameters", sharded.comm, device)
+        for flat in written:
+            flat.kept.copy_(flat.params[flat.shard])
+    finally:
+        gatherer.close(opened)
+
+
+def _matching_parameters(sharded: ShardedModel, pattern: str) -> list[str]:
+    """Return the matching names on this rank's stage; the pattern must match on some stage."""
+    names = [name for row in sharded.table for name in (row.name, *row.aliases)]
+    refuse_unmatched([("full_parameters", pattern)], names, "parameter", EngineError)
+    stage = sharded.comm.grid.coord().pp
+    matching = matching_rows(sharded.table, pattern)
+    if all(row.quantized is not None for row in matching):
+        raise EngineError(
+            f"full_parameters({pattern!r}) names weights that are held as codes alone (quantize_frozen), which cannot "
+            "be written; read them in eng.full_state_dict(), or name them in quantize_frozen.skip."
+        )
+    return [row.name for row in matching if stage in row.owners and row.quantized is None]

@@ -5,19 +5,85 @@
 
 The process that wrote a block is the only one that reads it, so the hashes need no place on disk: a block that the disk
 has lost, changed or kept from an older write differs from what was written last. A block that fails is moved once more.
+
+Calls of the system that move blocks past the page cache, and the memory that they move them from and to.
+
+A file opened with O_DIRECT takes and gives whole sectors from memory that begins on one, so that a block goes between
+disk and buffer without a copy in the page cache. File systems that refuse it are written and read the usual way.
+
+Host memory for the buckets that are read, updated or written: a few pages that all buckets share.
 """
 
 import errno
+import fcntl
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from pathlib import Path
+from typing import Protocol
 
+import numpy
+import torch
 import xxhash
+from torch import Tensor
 
 from engine.errors import EngineError
-from engine.zero.offload.direct_io import SECTOR, DiskCalls, begins_on_sector, whole_sectors
+
+SECTOR = 4096
+"""Bytes: addresses, lengths and places of direct transfers are multiples of it, on every usual disk."""
+DEPTH = 8
+"""Blocks under way at a time."""
+
+
+def whole_sectors(size: int) -> int:
+    """``size`` in bytes, rounded up to what a direct transfer can move."""
+    return -(-size // SECTOR) * SECTOR
+
+
+def sector_memory(size: int) -> Tensor:
+    """Zeros that begin on a sector, uint8 [size]; their memory goes back to the system with the last view of them."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def begins_on_sector(block: memoryview) -> bool:
+    """Whether a direct transfer can move this memory: it begins on a sector, and has whole ones."""
+    address: int = numpy.frombuffer(block, numpy.uint8).__array_interface__["data"][0]
+    return address % SECTOR == 0 and len(block) % SECTOR == 0
+
+
+class DiskCalls:
+    """The calls of the system, each as a method; a test has calls in their place that fail."""
+
+    def open(self, path: Path) -> tuple[int, bool]:
+        """(descriptor of a new file, whether transfers are direct)."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600), hasattr(os, "O_DIRECT")
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return os.open(path, flags, 0o600), False
+
+    def allocate(self, file: int, size: int) -> None:
+        """Take the space on the disk."""
+        os.posix_fallocate(file, 0, size)
+
+    def read(self, file: int, into: memoryview, start: int) -> int:
+        """Read at ``start``; returns the bytes read, which may be fewer."""
+        return os.preadv(file, [into], start)
+
+    def write(self, file: int, data: memoryview, start: int) -> int:
+        """Write at ``start``; returns the bytes written, which may be fewer."""
+        return os.pwritev(file, [data], start)
+
+    def leave_direct(self, file: int) -> None:
+        """Go through the page cache from now on."""
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0))
+
 
 BLOCK = 1 << 20
 """Bytes of a block: read, written and hashed at once."""
@@ -169,3 +235,42 @@ def _failure(what: str, path: Path, error: OSError) -> EngineError:
         f"optimizer state on disk: {path} cannot be {what} ({error.strerror or error}); check the disk and free the "
         "space, or give another folder in zero_optimization.offload_optimizer.nvme_path."
     )
+
+
+class PageUse(Protocol):
+    """What still needs a page."""
+
+    def result(self) -> object:
+        """Wait until it has ended."""
+
+
+class MomentBuffers:
+    """``count`` pages of ``size`` bytes; one that is being written is free afterwards."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.size = size
+        self._pages = [sector_memory(size) for _ in range(count)]
+        self._free = list(self._pages)
+        self._busy: deque[tuple[Tensor, PageUse]] = deque()
+
+    @property
+    def spare(self) -> bool:
+        """A page is free, or will be when a write ends."""
+        return bool(self._free or self._busy)
+
+    def take(self) -> Tensor:
+        """A page, uint8 [size]; waits for the oldest write if none is free, and raises its failure."""
+        if not self._free:
+            page, write = self._busy.popleft()
+            write.result()
+            return page
+        return self._free.pop()
+
+    def give_back(self, page: Tensor, write: PageUse) -> None:
+        """Free a page when ``write`` has ended."""
+        self._busy.append((page, write))
+
+    def free_all(self) -> None:
+        """Take back every page; nothing is read or written any more."""
+        self._busy.clear()
+        self._free = list(self._pages)

@@ -24,11 +24,10 @@ from engine.kernels.ops.norm import squared_norm
 from engine.parallel.comm.comm import Comm, Pending
 from engine.zero.flat_buckets import FlatBucket, norm_parts
 from engine.zero.gather.encoded_gather import gather_masters
+from engine.zero.offload.block_file import MomentBuffers
 from engine.zero.offload.delayed_update import DelayedUpdate
-from engine.zero.offload.disk_agreement import DiskAgreement
-from engine.zero.offload.disk_moments import DiskMoments
+from engine.zero.offload.disk_moments import DiskAgreement, DiskMoments
 from engine.zero.offload.host_copies import HostCopies
-from engine.zero.offload.moment_buffers import MomentBuffers
 from engine.zero.offload.scratch_folder import ScratchFolder
 from engine.zero.optim.bf16_updates import RoundedUpdates
 from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatOptimizer, FusedAdam, UpdateOrder

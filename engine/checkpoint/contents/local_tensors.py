@@ -12,9 +12,10 @@ For the model folder, weights are then sent to their tensor's owner, which write
 stage are divided among its ranks by bytes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,8 @@ from engine.parallel.shard_table import ShardRow
 from engine.planning.plan import Plan
 from engine.zero.flat_buckets import FlatBucket
 from engine.zero.layout import Bucket, Slot
-from engine.zero.optim.optimizer_tensors import OptimizerTensor, WholeUpdates
-from engine.zero.phases.state_inventory import StateInventory, StateTensor
+from engine.zero.optim.optimizer_tensors import WholeUpdates
+from engine.zero.state_inventory import StateInventory, StateTensor, UpdatedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ class LocalTensors:
         return self.inventory.buckets
 
     @property
-    def places(self) -> Sequence[OptimizerTensor]:
+    def places(self) -> Sequence[UpdatedTensor]:
         """Flat tensors that the optimizer updates."""
         return self.inventory.optimizer.places
 
@@ -220,19 +221,25 @@ class LocalTensors:
 
     def state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[Held]:
         """Moments as views of ``tensors``, which has them by updated parameter and name, in that parameter's shape."""
+        return self._elements(self.inventory.element_state(tensors))
+
+    def averages(self) -> Iterator[Held]:
+        """Moving averages of parameters."""
+        return self._elements(self.inventory.averages())
+
+    def _elements(self, found: Iterable[StateTensor]) -> Iterator[Held]:
         rows = {row.name: row for row in self.ownership.plan.table}
-        for place in self.places:
-            for slot in place.flat.bucket.slots:
+        for flat, part, states in _by_part(found):
+            for slot in flat.bucket.slots:
                 row = rows[slot.name]
                 own = self.ownership.own(row, self.coord)
-                start = max(slot.start + own.start, place.part.start)
-                stop = min(slot.start + own.stop, place.part.stop)
+                start, stop = max(slot.start + own.start, part.start), min(slot.start + own.stop, part.stop)
                 if start >= stop:
                     continue
                 piece = Piece(own.part, start - slot.start, stop - slot.start)
-                for name, tensor in tensors.get(place.parameter, {}).items():
-                    values = tensor.view(-1)[start - place.part.start : stop - place.part.start]
-                    yield Held(f"{name}/{row.name}", row, kind_of(values, row.shape), piece, values)
+                for state in states:
+                    values = state.tensor.view(-1)[start - part.start : stop - part.start]
+                    yield Held(f"{state.kind}/{row.name}", row, kind_of(values, row.shape), piece, values)
 
     def apart(self, updates: WholeUpdates) -> Iterator[Held]:
         """State that this rank has whole, in shapes of its own."""
@@ -276,6 +283,14 @@ class LocalTensors:
         if own.elements != values.numel():  # every data rank holds the full part
             own = own.part.whole()
         return Held(tensor, row, kind_of(values, row.shape), own, values)
+
+
+def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice, list[StateTensor]]]:
+    """Yield the state of each tensor that the optimizer updates, with its bucket and its elements of it."""
+    for _, group in groupby(states, key=lambda state: (id(state.flat), state.part.start)):
+        held = list(group)
+        if (flat := held[0].flat) is not None:
+            yield flat, held[0].part, held
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:

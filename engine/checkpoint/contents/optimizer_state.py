@@ -22,11 +22,11 @@ from engine.checkpoint.format.safetensors_file import TensorKind, code_of
 from engine.checkpoint.format.strict_json import natural
 from engine.errors import CheckpointError
 from engine.parallel.shard_table import ShardTable
+from engine.zero.optim.averaged_weights import FAMILY
 from engine.zero.optim.flat_optimizers import FlatOptimizer
 from engine.zero.optim.optimizer_tensors import OptimizerTensor
 from engine.zero.optim.rules.element_state import element_state, kept_encoded
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
-from engine.zero.optim.weight_average import FAMILY
 
 Moments = dict[nn.Parameter, dict[str, Tensor]]
 Numbers = dict[str, dict[str, list[Any]]]

@@ -9,10 +9,8 @@ from itertools import product
 from types import MappingProxyType
 
 from engine.errors import PlanError
-from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
-from engine.planning.cost_model.layout import Reduction, TrainingLayout
-from engine.planning.cost_model.memory import SLACK, RankMemory
-from engine.planning.cost_model.stages import SPLIT
+from engine.planning.cost_model.estimate import SLACK, LayoutEstimate, RankMemory, StepModel
+from engine.planning.cost_model.layout import SPLIT, Reduction, TrainingLayout
 from engine.planning.cost_model.workload import Recomputation, Workload
 
 RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")

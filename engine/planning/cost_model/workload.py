@@ -6,10 +6,13 @@
 
 Widths in bytes are those of a 16-bit model; elements of logits are fp32. Attention counts all pairs of tokens, as torch
 counts its FLOPs; half of them are computed where it is causal.
+
+Sizes of a decoder, given or read from a Hugging Face configuration, and the workload that follows from them.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 Recomputation = Literal["none", "selective", "full"]
 Side = Literal["inner", "outer", "none"]
@@ -84,10 +87,98 @@ class Workload:
         block = sum(2 * product.weights for product in self.products) + 4 * self.attention * self.context
         return 3 * (self.blocks * block + sum(2 * product.weights for product in self.head))
 
-    def with_context(self, context: int) -> "Workload":
-        """The same model on rows of another length."""
-        return replace(self, context=context)
-
     def keeps(self, recomputation: Recomputation) -> CutAmount:
         """Bytes a token and block."""
         return self.kept[("none", "selective", "full").index(recomputation)]
+
+
+GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "smollm3", "granite", "stablelm")
+"""Model types whose MLP has a gate."""
+PLAIN = ("gpt2", "gpt_neox", "opt", "gpt_neo", "bloom", "gptj", "phi", "starcoder2")
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocabulary": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
+}
+"""Our names -> those of the families."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """Sizes of a decoder, from which its workload follows."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    context: int
+    kv_heads: int | None = None
+    head_width: int | None = None
+    hidden: int | None = None
+    """Width of the MLP; None: four times the width."""
+    gated: bool = False
+    """The MLP has three weights (SwiGLU), not two."""
+    tied: bool = False
+
+    def workload(self) -> Workload:
+        """The workload of training it on full rows."""
+        h = self.width
+        head = self.head_width or h // self.heads
+        q, kv = self.heads * head, (self.kv_heads or self.heads) * head
+        f = self.hidden or 4 * h
+        ups = 2 if self.gated else 1
+        products = (
+            Product(h, q + 2 * kv, "outer"),
+            Product(q, h, "inner"),
+            Product(h, ups * f, "outer"),
+            Product(f, h, "inner"),
+        )
+        inputs = 2 * h  # of one activation of the width between blocks, in 16 bits
+        products_out = 2 * (q + 2 * kv) + 2 * ups * f
+        kept = (
+            CutAmount(products_out + 2 * (q + kv) * self.gated + 2 * q + 2 * f * (ups - 1) + 2 * f, 4 * inputs),
+            CutAmount(products_out + 2 * q, 3 * inputs),
+            CutAmount(0.0, inputs),
+        )
+        return Workload(
+            blocks=self.layers,
+            context=self.context,
+            width=h,
+            products=products,
+            attention=q,
+            causal=True,
+            heads=self.heads,
+            passes=CutAmount(12 * (q + kv) * self.gated + 5 * ups * 2 * f, (22 if self.gated else 10) * inputs),
+            fused=CutAmount(4 * (q + kv) * self.gated + 2 * (ups + 1) * f, 8 * inputs),
+            kept=kept,
+            head=(Product(h, self.vocabulary, "outer"),),
+            vocabulary=self.vocabulary,
+            block_parameters=sum(product.weights for product in products),
+            outer_parameters=h * self.vocabulary * (1 if self.tied else 2),
+        )
+
+
+def is_model_config(raw: object) -> bool:
+    """A JSON object that describes a model, not a run of this engine."""
+    return isinstance(raw, Mapping) and any(key in raw for key in ("model_type", "architectures", *SIZES["width"]))
+
+
+def decoder_shape_of(raw: Mapping[str, Any]) -> DecoderShape | None:
+    """The decoder that a configuration describes; None for families whose blocks are of other kinds."""
+    family = raw.get("model_type")
+    found = {name: next((raw[key] for key in keys if raw.get(key)), None) for name, keys in SIZES.items()}
+    found["context"] = found["context"] or 2048
+    known = {name: value for name, value in found.items() if isinstance(value, int) and not isinstance(value, bool)}
+    if family not in (*GATED, *PLAIN) or len(known) < len(SIZES):
+        return None
+    hidden = raw.get("intermediate_size") or raw.get("n_inner") or raw.get("ffn_dim")
+    return DecoderShape(
+        **known,
+        kv_heads=raw.get("num_key_value_heads"),
+        head_width=raw.get("head_dim"),
+        hidden=hidden,
+        gated=family in GATED,
+        tied=bool(raw.get("tie_word_embeddings", family in ("gpt2", "opt", "bloom", "gemma", "gemma2"))),
+    )

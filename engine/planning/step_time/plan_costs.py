@@ -9,24 +9,22 @@ from dataclasses import dataclass
 
 from engine.parallel.grid import Coord
 from engine.parallel.pipeline.schedule.simulate import peak_live
-from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
-from engine.planning.cost_model.hardware import GpuSpec
-from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
-from engine.planning.cost_model.links import LinkSpeed
-from engine.planning.cost_model.memory import (
+from engine.planning.cost_model.estimate import (
     CHANNEL_BYTES,
     CONTEXT_BYTES,
     SLACK,
     BlockSample,
+    LayoutEstimate,
     RankMemory,
+    StepModel,
     working_bytes,
 )
-from engine.planning.cost_model.placement import tensor_groups_cross
-from engine.planning.cost_model.roofline import UPDATE_BYTES, Roofline
+from engine.planning.cost_model.hardware import GpuSpec
+from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
+from engine.planning.cost_model.links import UPDATE_BYTES, LinkSpeed, Roofline, tensor_groups_cross
 from engine.planning.cost_model.workload import Workload
 from engine.planning.plan import Plan
-from engine.planning.step_time.axis_links import HostLinks, place_axes
-from engine.planning.step_time.prediction import Computation, StepTime, predict_step
+from engine.planning.step_time.prediction import Computation, HostLinks, StepTime, place_axes, predict_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

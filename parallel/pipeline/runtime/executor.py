@@ -29,8 +29,7 @@ from engine.parallel.comm.flight.recorder import FlightRecorder
 from engine.parallel.pipeline.partition.stage_plan import StagePlan
 from engine.parallel.pipeline.runtime.transport import Arrival, Message, Transport
 from engine.parallel.pipeline.schedule.actions import Action, Op, Schedule
-from engine.parallel.pipeline.schedule.send_completion import RECEIVES_AHEAD, releases
-from engine.parallel.pipeline.schedule.simulate import Span
+from engine.parallel.pipeline.schedule.simulate import RECEIVES_AHEAD, Span, releases
 from engine.parallel.trace.model_trace import Value
 
 

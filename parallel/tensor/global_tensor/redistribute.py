@@ -5,7 +5,7 @@
     gather_global   global -> global, full    all-gather                reduce-scatter
     add             partial sums -> plain     all-reduce                identity
     add_rows        ... sharded along rows    reduce-scatter            all-gather
-    scatter_stream  plain -> global           own slice of the rows     all-gather
+
 
 ``full`` is for plain code: its gradient is equal on all ranks, so each rank takes its own slice. ``gather_global`` is
 for further sharded computation: each rank has a partial gradient of the result, and they are summed.
@@ -65,7 +65,7 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
     return _sum_of_owned(x)
 
 
-def gather_global(x: GlobalTensor, owned: bool = False) -> GlobalTensor:
+def gather_global(x: GlobalTensor) -> GlobalTensor:
     """The same global tensor with all elements on every rank, gathered once for all uses; gradients are summed."""
     context, local = x.views, x.local
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
@@ -133,18 +133,6 @@ def add_rows(
     unfolded = GlobalTensor(mine.view(-1, shape[-1]), flat.shape, flat.sets, context)
     unfolded.folded = rows
     return unfolded
-
-
-def scatter_stream(context: "GlobalTensorContext", plain: Tensor) -> GlobalTensor:
-    """A plain activation, sharded along its rows from here on, as :func:`add_rows` leaves it.
-
-    So layers that are called more than once never see both a plain and a sharded activation: the gradient of their
-    parameters would be complete from one and partial from the other.
-
-    Raises:
-        EngineError: the number of ranks does not divide the rows.
-    """
-    return cut_rows(context, slice_of(plain, context.axis, -2, COLUMN_INPUTS), tuple(plain.shape))
 
 
 def cut_rows(context: "GlobalTensorContext", local: Tensor, shape: tuple[int, ...]) -> GlobalTensor:

@@ -8,21 +8,219 @@ Sums travel over "tp" with the label "loss". A rule returns ``NotImplemented`` f
 the caller gathers. Values are computed in fp32 or wider and returned in the dtype that torch returns.
 
 Shape suffixes: N tokens, V the vocabulary, W this rank's columns of it.
+
+Softmax terms of logits whose vocabulary is sharded over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+    cross-entropy   log_sum - picked              log_sum   log sum_v exp(x_v - max x)
+    z-loss          (log_sum + max x)^2           picked    x_target - max x
+    smoothing       log_sum sum_v w_v - weighted  weighted  sum_v w_v (x_v - max x)
+
+Each rank computes maximum and terms of its shard, and they are reduced over the ranks with the label "loss", in fp32:
+the maximum in one all-reduce, all terms in a second one. Backward needs no communication: every rank has the softmax of
+its own columns. In torch it is saved; kernels recompute it (``kernels.ops.cross_entropy``) and save two numbers per
+token. Cross-entropy sends 3 scalars per token, or 4 with label smoothing; a z-loss beside it sends nothing more, and
+alone it sends 2.
+
+The maximum is a constant for gradients: in every formula above its contributions cancel.
+
+Lazy logits take the same terms and send the same bytes: first every rank goes through its chunks of tokens, then one
+maximum and one sum for all tokens travel, and backward goes through the chunks once more. So all logits never exist at
+once. The gradient of the hidden states is summed over "tp" where they entered the head.
+
+Shape suffixes: N tokens, W this rank's columns of the vocabulary, K terms.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from engine.errors import EngineError
 from engine.kernels.device import is_host
-from engine.kernels.ops.cross_entropy import CrossEntropy, Question, Reduction, check_target, place_in
-from engine.parallel.tensor.collectives import LOSS, reduce_from
-from engine.parallel.tensor.logits.logit_shard import LogitShard, Vocabulary, share_operand
-from engine.parallel.tensor.logits.parallel_cross_entropy import softmax_terms, summed_loss
+from engine.kernels.ops.cross_entropy import (
+    CrossEntropy,
+    Question,
+    Reduction,
+    Slopes,
+    Softmax,
+    check_target,
+    find_gradient,
+    find_statistics,
+    fits_softmax_kernels,
+    join_softmax_terms,
+    place_in,
+    uses_triton,
+)
+from engine.kernels.ops.linear_cross_entropy import Conditions, Head, LinearTerms, linear_cross_entropy, linear_terms
+from engine.parallel.tensor.collectives import LOSS, reduce_from, refuse_second_derivatives
+from engine.parallel.tensor.logits.logit_shard import (
+    LateProduct,
+    LogitShard,
+    SharedSoftmax,
+    SoftmaxParts,
+    Vocabulary,
+    share_operand,
+)
+from engine.parallel.tensor.tp_axis import TensorAxis
+
+
+class Terms(NamedTuple):
+    """The terms, [N] each, in fp32 or wider, equal on all ranks, with gradients."""
+
+    log_sum: Tensor
+    picked: Tensor | None
+    weighted: Tensor | None
+
+
+def softmax_terms(logits: LogitShard, question: Question) -> Terms:
+    """The terms of all tokens; those that the shared softmax of ``logits`` knows already are not sent again."""
+    vocabulary, shared = logits.vocabulary, logits.softmax
+    question = question._replace(start=vocabulary.start)
+    if logits.product is not None:
+        return Terms(*linear_terms_of(logits, logits.product, question)[1:])
+    logits_NW, kernels = logits.rows(), vocabulary.axis.kernels
+    fused = fits_softmax_kernels(logits_NW) and uses_triton("cross_entropy", logits_NW, vocabulary.width, kernels)
+    found: tuple[Any, ...] = (_FusedTerms if fused else _Terms).apply(  # type: ignore[no-untyped-call]
+        logits_NW, question, vocabulary, shared
+    )
+    return Terms(*found)
+
+
+class _FusedTerms(torch.autograd.Function):
+    """The terms by kernels; of the softmax only two numbers per token are saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NW: Tensor, question: Question, vocabulary: Vocabulary, shared: SharedSoftmax
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        known = None if shared.parts is None else Softmax(*shared.parts[:2])
+        if known is not None and question.target is None and not question.weighted:
+            softmax, picked_N, weighted_N = known, None, None
+        else:
+            found = find_statistics(logits_NW, question, triton=True)
+            exchange = OverAxis(vocabulary.axis)
+            softmax, picked_N, weighted_N = join_softmax_terms(found, question, vocabulary.width, exchange, known)
+        shared.parts = shared.parts or SoftmaxParts(*softmax, None)
+        ctx.save_for_backward(logits_NW, question.target, question.weight, *softmax)
+        ctx.question = question._replace(target=None, weight=None)
+        return softmax.log_sum.clone(), picked_N, weighted_N
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        logits_NW, target_N, weight_W, *softmax = ctx.saved_tensors
+        question = ctx.question._replace(target=target_N, weight=weight_W)
+        return find_gradient(logits_NW, question, Softmax(*softmax), Slopes(*slopes), triton=True), None, None, None
+
+
+class _Terms(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NW: Tensor, question: Question, vocabulary: Vocabulary, shared: SharedSoftmax
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        target_N, weight_W, even, start = question
+        largest_N = _largest(logits_NW, vocabulary, shared)
+        shifted_NW = logits_NW - largest_N.unsqueeze(-1)  # fp32 by promotion
+        place = None if target_N is None else place_in(target_N.unsqueeze(-1), start, vocabulary.width)
+        terms = []
+        if place is not None:
+            terms.append(shifted_NW.gather(-1, place[0]).masked_fill_(place[1], 0).squeeze(-1))
+        if even or weight_W is not None:
+            terms.append((shifted_NW if weight_W is None else shifted_NW * weight_W).sum(-1))
+        parts, sums = _finish(shifted_NW, largest_N, terms, vocabulary, shared, ctx.needs_input_grad[0])
+        ctx.save_for_backward(parts.shares, *(place or (None, None)), weight_W)
+        ctx.dtype, ctx.shared = logits_NW.dtype, shared
+        picked_N = sums[0] if place is not None else None
+        return parts.log_sum.clone(), picked_N, sums[-1] if question.weighted else None
+
+    @staticmethod
+    def backward(
+        ctx: Any, log_sum_N: Tensor | None, picked_N: Tensor | None, weighted_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        if ctx.shared.parts is not None:  # the largest tensor; the others serve later losses, this one only backward
+            ctx.shared.parts = ctx.shared.parts._replace(shares=None)
+        shares_NW, place_N1, elsewhere_N1, weight_W = ctx.saved_tensors
+        grad_NW = torch.zeros_like(shares_NW) if log_sum_N is None else shares_NW * log_sum_N.unsqueeze(-1)
+        if picked_N is not None:
+            grad_NW.scatter_add_(-1, place_N1, picked_N.unsqueeze(-1).masked_fill(elsewhere_N1, 0))
+        if weighted_N is not None:
+            weighted_N1 = weighted_N.unsqueeze(-1)
+            grad_NW = grad_NW.add_(weighted_N1) if weight_W is None else grad_NW.addcmul_(weighted_N1, weight_W)
+        return grad_NW.to(ctx.dtype), None, None, None
+
+
+def _largest(logits_NW: Tensor, vocabulary: Vocabulary, shared: SharedSoftmax) -> Tensor:
+    if shared.parts is not None:
+        return shared.parts.largest
+    largest_N = logits_NW.amax(dim=-1).to(torch.promote_types(logits_NW.dtype, torch.float32))
+    vocabulary.axis.all_reduce(largest_N, LOSS, "max")
+    return largest_N.masked_fill_(largest_N.isinf(), 0)
+
+
+def _finish(
+    shifted_NW: Tensor,
+    largest_N: Tensor,
+    terms: list[Tensor],
+    vocabulary: Vocabulary,
+    shared: SharedSoftmax,
+    graded: bool,
+) -> tuple[SoftmaxParts, list[Tensor]]:
+    """Sum ``terms`` over the ranks, with the terms that ``shared`` lacks; ``shifted_NW`` is overwritten."""
+    known = shared.parts
+    if known is None:
+        shifted_NW.exp_()
+        terms = [shifted_NW.sum(-1), *terms]
+    sums_KN = torch.stack(terms) if terms else largest_N.new_empty((0, len(largest_N)))
+    if terms:
+        vocabulary.axis.all_reduce(sums_KN, LOSS)
+    sums = list(sums_KN.unbind())
+    if known is None:
+        total_N = sums.pop(0)
+        shares_NW = shifted_NW.div_(total_N.unsqueeze(-1)) if graded else None
+        shared.parts = SoftmaxParts(largest_N, total_N.log(), shares_NW)
+    elif graded and known.shares is None:
+        shared.parts = known._replace(shares=shifted_NW.sub_(known.log_sum.unsqueeze(-1)).exp_())
+    assert shared.parts is not None
+    return shared.parts, sums
+
+
+class OverAxis:
+    """Reduces terms over the tensor axis, label "loss"."""
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self._axis = axis
+
+    def largest(self, values: Tensor) -> None:
+        """Take the maximum over all ranks, in place."""
+        self._axis.all_reduce(values, LOSS, "max")
+
+    def sum(self, values: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        self._axis.all_reduce(values, LOSS)
+
+
+def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question) -> LinearTerms:
+    """The terms of all tokens of lazy logits; the softmax is stored for other losses of the same logits."""
+    shared, axis = hidden.softmax, hidden.vocabulary.axis
+    known = None if shared.parts is None else Softmax(*shared.parts[:2])
+    conditions = Conditions(product.kernels, None if axis.size == 1 else OverAxis(axis), known)
+    terms = linear_terms(hidden.rows(), Head(product.weight, product.bias), question, conditions)
+    if known is None:
+        shared.parts = SoftmaxParts(terms.largest, terms.log_sum.detach(), None)
+    return terms
+
+
+def summed_loss(logits: LogitShard, target_N: Tensor, form: CrossEntropy) -> Tensor | None:
+    """The reduced loss on an unsharded vocabulary, computed together with its gradients; None otherwise."""
+    product = logits.product
+    if product is None or logits.vocabulary.axis.size > 1 or form.reduction == "none":
+        return None
+    return linear_cross_entropy(logits.rows(), product.weight, product.bias, target_N, form, product.kernels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,17 @@ around it that also holds a layer of the other kind:
 
 All rules are tried before the first error about a size, so that the error can list every tensor size that the whole
 model fits.
+
+From ``parallel.tensor_plan`` to a tensor plan: the user's styles, or the path of a JSON file with them.
+
+A plan is data. It is made from names and shapes alone, so a model on the meta device will do, and it is the same on
+every rank. ``layers.apply_plan`` applies it to a model, and the shard table takes its ranges from it. For the setting
+"auto" the plan is searched instead: ``auto``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -19,10 +26,10 @@ from torch import Tensor, nn
 
 from engine.errors import PlanError
 from engine.parallel.model.forward_patch import goes_through_class
-from engine.parallel.model.name_patterns import is_inside
+from engine.parallel.model.name_patterns import is_inside, refuse_unmatched
 from engine.parallel.tensor.deferred_linear import is_conv1d, is_linear
 from engine.parallel.tensor.plan.ranges import Divisibility, check_fits, cut_parts, cut_unevenly, held, ranges_of_runs
-from engine.parallel.tensor.plan.styles import Style
+from engine.parallel.tensor.plan.styles import Patterns, Style, parse_style, read_setting
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, LayerKind, ParameterCut, TensorPlan
 
 
@@ -97,7 +104,7 @@ class _Cutting:
         if kind in ("embedding", "head"):
             yield Divisibility(name, "vocabulary rows", self._size(name), "rows")
         elif style.rows is not None:
-            self._check_rows(name, style.rows)
+            self._check_rows(name)
         elif target := next(self._targets(name), None):
             unit, parts = self._unit(name), style.parts
             size = self._whole(target).shape[target.dim]
@@ -113,7 +120,7 @@ class _Cutting:
         for attribute in style.divided:
             yield Divisibility(name, attribute, _number(name, self.modules[name], attribute), "share")
 
-    def _check_rows(self, name: str, rows: object) -> None:
+    def _check_rows(self, name: str) -> None:
         style, target = self.styles[name], next(self._targets(name), None)
         size = self._whole(target).shape[target.dim] if target else 0
         assert style.rows is not None
@@ -374,3 +381,53 @@ def check_embedding(module: nn.Embedding, name: str) -> None:
                 f"{name} has {option} = {getattr(module, option)}, which needs all rows of the vocabulary on one rank; "
                 f'build it without {option}, or give it the style "replicate" in parallel.tensor_plan.'
             )
+
+
+def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int, sequence: bool = False) -> TensorPlan:
+    """The plan for ``tp`` tensor ranks; reads names, shapes and attributes, and communicates nothing.
+
+    ``setting`` is ``parallel.tensor_plan``: a mapping {name pattern: style}, or the path of a JSON file with one;
+    ``plan.styles`` defines the language.
+
+    Raises:
+        ConfigError: the file does not hold such a mapping.
+        PlanError: the plan does not fit the model, or the model does not fit ``tp``; the sizes that fit are named.
+    """
+    source, patterns = read_setting(setting)
+    plan = cut_model(model, match_styles(model, patterns), tp, source, sequence)
+    return replace(plan, patterns=patterns)
+
+
+def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
+    """The style of each module or parameter that a pattern matches, by its first name.
+
+    A pattern is matched against modules first, and against parameters only if it matches no module.
+
+    Raises:
+        PlanError: a pattern that matches nothing, two styles for one module, or an invalid style.
+    """
+    first: dict[int, str] = {}
+    names = {
+        name: first.setdefault(id(module), name) for name, module in model.named_modules(remove_duplicate=False) if name
+    }
+    owned: dict[int, str] = {}
+    parameters = {
+        name: owned.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    given = [("parallel.tensor_plan", pattern) for pattern in patterns]
+    refuse_unmatched(given, [*names, *parameters], "module and no parameter", PlanError)
+    chosen: dict[str, tuple[str, Style]] = {}
+    for pattern, text in patterns.items():
+        style = parse_style(text)
+        hits = [name for name in names if fnmatchcase(name, pattern)]
+        hits = hits or [name for name in parameters if fnmatchcase(name, pattern)]
+        for name in hits:
+            first_name = names.get(name) or parameters[name]
+            other, before = chosen.setdefault(first_name, (pattern, style))
+            if before != style:
+                raise PlanError(
+                    f"{first_name} is given two styles, {before.text!r} by {other!r} and {text!r} by {pattern!r}, but "
+                    "takes only one; narrow one of the patterns."
+                )
+    return {name: style for name, (_, style) in chosen.items()}

@@ -36,7 +36,6 @@ from types import MappingProxyType
 
 from engine.errors import ConfigError, PlanError
 
-LAYER_STYLES = ("column", "column+gather", "row", "vocabulary", "experts", "cut", "partial", "replicate")
 CUTTING = ("column", "column+gather", "row", "cut")
 Rows = tuple[tuple[tuple[int, int], ...], ...]
 """For each rank the runs [start, stop) of rows that it holds, ascending."""
@@ -48,7 +47,7 @@ class Style:
 
     text: str
     kind: str = "attributes"
-    """One of ``LAYER_STYLES``, or "attributes"."""
+    """Of a layer: column, column+gather, row, vocabulary, experts, cut, partial or replicate; else "attributes"."""
     dim: int | None = None
     """The sharded dim of the style "cut"."""
     parts: int = 1

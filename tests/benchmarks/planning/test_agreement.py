@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.planning.agreement import LAYOUTS, costs_of
-from engine.planning.cost_model.decoder_shape import DecoderShape
+from engine.planning.cost_model.workload import DecoderShape
 
 SMALLER = DecoderShape(layers=8, width=2048, heads=16, vocabulary=32000, context=4096)
 

@@ -9,8 +9,8 @@ from benchmarks.harness.figures import FOLDER
 from benchmarks.planning.command import error_cells, left_out_cells, memory_cells, row_cells
 from benchmarks.planning.fit import BOUNDS, fit, loss
 from benchmarks.planning.published import read_rows
-from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.hardware import load_gpu
+from engine.planning.cost_model.workload import DecoderShape
 
 ROWS = read_rows()
 

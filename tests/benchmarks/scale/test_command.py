@@ -9,7 +9,7 @@ from benchmarks.scale.groups import all_groups, open_groups
 from benchmarks.scale.step import replay
 from benchmarks.scale.store import start_over_store
 from benchmarks.scale.worlds import WORLDS, ScaledWorld
-from engine.planning.cost_model.decoder_shape import DecoderShape
+from engine.planning.cost_model.workload import DecoderShape
 from engine.planning.plan import Plan
 
 LARGE = (512, 16384)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from benchmarks.scaling.prediction import ranked, with_predictions
+from benchmarks.scaling.ranking import GridChoice, grid_choices
 from benchmarks.scaling.record import ScalingRecord
 from benchmarks.scaling.task import Task
 from engine.errors import ConfigError
 from engine.models.decoder import DecoderConfig, loss_sum
-from engine.planning.step_time.ranking import GridChoice, grid_choices
 from tests.benchmarks.scaling.test_record import machine
 
 TASK = Task(decoder=DecoderConfig(layers=2, width=16, heads=2, context=8, vocabulary=32), micro=2, rows=8)

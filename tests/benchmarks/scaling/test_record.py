@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.scaling.ranking import GridChoice
 from benchmarks.scaling.record import (
     AxisMeasurement,
     Machine,
@@ -17,9 +18,7 @@ from benchmarks.scaling.record import (
     write_record,
 )
 from engine.planning.cost_model.links import LinkSpeed
-from engine.planning.step_time.axis_links import HostLinks
-from engine.planning.step_time.prediction import Computation, StepTime
-from engine.planning.step_time.ranking import GridChoice
+from engine.planning.step_time.prediction import Computation, HostLinks, StepTime
 
 LINK = LinkSpeed(1e-4, 1e9)
 DP4 = GridChoice(dp=4, tp=1, pp=1, stage=1)

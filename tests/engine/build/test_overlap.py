@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.build.overlap import set_overlap
+from engine.build.assemble import set_overlap
 from engine.config import load_config
 from engine.kernels import overlap
 from engine.kernels.overlap import OverlapChoice

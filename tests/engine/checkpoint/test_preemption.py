@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.checkpoint.preemption import EXIT_CODE, ONE_REQUEST_SECONDS, StopSignal
+from engine.checkpoint.coordinator import EXIT_CODE, ONE_REQUEST_SECONDS, StopSignal
 
 
 @pytest.fixture

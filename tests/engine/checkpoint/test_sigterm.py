@@ -15,10 +15,10 @@ from unittest.mock import patch
 import pytest
 
 import engine
+from engine.checkpoint.coordinator import EXIT_CODE, ONE_REQUEST_SECONDS
 from engine.checkpoint.format.filesystem import Files
 from engine.checkpoint.format.step_folders import committed
 from engine.checkpoint.format.step_reader import StepReader
-from engine.checkpoint.preemption import EXIT_CODE, ONE_REQUEST_SECONDS
 from tests.engine.checkpoint.lasting import Course, course, digest, settings, world_of
 from tests.launches import Ended, Launch, Line
 from tests.warm_python import warm_torchrun

@@ -33,7 +33,7 @@ DESIGN: dict[str, Any] = json.loads("""{
   "checkpoint": {"folder": null, "every": 0, "keep": 2, "async": true},
   "monitor": {"jsonl": null, "tensorboard": null, "csv": null, "wandb": null, "mlflow": null, "every": 10,
               "progress": false, "metrics": []},
-  "watchdog": {"timeout_seconds": 60, "folder": null, "straggler_factor": 2.0, "straggler_steps": 100},
+  "watchdog": {"enabled": true, "folder": null, "straggler_factor": 2.0, "straggler_steps": 100},
   "communication": {"timeout_seconds": 600}, "max_skipped_steps": 100
 }""")
 NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -61,8 +61,9 @@ def test_an_earlier_key_sets_those_of_today_unless_they_contradict_it() -> None:
     config = load_config({"parallel": {"verify_plan": False}, "watchdog": {"max_skipped_steps": 7}})
     assert (config.parallel.prove_plan, config.parallel.check_replicas, config.max_skipped_steps) == (False, False, 7)
     assert config.notes == (
-        "parallel.verify_plan: the earlier name of parallel.prove_plan and parallel.check_replicas, which it sets.",
-        "watchdog.max_skipped_steps: the earlier name of max_skipped_steps, which it sets.",
+        "parallel.verify_plan: a key of earlier versions; it sets parallel.prove_plan false and "
+        "parallel.check_replicas false.",
+        "watchdog.max_skipped_steps: a key of earlier versions; it sets max_skipped_steps 7.",
     )
     assert load_config(config.to_json()).notes == ()
     assert refusal({"parallel": {"verify_plan": False, "check_replicas": True}}) == (
@@ -71,11 +72,31 @@ def test_an_earlier_key_sets_those_of_today_unless_they_contradict_it() -> None:
     assert refusal({"watchdog": {"max_skipped_steps": -1}}).startswith("max_skipped_steps: -1 is below 0; ")
 
 
-def test_the_watchdog_acts_before_a_collective_gives_up() -> None:
-    for raw, seconds in (({}, 300.0), ({"communication": {"timeout_seconds": 90}}, 45.0)):
-        assert load_config(raw).watchdog_seconds == seconds
-    assert load_config({"watchdog": {"timeout_seconds": 60}}).watchdog_seconds == 60
-    assert load_config({"watchdog": {"timeout_seconds": None}}).watchdog_seconds is None
+@pytest.mark.parametrize(
+    ("given", "seconds", "enabled", "sets"),
+    [
+        (60, 120, True, "communication.timeout_seconds 120"),
+        (1.5, 3, True, "communication.timeout_seconds 3"),
+        ("auto", 600, True, "nothing more"),
+        (None, 600, False, "watchdog.enabled false"),
+    ],
+)
+def test_there_is_one_timeout_and_the_watchdogs_earlier_one_sets_it(
+    given: object, seconds: int, enabled: bool, sets: str
+) -> None:
+    config = load_config({"watchdog": {"timeout_seconds": given}})
+    assert (config.communication.timeout_seconds, config.watchdog.enabled) == (seconds, enabled)
+    assert config.notes == (f"watchdog.timeout_seconds: a key of earlier versions; it sets {sets}.",)
+    assert load_config(config.to_json()).notes == ()
+
+
+def test_a_timeout_of_the_watchdog_that_contradicts_the_one_of_communication_is_refused() -> None:
+    both = {"watchdog": {"timeout_seconds": 60}, "communication": {"timeout_seconds": 600}}
+    assert refusal(both) == (
+        "watchdog.timeout_seconds: asks for communication.timeout_seconds 120, which is given as 600; keep one of them."
+    )
+    for wrong in ("soon", True):
+        assert refusal({"watchdog": {"timeout_seconds": wrong}}).startswith("communication.timeout_seconds: ")
 
 
 def test_empty_config_has_the_documented_defaults() -> None:
@@ -163,9 +184,8 @@ def test_params_are_read_only() -> None:
         ({"seed": 1.5}, "seed: 1.5 is not a whole number; give a whole number of at least 0."),
         ({"seed": 10**400}, None),
         (
-            {"watchdog": {"timeout_seconds": 0.5}},
-            'watchdog.timeout_seconds: 0.5 is below 1; give a number of seconds of at least 1, "auto", or null for '
-            "no watchdog.",
+            {"watchdog": {"enabled": 60}},
+            "watchdog.enabled: 60 is a number; give true or false.",
         ),
         (
             {"bf16": {"enabled": "auto"}},

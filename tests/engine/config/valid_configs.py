@@ -53,7 +53,7 @@ FULL: Tree = json.loads("""{
   "monitor": {"jsonl": "steps.jsonl", "csv": "steps.csv", "tensorboard": "board", "wandb": "project",
     "mlflow": "experiment", "every": 10, "progress": true, "metrics": ["accuracy"], "expert_load": true,
     "report": "run", "profile": null},
-  "watchdog": {"timeout_seconds": null, "folder": null, "straggler_factor": null, "straggler_steps": 100},
+  "watchdog": {"enabled": false, "folder": null, "straggler_factor": null, "straggler_steps": 100},
   "communication": {"timeout_seconds": 60}, "max_skipped_steps": 50
 }""")
 """Every key of every section."""

@@ -10,11 +10,15 @@ from torch import nn
 
 import engine
 from engine.build.request import Request
-from engine.dry_run.rank_forecast import forecast_rank
+from engine.dry_run.dry_run_rank import DryRunRank
+from engine.dry_run.rank_forecast import RankForecast, forecast_of
 from engine.engine import Engine
+from engine.kernels.dispatch import Kernels
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.pipeline.runtime.executor import Executor
-from engine.planning.activation_memory.live_storages import LiveStorages
+from engine.planning.activation_memory import LiveStorages
+from engine.planning.plan import Plan
+from engine.program.batch import Batch
 from engine.step.runtime import RankRuntime
 
 ROWS, LENGTH, WIDTH, VOCABULARY, LAYERS = 2, 48, 32, 96, 4
@@ -116,6 +120,13 @@ def batch_of(rows: int, seed: int) -> dict[str, torch.Tensor]:
     """Tokens, which are their own labels."""
     ids = torch.randint(0, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids.clone()}
+
+
+def forecast_rank(
+    model: nn.Module, plan: Plan, rank: int, request: Request, example: Batch, kernels: Kernels | None = None
+) -> RankForecast:
+    """The forecast of one rank alone; ``kernels``: of a device that is not here."""
+    return forecast_of(plan, rank, DryRunRank(model, plan, rank, request, example, kernels).step())
 
 
 def compare_peaks(family: str, way: Way) -> PeakPair:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.dry_run.dry_run_rank import CPU, shape_mode
 from engine.dry_run.gpu_attention import attention_of_gpu
-from engine.dry_run.shape_only_model import CPU, shape_mode
-from engine.planning.activation_memory.live_storages import LiveStorages
+from engine.planning.activation_memory import LiveStorages
 
 ROWS, HEADS, LENGTH, WIDTH = 2, 4, 64, 16
 

@@ -9,18 +9,25 @@ from torch import nn
 from engine.build.request import Request
 from engine.config import load_config
 from engine.dry_run.dry_run_rank import FIRST, DryRunRank, DryRunStep
-from engine.dry_run.plan_dry_run import PlanDryRun
-from engine.dry_run.rank_forecast import forecast_rank
-from engine.dry_run.rank_likeness import RankLikeness
+from engine.dry_run.rank_forecast import PlanDryRun, RankLikeness
 from engine.dry_run.shortened_models import PERIODS, continued, shortened_step
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.pipeline.schedule.actions import Op
-from engine.planning.activation_memory.schedule_walk import ActionMemory, LivePeak
+from engine.planning.activation_memory import ActionMemory, LivePeak
 from engine.planning.analysis import PlanRequest
 from engine.planning.plan import Plan, build_plan
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
-from tests.engine.dry_run.measured_peak import LENGTH, ROWS, VOCABULARY, WIDTH, Way, batch_of, hugging_face
+from tests.engine.dry_run.measured_peak import (
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    WIDTH,
+    Way,
+    batch_of,
+    forecast_rank,
+    hugging_face,
+)
 from tests.selection import wide
 
 PIPELINES = {

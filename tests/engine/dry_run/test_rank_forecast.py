@@ -10,7 +10,7 @@ from torch import nn
 from engine.build.request import Request
 from engine.config import load_config
 from engine.dry_run.dry_run_rank import MIDDLE
-from engine.dry_run.rank_forecast import PlannedKernels, forecast_rank
+from engine.dry_run.rank_forecast import PlannedKernels
 from engine.models.decoder import loss_sum
 from engine.parallel.pipeline.schedule.actions import Op
 from engine.planning.analysis import PlanRequest
@@ -27,6 +27,7 @@ from tests.engine.dry_run.measured_peak import (
     batch_of,
     compare_peaks,
     decoder,
+    forecast_rank,
 )
 from tests.selection import wide
 from tests.tables import Table

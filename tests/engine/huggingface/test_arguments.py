@@ -14,7 +14,7 @@ from engine import hosting
 from engine.config import load_config
 from engine.hosting.arguments import checked_metrics, refuse_arguments, refuse_best_metric, refuse_unlike, settled
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import engine
 from engine.hosting.hosted_model import HostedModel, with_one_loss, with_share
-from engine.huggingface.whole_steps import OwnLoss, WholeSteps
+from engine.huggingface.trainer import OwnLoss, WholeSteps
 from engine.program.batch_rows import BatchRows
 from tests import models
 

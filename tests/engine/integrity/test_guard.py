@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.checkpoint.memory.memory_folder import TOKEN
+from engine.checkpoint.memory_folder import TOKEN
 from engine.errors import ConfigError, CorruptionError
 from engine.integrity.copies import INTEGRITY
 from engine.integrity.guard import Integrity

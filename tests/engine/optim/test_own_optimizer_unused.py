@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import engine
 from engine.engine import Engine
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.verify import verify
 from tests.selection import wide

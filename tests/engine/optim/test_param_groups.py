@@ -12,7 +12,7 @@ from engine.config import load_config
 from engine.config.optim_sections import OptimizerConfig
 from engine.errors import ConfigError
 from engine.optim.param_groups import assign_groups
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.reporting.banner import banner_text
 from tests import models

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import engine
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests.engine.parity.peft_kinds import BASE, batches
 from tests.models import take_rows

@@ -70,14 +70,14 @@ def planted(sequence: bool, rows: list[dict[str, Any]]) -> tuple[Parity | None, 
     repair()
     from engine.kernels import overlap
     from engine.kernels.gpu.overlap import launches
-    from engine.parallel.tensor.overlap import copied_rows, fused_moves
+    from engine.parallel.tensor.overlap import fused_moves
 
     table = tuple(overlap.OverlapChoice(device="cpu", dtype="float32", ranks=2, **row) for row in rows)
     overlap.shipped_overlap = lambda: table  # type: ignore[assignment]
     launched: Counter[str] = Counter()
     for name in LAUNCHES:
         setattr(launches, name, _counted(name, getattr(launches, name), launched))
-    setattr(fused_moves, "copied_rows", _counted("copied_rows", copied_rows.copied_rows, launched))  # noqa: B010
+    setattr(fused_moves, "copied_rows", _counted("copied_rows", fused_moves.copied_rows, launched))  # noqa: B010
     tokens = torch.randint(0, 32, (1, 9), generator=torch.Generator().manual_seed(3))
     config = settings(1, parallel={"overlap": "auto", "pipeline": 1, "tensor": 2, "sequence_parallel": sequence})
 

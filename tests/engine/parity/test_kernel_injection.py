@@ -12,7 +12,7 @@ from torch import nn
 import engine
 from engine.build.forward_changes import change_forwards
 from engine.config import load_config
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.reporting.banner import banner_text

@@ -12,7 +12,7 @@ import engine
 from engine.config import load_config
 from engine.engine import Engine
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.verify import verify
 from tests import models

@@ -10,7 +10,7 @@ import torch
 
 import engine
 from engine.errors import PlanError
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.verify import Parity, TrainingRecord, train_alone
 from tests.engine.parity.launches import settings

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.model.quantized_layers import QuantizedLayer
 from engine.verify import Parity, TrainingRecord, train_alone, verify

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.verify import TrainingRecord, VerifyOptions, train_on_grid
 from tests.engine.parity.test_parity import config_for
 

@@ -13,7 +13,7 @@ from engine.config import load_config
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.layers.apply_plan import apply_plan
 from engine.parallel.tensor.layers.planned_traffic import TrafficRecorder, find_logit_use
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 from engine.parallel.tensor.thread_ranks import SimulatedAxis, run_tensor_ranks
 from engine.parallel.tensor.tp_axis import TensorAxis

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone
 from tests.engine.planning.tensor_runs import CONFIG, WIDTH, drawn_batches, recorded

@@ -13,7 +13,7 @@ from engine.parallel.tensor.auto.low_rank_weight import LowRankWeight
 from engine.planning import materialized_block
 from engine.planning.isolated_block import copy_block
 from engine.planning.materialized_block import IsolatedRunError, MaterializedBlock, MaterializedUnit, alone
-from engine.planning.tensor_plan_search import find_styles
+from engine.planning.tensor_plan_search import SearchedProgram
 from engine.precision.dtypes import make_precision
 from tests.engine.parity.architectures import ALL
 from tests.engine.planning.test_tensor_plan_proof import STYLES, WIDTH, Chain, Perceptron, checked, program_of
@@ -159,6 +159,6 @@ def test_a_wide_block_is_searched_in_the_memory_of_its_edges(monkeypatch: pytest
             out: Tensor = self.layers[0](x).square().mean()
             return out
 
-    styles = find_styles(program_of(Model()), torch.ones(2, 2, 2**14), 2)
+    styles = SearchedProgram(program_of(Model()), torch.ones(2, 2, 2**14)).find_styles(2)
     assert dict(styles.patterns) == {"layers.*.up": "column", "layers.*.down": "row"}
     assert max(sizes) == 2**16

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import engine
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.planning.tensor_plan_search import blocks_with_shared_layers
 from engine.verify import Parity, TrainingRecord, VerifyOptions, train_alone

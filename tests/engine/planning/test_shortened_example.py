@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.config import load_config
-from engine.planning.tensor_plan_search import find_styles
+from engine.planning.tensor_plan_search import SearchedProgram
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 from tests.models import NanoBlock
@@ -48,7 +48,7 @@ def search(model: nn.Module, **more: Tensor) -> Any:
     ids = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
     example = {"input_ids": ids, "labels": ids.clone(), **more}
     program = Program(model, None, make_precision(config, model), torch.device("cpu"))
-    return find_styles(program, example, 2).plan(model, 2)
+    return SearchedProgram(program, example).find_styles(2).plan(model, 2)
 
 
 @pytest.mark.parametrize("masked", [False, True])

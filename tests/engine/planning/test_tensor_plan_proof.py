@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from engine.config import load_config
 from engine.errors import PlanError
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.planning import isolated_block
 from engine.planning.analysis import PlanRequest
 from engine.planning.plan import Plan, build_plan
 from engine.planning.tensor_plan_proof import check_plan
-from engine.planning.tensor_plan_search import find_styles
+from engine.planning.tensor_plan_search import SearchedProgram
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 from engine.reporting.banner import banner_text
@@ -223,7 +223,7 @@ def test_a_proof_for_one_length_only_is_said(limit: int, length: int, reason: st
     model, ids = OfOneLength(limit), torch.zeros(2, length, dtype=torch.int64)
     expected = (f"the tensor plan is proven for one length of text only, because {reason}",) if reason else ()
     assert checked(model, STYLES, ids) == expected
-    assert find_styles(program_of(model), ids, TP).notes == expected
+    assert SearchedProgram(program_of(model), ids).find_styles(TP).notes == expected
 
 
 def test_a_mistake_of_this_package_is_no_block_that_does_not_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from engine.config import load_config
 from engine.errors import PlanError
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
-from engine.planning.tensor_plan_search import find_styles
-from engine.planning.tensor_search.found_styles import as_patterns
+from engine.planning.found_styles import as_patterns
+from engine.planning.tensor_plan_search import SearchedProgram
 from engine.precision.dtypes import make_precision
 from engine.program.batch import Batch
 from engine.program.program import Program
@@ -37,7 +37,7 @@ def search(
         if getattr(getattr(module, "config", None), "use_cache", None) is True:
             module.config.use_cache = False  # type: ignore[union-attr]
     program = Program(model, loss_fn, make_precision(config, model), torch.device("cpu"))
-    return find_styles(program, example, tp).plan(model, tp)
+    return SearchedProgram(program, example).find_styles(tp).plan(model, tp)
 
 
 def found(name: str, tp: int = 2) -> TensorPlan:

@@ -11,7 +11,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 import engine
 from engine.config import load_config
-from engine.planning.host_state.setting_notes import rounding_notes
+from engine.planning.host_state import rounding_notes
 from engine.precision.dtypes import make_precision
 from engine.precision.fp32_modules import marked_tensors
 from engine.verify import verify

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.program.batch_rows import BatchRows
-from engine.program.call_parts import cut_arguments, joined_parts
+from engine.step.pipeline_call import cut_arguments, joined_parts
 
 X, Y = torch.arange(10).view(5, 2), torch.arange(5)
 

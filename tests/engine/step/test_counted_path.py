@@ -39,7 +39,7 @@ class Counted(nn.Module):
 def counted(left_out: int, loop: bool, tensor: int) -> tuple[float, list[str]]:
     """The first loss, and what the next two steps say."""
     batches = [(t[:, :-1], t[:, 1:]) for t in models.token_batches(2, 2)]
-    config = settings(2, train_batch_size=2, parallel={"tensor": tensor}, watchdog={"timeout_seconds": 10})
+    config = settings(2, train_batch_size=2, parallel={"tensor": tensor}, communication={"timeout_seconds": 20})
     with engine.initialize(Counted(left_out), config, example_batch=tuple(t[:2] for t in batches[0])) as eng:
         if loop:
             eng.open_pipeline()

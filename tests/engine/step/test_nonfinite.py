@@ -350,3 +350,38 @@ def test_buffers_first_written_in_another_mode_are_put_back() -> None:
         factor = math.nan
         assert eng.train_batch(torch.randn(4, 3)).skipped
     assert torch.equal(eng.module.get_buffer("0.running_mean"), torch.zeros(3))
+
+
+class Late(nn.Linear):
+    """A layer that registers a counter of its forwards in its ``first`` one, counted from 0."""
+
+    count: Tensor
+
+    def __init__(self, first: int) -> None:
+        super().__init__(3, 3)
+        self.forwards, self.first = 0, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.forwards == self.first:
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        if self.forwards >= self.first:
+            self.count += 1
+        self.forwards += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("others", [0, 1])
+def test_buffers_that_a_forward_registers_are_put_back(first: int, others: int) -> None:
+    late = Late(first)
+    factor, counts = 1.0, list[int]()
+    model = nn.Sequential(*[nn.BatchNorm1d(3)] * others, late)
+    with engine.initialize(
+        model, {"train_batch_size": 4}, lambda output, batch: output.square().mean() * factor
+    ) as eng:
+        for factor in (1.0, 1.0, math.nan, 1.0, math.nan):
+            report = eng.train_batch(torch.randn(4, 3))
+            assert report.skipped == math.isnan(factor)
+            counts.append(int(late.count) if "count" in late._buffers else 0)
+    begun = 1 - first
+    assert counts == [begun, begun + 1, begun + 1, begun + 2, begun + 2]

@@ -16,7 +16,7 @@ from engine.errors import PlanError
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
 from engine.parallel.tensor.auto.search import Decided, Search
 from engine.parallel.tensor.auto.strategies import ShardingStrategy
-from engine.planning.tensor_plan_search import find_styles
+from engine.planning.tensor_plan_search import SearchedProgram
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 from engine.verify import Parity, train_alone, train_on_grid
@@ -152,7 +152,7 @@ def test_sizes_that_do_not_share_the_sequence_of_the_example_are_passed_over(mon
     precision = make_precision(load_config(settings(), 2), model)
     program = Program(model, None, precision, torch.device("cpu"))
     example = tuple(torch.zeros(2, LENGTH, dtype=torch.long) for _ in range(2))
-    found = find_styles(program, example, 2, sequence=True)
+    found = SearchedProgram(program, example).find_styles(2, sequence=True)
     assert {reason.how for reason in found.reasons} == {"replicate"}
 
 
@@ -171,7 +171,7 @@ def test_checkpoints_inside_a_block_do_not_keep_it_from_being_cut() -> None:
     model.gradient_checkpointing_enable()
     program = Program(model, None, make_precision(load_config(settings(), 2), model), torch.device("cpu"))
     ids = torch.zeros(2, LENGTH, dtype=torch.long)
-    found = find_styles(program, {"input_ids": ids, "labels": ids}, 2)
+    found = SearchedProgram(program, {"input_ids": ids, "labels": ids}).find_styles(2)
     assert {reason.how for reason in found.reasons} <= {"local", "local+"}
     assert len(found.reasons) == 2
 
@@ -184,7 +184,7 @@ def plan_of_skipping(rank: int) -> list[str]:
     torch.manual_seed(rank)
     precision = make_precision(load_config(settings(), 2), model)
     example = tuple(torch.zeros(2, LENGTH, dtype=torch.long) for _ in range(2))
-    found = find_styles(Program(model, None, precision, torch.device("cpu")), example, 2)
+    found = SearchedProgram(Program(model, None, precision, torch.device("cpu")), example).find_styles(2)
     assert torch.initial_seed() == rank
     return [f"{reason.style} {reason.why}" for reason in found.reasons]
 

@@ -137,6 +137,40 @@ def test_a_phase_calls_the_parts_that_have_something_to_do_in_it() -> None:
     assert parts.find(Counting) is counting and parts.find(Integrity) is None
 
 
+class Forwards(StepPart):
+    """Counts the forwards of each step that trains."""
+
+    order = PartOrder.EXPERTS
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def counts(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.float64)
+
+    @contextmanager
+    def forward(self, counts: Tensor | None) -> Iterator[None]:
+        if counts is not None:
+            counts += 1
+        yield
+
+    def agreed(self, step: StepState, totals: StepTotals[float]) -> None:
+        assert step.experts is not None
+        self.steps.append(int(step.experts[0]))
+
+
+def test_a_part_counts_in_the_forwards_of_its_step() -> None:
+    part = Forwards()
+    with (
+        patch.object(step_parts, "MAKERS", (*step_parts.MAKERS, lambda request: part)),
+        engine.initialize(models.decoder, CONFIG, loss_sum) as eng,
+    ):
+        for batch in _batches(2):
+            eng.train_batch(batch)
+            eng.eval_batch(batch)
+    assert part.steps == [2, 2], "a microbatch of each of two steps, and none of an evaluation"
+
+
 def test_features_that_are_off_have_no_part() -> None:
     with engine.initialize(models.decoder, CONFIG, loss_sum) as eng:
         eng.train_batch(_batches(1)[0])

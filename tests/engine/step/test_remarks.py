@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import engine
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
-from engine.step import batch_check, remarks
-from engine.step.remarks import idle_in_eval_mode
+from engine.step import batch_check, runner
+from engine.step.runner import idle_in_eval_mode
 from engine.verify import verify
 from tests import models
 from tests.engine.parity.test_parity import config_for
@@ -147,8 +147,8 @@ def test_after_the_start_batches_are_glanced_at_twice_in_32_steps(monkeypatch: p
 
         return digest
 
-    monkeypatch.setattr(remarks, "small_digest", counting(whole))
-    monkeypatch.setattr(remarks, "glimpse", counting(first))
+    monkeypatch.setattr(runner, "small_digest", counting(whole))
+    monkeypatch.setattr(runner, "glimpse", counting(first))
     with engine.initialize(net(), CONFIG) as eng:
         for _ in range(100):
             eng.train_batch(torch.randn(4, 3))

@@ -17,12 +17,12 @@ import engine
 def main() -> None:
     """Run the rank."""
     how, seconds = sys.argv[1], float(sys.argv[2])
+    os.environ["TRINE_WATCHDOG_SECONDS"] = "1"
     torch.manual_seed(0)
     config = {
         "parallel": {"data": 2},
         "optimizer": {"type": "adamw"},
         "train_micro_batch_size_per_gpu": 1,
-        "watchdog": {"timeout_seconds": 1},
     }
     eng = engine.initialize(nn.Linear(4, 4), config, loss_fn=lambda output, batch: output.square().mean())
     eng.complete(torch.ones(1, 4))

@@ -27,7 +27,7 @@ from engine.kernels.gpu.warm_cache import NotedKernel, noted_launches
 from engine.launch.planner.compile_command import StepSubject, note_subject
 from engine.launch.planner.planned_model import PlannedModel
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.program.batch import map_tensors
 

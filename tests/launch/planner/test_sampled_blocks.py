@@ -21,11 +21,11 @@ from engine.parallel.grid import Coord
 from engine.parallel.pipeline.schedule.actions import Op
 from engine.planning import flat_layouts
 from engine.planning.analysis import PlanRequest, search_styles
-from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.layout import TrainingLayout
-from engine.planning.tensor_search.found_styles import FoundStyles
+from engine.planning.cost_model.workload import DecoderShape
+from engine.planning.found_styles import FoundStyles
 from engine.program.batch import map_tensors
 from engine.zero.layout import FlatLayout, build_layout
 from tests.selection import wide

@@ -13,10 +13,10 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import engine
 from engine.parallel.activation_checkpointing.blocks import recompute_blocks
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.model.forward_patch import ForwardPatches
-from engine.planning.activation_memory.live_storages import LiveStorages
+from engine.planning.activation_memory import LiveStorages
 from tests.engine.dry_run.measured_peak import LENGTH, VOCABULARY, hugging_face
 from tests.parallel.activation_checkpointing.test_blocks import Policy
 from tests.selection import wide

@@ -20,7 +20,7 @@ from engine.parallel.activation_checkpointing.selective import SavedActivations,
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.layers.linear import ColumnLinear, RowLinear
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
-from engine.planning.activation_memory.live_storages import LiveStorages
+from engine.planning.activation_memory import LiveStorages
 from tests import models
 from tests.engine.parity.test_parity import config_for
 from tests.models import take_rows

@@ -8,7 +8,7 @@ import torch
 
 import engine
 from engine.models.decoder import loss_sum
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from tests import models
 from tests.selection import wide

@@ -9,7 +9,7 @@ from torch import Tensor
 import engine
 from engine.engine import Engine
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 
 Result = TypeVar("Result")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from engine.errors import CheckpointError, EngineError, PlanError
 from engine.parallel.comm.agreement import differing, first_rank, from_first, raise_together
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import World, patience_seconds
 from engine.parallel.grid import Grid

@@ -12,7 +12,7 @@ from engine.kernels.codecs.block_codec import BlockFormat, CastFormat, NumberFor
 from engine.kernels.dispatch import REFERENCE, Kernels
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.encoded_collectives import ActivationFormat, EncodedCollectives
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.traffic import Traffic, sent_bytes
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid

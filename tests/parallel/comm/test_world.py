@@ -19,6 +19,7 @@ from engine.parallel.comm.world import (
     read_world,
     shares_memory,
     timeout_seconds,
+    watchdog_seconds,
 )
 
 Start = Callable[[dict[str, str]], "subprocess.Popen[str]"]
@@ -189,3 +190,13 @@ def test_a_switch_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TRINE_SHARED_MEMORY", "off")
     with pytest.raises(GridError, match=r"TRINE_SHARED_MEMORY='off' is not a number of 0 or more"):
         shares_memory()
+
+
+def test_the_watchdog_acts_before_a_collective_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRINE_TIMEOUT_SECONDS", "TRINE_WATCHDOG_SECONDS"):
+        monkeypatch.delenv(name, raising=False)
+    assert (watchdog_seconds(), watchdog_seconds(90)) == (300.0, 45.0)
+    monkeypatch.setenv("TRINE_TIMEOUT_SECONDS", "1800")
+    assert watchdog_seconds(90) == 900.0
+    monkeypatch.setenv("TRINE_WATCHDOG_SECONDS", "3")
+    assert watchdog_seconds(90) == 3.0

@@ -12,7 +12,7 @@ from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.grid import Grid
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.layers.apply_plan import apply_plan
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut, TensorPlan
 from engine.parallel.tensor.tp_axis import TensorAxis
 from tests.parallel.tensor.plans import written_plan

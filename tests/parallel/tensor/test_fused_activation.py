@@ -15,7 +15,7 @@ from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.tensor.deferred_linear import FusedForward, fuse
 from engine.parallel.tensor.layers.apply_plan import apply_plan
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
 from tests.kernels.interpreter import repair

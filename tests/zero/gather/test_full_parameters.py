@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from engine.parallel.comm.backend import RecordingBackend
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Grid
-from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
+from engine.zero.flat_buckets import FlatBucket, Ownership
 from engine.zero.gather.unsharded_buckets import UnshardedBuckets
 from engine.zero.layout import Item, build_layout
 from tests.zero import small
+from tests.zero.buckets import allocate
 from tests.zero.gather.test_gather_ranks import message
 
 RunRanks = Callable[..., list[Any]]

@@ -6,7 +6,7 @@ import pytest
 
 import engine
 from engine.models.decoder import loss_sum
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.zero.gather.outside_calls import OutsideCalls
 from tests import models

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.zero.offload.direct_io import SECTOR, DiskCalls
+from engine.zero.offload.block_file import SECTOR, DiskCalls
 
 Transfer = Callable[[int, memoryview, int], int]
 """Makes one transfer: file, memory, place."""

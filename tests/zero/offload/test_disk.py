@@ -12,8 +12,7 @@ import torch
 
 import engine
 from engine.errors import EngineError
-from engine.zero.offload.block_file import BLOCK, BlockFile
-from engine.zero.offload.moment_buffers import MomentBuffers
+from engine.zero.offload.block_file import BLOCK, BlockFile, MomentBuffers
 from engine.zero.offload.scratch_folder import PREFIX, ScratchFolder
 from tests.zero.offload.test_offloaded_training import bits, settings, trained, unequal
 from tests.zero.small import batch, start

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.zero.offload.block_file import BLOCK, BlockFile
-from engine.zero.offload.direct_io import SECTOR, DiskCalls, sector_memory
+from engine.zero.offload.block_file import BLOCK, SECTOR, BlockFile, DiskCalls, sector_memory
 from engine.zero.offload.disk_moments import DiskMoments
 from engine.zero.offload.scratch_folder import PREFIX
 from tests.zero.offload.failing_disk import EIO, ENOSPC, FOREVER, failing, garbled, short, torn

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from engine.parallel.comm.comm import Pending
-from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
+from engine.zero.flat_buckets import FlatBucket, Ownership
 from engine.zero.offload.host_copies import HostCopies, offloaded_buckets
+from tests.zero.buckets import allocate
 from tests.zero.rig import Setting, lay_out
 
 BFLOAT16 = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.parallel.comm.comm import Comm, Pending
 from engine.reporting.banner import banner_text
 from engine.zero.flat_buckets import FlatBucket
-from engine.zero.offload.host_parameters import ShardSource
+from engine.zero.gather.unsharded_buckets import ShardSource
 from tests.selection import wide
 from tests.zero.offload.test_offloaded_training import bits, unequal
 from tests.zero.small import batch, forget_the_living, start

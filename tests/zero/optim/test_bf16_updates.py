@@ -6,9 +6,10 @@ import torch
 from engine.parallel.shard_table import Range, ShardRow
 from engine.parallel.tensor.layers.apply_plan import local_shard
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
-from engine.zero.flat_buckets import Ownership, allocate
+from engine.zero.flat_buckets import Ownership
 from engine.zero.layout import Item, build_layout
 from engine.zero.optim.bf16_updates import PIECE, FullShapes, RoundedUpdates
+from tests.zero.buckets import allocate
 
 FUSED = (Range(0, 4, (0,)), Range(4, 8, (1,)), Range(8, 10, (0, 1)), Range(10, 13, (0,)), Range(13, 16, (1,)))
 """As a fused query, key and value are cut: the key is shared."""

@@ -14,7 +14,7 @@ from engine.kernels.ops.adamw import AdamRun, DeviceDecision, adamw_
 from engine.kernels.optim.update_rules import adam_
 from engine.parallel.comm.comm import Pending
 from engine.parallel.shard_table import Range, ShardRow
-from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
+from engine.zero.flat_buckets import FlatBucket, Ownership
 from engine.zero.layout import Item, build_layout
 from engine.zero.optim import flat_optimizers
 from engine.zero.optim.bf16_updates import FullShapes, RoundedUpdates
@@ -22,6 +22,7 @@ from engine.zero.optim.flat_optimizers import Bookkeeping, FlatAdam, FlatLion
 from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory
 from engine.zero.optim.sharded_optimizer import ShardedOptimizer
 from tests.kernels.interpreter import repair
+from tests.zero.buckets import allocate
 from tests.zero.rig import Setting, build
 
 STEPS, SCALE = 3, 0.25

@@ -21,10 +21,11 @@ from engine.kernels.ops.linear_cross_entropy import linear_cross_entropy
 from engine.parallel.comm.backend import RecordingBackend, Wait
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis, Grid
-from engine.zero.flat_buckets import Ownership, allocate
+from engine.zero.flat_buckets import Ownership
 from engine.zero.reduce.microbatch_reducer import MicrobatchReducer
 from engine.zero.reduce.reducer import Backward, ReducerSetup
 from tests.kernels.interpreter import repair
+from tests.zero.buckets import allocate
 from tests.zero.rig import Rig, Setting, build, lay_out, plain_grads
 
 Loss = Callable[["Products", Tensor], Tensor]

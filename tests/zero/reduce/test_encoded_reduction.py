@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from engine.kernels.codecs.block_codec import BlockCodec, BlockFormat
 from engine.kernels.dispatch import REFERENCE
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.traffic import Traffic
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
-from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
+from engine.zero.flat_buckets import FlatBucket, Ownership
 from engine.zero.layout import Item, build_layout
 from engine.zero.reduce.encoded_reduction import EncodedReduction, connect_hops
 from engine.zero.wire_formats import WireFormats
 from tests.selection import wide
+from tests.zero.buckets import allocate
 
 WIRE = BlockFormat(8, 64)
 ELEMENTS = 1000

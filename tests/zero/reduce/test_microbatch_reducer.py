@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from engine.parallel.comm.backend import RecordingBackend, Wait
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis, Grid
-from engine.zero.flat_buckets import FlatBucket, Ownership, allocate
+from engine.zero.flat_buckets import FlatBucket, Ownership
 from engine.zero.layout import Item, build_layout
 from engine.zero.reduce.microbatch_reducer import BUFFERS, MicrobatchReducer
 from engine.zero.reduce.reducer import Backward, ReducerSetup
+from tests.zero.buckets import allocate
 from tests.zero.reduce.test_step_reducer import Stack, straight, x
 from tests.zero.rig import plain_grads
 

@@ -15,10 +15,11 @@ from engine.errors import EngineError
 from engine.parallel.comm.backend import RecordingBackend, Reduction, Wait
 from engine.parallel.comm.comm import Comm
 from engine.parallel.grid import Axis, Grid
-from engine.zero.flat_buckets import Ownership, allocate
+from engine.zero.flat_buckets import Ownership
 from engine.zero.layout import Item, build_layout
 from engine.zero.reduce.reducer import Backward, ReducerSetup
 from engine.zero.reduce.step_reducer import GradientReducer
+from tests.zero.buckets import allocate
 from tests.zero.rig import Rig, Setting, build, plain_grads
 
 Loss = Callable[[nn.Module, Tensor], Tensor]

@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.planning.cost_model.decoder_shape import DecoderShape
-from engine.planning.cost_model.estimate import StepModel
+from engine.planning.cost_model.estimate import CHANNEL_BYTES, CONTEXT_BYTES, SLACK, StepModel
 from engine.planning.cost_model.hardware import GpuSpec, ReachedShares, load_gpu
-from engine.planning.cost_model.layout import EngineTraits, TrainingLayout
+from engine.planning.cost_model.layout import EngineTraits, TrainingLayout, idle_over_useful, microbatches_held, slowest
 from engine.planning.cost_model.links import Links
-from engine.planning.cost_model.memory import CHANNEL_BYTES, CONTEXT_BYTES, SLACK
-from engine.planning.cost_model.stages import idle_over_useful, microbatches_held, slowest
+from engine.planning.cost_model.workload import DecoderShape
 
 WORK = DecoderShape(layers=4, width=64, heads=4, vocabulary=128, context=16).workload()
 ALL = ReachedShares(

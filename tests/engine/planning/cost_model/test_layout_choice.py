@@ -5,12 +5,11 @@ from functools import cache
 
 import pytest
 
-from engine.planning.cost_model.decoder_shape import DecoderShape
-from engine.planning.cost_model.estimate import LayoutEstimate, StepModel
+from engine.planning.cost_model.estimate import SLACK, LayoutEstimate, StepModel
 from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.layout import TrainingLayout
-from engine.planning.cost_model.memory import SLACK
 from engine.planning.cost_model.search import LayoutChoice, Wish, search_layouts
+from engine.planning.cost_model.workload import DecoderShape
 
 GPU = load_gpu("h100")
 WORK = DecoderShape(layers=32, width=4096, heads=32, vocabulary=32000, context=4096).workload()

@@ -11,8 +11,7 @@ from benchmarks.harness.figures import FOLDER
 from engine.parallel.grid import Grid, Order
 from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.layout import TrainingLayout
-from engine.planning.cost_model.links import Links
-from engine.planning.cost_model.placement import placement_picture, tensor_groups_cross
+from engine.planning.cost_model.links import Links, placement_picture, tensor_groups_cross
 
 WORKERS = Grid(pp=4, dp=2, tp=4)
 """4 pipeline x 4 tensor x 2 data on 8 nodes of 4."""

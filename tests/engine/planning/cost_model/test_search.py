@@ -3,7 +3,6 @@
 import pytest
 
 from engine.errors import PlanError
-from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.estimate import StepModel
 from engine.planning.cost_model.hardware import load_gpu
 from engine.planning.cost_model.layout import TrainingLayout
@@ -16,6 +15,7 @@ from engine.planning.cost_model.search import (
     nearest,
     search_layouts,
 )
+from engine.planning.cost_model.workload import DecoderShape
 
 GPU = load_gpu("h100")
 WORK = DecoderShape(

@@ -2,8 +2,7 @@
 
 import pytest
 
-from engine.planning.cost_model.decoder_shape import DecoderShape, decoder_shape_of, is_model_config
-from engine.planning.cost_model.workload import CutAmount, Product
+from engine.planning.cost_model.workload import CutAmount, DecoderShape, Product, decoder_shape_of, is_model_config
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,

@@ -5,7 +5,7 @@ import pytest
 from engine.errors import GridError
 from engine.parallel.grid import Grid
 from engine.planning.cost_model.links import LinkSpeed
-from engine.planning.step_time.axis_links import HostLinks, place_axes
+from engine.planning.step_time.prediction import HostLinks, place_axes
 
 LINKS = HostLinks(within=LinkSpeed(1e-5, 1000.0), between=LinkSpeed(1e-3, 120.0))
 FOUR_BY_TWO = tuple("aabbccdd")

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from engine.config import load_config
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.planning.analysis import PlanRequest
-from engine.planning.cost_model.decoder_shape import DecoderShape
 from engine.planning.cost_model.hardware import load_gpu
-from engine.planning.cost_model.workload import Workload
+from engine.planning.cost_model.workload import DecoderShape, Workload
 from engine.planning.plan import Plan, build_plan
 from engine.planning.step_time.plan_costs import plan_costs, planned_layout
 from engine.planning.step_time.traced_workload import traced_workload

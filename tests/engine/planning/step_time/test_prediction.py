@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.scaling.ranking import GridChoice, grid_choices, rank_grids
 from engine.config import load_config
 from engine.errors import PlanError
 from engine.parallel.comm.traffic import Traffic
@@ -17,9 +18,14 @@ from engine.parallel.pipeline.schedule.simulate import Cost, simulate
 from engine.planning.analysis import PlanRequest
 from engine.planning.cost_model.links import LinkSpeed
 from engine.planning.plan import Plan, build_plan
-from engine.planning.step_time.axis_links import AxisLinks, HostLinks, place_axes
-from engine.planning.step_time.prediction import Computation, play_schedule, predict_step
-from engine.planning.step_time.ranking import GridChoice, grid_choices, rank_grids
+from engine.planning.step_time.prediction import (
+    AxisLinks,
+    Computation,
+    HostLinks,
+    place_axes,
+    play_schedule,
+    predict_step,
+)
 from engine.precision.dtypes import make_precision
 from engine.program.program import Program
 

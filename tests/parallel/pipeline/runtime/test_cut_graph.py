@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.parallel.pipeline.runtime.cut_graph import Gradients, cut_graph, resume_graph
+from engine.step.pipeline_call import Gradients, cut_graph, resume_graph
 
 
 def stages(weight: Tensor) -> list[Tensor]:

@@ -10,7 +10,7 @@ from engine.kernels.codecs.block_codec import SMALLEST_SCALE, BlockFormat, CastF
 from engine.kernels.dispatch import REFERENCE
 from engine.parallel.comm.comm import Comm
 from engine.parallel.comm.encoded_collectives import ActivationFormat
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
 from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder

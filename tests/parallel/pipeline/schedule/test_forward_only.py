@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from engine.errors import ScheduleError
 from engine.parallel.pipeline.schedule.actions import Op, loop, v_shape
 from engine.parallel.pipeline.schedule.one_f_one_b import forward_only, gpipe, there_and_back
-from engine.parallel.pipeline.schedule.send_completion import releases
-from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
+from engine.parallel.pipeline.schedule.simulate import peak_live, releases, simulate
 from engine.parallel.pipeline.schedule.validate import check
 
 

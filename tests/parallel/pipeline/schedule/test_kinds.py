@@ -12,8 +12,7 @@ from engine.errors import ScheduleError
 from engine.parallel.pipeline.report.text import draw
 from engine.parallel.pipeline.schedule.actions import Op, Schedule, loop, rounds, v_shape
 from engine.parallel.pipeline.schedule.dependencies import DependencyGraph
-from engine.parallel.pipeline.schedule.dualpipe_v import dualpipe_v
-from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule, why_unfit
+from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, dualpipe_v, make_schedule, why_unfit
 from engine.parallel.pipeline.schedule.one_f_one_b import gpipe, interleaved, looped_bfs, one_f_one_b
 from engine.parallel.pipeline.schedule.schedule_file import parse_schedule
 from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
@@ -224,7 +223,7 @@ def test_rounds_are_even_and_no_smaller_than_the_ranks() -> None:
     assert [i for turn in rounds(3, 11) for i in turn] == list(range(11))
 
 
-@pytest.mark.parametrize("file", ["one_f_one_b", "zero_bubble", "dualpipe_v"])
+@pytest.mark.parametrize("file", ["one_f_one_b", "zero_bubble", "kinds"])
 def test_pictures_are_true(file: str) -> None:
     makers: dict[str, Callable[..., Schedule]] = {
         one.__name__: one for one in (gpipe, one_f_one_b, interleaved, looped_bfs, zb_h1, zb_v, dualpipe_v)

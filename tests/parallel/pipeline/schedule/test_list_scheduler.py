@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.parallel.pipeline.schedule.actions import Placement, loop, v_shape
-from engine.parallel.pipeline.schedule.list_scheduler import INPUT, Policy, list_schedule
+from engine.parallel.pipeline.schedule.zero_bubble import INPUT, Policy, list_schedule
 
 ROOT = Path(__file__).parents[4]
 PLACEMENTS = st.one_of(

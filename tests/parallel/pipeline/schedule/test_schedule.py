@@ -195,7 +195,7 @@ import sys
 from engine.parallel.pipeline.schedule.validate import check
 from engine.parallel.pipeline.schedule.simulate import simulate
 from engine.parallel.pipeline.report.text import draw
-from engine.parallel.pipeline.schedule.send_completion import releases
+from engine.parallel.pipeline.schedule.simulate import releases
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
 for kind in SCHEDULE_KINDS.values():
     schedule = make_schedule(kind.name, 4, 8, kind.virtual_stages)

@@ -12,8 +12,7 @@ from engine.parallel.pipeline.schedule.actions import Schedule, v_shape
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
 from engine.parallel.pipeline.schedule.one_f_one_b import forward_only, looped_bfs, one_f_one_b
 from engine.parallel.pipeline.schedule.schedule_file import parse_schedule
-from engine.parallel.pipeline.schedule.send_completion import RECEIVES_AHEAD, releases
-from engine.parallel.pipeline.schedule.simulate import peak_live, simulate
+from engine.parallel.pipeline.schedule.simulate import RECEIVES_AHEAD, peak_live, releases, simulate
 from engine.parallel.pipeline.schedule.validate import check
 from tests.parallel.pipeline.wire import Wire
 

@@ -20,8 +20,7 @@ from engine.parallel.pipeline.schedule.actions import Action, Schedule
 from engine.parallel.pipeline.schedule.kinds import SCHEDULE_KINDS, make_schedule
 from engine.parallel.pipeline.schedule.one_f_one_b import forward_only, gpipe, one_f_one_b
 from engine.parallel.pipeline.schedule.schedule_file import parse_schedule
-from engine.parallel.pipeline.schedule.send_completion import releases
-from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, peak_live, simulate
+from engine.parallel.pipeline.schedule.simulate import Cost, StageTimes, peak_live, releases, simulate
 from engine.parallel.pipeline.schedule.validate import check
 from tests.selection import wide
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from engine.parallel.tensor.auto.attribute_reads import AttributeReads
+from engine.parallel.tensor.auto.search import AttributeReads
 from engine.parallel.tensor.auto.strategies import Number
 
 

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.parallel.shard_table import Range
-from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
+from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters, NeededRows, SharedInput
 from engine.parallel.tensor.auto.equivalence import exactly
-from engine.parallel.tensor.auto.needed_rows import NeededRows, SharedInput
 from engine.parallel.tensor.plan.ranges import cut_parts, rows_of_rank
 from tests.parallel.tensor.auto.blocks import (
     HEAD,

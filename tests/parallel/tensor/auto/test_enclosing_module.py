@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.parallel.tensor.auto.coupled_parameters import CoupledParameters
-from engine.parallel.tensor.auto.enclosing_module import enclosing_module, group_inside, reference_inside
 from engine.parallel.tensor.auto.equivalence import BlockReference, Verdict
-from engine.parallel.tensor.auto.search import Decided, Search
+from engine.parallel.tensor.auto.search import Decided, Search, enclosing_module, group_inside, reference_inside
 from engine.parallel.tensor.plan.tensor_plan import ParameterCut
 from tests.parallel.tensor.auto.blocks import LENGTH, WIDTH, Gated, Thirds, groups_of, truth_of
 

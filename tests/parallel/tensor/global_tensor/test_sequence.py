@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from engine.parallel.tensor.global_tensor.redistribute import full, scatter_stream
+from engine.parallel.tensor.collectives import COLUMN_INPUTS, slice_of
+from engine.parallel.tensor.global_tensor.redistribute import cut_rows, full
 from engine.parallel.tensor.global_tensor.rules.table import global_context
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.parallel.tensor.tp_axis import TensorAxis
@@ -118,7 +119,7 @@ def test_a_layer_that_is_called_twice_sees_a_cut_stream_twice() -> None:
         views = global_context(axis, sequence=True)
         x = normal(B, T, C).requires_grad_()
         weight = nn.Parameter(normal(C, C))
-        stream = scatter_stream(views, x * 1)
+        stream = cut_rows(views, slice_of(x * 1, axis, -2, COLUMN_INPUTS), tuple(x.shape))
         hidden: Any = torch.tanh(functional.linear(torch.tanh(functional.linear(stream, weight)), weight))
         out = full(hidden, "test")
         torch.autograd.backward(out.sum())

@@ -22,7 +22,7 @@ from engine.parallel.tensor.layers.apply_plan import apply_plan
 from engine.parallel.tensor.layers.lazy_head import install_lazy_head
 from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits, gather_logits
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.parallel.tensor.tp_axis import DryAxis, TensorAxis
 from tests.kernels.interpreter import repair

@@ -14,7 +14,7 @@ from engine.parallel.tensor.layers.planned_traffic import find_logit_use
 from engine.parallel.tensor.logits.logit_shard import Vocabulary
 from engine.parallel.tensor.logits.sharded_logits import ShardedLogits, gather_logits
 from engine.parallel.tensor.plan.ranges import cut_unevenly
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.parallel.tensor.tp_axis import TensorAxis
 from engine.parallel.trace.tracer import trace_model

@@ -19,7 +19,7 @@ from engine.parallel.model.side_effects import AttributeState
 from engine.parallel.pipeline.runtime.split_backward import DeferredWeightGrads, SplitBackward
 from engine.parallel.tensor.layers.apply_plan import apply_plan
 from engine.parallel.tensor.overlap.async_input_grad import Entrance, share_input
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.thread_ranks import SimulatedAxis, run_tensor_ranks
 from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
 from tests.parallel.tensor.layers.test_linear_ranks import HIDDEN, ROWS, WIDTH, Crossed, make

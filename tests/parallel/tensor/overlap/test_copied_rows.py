@@ -7,8 +7,8 @@ from benchmarks.overlap.virtual_ranks import virtual_ranks
 from engine.kernels.gpu.launch_shapes import Tile
 from engine.kernels.gpu.overlap.launches import KernelCall, launch_gather_product
 from engine.parallel.comm.symmetric_memory import SlotSizes
-from engine.parallel.tensor.overlap import copied_rows as module
-from engine.parallel.tensor.overlap.copied_rows import copied_rows, rows_of_a_copy
+from engine.parallel.tensor.overlap import fused_moves as module
+from engine.parallel.tensor.overlap.fused_moves import copied_rows, rows_of_a_copy
 from tests.kernels.interpreter import repair
 from tests.selection import wide
 

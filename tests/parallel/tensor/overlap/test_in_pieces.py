@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from engine.models.decoder import Decoder
 from engine.parallel.model.forward_patch import ForwardPatches
 from engine.parallel.tensor.layers.apply_plan import apply_plan
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.thread_ranks import run_tensor_ranks
 from engine.parallel.tensor.tp_axis import Overlap, TensorAxis
 from tests.parallel.tensor.models import LENGTH, build, tokens

@@ -13,7 +13,7 @@ from engine.kernels.dispatch import REFERENCE
 from engine.parallel.kernel_injection.replacements import ActivatedLinear, injected_activation
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
 from engine.parallel.shard_table import Range
-from engine.parallel.tensor.plan.resolve import find_tensor_plan
+from engine.parallel.tensor.plan.sharding_rules import find_tensor_plan
 from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, ParameterCut, TensorPlan
 from tests.models import nano
 from tests.parallel.tensor import models

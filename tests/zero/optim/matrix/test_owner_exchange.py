@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.parallel.comm.comm import Comm
-from engine.parallel.comm.threads.thread_backend import run_thread_ranks
+from engine.parallel.comm.threads import run_thread_ranks
 from engine.parallel.comm.world import World
 from engine.parallel.grid import Grid
 from engine.zero.optim.matrix.owner_exchange import ROUNDS, OwnerExchange, OwnerRoute, balanced_owners, rounds_of

@@ -1,0 +1,401 @@
+"""The result of a search for a tensor plan, as data that one rank makes and all ranks of the job read.
+
+Tensor plans that were found before, kept on disk: ``~/.cache/trine/tensor_plans``, or in the folder that the
+environment variable TRINE_CACHE names; ``TRINE_CACHE=0`` keeps nothing.
+
+One file for each search, named by its digest (``search_digest``). A file is whole or absent: it is written under
+another name and renamed. What is damaged, of another digest or cannot be read is searched anew.
+
+A digest of everything that a search for a tensor plan depends on, so that its result can be kept between starts.
+
+    engine      the sources of every package that plans, traces and shards
+    code        the sources of the classes and functions that the model holds, of all modules of the user, and the plain
+                values that these modules hold (``USE_BIAS = True``)
+    model       every attribute of every module, the shapes of parameters, the content of buffers
+    example     shapes and dtypes
+    versions    Python, torch and the libraries that define the model's classes
+
+Equal digests mean an equal search. What differs without need costs a search, so anything unknown may differ. Content of
+batches is left out: a plan holds for all of them.
+"""
+
+import fnmatch
+import hashlib
+import json
+import logging
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.parallel.model.name_patterns import starred
+from engine.parallel.tensor.plan.sharding_rules import cut_model, match_styles
+from engine.parallel.tensor.plan.tensor_plan import Reason, TensorPlan
+from engine.program.batch import Batch, named_tensors
+from engine.program.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundStyles:
+    """What a search has found, as data: it is the same for every model of the same code and sizes."""
+
+    patterns: Mapping[str, str]
+    """Styles, as ``parallel.tensor_plan`` would contain them."""
+    reasons: tuple[Reason, ...]
+    notes: tuple[str, ...]
+
+    def plan(self, model: nn.Module, tp: int, sequence: bool = False) -> TensorPlan:
+        """The plan that these styles make of ``model``."""
+        read = match_styles(model, self.patterns)
+        plan = cut_model(model, read, tp, "found by zero patterns, proven", sequence)
+        return replace(plan, patterns=self.patterns, reasons=self.reasons, notes=self.notes)
+
+    def to_bytes(self) -> bytes:
+        """Serialize for other ranks."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "FoundStyles":
+        """Restore the result of ``to_bytes``."""
+        read = json.loads(data)
+        reasons = tuple(Reason(**reason) for reason in read["reasons"])
+        return cls(patterns=read["patterns"], reasons=reasons, notes=tuple(read["notes"]))
+
+
+def as_patterns(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """``styles`` with one pattern for names that differ in numbers only, if the pattern matches no other name."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found: dict[str, str] = {}
+    hits: dict[str, list[str]] = {}
+    for name, style in styles.items():
+        if (pattern := starred(name)) not in hits:
+            hits[pattern] = fnmatch.filter(modules, pattern) or fnmatch.filter(parameters, pattern)
+        found[pattern if all(styles.get(other) == style for other in hits[pattern]) else name] = style
+    return found
+
+
+logger = logging.getLogger("trine")
+
+
+@dataclass(frozen=True, slots=True)
+class StylesCache:
+    """The folder of kept plans."""
+
+    folder: Path
+
+    @classmethod
+    def of_environment(cls) -> "StylesCache | None":
+        """The cache that the environment names; None if nothing is to be kept."""
+        given = os.environ.get("TRINE_CACHE", "")
+        if given == "0":
+            return None
+        try:
+            root = Path(given).expanduser() if given else Path.home() / ".cache" / "trine"
+        except RuntimeError:  # a user without a home
+            return None
+        return cls(root / "tensor_plans")
+
+    def read(self, digest: str) -> FoundStyles | None:
+        """What the search with this digest has found; None if it is not kept whole."""
+        try:
+            kept = json.loads(self._file(digest).read_text(encoding="utf-8"))
+            found: str = kept["found"]
+            if kept["digest"] != digest or kept["sha256"] != _sha256(found):
+                return None
+            return FoundStyles.from_bytes(found.encode())
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, digest: str, found: FoundStyles) -> None:
+        """Keep what a search has found; a folder that cannot be written is said once and changes nothing."""
+        text = found.to_bytes().decode()
+        record = json.dumps({"digest": digest, "sha256": _sha256(text), "found": text})
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            number, name = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+            try:
+                with os.fdopen(number, "w", encoding="utf-8") as file:
+                    file.write(record)
+                os.replace(name, self._file(digest))
+            except OSError:
+                with suppress(OSError):
+                    os.unlink(name)
+                raise
+        except OSError as error:
+            logger.info("the tensor plan is not kept for the next start, because %s cannot be written: %s",
+                        self.folder, error.strerror)  # fmt: skip
+
+    def _file(self, digest: str) -> Path:
+        return self.folder / f"{digest}.json"
+
+
+def kept_or_found(digest: Callable[[], str | None], find: Callable[[], FoundStyles]) -> FoundStyles:
+    """What is kept for this digest; else what ``find`` finds, which is then kept."""
+    cache = StylesCache.of_environment()
+    key = digest() if cache is not None else None
+    if cache is None or key is None:
+        return find()
+    if (kept := cache.read(key)) is not None:
+        logger.info("the tensor plan is the one that an earlier start has found and proven (%s)", cache.folder)
+        return kept
+    found = find()
+    cache.write(key, found)
+    return found
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_SOURCES = ("config", "kernels", "parallel", "planning", "precision", "program")
+"""Packages of the engine that a search runs."""
+_VERSIONED = sys.stdlib_module_names | {"torch", "numpy", "engine", "builtins"}
+"""Packages whose version, or whose sources as a whole, are in the digest."""
+_LARGEST = 2**26
+"""Bytes of a tensor whose content is read."""
+_PIECE = 2**16
+"""Bytes that a hash is given at once."""
+_PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device | torch.Size
+
+
+class ProgramDigest:
+    """A digest of a program and an example, which searches with other settings share.
+
+    ``known`` is false if code of the model lies in no file, so that a change of it would not be seen.
+    """
+
+    def __init__(self, program: Program, example: Batch) -> None:
+        self._digest = _Digest()
+        self.known = _take_program(self._digest, program, example)
+
+    def of(self, settings: Mapping[str, Any]) -> str | None:
+        """The digest of a search with ``settings``; None if it is not known."""
+        return self._digest.with_text(repr(sorted(settings.items()))) if self.known else None
+
+
+def _take_program(digest: "_Digest", program: Program, example: Batch) -> bool:
+    try:
+        digest.take((program.model, program.loss_fn, program.precision, program.rows, program.inputs))
+    except RecursionError:
+        return False
+    digest.take({name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named_tensors(example)})
+    digest.take((sys.version, torch.__version__))
+    if not digest.take_modules():
+        return False
+    for name in _SOURCES:
+        for folder in import_module(f"engine.{name}").__path__:
+            for file in sorted(Path(folder).rglob("*.py")):
+                digest.take_file(str(file), file)
+    return True
+
+
+def _file(module: ModuleType) -> Path | None:
+    name = getattr(module, "__file__", None)
+    path = Path(name) if isinstance(name, str) else None
+    return path if path is not None and path.is_file() else None
+
+
+def _users_modules() -> set[str]:
+    """Names of the modules that belong to neither Python, an installed library nor the engine."""
+    folders = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]  # as .pth files add
+    installed = tuple({os.path.realpath(path) + os.sep for path in (*sysconfig.get_paths().values(), *folders)})
+    real = cache(os.path.realpath)
+    found = set()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) if isinstance(module, ModuleType) and _top(name) != "engine" else None
+        if isinstance(file, str) and file.endswith(".py"):
+            folder, leaf = os.path.split(file)
+            there = os.path.realpath(file) if os.path.islink(file) else os.path.join(real(folder), leaf)
+            if not there.startswith(installed):
+                found.add(name)
+    return found
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+class _Digest:
+    """Feeds values into a hash, and notes the modules that define them."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._waiting = bytearray()
+        """What the hash is given next: many short pieces at once."""
+        self._seen: dict[int, tuple[int, Any]] = {}
+        self._classes: set[type] = set()
+        self._packages: set[str] = set()
+        self.modules: set[str] = set()
+
+    def with_text(self, text: str) -> str:
+        """The digest of what was taken and ``text``, which is not kept."""
+        self._feed(b"")
+        whole = self._hash.copy()
+        whole.update(text.encode())
+        return whole.hexdigest()
+
+    def take_file(self, name: str, file: Path) -> None:
+        """Take the content of a file."""
+        content = file.read_bytes()
+        self._text("file", name, str(len(content)))
+        self._feed(content)
+
+    def take_modules(self) -> bool:
+        """The modules that were noted, those whose functions and classes they use, and all modules of the user.
+
+        Returns False if one of them lies in no file.
+        """
+        self.modules |= _users_modules()
+        self._packages = {_top(name) for name in self.modules} - _VERSIONED
+        done = set[str]()
+        while left := sorted(self.modules - done):
+            for name in left:
+                done.add(name)
+                module = sys.modules.get(name)
+                if module is None or _top(name) in _VERSIONED:
+                    continue
+                if (file := _file(module)) is None:
+                    return False
+                self.take_file(f"{name} {vars(sys.modules.get(_top(name), module)).get('__version__', '')}", file)
+                self._take_names(vars(module), _globals_read(module))
+        return True
+
+    def _take_names(self, names: Mapping[str, Any], read: Collection[str]) -> None:
+        """What a module or a class holds now: plain values that are read, and what its functions and classes are."""
+        for name, value in sorted(names.items()):
+            if type(value) in (bool, int, float, str) and name in read and not name.startswith("__"):
+                self._text(name, repr(value))
+            elif isinstance(value, FunctionType | type):
+                if isinstance(value.__module__, str) and _top(value.__module__) in self._packages:
+                    self._note(value.__module__)
+                self._text(name, str(value.__module__), value.__qualname__)
+                if isinstance(value, FunctionType):
+                    code = value.__code__
+                    self._text(code.co_code.hex(), *code.co_names, repr([c for c in code.co_consts if _is_plain(c)]))
+
+    def _note(self, module: Any) -> None:
+        if isinstance(module, str):
+            self.modules.add(module)
+
+    def take(self, value: Any) -> None:
+        """Any value."""
+        if isinstance(value, _PLAIN):
+            self._text(type(value).__name__, repr(value))
+        elif id(value) in self._seen:
+            self._text("again", str(self._seen[id(value)][0]))
+        else:
+            self._seen[id(value)] = len(self._seen), value  # kept alive, so that ids stay unique
+            self._take_new(value)
+
+    def _take_new(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._take_tensor(value)
+        elif isinstance(value, Mapping):
+            self._take_all("mapping", [part for pair in value.items() for part in pair])
+        elif isinstance(value, list | tuple):
+            self._take_all(type(value).__name__, value)
+        elif isinstance(value, set | frozenset):
+            self._take_all("set", sorted(value, key=repr))
+        elif isinstance(value, type | FunctionType | MethodType | partial | ModuleType | CodeType):
+            self._take_code(value)
+        else:
+            self._take_object(value)
+
+    def _take_tensor(self, tensor: Tensor) -> None:
+        self._text("tensor", repr((tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_meta)))
+        if (
+            not isinstance(tensor, nn.Parameter)
+            and not tensor.is_meta
+            and tensor.layout == torch.strided
+            and (tensor.nbytes <= _LARGEST)
+        ):
+            self._feed(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+    def _take_code(self, value: Any) -> None:
+        if isinstance(value, ModuleType):
+            self._text("module", value.__name__)
+        elif isinstance(value, partial):
+            self._take_all("partial", (value.func, value.args, value.keywords))
+        elif isinstance(value, MethodType):
+            self._take_all("method", (value.__func__, value.__self__))
+        elif isinstance(value, CodeType):
+            self._take_all("code", (value.co_code, value.co_consts, value.co_names, value.co_varnames))
+        else:
+            self._note(value.__module__)
+            self._text("defined", f"{value.__module__}.{value.__qualname__}")
+            if isinstance(value, FunctionType):
+                cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+                self._take_all("function", (value.__code__, value.__defaults__, value.__kwdefaults__, cells))
+
+    def _take_object(self, value: Any) -> None:
+        for base in type(value).__mro__:
+            self._note(base.__module__)
+            if _top(base.__module__) not in _VERSIONED and base not in self._classes:
+                self._classes.add(base)
+                self._take_names(vars(base), set(vars(base)))
+        self.take(type(value))
+        if isinstance(value, Enum):
+            self._text(value.name)
+            return
+        if is_dataclass(value):
+            self._take_all("fields", [(field.name, getattr(value, field.name)) for field in fields(value)])
+        for name, inner in sorted(getattr(value, "__dict__", {}).items()):
+            self._text(name)
+            # the keys of hooks count up over the whole process
+            self.take(list(inner.values()) if name.endswith("_hooks") and isinstance(inner, Mapping) else inner)
+
+    def _take_all(self, kind: str, values: Iterable[Any]) -> None:
+        parts = list(values)
+        self._text(kind, str(len(parts)))
+        for part in parts:
+            self.take(part)
+
+    def _text(self, *words: str) -> None:
+        for word in words:
+            data = word.encode(errors="backslashreplace")
+            self._waiting += len(data).to_bytes(8, "little")
+            self._waiting += data
+        if len(self._waiting) > _PIECE:
+            self._feed(b"")
+
+    def _feed(self, data: bytes) -> None:
+        self._hash.update(self._waiting)
+        self._waiting.clear()
+        self._hash.update(data)
+
+
+def _globals_read(module: ModuleType) -> set[str]:
+    """The names in the code that a module defines: a script holds times and counters, too, which no function reads."""
+    own = [value for value in list(vars(module).values()) if getattr(value, "__module__", None) == module.__name__]
+    methods = [inner for value in own if isinstance(value, type) for inner in vars(value).values()]
+    left = [value.__code__ for value in (*own, *methods) if isinstance(value, FunctionType)]
+    found = set[str]()
+    while left:
+        code = left.pop()
+        found.update(code.co_names)
+        left += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN)
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True

@@ -1,1 +1,0 @@
-"""State in host memory, as a plan sees it."""

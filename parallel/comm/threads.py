@@ -1,0 +1,440 @@
+"""The backend of ranks that are threads: a message lies in memory until its receiver takes it.
+
+A send is complete when its receiver has offered to receive it, as NCCL has it, so a schedule that needs a buffer
+deadlocks here too.
+Contributions are copied when they are issued; results appear at the wait, and not before. Sums add in rank order.
+
+Threads that take turns: one runs until it waits for another, and then hands over.
+
+    rank 0   ███ waits ········ ██████ ends
+    rank 1             ██ waits ······ ····· ███ ends
+    rank 2                  ███████ waits ·······  ███ ends
+
+So a run is the same every time, and a deadlock is found when it happens: everybody waits, and each says for what. What
+a process has one of (random generators, the default dtype) is put away at each hand-over: every rank has its own. So is
+the generator of a device that several ranks share.
+"""
+
+import copy
+import random
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+
+from engine.errors import EngineError
+from engine.kernels.device import PostedCopy, device_generator, is_host, use_device
+from engine.parallel.comm.backend import Backend, Channel, Reduction, Wait
+from engine.parallel.comm.world import World
+from engine.parallel.grid import Axis, Grid
+
+_NUMPY: Any = np.random  # its stubs lack the exchange of generators
+
+
+class DeadlockError(EngineError):
+    """All ranks wait for each other; the message says who waits for what."""
+
+
+class _AbortedError(EngineError):
+    """Another rank has raised."""
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class _Rank(Generic[Result]):
+    """One thread; ``ready`` tells whether what it waits for has come."""
+
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    ready: Callable[[], bool] | None = None
+    what: Callable[[], str] = str
+    ended: bool = False
+    results: list[Result] = field(default_factory=list)
+    problem: BaseException | None = None
+
+
+class Turns:
+    """``size`` ranks that take turns; the order depends on nothing but what they wait for.
+
+    ``generators`` are those of devices that several ranks share.
+    """
+
+    def __init__(self, size: int, generators: Sequence[torch.Generator] = ()) -> None:
+        self._generators = generators
+        self._ranks: list[_Rank[Any]] = [_Rank() for _ in range(size)]
+        self._failed = False
+        self._deadlock = ""
+
+    def run(self, body: Callable[[int], Result]) -> list[Result]:
+        """``body(rank)`` of every rank, in rank order.
+
+        Raises:
+            DeadlockError: all ranks that have not ended wait for each other.
+            Exception: the one of the first rank that raised; others end where they wait for what does not come.
+        """
+        process = _ProcessState.take(self._generators)
+        grad = torch.is_grad_enabled()
+
+        def thread(index: int) -> None:
+            rank = self._ranks[index]
+            rank.turn.acquire()
+            process.put(self._generators)
+            _NUMPY.set_bit_generator(copy.deepcopy(process.numpy))
+            torch.set_grad_enabled(grad)
+            try:
+                rank.results.append(body(index))
+            except BaseException as problem:
+                rank.problem = problem
+                self._failed = True
+            rank.ended = True
+            self._hand_over(index)
+
+        threads = [threading.Thread(target=thread, args=(index,), daemon=True) for index in range(len(self._ranks))]
+        for one in threads:
+            one.start()
+        self._ranks[0].turn.release()
+        try:
+            for one in threads:
+                one.join()
+        finally:
+            process.put(self._generators)
+        problem = self._take_problem()
+        try:
+            if problem is not None:
+                raise problem
+        finally:
+            del problem  # this frame is in its traceback: they would keep each other, and all tensors of the ranks
+        return [rank.results[0] for rank in self._ranks]
+
+    def _take_problem(self) -> BaseException | None:
+        """The first error of a rank's own, which no rank keeps."""
+        problems = [rank.problem for rank in self._ranks if rank.problem is not None]
+        for rank in self._ranks:
+            rank.problem = None
+        own = (problem for problem in problems if not isinstance(problem, _AbortedError))
+        return next(own, problems[0] if problems else None)
+
+    def wait(self, index: int, ready: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Let other ranks run until ``ready``; ``what`` this rank waits for, in words. Called by its thread alone.
+
+        Raises:
+            DeadlockError: no rank can go on.
+        """
+        rank = self._ranks[index]
+        if ready():
+            return
+        rank.ready, rank.what = ready, what
+        process = _ProcessState.take(self._generators)
+        self._hand_over(index)
+        rank.turn.acquire()
+        process.put(self._generators)
+        rank.ready = None
+        if self._deadlock:
+            raise DeadlockError(self._deadlock)
+        if not ready():  # what has come is taken, as by processes: the cause may be an error that is told next
+            raise _AbortedError("another rank has raised")
+
+    def _hand_over(self, index: int) -> None:
+        """Wake the next rank that can go on; every rank, if none can: they end by an error."""
+        size = len(self._ranks)
+        order = [self._ranks[(index + step) % size] for step in range(1, size + 1)]
+        left = [rank for rank in order if not rank.ended]
+        chosen = next((rank for rank in left if self._failed or rank.ready is None or rank.ready()), None)
+        if chosen is None and left:
+            self._failed, self._deadlock = True, self._who_waits()
+            chosen = left[0]
+        if chosen is not None:
+            chosen.turn.release()
+
+    def _who_waits(self) -> str:
+        told = (
+            f"rank {index} {'has ended' if rank.ended else f'waits for {rank.what()}'}"
+            for index, rank in enumerate(self._ranks)
+        )
+        return f"no rank can go on: {'; '.join(told)}."
+
+
+@dataclass(frozen=True, slots=True)
+class _ProcessState:
+    """What a process has one of, and each rank needs for itself."""
+
+    generator: torch.Tensor
+    random: Any
+    numpy: Any
+    dtype: torch.dtype
+    functions: tuple[Any, ...]
+    """Those of :data:`_REPLACED`."""
+    shared: tuple[torch.Tensor, ...]
+    """The states of generators that ranks share on a device."""
+
+    @staticmethod
+    def take(generators: Sequence[torch.Generator]) -> "_ProcessState":
+        functions = tuple(vars(owner).get(name, _INHERITED) for owner, name in _REPLACED)
+        host = random.getstate(), _NUMPY.get_bit_generator()
+        shared = tuple(generator.get_state() for generator in generators)
+        return _ProcessState(torch.get_rng_state(), *host, torch.get_default_dtype(), functions, shared)
+
+    def put(self, generators: Sequence[torch.Generator]) -> None:
+        torch.set_rng_state(self.generator)
+        for generator, state in zip(generators, self.shared, strict=True):
+            generator.set_state(state)
+        random.setstate(self.random)
+        _NUMPY.set_bit_generator(self.numpy)
+        torch.set_default_dtype(self.dtype)
+        for (owner, name), function in zip(_REPLACED, self.functions, strict=True):
+            if function is not _INHERITED:
+                setattr(owner, name, function)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+
+_INHERITED = object()
+_REPLACED: tuple[tuple[Any, str], ...] = (
+    (torch.autograd.Function, "apply"),
+    (checkpoint.CheckpointFunction, "apply"),
+    (checkpoint, "_checkpoint_without_reentrant_generator"),
+)
+"""Functions of torch that the forward of a pipeline stage replaces while it runs."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """One collective: what its ranks have brought so far."""
+
+    calls: dict[int, Any] = field(default_factory=dict)
+    parts: dict[int, PostedCopy] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The collectives of ``ranks``, in the order in which each of them makes them."""
+
+    turns: Turns
+    ranks: Sequence[int]
+    _open: dict[int, _Round] = field(default_factory=dict)
+    _brought: dict[int, int] = field(default_factory=dict)
+    """How many collectives a rank has issued."""
+
+    def bring(self, rank: int, call: Any, part: Tensor) -> Callable[[], list[Tensor]]:
+        """Bring a copy of ``part`` to the next collective; the result waits, and gives the parts in the order of ranks,
+        on the device of ``part``.
+
+        Raises:
+            EngineError: another rank has brought a part to another ``call``, which is named by its ``str``.
+        """
+        number = self._brought[rank] = self._brought.get(rank, -1) + 1
+        round_ = self._open.setdefault(number, _Round())
+        for other, theirs in round_.calls.items():
+            if theirs != call:
+                raise EngineError(
+                    f"rank {rank} calls {call} where rank {other} calls {theirs}; all ranks make the same calls in the "
+                    "same order."
+                )
+        round_.calls[rank], round_.parts[rank] = call, PostedCopy(part)
+
+        def absent() -> str:
+            return f"{call}, to which ranks {[one for one in self.ranks if one not in round_.parts]} have not come"
+
+        def collect() -> list[Tensor]:
+            self.turns.wait(rank, lambda: len(round_.parts) == len(self.ranks), absent)
+            self._open.pop(number, None)
+            return [round_.parts[one].read_on(part.device) for one in self.ranks]
+
+        return collect
+
+
+def run_thread_ranks(
+    size: int, body: Callable[[World], Result], devices: Sequence[torch.device] | None = None
+) -> list[Result]:
+    """``body(world)`` of ``size`` ranks, each a thread of this process; their results in rank order.
+
+    ``engine.initialize(..., world=world)`` makes an engine whose other ranks are the other threads. Each rank needs a
+    model of its own. Nothing is sent between processes.
+
+    Args:
+        devices: one for each rank, in place of the CPU; several ranks may share one. torch runs all backwards of a
+            device in one thread, which a rank that waits for another one would keep: those of a shared device run in
+            the threads of their ranks.
+
+    Raises:
+        DeadlockError: all ranks wait for each other; says who waits for what.
+        Exception: the first one that a rank raised.
+    """
+    shared = [device for device, ranks in Counter(devices or ()).items() if ranks > 1 and not is_host(device)]
+    generators = [generator for device in shared if (generator := device_generator(device)) is not None]
+    turns, posts = Turns(size, generators), defaultdict[int, _Post](_Post)
+
+    def rank(index: int) -> Result:
+        opened = iter(range(2**30))  # an engine has a post of its own; ranks make engines in the same order
+
+        def connect(grid: Grid) -> ThreadBackend:
+            return ThreadBackend(grid, turns, posts[next(opened)])
+
+        device = torch.device("cpu") if devices is None else devices[index]
+        use_device(device)
+        with torch.autograd.set_multithreading_enabled(False) if shared else nullcontext():
+            return body(World(index, size, index, device, connect=connect))
+
+    return turns.run(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A collective as a rank calls it: all ranks of a group make the same calls in the same order."""
+
+    op: str
+    elements: int
+    dtype: torch.dtype
+    purpose: str
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.op} of {self.elements} {dtype} elements over {self.purpose}"
+
+
+@dataclass(slots=True)
+class _Box:
+    """The messages of a channel between two ranks, by number, until they are received."""
+
+    messages: dict[int, PostedCopy] = field(default_factory=dict)
+    sent: int = 0
+    asked: int = 0
+
+
+Group = tuple[str, tuple[int, ...]]
+"""Purpose and ranks."""
+
+
+@dataclass(slots=True)
+class _Post:
+    """What the ranks of one engine have issued and not yet completed."""
+
+    rounds: dict[Group, Rounds] = field(default_factory=dict)
+    boxes: defaultdict[tuple[Channel, int, int], _Box] = field(default_factory=lambda: defaultdict(_Box))
+
+
+class ThreadBackend(Backend):
+    """The backend of one rank that is a thread.
+
+    Groups and channels are opened by their first use. No memory is shared: kernels are interpreted one at a time in a
+    process, and would wait for each other.
+    """
+
+    def __init__(self, grid: Grid, turns: Turns, post: _Post) -> None:
+        self._grid, self._turns, self._post = grid, turns, post
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
+        """Sum ``tensor`` in place, or take the elementwise maximum."""
+        return self._reduce(tensor, (axis, self._grid.peers(axis)), op)
+
+    def sum_over_stages(self, tensor: Tensor, stages: tuple[int, ...]) -> Wait:
+        """Sum ``tensor`` in place over these indices of axis pp."""
+        line = self._grid.peers("pp")
+        return self._reduce(tensor, ("stages", tuple(line[stage] for stage in stages)), "sum")
+
+    def _reduce(self, tensor: Tensor, group: Group, op: Reduction) -> Wait:
+        def place(parts: list[Tensor]) -> None:
+            stacked = torch.stack(parts)
+            tensor.copy_(stacked.amax(0) if op == "max" else stacked.sum(0))
+
+        return self._meet(f"all_reduce ({op})", group, tensor, place)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """Sum ``full`` and leave this rank's slice in ``shard``."""
+        index, ranks = self._grid.index(axis), self._grid.size(axis)
+
+        def place(parts: list[Tensor]) -> None:
+            own = torch.stack([part.view(ranks, -1)[index] for part in parts])
+            shard.copy_(own.sum(0).view_as(shard))
+
+        return self._meet("reduce_scatter", (axis, self._grid.peers(axis)), full, place)
+
+    def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Concatenate the shards into ``full``."""
+        return self._gather(full, shard, (axis, self._grid.peers(axis)))
+
+    def all_to_all(self, received: Tensor, given: Tensor, members: tuple[int, ...], axis: Axis) -> Wait:
+        """Exchange slices."""
+        line, own = self._grid.peers(axis), members.index(self._grid.index(axis))
+
+        def place(parts: list[Tensor]) -> None:
+            slices = [part.view(len(members), -1)[own] for part in parts]
+            received.copy_(torch.cat(slices).view_as(received))
+
+        return self._meet("all_to_all", (f"{axis} slices", tuple(line[index] for index in members)), given, place)
+
+    def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
+        """All-gather each pair over the shard line or ``within`` ranks of it, apart from its other traffic."""
+        line = self._grid.shard_line
+        size = within or self._grid.size(line)
+        first = self._grid.index(line) // size * size
+        group = ("gathers", tuple(self._grid.peers(line)[first : first + size]))
+        waits = [self._gather(full, shard, group) for full, shard in pairs]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        return finish
+
+    def exchange_gathers(self, data: bytes, within: int) -> Sequence[bytes]:
+        """Exchange bytes between the ranks of ``gather_parameters``."""
+        line = self._grid.shard_line
+        first = self._grid.index(line) // within * within
+        group = ("agreement", tuple(self._grid.peers(line)[first : first + within]))
+        with torch._C.DisableTorchFunction():
+            own = torch.tensor(list(data), dtype=torch.uint8)
+            full = own.new_empty(within, len(data))
+            self._gather(full, own, group)()
+            return [bytes(row) for row in full.tolist()]
+
+    def _gather(self, full: Tensor, shard: Tensor, group: Group) -> Wait:
+        def place(parts: list[Tensor]) -> None:
+            full.copy_(torch.cat([part.reshape(-1) for part in parts]).view_as(full))
+
+        return self._meet("all_gather", group, shard, place)
+
+    @torch.no_grad()
+    def _meet(self, op: str, group: Group, part: Tensor, place: Callable[[list[Tensor]], None]) -> Wait:
+        """Bring this rank's part to the next collective of ``group``; the wait gives all parts to ``place``."""
+        purpose, peers = group
+        rounds = self._post.rounds.setdefault(group, Rounds(self._turns, peers))
+        with torch._C.DisableTorchFunction():  # hidden from what watches a forward, as a process group's work is
+            collect = rounds.bring(self._grid.rank, _Call(op, part.numel(), part.dtype, purpose), part)
+
+        def finish() -> None:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                place(collect())
+
+        return finish
+
+    def send(self, tensor: Tensor, to: int, channel: Channel) -> Wait:
+        """Send; complete when the receiver has offered to receive it."""
+        target = self._grid.peers("pp")[to]
+        box = self._post.boxes[channel, self._grid.rank, target]
+        number, box.sent = box.sent, box.sent + 1
+        box.messages[number] = PostedCopy(tensor)
+        what = f"rank {target} to receive message {number} of {channel.flow} {channel.source} -> {channel.target}"
+        return lambda: self._turns.wait(self._grid.rank, lambda: number < box.asked, lambda: what)
+
+    def receive(self, tensor: Tensor, source: int, channel: Channel) -> Wait:
+        """Fill ``tensor`` with the next message."""
+        sender = self._grid.peers("pp")[source]
+        box = self._post.boxes[channel, sender, self._grid.rank]
+        number, box.asked = box.asked, box.asked + 1
+        what = f"message {number} of {channel.flow} {channel.source} -> {channel.target} from rank {sender}"
+
+        def finish() -> None:
+            self._turns.wait(self._grid.rank, lambda: number in box.messages, lambda: what)
+            with torch.no_grad():
+                tensor.copy_(box.messages.pop(number).read_on(tensor.device).view_as(tensor))
+
+        return finish

@@ -1,0 +1,149 @@
+"""The average of the weights in the place of the weights, until training goes on.
+
+    train    | enter |  evaluate, save for others  | leave | train
+    weights     average                               the same bits as before
+
+For the moving average of a configuration, and for schedule-free optimizers, which evaluate at another point than where
+they take gradients.
+
+The exponential moving average of the weights, in the shards in which the optimizer updates them.
+
+    first update     average = weights
+    every later one  average = decay * average + (1 - decay) * weights
+
+as ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` makes it, from the masters. Nothing is sent.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import EngineError
+from engine.zero.flat_buckets import FlatBucket
+from engine.zero.optim.master_weights import sync_masters
+from engine.zero.optim.optimizer_tensors import OptimizerTensor
+from engine.zero.optim.sharded_optimizer import ShardedOptimizer
+
+FAMILY = "ema"
+"""Name of the average of a parameter in a checkpoint: "ema/NAME"."""
+
+
+def average_dtype(weights: torch.dtype) -> torch.dtype:
+    """The dtype of the average of weights: at least fp32, in which small steps are not lost."""
+    return torch.promote_types(weights, torch.float32)
+
+
+class WeightAverage:
+    """The averages of the weights that this rank updates."""
+
+    def __init__(self, places: Sequence[OptimizerTensor], decay: float) -> None:
+        self._places, self._decay = places, decay
+        self._values: dict[nn.Parameter, Tensor] = {}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of an update in."""
+        for place in self._places:
+            weights = place.parameter.detach()
+            weights = weights.to(average_dtype(weights.dtype))
+            average = self._values.get(place.parameter)
+            if average is None:
+                self._values[place.parameter] = weights.clone()
+            else:
+                average.lerp_(weights, 1 - self._decay)
+
+    def forget(self) -> None:
+        """Begin anew with the weights of the next update."""
+        self._values.clear()
+
+    def tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """The averages by updated parameter, as checkpoints store them; empty before the first update."""
+        return {parameter: {FAMILY: average} for parameter, average in self._values.items()}
+
+    def prepare(self, stored: Mapping[str, object]) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """Make room for the averages that a checkpoint has by "ema/NAME"; the others begin anew."""
+        self.forget()
+        for place in self._places:
+            if all(f"{FAMILY}/{name}" in stored for name in place.names()):
+                weights = place.parameter.detach()
+                self._values[place.parameter] = weights.to(average_dtype(weights.dtype), copy=True)
+        return self.tensors()
+
+    @torch.no_grad()
+    def of(self, flat: FlatBucket) -> Tensor:
+        """The averages [owned] of a bucket; the weights themselves where there is none yet."""
+        own = [place for place in self._places if place.flat is flat]
+        if not own:  # frozen
+            return flat.weights
+        found = flat.weights.to(average_dtype(flat.weights.dtype), copy=True)
+        for place in own:
+            if place.parameter in self._values:
+                part = slice(place.part.start - flat.owned.start, place.part.stop - flat.owned.start)
+                found[part] = self._values[place.parameter].view(-1)
+        return found
+
+
+_READERS = frozenset({
+    "eval_batch", "predict", "generate", "eng(batch)", "full_state_dict", "save_pretrained", "timeline",
+    "register_for_checkpointing",
+})  # fmt: skip
+"""Calls that read weights for others than the optimizer."""
+
+
+class Average(Protocol):
+    """Gives the averages of the weights of a bucket."""
+
+    def of(self, flat: FlatBucket) -> Tensor:
+        """The averages [owned]."""
+
+
+class AveragedWeights:
+    """Exchanges the trained weights of a rank for their average, and back."""
+
+    def __init__(self, buckets: Sequence[FlatBucket], optimizer: ShardedOptimizer, average: Average) -> None:
+        self._buckets, self._optimizer, self.average = buckets, optimizer, average
+        self.moving = average if isinstance(average, WeightAverage) else None
+        """The moving average of a configuration."""
+        self._before: list[Tensor] | None = None
+
+    @property
+    def by_itself(self) -> bool:
+        """Evaluations and exports take the average without being asked: that of a schedule-free optimizer."""
+        return self.moving is None
+
+    @property
+    def inside(self) -> bool:
+        """The model has the average."""
+        return self._before is not None
+
+    @torch.no_grad()
+    def enter(self) -> None:
+        """Put the average in place; a copy of this rank's weights waits. Gathers over dp, label "parameters"."""
+        self._before = []
+        for flat in self._buckets:
+            sync_masters(flat)
+            self._before.append(flat.weights.clone())
+            flat.weights.copy_(self.average.of(flat))
+        self._optimizer.refresh(self._buckets)
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Put the weights back, and drop what was written meanwhile. Gathers over dp, label "parameters"."""
+        for flat, before in zip(self._buckets, self._before or (), strict=False):
+            flat.weights.copy_(before)
+        self._before = None
+        self._optimizer.refresh(self._buckets)
+
+    def refuse(self, call: str) -> None:
+        """Refuse calls that need the weights of training, or would write the average over them.
+
+        Raises:
+            EngineError: the model has the average.
+        """
+        if self.inside and call not in _READERS:
+            raise EngineError(
+                f"{call} inside averaged_weights, where the model has the average and not the weights that are "
+                "trained; leave the block first."
+            )

@@ -1,0 +1,275 @@
+"""Inventory of what a rank holds of a model and its training: one list for integrity, offload, checkpoints and names.
+
+ZeRO    weights                  masters, moments      equal on the data ranks
+0       whole buckets            whole                 all of it
+1, 2    whole buckets            shards                weights
+3       shards                   shards                nothing
+
+What an optimizer keeps of whole parameters is equal where all data ranks have it, and not where its owner has.
+
+Frozen parameters are weights too: whole ones of their own below ZeRO 3. Gradients, residuals of encodings and secondary
+shards are held between steps as well, and no checkpoint has the latter.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from engine.parallel.pipeline.runtime.encoded_messages import MessageEncoder
+from engine.parallel.shard_table import ShardRow
+from engine.zero.flat_buckets import FlatBucket
+
+
+class UpdatedTensor(Protocol):
+    """Tensor that an optimizer updates: the elements ``part`` of a bucket."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The tensor."""
+
+    @property
+    def flat(self) -> FlatBucket:
+        """The bucket."""
+
+    @property
+    def part(self) -> slice:
+        """Its elements."""
+
+    def names(self) -> list[str]:
+        """Return the parameters whose elements it contains."""
+
+
+class KeepsWhole(Protocol):
+    """Keeper of state of whole parameters, in shapes of its own."""
+
+    @property
+    def on_all_data_ranks(self) -> bool:
+        """All data ranks keep the same state."""
+
+    @property
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Parameter -> kind -> what this rank keeps."""
+
+
+class HoldsMoments(Protocol):
+    """Optimizer of a rank."""
+
+    @property
+    def places(self) -> Sequence[UpdatedTensor]:
+        """All tensors that it updates."""
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer that keeps state by those tensors."""
+
+    @property
+    def whole(self) -> Sequence[KeepsWhole]:
+        """Those that keep state of whole parameters."""
+
+
+class HoldsAverages(Protocol):
+    """Moving average of the weights."""
+
+    def tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
+        """Return the averages by updated tensor and kind."""
+
+
+class HoldsResiduals(Protocol):
+    """Reducer of gradients."""
+
+    @property
+    def residuals(self) -> Mapping[str, Tensor]:
+        """What encodings have left out, by name."""
+
+
+class HoldsSecondary(Protocol):
+    """Gatherer of parameters."""
+
+    @property
+    def secondary(self) -> Sequence[Tensor]:
+        """What this node keeps of gathered parameters."""
+
+    def end(self) -> None:
+        """End what a forward has left for its backward."""
+
+
+class Home(Enum):
+    """Memory in which a tensor lies between two steps."""
+
+    DEVICE = auto()
+    """On the device that computes."""
+    HOST = auto()
+    """On the host, which updates it or gives it to gathers, as the configuration asks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """A tensor that this rank holds between two steps."""
+
+    kind: str
+    """"weight", "master", "gradient", "host gradient", "residual", "secondary shard", "ema", or a name of the
+    optimizer's such as "exp_avg"."""
+    tensor: Tensor
+    name: str = ""
+    """The parameter, of a tensor that belongs to one of them alone."""
+    flat: FlatBucket | None = None
+    """The bucket, of a tensor that holds elements of one."""
+    part: slice = field(default_factory=lambda: slice(0))
+    """Those elements."""
+    home: Home = Home.DEVICE
+    equal: bool = False
+    """All data ranks hold it, in equal bits."""
+    writers: tuple[Tensor, ...] = ()
+    """Other tensors in its memory, through which the program may write."""
+
+    def parameter(self, element: int) -> str:
+        """The parameter that an element belongs to."""
+        return self._slot(element)[0]
+
+    def place(self, element: int) -> int:
+        """Index of an element in the part of its parameter that this tensor holds."""
+        return element - self._slot(element)[1]
+
+    def within(self, part: slice) -> "StateTensor":
+        """Return the elements ``part`` of the bucket, all of which it holds."""
+        start = self.part.start
+        return replace(self, tensor=self.tensor[part.start - start : part.stop - start], part=part)
+
+    def _slot(self, element: int) -> tuple[str, int]:
+        """The parameter of an element, and the first element of it here."""
+        if self.flat is None:
+            return self.name, 0
+        at = self.part.start + element
+        found = (slot for slot in self.flat.bucket.slots if slot.start <= at < slot.stop)
+        return next(
+            ((slot.name, max(slot.start, self.part.start) - self.part.start) for slot in found),
+            ("padding of a bucket", 0),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateInventory:
+    """Everything that a rank holds. The state of the optimizer comes and goes, so it is listed anew each time.
+
+    All data ranks list their tensors in the same order.
+    """
+
+    model: nn.Module
+    rows: Sequence[ShardRow]
+    """The parameters that this rank's stages hold; others are placeholders, which may not be read."""
+    trained: Sequence[FlatBucket]
+    frozen: Sequence[FlatBucket]
+    """Buckets of sharded frozen parameters; others are the model's own."""
+    optimizer: HoldsMoments
+    average: HoldsAverages | None = None
+    reducer: HoldsResiduals | None = None
+    encoder: MessageEncoder | None = None
+    gatherer: HoldsSecondary | None = None
+
+    @property
+    def buckets(self) -> tuple[FlatBucket, ...]:
+        """All buckets."""
+        return (*self.trained, *self.frozen)
+
+    def weights(self) -> Iterator[StateTensor]:
+        """Parameters in the dtype of the computation: of buckets, then those outside of them."""
+        for flat in self.buckets:
+            optimized = self._optimized(flat) if flat.master is None else ()
+            if flat.sharded:
+                home = Home.HOST if flat.kept_on_host else Home.DEVICE
+                yield StateTensor(
+                    kind="weight", tensor=flat.kept, flat=flat, part=flat.owned, home=home, writers=optimized
+                )
+            else:
+                writers, whole = (flat.kept, *flat.parameters, *optimized), slice(0, flat.bucket.elements)
+                yield StateTensor(kind="weight", tensor=flat.params, flat=flat, part=whole, equal=True, writers=writers)
+        placed = {slot.name for flat in self.buckets for slot in flat.bucket.slots}
+        named = dict(self.model.named_parameters())
+        for row in self.rows:
+            if row.name not in placed and row.name in named:
+                yield StateTensor(kind="weight", tensor=named[row.name], name=row.name, equal=True)
+
+    def masters(self) -> Iterator[StateTensor]:
+        """What the optimizer updates in place of parameters."""
+        for flat in self.buckets:
+            if flat.master is not None:
+                yield StateTensor(
+                    kind="master", tensor=flat.master, flat=flat, part=flat.owned, home=_updated_in(flat),
+                    equal=_is_whole(flat), writers=self._optimized(flat),
+                )  # fmt: skip
+
+    def updated(self) -> Iterator[StateTensor]:
+        """What the optimizer updates: masters, and parameters that have none."""
+        for flat in self.trained:
+            yield StateTensor(
+                kind="weight" if flat.master is None else "master", tensor=flat.weights, flat=flat, part=flat.owned,
+                home=_updated_in(flat), equal=_is_whole(flat),
+            )  # fmt: skip
+
+    def moments(self) -> Iterator[StateTensor]:
+        """What the optimizer keeps, of whole parameters and of elements."""
+        for updates in self.optimizer.whole:
+            yield from self.whole_state(updates)
+        state = self.optimizer.inner.state
+        yield from self.element_state({
+            p: {str(kind): value for kind, value in sorted(state.get(p, {}).items()) if _is_filled(value)}
+            for p in (place.parameter for place in self.optimizer.places)
+        })  # fmt: skip
+
+    def element_state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
+        """State of elements, by updated tensor and kind in ``tensors``: the optimizer's, or that to be loaded."""
+        for place in self.optimizer.places:
+            flat, shape = place.flat, place.parameter.shape
+            for kind, value in tensors.get(place.parameter, {}).items():
+                held = StateTensor(kind=kind, tensor=value, home=_updated_in(flat), equal=_is_whole(flat))
+                if value.shape == shape:
+                    yield replace(held, flat=flat, part=place.part)
+                else:
+                    yield replace(held, name=next(iter(place.names()), "padding of a bucket"))
+
+    def whole_state(self, updates: KeepsWhole) -> Iterator[StateTensor]:
+        """What is kept of whole parameters, in shapes of its own."""
+        for name, own in updates.state.items():
+            for kind, value in own.items():
+                yield StateTensor(kind=kind, tensor=value, name=name, equal=updates.on_all_data_ranks)
+
+    def averages(self) -> Iterator[StateTensor]:
+        """The moving average of what the optimizer updates."""
+        return self.element_state(self.average.tensors() if self.average is not None else {})
+
+    def gradients(self) -> Iterator[StateTensor]:
+        """Sums of gradients, their copies that the host reads, and what encodings have left out of them."""
+        for flat in self.trained:
+            yield StateTensor(kind="gradient", tensor=flat.grads, flat=flat, part=flat.held)
+            if flat.host_sums is not None:
+                yield StateTensor(
+                    kind="host gradient", tensor=flat.host_sums, flat=flat, part=flat.owned, home=Home.HOST
+                )
+        residuals = [*self.reducer.residuals.values()] if self.reducer is not None else []
+        for residual in (*residuals, *(self.encoder.residuals if self.encoder is not None else ())):
+            yield StateTensor(kind="residual", tensor=residual)
+
+    def secondary(self) -> Iterator[StateTensor]:
+        """What this node keeps of gathered parameters."""
+        for shard in self.gatherer.secondary if self.gatherer is not None else ():
+            yield StateTensor(kind="secondary shard", tensor=shard)
+
+    def _optimized(self, flat: FlatBucket) -> tuple[Tensor, ...]:
+        return tuple(place.parameter for place in self.optimizer.places if place.flat is flat)
+
+
+def _is_filled(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 0
+
+
+def _is_whole(flat: FlatBucket) -> bool:
+    """All data ranks update all of it: ZeRO 0, or a single data rank."""
+    return len(flat.weights) == flat.bucket.elements
+
+
+def _updated_in(flat: FlatBucket) -> Home:
+    return Home.DEVICE if flat.host_sums is None else Home.HOST
