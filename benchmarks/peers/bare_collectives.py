@@ -70,5 +70,5 @@ def _apart(tensor: Tensor, memory: dict[int, torch.UntypedStorage]) -> Tensor:
     """A tensor of the same shape in a copy of its memory, which those share that shared it before."""
     with torch._C.DisableTorchFunctionSubclass():
         there = tensor.untyped_storage()
-        kept = memory.setdefault(there._cdata, there.clone())
+        kept = memory.setdefault(there._cdata, there.clone())  # type: ignore[no-untyped-call]
         return torch.empty(0, dtype=tensor.dtype).set_(kept, tensor.storage_offset(), tensor.shape, tensor.stride())

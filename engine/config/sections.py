@@ -135,8 +135,9 @@ class ZeroConfig:
     """At stage 3, gather parameters for every microbatch, or once per step and keep them (more memory)."""
     keep_gathered_bytes: int = setting(0, COUNT)
     """At stage 3, bytes of gathered parameters that may be kept over the microbatches of a step."""
-    reduce_bucket_size: int = setting(4_000_000, SIZE)
-    """Elements reduced in one collective."""
+    reduce_bucket_size: int | Literal["auto"] = setting("auto", AnyOf(
+        rules=(AUTO, SIZE), remedy='give a whole number of at least 1, or "auto"'))  # fmt: skip
+    """Elements reduced in one collective; "auto": 4000000 on CPUs, 64000000 on GPUs."""
     zero_quantized_weights: bool = setting(False, Flag())
     """Gather parameters in fewer bits: at stage 3, and at stages 1 and 2 those that have a master (bf16, fp16)."""
     zero_quantized_weights_bits: Literal[8, 4] = setting(8, Choice(options=(8, 4), noun="a number of bits"))
