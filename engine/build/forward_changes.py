@@ -16,7 +16,7 @@ from engine.config import Config
 from engine.errors import ConfigError
 from engine.kernels.device import device_name, is_host
 from engine.kernels.dispatch import REFERENCE, Kernels, runs_triton
-from engine.kernels.ops.embedding import embedding
+from engine.kernels.ops.embedding import look_up_rows
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.kernel_injection.inject import Replacement, find_heads, find_replacements
@@ -146,7 +146,7 @@ class AddedRows:
         layer: Any = self.module
         if is_watched():  # a tracer matches calls by torch's own names
             return nn.Embedding.forward(layer, input)
-        return embedding(layer.weight, input, layer.padding_idx, self.kernels)
+        return look_up_rows(layer.weight, input, layer.padding_idx, self.kernels)
 
 
 def has_compiled_code(block: nn.Module) -> bool:

@@ -19,13 +19,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 from engine.kernels.dispatch import Kernels, MainGradient, eager_apply, open_sum
 
 
-def embedding(weight_VH: Tensor, ids: Tensor, padding: int | None, kernels: Kernels) -> Tensor:
+def look_up_rows(weight_VH: Tensor, ids: Tensor, padding: int | None, kernels: Kernels) -> Tensor:
     """Look up rows: ids int64 or int32 [..] -> [.., H]; the row ``padding`` gets no gradient.
 
     The gradient is made apart where there is no main gradient, and where it is small: with more ids than rows.
     """
     if has_torch_function((weight_VH, ids)):
-        return handle_torch_function(embedding, (weight_VH, ids), weight_VH, ids, padding, kernels)
+        return handle_torch_function(look_up_rows, (weight_VH, ids), weight_VH, ids, padding, kernels)
     wanted = torch.is_grad_enabled() and 0 < ids.numel() <= len(weight_VH)
     main = kernels.main.use(weight_VH) if wanted else None
     if main is None:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.dispatch import Kernels, OpenSum
-from engine.kernels.ops.embedding import add_rows_, embedding
+from engine.kernels.ops.embedding import add_rows_, look_up_rows
 
 ROWS, WIDTH = 50, 8
 
@@ -63,7 +63,7 @@ def test_the_main_gradient_gets_what_a_gradient_made_apart_has(
     kernels.main.register(weight, main)
     slope = torch.randn(*ids.shape, WIDTH, generator=torch.Generator().manual_seed(3)).to(dtype)
 
-    y = embedding(weight, ids, padding, kernels)
+    y = look_up_rows(weight, ids, padding, kernels)
     with Made() as made:
         y.backward(slope)  # type: ignore[no-untyped-call]
 
@@ -79,7 +79,7 @@ def test_more_ids_than_rows_make_a_gradient_apart() -> None:
     weight, kernels = weight_of(torch.float32), Kernels("reference")
     main = Main(weight, torch.float32, False)
     kernels.main.register(weight, main)
-    embedding(weight, ids_of(ROWS + 2), None, kernels).sum().backward()  # type: ignore[no-untyped-call]
+    look_up_rows(weight, ids_of(ROWS + 2), None, kernels).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None and main.ended == 0
 
 
