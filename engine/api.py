@@ -23,6 +23,7 @@ from engine.checkpoint.huggingface import model_files
 from engine.config import Config, load_config
 from engine.engine import Engine
 from engine.engine_parts import PLANNING, EngineParts, EngineResources, RankBuilder
+from engine.kernels.device import is_host
 from engine.optim.lr_schedules import SchedulerArgument, check_scheduler
 from engine.optim.param_groups import as_trainable, included_frozen, read_optimizer, replacing_sections
 from engine.parallel.comm.comm import Comm
@@ -127,6 +128,7 @@ def _with(
 def _initialize(
     model: nn.Module, config: Config, request: Request, world: World, resources: EngineResources, words: FailureMessage
 ) -> Engine:
+    config = config if is_host(world.device) else config.for_accelerators()
     files, given = model_files(model), describe_input(model, config, world.device)
     prepare(model, config, request)
     request = replace(request, changes=change_forwards(model, config, world.device, request.patches))

@@ -19,6 +19,7 @@ TRAINERS: Mapping[str, str] = MappingProxyType(
         "deepspeed pipeline": "deepspeed_pipeline:DeepSpeedPipeline",
         "trine": "trine:Trine",
         "trine, empty launches": "empty_launches:EmptyLaunches",
+        "trine, collectives alone": "bare_collectives:BareCollectives",
     }
 )
 """Module of this folder and class, by kind, and by kind and model or axis where that has a class of its own."""

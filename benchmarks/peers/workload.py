@@ -19,7 +19,10 @@ BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 
 
-Kind = Literal["plain", "ddp", "dtensor", "pipelining", "fsdp2", "deepspeed", "trine", "trine, empty launches"]
+Kind = Literal[
+    "plain", "ddp", "dtensor", "pipelining", "fsdp2", "deepspeed", "trine", "trine, empty launches",
+    "trine, collectives alone",
+]  # fmt: skip
 """Who trains."""
 PEERS: tuple[Kind, ...] = ("ddp", "dtensor", "pipelining", "fsdp2", "deepspeed")
 """Those that a table may leave out."""

@@ -7,8 +7,9 @@ arithmetic is next to nothing: 24 blocks of width 32 on 8 tokens. Every mode tak
 the same size. The difference is the time of 4 microbatches, and what is left of the first is the fixed time of a step.
 
 Figures are CPU seconds of all threads of all ranks, for each block and microbatch that a rank computes. "added" is the
-distance to plain torch in the same round. Modes take turns, in a new order each round. The figure keeps rows that a run
-does not measure.
+distance to plain torch in the same round, and "added, collectives apart" is what is left of it when the collectives are
+taken off: equal calls and bytes over the same backend in the same round, with nothing between them. Modes take turns,
+in a new order each round. The figure keeps rows that a run does not measure.
 """
 
 import argparse
@@ -29,8 +30,10 @@ from engine.models.decoder import DecoderConfig
 FEW, MANY = 2, 6
 """Microbatches of the two steps that are compared."""
 PLAIN = "plain torch"
+ALONE = ", its collectives alone"
 GROUPS = ("dp", "tp", "pp", "gpu")
-COLUMNS = ("us a block and microbatch", "added", "x plain", "ms a step")
+APART = "added, collectives apart"
+COLUMNS = ("us a block and microbatch", "added", "x plain", "ms a step", APART)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,12 @@ class HostMode:
     model: str = "decoder"
 
 
+def _beside_bare(mode: Mode, base: str = PLAIN, model: str = "decoder") -> tuple[HostMode, HostMode]:
+    """A way of Trine to train, and its collectives alone."""
+    bare = replace(mode, name=mode.name + ALONE, kind="trine, collectives alone")
+    return HostMode(mode, base, model), HostMode(bare, base, model)
+
+
 MODES: Mapping[str, tuple[HostMode, ...]] = {
     "dp": (
         HostMode(Mode("torch DDP, 2 ranks", "ddp", 2)),
@@ -49,11 +58,11 @@ MODES: Mapping[str, tuple[HostMode, ...]] = {
         HostMode(Mode("Trine, 1 rank", "trine", 1)),
         HostMode(Mode("Trine ZeRO 0, 2 ranks", "trine", 2)),
         HostMode(Mode("Trine ZeRO 1, 2 ranks", "trine", 2, stage=1)),
-        HostMode(Mode("Trine ZeRO 3, 2 ranks", "trine", 2, stage=3)),
+        *_beside_bare(Mode("Trine ZeRO 3, 2 ranks", "trine", 2, stage=3)),
     ),
     "tp": (
         HostMode(Mode("torch DTensor, tp2", "dtensor", 2, axis="tensor")),
-        HostMode(Mode("Trine tp2", "trine", 2, axis="tensor")),
+        *_beside_bare(Mode("Trine tp2", "trine", 2, axis="tensor")),
     ),
     "pp": (
         HostMode(Mode("torch pipelining, pp2", "pipelining", 2, axis="pipeline")),
@@ -65,7 +74,7 @@ MODES: Mapping[str, tuple[HostMode, ...]] = {
         HostMode(
             Mode("Trine, Llama, a GPU's operators", "trine, empty launches", 1), "plain torch, Llama", "llama"
         ),
-        HostMode(
+        *_beside_bare(
             Mode("Trine ZeRO 3, Llama, a GPU's operators, 2 ranks", "trine, empty launches", 2, stage=3),
             "plain torch, Llama", "llama",
         ),
@@ -135,9 +144,19 @@ def cells(modes: Sequence[HostMode], rounds: Rounds) -> Cells:
         added = median(time.block - base.block for time, base in zip(times, bases, strict=True))
         ratio = median(time.block / base.block for time, base in zip(times, bases, strict=True))
         block, step = (median(values) for values in zip(*times, strict=True))
-        texts = (f"{block * 1e6:.0f}", f"{added * 1e6:+.0f}", f"{ratio:.2f}", f"{step * 1e3:.1f}")
+        apart = _without_collectives(one, rounds)
+        texts = (f"{block * 1e6:.0f}", f"{added * 1e6:+.0f}", f"{ratio:.2f}", f"{step * 1e3:.1f}", apart)
         made |= {(one.mode.name, column): text for column, text in zip(COLUMNS, texts, strict=True)}
     return made
+
+
+def _without_collectives(one: HostMode, rounds: Rounds) -> str:
+    """Return what a way adds beside its collectives, or nothing where these are not measured."""
+    bare = one.mode.name + ALONE
+    if any(bare not in found for found in rounds):
+        return ""
+    left = (found[one.mode.name].block - found[bare].block - found[one.base].block for found in rounds)
+    return f"{median(left) * 1e6:+.0f}"
 
 
 def table(found: Cells) -> str:

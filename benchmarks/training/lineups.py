@@ -69,7 +69,15 @@ class Lineup:
 
     def of_peers(self, kinds: Sequence[Kind]) -> "Lineup":
         """Only the rows of Trine, of these peers and of the baseline, and what is asked of them."""
-        kept = [m for m in self.modes if m.kind in ("plain", "trine", *kinds) or m.name in self.baseline.modes]
+        return self._of(
+            [m for m in self.modes if m.kind in ("plain", "trine", *kinds) or m.name in self.baseline.modes]
+        )
+
+    def without(self, left_out: Sequence[Mode]) -> "Lineup":
+        """All rows but these, and what is asked of them."""
+        return self._of([mode for mode in self.modes if mode not in left_out])
+
+    def _of(self, kept: Sequence[Mode]) -> "Lineup":
         names = {None, *(mode.name for mode in kept)}
         asked = [c for c in self.comparisons if {c.mode, c.peer, c.control} <= names]
         return replace(self, modes=tuple(kept), comparisons=tuple(asked))

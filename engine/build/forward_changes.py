@@ -7,19 +7,22 @@ run after the model is placed. ``ForwardPatches.remove`` undoes all of them.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MethodType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.config import Config
 from engine.errors import ConfigError
 from engine.kernels.device import device_name, is_host
 from engine.kernels.dispatch import REFERENCE, Kernels, runs_triton
+from engine.kernels.ops.embedding import look_up_rows
 from engine.parallel.comm.agreement import all_or_none, from_first
 from engine.parallel.comm.comm import Comm
 from engine.parallel.kernel_injection.inject import Replacement, find_heads, find_replacements
 from engine.parallel.model.blocks import find_units
 from engine.parallel.model.forward_patch import ForwardPatches, PatchLayer
+from engine.parallel.model.operand_casts import is_watched
 from engine.parallel.model.placeholders import is_expanded
 from engine.parallel.tensor.deferred_linear import fuse, is_linear
 from engine.parallel.tensor.layers.lazy_head import install_lazy_head
@@ -111,13 +114,39 @@ def fuse_activations(model: nn.Module, changes: ForwardChanges, patches: Forward
 
 
 def _add_weight_gradients(model: nn.Module, kernels: Kernels, patches: ForwardPatches) -> None:
-    """Let the products of full linear layers add their weight gradients to main gradients, as sharded layers do."""
+    """Let full linear layers and embeddings add their weight gradients to main gradients, as sharded layers do."""
     compiled = {id(layer) for block in model.modules() if has_compiled_code(block) for layer in block.modules()}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
-        plain = is_linear(layer) and has_plain_forward(layer) and not is_cut(layer) and "forward" not in vars(layer)
-        if plain and id(layer) not in compiled and weight is not None and weight.requires_grad:
+        if weight is None or not weight.requires_grad or id(layer) in compiled or "forward" in vars(layer):
+            continue
+        if is_linear(layer) and has_plain_forward(layer) and not is_cut(layer):
             fuse(layer, "none", kernels, patches)
+        elif _is_plain_embedding(layer):
+            with patches.changing(layer, PatchLayer.FUSED, "adds the gradient of its rows to the flat bucket"):
+                object.__setattr__(layer, "forward", AddedRows(layer, kernels))
+
+
+def _is_plain_embedding(layer: nn.Module) -> bool:
+    """Return whether the layer looks up rows and nothing else."""
+    if not isinstance(layer, nn.Embedding) or type(layer).forward is not nn.Embedding.forward or is_cut(layer):
+        return False
+    return layer.max_norm is None and not layer.sparse and not layer.scale_grad_by_freq
+
+
+@dataclass(frozen=True, slots=True)
+class AddedRows:
+    """The forward of an embedding whose gradient is added to a main gradient."""
+
+    module: nn.Module
+    kernels: Kernels
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Look up: ids [..] -> [.., H]."""
+        layer: Any = self.module
+        if is_watched():  # a tracer matches calls by torch's own names
+            return nn.Embedding.forward(layer, input)
+        return look_up_rows(layer.weight, input, layer.padding_idx, self.kernels)
 
 
 def has_compiled_code(block: nn.Module) -> bool:

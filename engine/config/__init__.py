@@ -42,6 +42,7 @@ from engine.config.optim_sections import (
 from engine.config.reader import Section, Typed, dump_section, paths, read_section, renamed, setting
 from engine.config.rules import Choice, Flag, FrozenMap, Int, Problems, Real
 from engine.config.sections import (
+    GPU_BUCKET,
     ActivationCheckpointingConfig,
     Bf16Config,
     CheckpointConfig,
@@ -248,6 +249,13 @@ class Config:
             ConfigError: the sizes do not fit the number of processes.
         """
         return load_config(self, world_size)
+
+    def for_accelerators(self) -> "Config":
+        """Return the config with the sizes of GPUs, where it leaves them to the device."""
+        zero = self.zero_optimization
+        if zero.reduce_bucket_size is not None:
+            return self
+        return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; ``load_config`` of them gives an equal config, except for the notes."""

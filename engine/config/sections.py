@@ -123,6 +123,11 @@ class OffloadParamConfig:
     """Page-lock that memory, so that copies run beside computation."""
 
 
+HOST_BUCKET, GPU_BUCKET = 4_000_000, 64_000_000
+"""Elements of a bucket, in fp32 16 and 256 MB: links between GPUs carry large messages at full speed, and each bucket
+takes a launch of every kernel of the update."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroConfig:
     """Optimizer state, gradients and parameters that the data ranks shard instead of holding full copies."""
@@ -135,8 +140,8 @@ class ZeroConfig:
     """At stage 3, gather parameters for every microbatch, or once per step and keep them (more memory)."""
     keep_gathered_bytes: int = setting(0, COUNT)
     """At stage 3, bytes of gathered parameters that may be kept over the microbatches of a step."""
-    reduce_bucket_size: int = setting(4_000_000, SIZE)
-    """Elements reduced in one collective."""
+    reduce_bucket_size: int | None = setting(None, Int(low=1, null=True))
+    """Elements reduced in one collective; null: 4000000 on CPUs, 64000000 on GPUs."""
     zero_quantized_weights: bool = setting(False, Flag())
     """Gather parameters in fewer bits: at stage 3, and at stages 1 and 2 those that have a master (bf16, fp16)."""
     zero_quantized_weights_bits: Literal[8, 4] = setting(8, Choice(options=(8, 4), noun="a number of bits"))
@@ -158,6 +163,11 @@ class ZeroConfig:
     """Placement of the optimizer state."""
     offload_param: OffloadParamConfig = setting(OffloadParamConfig(), Section(cls=OffloadParamConfig))
     """Placement of parameters, at stage 3."""
+
+    @property
+    def bucket_elements(self) -> int:
+        """Elements of a bucket: those of CPUs where the device decides and is no GPU."""
+        return self.reduce_bucket_size or HOST_BUCKET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

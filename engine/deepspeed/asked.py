@@ -125,7 +125,7 @@ class AskedSettings:
 
     def zero_reduce_bucket_size(self) -> int:
         """Elements of a bucket."""
-        return self._zero.reduce_bucket_size
+        return self._zero.bucket_elements
 
     zero_allgather_bucket_size = zero_reduce_bucket_size  # buckets are gathered as they are reduced
 

@@ -104,7 +104,7 @@ class FlatLayouts(Mapping[tuple[int, int], FlatLayout]):
         return build_layout(
             _items(self._table.held_by(pp), (pp, tp), self._precision, self._users, encoded=formats.any),
             config.shards,
-            config.zero_optimization.reduce_bucket_size,
+            config.zero_optimization.bucket_elements,
             max(formats.alignment, block_of_codes(config.optimizer)),
             config.grid(0).spread,
         )

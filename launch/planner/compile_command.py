@@ -118,7 +118,7 @@ def _subjects(options: Namespace) -> Iterator[StepSubject]:
     if asked.config is None:
         raise ConfigError("CONFIG is not given; it decides which kernels a step launches, so give its JSON file.")
     planned = build_model(asked.model)
-    yield StepSubject(planned, load_config(asked.config, asked.world), Request(planned.loss_fn))
+    yield StepSubject(planned, load_config(asked.config, asked.world).for_accelerators(), Request(planned.loss_fn))
 
 
 def _of_script(options: Namespace) -> Iterator[StepSubject]:
@@ -129,7 +129,7 @@ def _of_script(options: Namespace) -> Iterator[StepSubject]:
         raise PlanError(f"MODEL {script} does not exist; give the script that calls engine.initialize.")
 
     def resolve(config: Any) -> Config:
-        return load_config(config, options.world)
+        return load_config(config, options.world).for_accelerators()
 
     given = ([] if options.config is None else [options.config]) + options.overrides
     for call in calls_of_script(script, given, resolve):

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.config import Config, load_config
+from engine.config.sections import GPU_BUCKET
 from engine.errors import ConfigError, EngineError, PlanError, first_line
 from engine.launch.planner.plan_report import Planned, as_json, as_text, offload_text, search_text
 from engine.launch.planner.plan_request import STEP_TOKENS, PlanAsked, read_request
@@ -43,8 +44,6 @@ OBJECTS = 50_000
 """New objects after which Python looks for cycles during a plan, in place of 700."""
 TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**30), (-3, 2**25)
 """Parameters of glibc's mallopt, and their values in bytes; the second one has its largest."""
-BUCKET = 64_000_000
-"""Elements of a reduction: few calls, whose latency grows with the data ranks."""
 
 
 def run_plan(options: Namespace) -> None:
@@ -63,7 +62,7 @@ def run_plan(options: Namespace) -> None:
         calibrate(options.calibrate, options.links)
         return
     asked = read_request(options)
-    config = None if asked.config is None else load_config(asked.config, asked.world)
+    config = None if asked.config is None else load_config(asked.config, asked.world).for_accelerators()
     quiet = open_console(0)  # says what takes long
     _keep_freed_memory()
     try:
@@ -333,7 +332,7 @@ def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -
         more["sequence_parallel"] = layout.sequence
     if layout.pp > 1:
         more |= {"schedule": layout.schedule, "virtual_stages": layout.virtual}
-    zero: dict[str, Any] = {"stage": layout.stage} | ({"reduce_bucket_size": BUCKET} if layout.dp > 1 else {})
+    zero: dict[str, Any] = {"stage": layout.stage} | ({"reduce_bucket_size": GPU_BUCKET} if layout.dp > 1 else {})
     if layout.stage >= 2:
         zero["reduce"] = layout.reduction
     return given | {

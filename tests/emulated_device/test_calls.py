@@ -67,3 +67,19 @@ def on_both(name: str, folder: str) -> list[list[Any]]:
 def test_other_calls_equal_those_on_the_cpu(run_ranks: RunRanks, name: str, tmp_path: Any) -> None:
     (((*here,), (*there,)),) = run_ranks(on_both, 1, name, str(tmp_path))
     assert there == here
+
+
+def sizes() -> list[int]:
+    """Body of a process: elements of a bucket on the CPU and on the device."""
+    load()
+    found, trial = [], Trial(changes={"zero_optimization": {"stage": 1}})
+    micro = {key: rows[:1] for key, rows in BATCHES[0].items()}
+    for device in ("cpu", f"{NAME}:0"):
+        world = World(0, 1, 0, torch.device(device))
+        with engine.initialize(trial.build(), trial.config, loss_sum, micro, world=world) as eng:
+            found.append(eng.config.zero_optimization.bucket_elements)
+    return found
+
+
+def test_buckets_of_a_device_are_larger_than_those_of_the_host(run_ranks: RunRanks) -> None:
+    assert run_ranks(sizes, 1) == [[4_000_000, 64_000_000]]

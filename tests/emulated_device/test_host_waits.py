@@ -20,7 +20,7 @@ from tests.selection import wide
 RunRanks = Callable[..., list[Any]]
 Waits = Mapping[str, int]
 
-ON_HOST: Waits = MappingProxyType({"engine/step/update.py run: copy to host": 1})
+ON_HOST: Waits = MappingProxyType({"engine/step/update.py _decide: copy to host": 1})
 """The control sums, from which the host decides on the update."""
 ON_DEVICE: Waits = MappingProxyType({"engine/step/update.py read: event": 1})
 """The same when the device decides: the update is launched before the host waits."""

@@ -1,6 +1,7 @@
 """The benchmark of pipelines: its rows, what they ask of Trine, a tiny run, and whose clipping is right."""
 
 import pytest
+from torch.distributed.pipelining import PipelineStage
 
 from benchmarks.harness.footprint import Footprint
 from benchmarks.harness.report import Sample, loss_spread, medians
@@ -10,7 +11,7 @@ from benchmarks.peers.workload import Mode, Workload
 from benchmarks.training import pipeline
 from benchmarks.training.comparison import Effort, conclude, measure
 from benchmarks.training.lineups import AGAIN, ONE, SCHEDULES, make_pipeline_lineup
-from benchmarks.training.pipeline import EPSILON, judge_clipping, measure_clipping
+from benchmarks.training.pipeline import EPSILON, judge_clipping, measure_clipping, that_starts
 from engine.config import load_config
 from engine.models.decoder import DecoderConfig
 
@@ -36,6 +37,19 @@ def test_a_slower_row_fails() -> None:
 def test_the_configurations_ask_for_the_schedule(schedule: str, stages: int) -> None:
     asked = make_config(named(f"Trine {schedule}"), TINY)["parallel"]
     assert asked == {"data": 1, "pipeline": 2, "schedule": schedule, "virtual_stages": stages}
+
+
+def test_a_v_of_torch_is_left_out_with_its_reason_where_torch_cannot_start_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lineup = make_pipeline_lineup(4, 8)
+    assert that_starts(lineup) == lineup
+    monkeypatch.delattr(PipelineStage, "_warmup_forward_vote")
+    left = that_starts(lineup)
+    told = capsys.readouterr().out
+    assert told.startswith("torch zb-v is left out: torch ") and told.count("\n") == 1
+    assert [mode.name for mode in lineup.modes if mode not in left.modes] == ["torch zb-v", "torch zb-v" + AGAIN]
+    assert {asked.mode for asked in left.comparisons} == {"Trine 1f1b", "Trine interleaved"}
 
 
 def test_the_batch_is_cut_into_microbatches_alone() -> None:

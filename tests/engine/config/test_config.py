@@ -106,6 +106,18 @@ def test_empty_config_has_the_documented_defaults() -> None:
     assert config.optimizer == OptimizerConfig() and config.scheduler is None
 
 
+def test_the_device_decides_on_the_size_of_buckets_where_the_config_does_not() -> None:
+    given, free = (load_config({"zero_optimization": zero}) for zero in ({"reduce_bucket_size": 5000}, {}))
+    assert [free.zero_optimization.bucket_elements, free.for_accelerators().zero_optimization.bucket_elements] == [
+        4_000_000,
+        64_000_000,
+    ]
+    assert given.for_accelerators() is given and given.zero_optimization.bucket_elements == 5000
+    assert (
+        load_config({"zero_optimization": {"reduce_bucket_size": "auto"}}).zero_optimization == free.zero_optimization
+    )
+
+
 def test_file_with_a_problem_free_config(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text("\ufeff" + json.dumps({"$schema": "trine.json", **DESIGN}), encoding="utf-8")

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import engine
+from engine.kernels.ops import embedding
 from engine.kernels.ops import linear as products
 from engine.models.decoder import Decoder, DecoderConfig, loss_sum
 from engine.parallel.tensor import deferred_linear
@@ -58,18 +60,21 @@ class Found:
     """Products that were added to a bucket."""
     made: int
     """Weight gradients of linear layers that a backward gave to autograd."""
+    looked_up: int
+    """Gradients of embeddings that were added to a bucket, row by row."""
     uncounted: tuple[str, ...]
     skipped: int
 
     def __str__(self) -> str:
-        return f"{self.parity}; {self.added} added, {self.made} made, {self.skipped} skipped, {self.uncounted}"
+        added = f"{self.added} and {self.looked_up} of embeddings added, {self.made} made"
+        return f"{self.parity}; {added}, {self.skipped} skipped, {self.uncounted}"
 
 
 def train_each(ways: list[Way]) -> list[Found]:
     """Body of a rank: one way after another."""
     repair()
-    counted = _count()
-    return [_train(way, counted) for way in ways]
+    counted, looked_up = _count(), _count_rows()
+    return [_train(way, counted, looked_up) for way in ways]
 
 
 def _count() -> list[bool]:
@@ -86,8 +91,22 @@ def _count() -> list[bool]:
     return noted
 
 
-def _train(way: Way, counted: list[bool]) -> Found:
+def _count_rows() -> list[Tensor]:
+    """Note the ids of each gradient of an embedding that is added to a bucket."""
+    noted: list[Tensor] = []
+    plain = embedding.add_rows_
+
+    def noting(into: Tensor, ids: Tensor, *rest: Any) -> None:
+        noted.append(ids)
+        plain(into, ids, *rest)
+
+    embedding.add_rows_ = noting  # type: ignore[assignment]
+    return noted
+
+
+def _train(way: Way, counted: list[bool], looked_up: list[Tensor]) -> Found:
     counted.clear()
+    looked_up.clear()
     config, given = way.config(), batches()
     micro = config["train_micro_batch_size_per_gpu"]
     eng = engine.initialize(way.build, config, loss_sum, take_rows(given[0], 0, micro))
@@ -100,9 +119,10 @@ def _train(way: Way, counted: list[bool]) -> Found:
         uncounted = differences(eng, before, STEPS - 1)
         run = TrainingRecord(tuple(r.loss for r in reports), tuple(r.grad_norm for r in reports), eng.full_state_dict())
         rank, added, skipped = eng.grid.rank, counted.count(True), eng.skipped_steps
+        embeddings = len(looked_up)
     alone = train_alone(way.build, config, given, VerifyOptions(loss_sum)) if rank == 0 else None
     parity = None if alone is None else Parity(run, alone)
-    return Found(parity, added, counted.count(False), uncounted, skipped)
+    return Found(parity, added, counted.count(False), embeddings, uncounted, skipped)
 
 
 def check(run_ranks: RunRanks, ways: list[Way], near: float = 1.0) -> None:
@@ -128,6 +148,8 @@ def check(run_ranks: RunRanks, ways: list[Way], near: float = 1.0) -> None:
             # the first forward of a plan along the sequence is watched, in the layers' own products
             watched = bool(way.changes["parallel"].get("sequence_parallel"))
             assert products == ((STEPS * MICROBATCHES - watched) * layers, 0), named
+            if parallel["tensor"] == parallel["pipeline"] == 1:  # of tokens and of positions
+                assert one.looked_up == STEPS * MICROBATCHES * 2, named
 
 
 DATA = {"parallel": {"data": 2}}
