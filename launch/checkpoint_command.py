@@ -29,7 +29,7 @@ MODEL = "model/"
 
 
 def info(folder: Path) -> None:
-    """Print what a checkpoint holds, from its manifest alone.
+    """Prints what a checkpoint holds, from its manifest alone.
 
     Args:
         folder: folder of a run (its newest checkpoint) or of a checkpoint, as in the functions below.
@@ -47,7 +47,7 @@ def info(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path, everything: bool) -> None:
-    """Read every block of a checkpoint, or of all checkpoints of the run, and print one line for each.
+    """Reads every block of a checkpoint, or of all checkpoints of the run, and prints one line for each.
 
     Raises:
         CheckpointError: a checkpoint is damaged; the message names file and tensor.
@@ -69,7 +69,7 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
 
 
 def export(folder: Path, out: Path, single: bool) -> None:
-    """Copy the model folder of a checkpoint and verify it on the way; it appears by rename, complete or not at all.
+    """Copies the model folder of a checkpoint and verify it on the way; it appears by rename, complete or not at all.
 
     Args:
         single: write all tensors into one ``model.safetensors``, instead of one file for each rank that saved.
@@ -97,7 +97,7 @@ def export(folder: Path, out: Path, single: bool) -> None:
 
 
 def find(folder: Path) -> Path:
-    """Return the checkpoint that ``folder`` is, or the newest one in it.
+    """Returns the checkpoint that ``folder`` is, or the newest one in it.
 
     Raises:
         CheckpointError: the folder holds no checkpoint.
@@ -130,7 +130,7 @@ def _verified(step: Path) -> str:
 
 
 def _copy_model(files: Files, reader: StepReader, target: Path, single: bool) -> int:
-    """Copy the files of the model and return the number of bytes written."""
+    """Copies the files of the model and returns the number of bytes written."""
     count = 0
     for name in reader.manifest.files:
         weights = name.endswith((".safetensors", ".safetensors.index.json"))
@@ -140,7 +140,7 @@ def _copy_model(files: Files, reader: StepReader, target: Path, single: bool) ->
 
 
 def _joined(reader: StepReader) -> Iterator[memoryview]:
-    """Yield one file of all tensors, piece by piece, with at most one tensor in memory."""
+    """Yields one file of all tensors, piece by piece, with at most one tensor in memory."""
     model = {name: reader.manifest.tensors[name] for name in reader.manifest.model_kinds()}
     names = {tensor.pieces[0].key: name for name, tensor in model.items()}
     kinds = {key: reader.kinds[name] for key, name in names.items()}
@@ -153,7 +153,7 @@ def _joined(reader: StepReader) -> Iterator[memoryview]:
 
 
 def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
-    """Describe a checkpoint in lines such as the banner of a run has."""
+    """Describes a checkpoint in lines such as the banner of a run has."""
     return {
         "saved": _saved(manifest),
         "grid": _grid(manifest),
@@ -208,7 +208,7 @@ def _optimizer(manifest: Manifest) -> str:
 
 
 def _tracked(manifest: Manifest) -> dict[str, str]:
-    """Describe the registered state, such as the position in the data."""
+    """Describes the registered state, such as the position in the data."""
     lines = {}
     for name, state in Fields(manifest.progress, "the manifest").object("tracked").items():
         plain = isinstance(state, dict) and all(isinstance(value, int | float | str) for value in state.values())
@@ -226,7 +226,7 @@ def _folders(manifest: Manifest) -> str:
 
 
 def beside(files: Files, step: Path) -> str:
-    """List what else the run's folder contains."""
+    """Lists what else the run's folder contains."""
     steps = [path.name for path in committed(files, step.parent) if path != step]
     hidden = {step.name, "latest", LOCK, *steps}
     others = [name for name in files.names(step.parent) if name not in hidden]

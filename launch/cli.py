@@ -25,7 +25,7 @@ from engine.launch.verifier import verify_command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
+    """Runs one command and returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
         return options.run(options) or 0
@@ -38,7 +38,7 @@ class CommandParser(ArgumentParser):
     """Parser of a command that answers for its own options: its usage is shown, and the nearest of them named."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse, and end with an error where something is left."""
+        """Parses, and ends with an error where something is left."""
         found, left = super().parse_known_args(args, namespace)
         if left:
             name = left[0].partition("=")[0]
@@ -182,7 +182,7 @@ def _checkpoint_export(options: Namespace) -> None:
 
 
 def check_configuration(options: Namespace) -> None:
-    """Print notes, what was not checked, and the verdict.
+    """Prints notes, what was not checked, and the verdict.
 
     Raises:
         ConfigError, PlanError, ScheduleError: the sentence that ``engine.initialize`` would raise.
@@ -202,7 +202,7 @@ def check_configuration(options: Namespace) -> None:
 
 
 def unchecked(config: Config, sized: bool) -> Iterator[str]:
-    """Yield what only ``engine.initialize`` can check, because it depends on ranks, model, device or arguments.
+    """Yields what only ``engine.initialize`` can check, because it depends on ranks, model, device or arguments.
 
     ``sized``: the number of ranks was given.
     """

@@ -116,7 +116,7 @@ with engine.initialize(build, config$loss) as eng:
 
 
 def add_init_options(command: ArgumentParser) -> None:
-    """Add the arguments of ``trine init``."""
+    """Adds the arguments of ``trine init``."""
     command.add_argument("model", metavar="MODEL", help=(
         "Hugging Face folder; or module:function that returns the model, or (model, rows), or (model, rows, loss_fn)"
     ))  # fmt: skip
@@ -125,7 +125,7 @@ def add_init_options(command: ArgumentParser) -> None:
 
 
 def write_starter(options: Namespace) -> None:
-    """Write ``train.py`` and ``engine.json``, and say how to go on.
+    """Writes ``train.py`` and ``engine.json``, and says how to go on.
 
     Raises:
         ConfigError, PlanError: a file is there already, or there is no such model; one sentence.

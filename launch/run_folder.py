@@ -35,7 +35,7 @@ RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 
 
 def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> int:
-    """Create or reopen the folder, and record what this start depends on. Rank 0 calls it before all others.
+    """Creates or reopen the folder, and records what this start depends on. Rank 0 calls it before all others.
 
     Returns:
         The open folder, which locks out other processes until it is closed or this process ends in any way.
@@ -60,7 +60,7 @@ def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, sh
 
 
 def check_same(folder: Path, record: Mapping[str, Any]) -> None:
-    """Compare with the run in ``folder``; the number of processes, batch size and learning rate may change.
+    """Compares with the run in ``folder``; the number of processes, batch size and learning rate may change.
 
     Raises:
         EngineError: a difference would repeat or skip samples, or its weights would not fit; the first one is named.
@@ -83,7 +83,7 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def go_on(options: Namespace, made: int) -> list[str]:
-    """Truncate the log to the loaded checkpoint and return lines that report it; a new run has none.
+    """Truncates the log to the loaded checkpoint and returns lines that report it; a new run has none.
 
     The removed rows belong to steps that are trained again. A log outside the folder is left unchanged.
     """
@@ -101,7 +101,7 @@ def go_on(options: Namespace, made: int) -> list[str]:
 
 
 def _trim(path: Path, made: int) -> int:
-    """Remove rows after step ``made`` and return their number; a line that a crash cut short counts as one."""
+    """Removes rows after step ``made`` and returns their number; a line that a crash cut short counts as one."""
     if not path.exists():
         return 0
     rows = path.read_bytes().splitlines(keepends=True)
@@ -142,7 +142,7 @@ def _refuse_kept(folder: Path, kept: Path) -> None:
 
 
 def _write_record(folder: int, text: str) -> None:
-    """Replace the record in an open folder; what has the temporary name is removed first, and a link not followed."""
+    """Replaces the record in an open folder; what has the temporary name is removed first, and a link not followed."""
     written = f"{RECORD}.tmp"
     with suppress(FileNotFoundError):
         os.unlink(written, dir_fd=folder)
@@ -173,7 +173,7 @@ DATA_CONFIG = Path("configs/dp_zero1.json")
 
 
 def training_options(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the options of the reference run; every option has a default."""
+    """Parses the options of the reference run; every option has a default."""
     parser = ArgumentParser(
         prog="train.py",
         description="Train a small byte-level decoder on real text. "

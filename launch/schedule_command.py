@@ -23,7 +23,7 @@ RANKS, MICROBATCHES = 4, 8
 
 
 def add_options(command: ArgumentParser) -> None:
-    """Add the arguments of ``trine schedule``."""
+    """Adds the arguments of ``trine schedule``."""
     command.add_argument("kind", nargs="?", metavar="KIND", help=(
         f"{', '.join(SCHEDULE_KINDS)}, or a .txt or .csv file of action tokens (default 1f1b)"
     ))  # fmt: skip
@@ -46,7 +46,7 @@ def add_options(command: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> None:
-    """Print the requested pictures and figures, and write the requested files.
+    """Prints the requested pictures and figures, and writes the requested files.
 
     Raises:
         EngineError: the kind does not exist or refuses these sizes; a file is malformed or cannot be written.
@@ -74,7 +74,7 @@ class _Asked:
 
 
 def _asked(options: Namespace, config: Config | None) -> _Asked:
-    """Collect the request from the command line, then the configuration, then the defaults."""
+    """Collects the request from the command line, then the configuration, then the defaults."""
     given = _Asked(options.kind or "1f1b", options.ranks, options.microbatches, options.virtual_stages)
     if config is None and options.world is not None:
         raise ScheduleError("--world fills in sizes of a configuration; give --config too, or leave --world out.")
@@ -183,7 +183,7 @@ messages: over all ranks"""
 
 
 def _print_comparison(asked: _Asked, cost: Cost) -> list[Panel]:
-    """Print all kinds, the least idle first, and return the panels of those that allow these sizes."""
+    """Prints all kinds, the least idle first, and returns the panels of those that allow these sizes."""
     found: list[tuple[Summary, Panel]] = []
     refused: dict[str, str] = {}
     for kind in SCHEDULE_KINDS.values():
@@ -214,7 +214,7 @@ def _cells(kind: str, figures: Summary) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Format a table with the first column left-aligned and all others right-aligned."""
+    """Formats a table with the first column left-aligned and all others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.rjust(width) if column else cell.ljust(width)

@@ -34,7 +34,7 @@ def add_watch_options(command: ArgumentParser) -> None:
 
 
 def show_ranks(options: Namespace) -> None:
-    """Show it once, or until Ctrl-C.
+    """Shows it once, or until Ctrl-C.
 
     Raises:
         EngineError: the folder has no report.

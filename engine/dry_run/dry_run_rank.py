@@ -1,10 +1,11 @@
-"""One rank of a plan, built of shapes, plays a short step of its stages; each action tells what it does to memory.
+"""Dry run of one rank of a plan: it is built of shapes and plays a short step, and the memory of each action is
+recorded.
 
-The runtime is that of training: sharded layers, operators, recomputation, gathers, reducers. So what is counted is
-what the run holds. Per stage, the first, a middle and the last microbatch are played, in the order F .. F B .. B of one
-microbatch after another; :mod:`engine.planning.activation_memory.schedule_walk` puts them in the order of the schedule.
-Where every microbatch reduces its gradients, the second one is played besides: a buffer is given back when another
-bucket needs it, so that two microbatches pass until each gives back as much as it takes.
+The runtime is that of training (sharded layers, operators, recomputation, gathers, reducers), so the bytes counted are
+the bytes that the run allocates. Per stage, the first, a middle and the last microbatch are played, in the order F .. F
+B .. B of one microbatch after another; :mod:`engine.planning.activation_memory.schedule_walk` reorders them by the
+schedule. If every microbatch reduces its gradients, the second one is played too: a buffer is returned when another
+bucket needs it, so each microbatch returns as much as it takes only from the third on.
 """
 
 import gc
@@ -45,33 +46,33 @@ FIRST, SECOND, MIDDLE, LAST = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunStep:
-    """What the actions of a rank do to memory in a steady step."""
+    """Memory of the actions of a rank in a steady step."""
 
     actions: dict[tuple[Op, int, int], ActionMemory]
-    """By operation, stage and place of the microbatch: FIRST, SECOND, MIDDLE or LAST."""
+    """Memory by operation, stage and place of the microbatch: FIRST, SECOND, MIDDLE or LAST."""
     base: int
-    """Bytes that live between steps."""
+    """Live bytes between steps."""
     end_rise: int
-    """Most bytes while the last gradients are reduced, above those between steps."""
+    """Peak of live bytes while the last gradients are reduced, minus the live bytes between steps."""
 
     def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
-        """Memory of the action that is the n-th of ``total`` of its stage and operation."""
+        """Returns the memory of the action that is the n-th of ``total`` of its stage and operation."""
         place = LAST if number == total - 1 else min(number, MIDDLE)
         return self.actions[action.op, action.stage, place]
 
     def on_stages(self, stages: Mapping[int, int]) -> "DryRunStep":
-        """The same of a rank that has other stages; ``stages``: from this rank's to that one's."""
+        """Returns the same for a rank with other stages; ``stages`` maps this rank's stages to that rank's."""
         actions = {(op, stages[stage], place): memory for (op, stage, place), memory in self.actions.items()}
         return replace(self, actions=actions)
 
 
 class DryRunRank:
-    """The runtime of one rank over shapes.
+    """Runtime of one rank over shapes.
 
     Args:
-        model: as it was given to the plan; a copy is used.
+        model: as it was passed to the plan; a copy is used.
         example: one microbatch; on the meta device it stands for zeros.
-        kernels: choices for a device that is not here; None: those of the CPU.
+        kernels: choices for an absent device; None: those of the CPU.
     """
 
     def __init__(
@@ -101,13 +102,14 @@ class DryRunRank:
         self._runtime.on_host.observer = self.live.leave_out
 
     def trace_like(self, other: "DryRunRank") -> None:
-        """Take the traces of another pipeline rank of the same plan, which has stepped."""
+        """Takes over the traces of another pipeline rank of the same plan, which has stepped."""
         own, others = self._runtime.pipeline, other._runtime.pipeline
         if own is not None and others is not None:
             own.traces.take(others.traces)
 
     def step(self) -> DryRunStep:
-        """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
+        """Plays a step to warm up, then one step for each kind of backward that the schedule has, whose memory
+        counts."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
         with self._dry_running():
@@ -122,11 +124,11 @@ class DryRunRank:
         return DryRunStep(actions=found, base=base, end_rise=end_rise)
 
     def watch(self, modules: Sequence[str]) -> list[int]:
-        """Return a list that receives the bytes that live as each of ``modules`` returns in a forward."""
+        """Returns a list that receives the live bytes as each of ``modules`` returns in a forward."""
         levels = list[int]()
 
         def note(*_: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # a backward that recomputes calls it again
+            if torch._C._current_graph_task_id() == -1:  # recomputation in the backward calls the hook again
                 gc.collect()
                 levels.append(self.live.bytes)
 
@@ -135,7 +137,7 @@ class DryRunRank:
         return levels
 
     def play(self) -> None:
-        """Play a step with its update, for whoever looks at what is launched and not at memory."""
+        """Plays a step with its update, for a caller that records launches instead of memory."""
         row = self.plan.schedule.per_rank[self._pp]
         splits = any(action.op is Op.BACKWARD_INPUT for action in row)
         with self._dry_running():
@@ -158,7 +160,7 @@ class DryRunRank:
     def _dry_running(self) -> Iterator[None]:
         if self._runtime.pipeline is not None:
             self._runtime.pipeline.traces.refresh()
-        self._runner(1).trace_all()  # here, since there are no operators to count: all microbatches are alike
+        self._runner(1).trace_all()  # outside the counted region: all microbatches have the same trace
         with _cycles_end_with_actions(), self._attention(), self.live, MissingShapes(), torch.enable_grad():
             yield
 
@@ -188,7 +190,8 @@ class DryRunRank:
         return attention_of_gpu() if self._on_gpu else nullcontext()
 
     def _reduce(self) -> int:
-        """Most bytes while gradients are reduced behind the last action, above those afterwards."""
+        """Returns the peak of live bytes while gradients are reduced after the last action, minus the live bytes
+        afterwards."""
         self.live.mark()
         self._runtime.finish()
         return self.live.peak - self.live.bytes
@@ -208,10 +211,10 @@ class DryRunRank:
 
 @contextmanager
 def _cycles_end_with_actions() -> Iterator[None]:
-    """Inside, objects that hold each other are let go behind each action and not whenever Python happens to look.
+    """Frees reference cycles after each action instead of whenever Python's collector runs, inside this context.
 
-    So a rehearsal says the same bytes each time. What exists before, garbage too, is left alone: a look is cheap.
-    What the caller's program has frozen stays so.
+    A dry run thus counts the same bytes each time. Older objects, including garbage, are frozen, so that a collection
+    is cheap; objects that the caller's program has frozen stay frozen.
     """
     found, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.freeze()
@@ -226,9 +229,10 @@ def _cycles_end_with_actions() -> Iterator[None]:
 
 
 def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[Action, ...]:
-    """A row of the same stages for a few microbatches, one after another; ``splits``: where ``row`` splits backwards.
+    """Returns a row of the same stages for a few microbatches in sequence; ``splits``: backwards are split where
+    ``row`` does.
 
-    Forwards in the order of stages, backwards in the opposite one.
+    Forwards are in the order of stages, backwards in the opposite order.
     """
     stages = sorted({action.stage for action in row})
     found: list[Action] = []
@@ -242,7 +246,7 @@ def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[A
 
 
 def _places(microbatch: int, microbatches: int) -> Sequence[int]:
-    """Places that a microbatch of a short step stands for, until a later one stands for them."""
+    """Returns the places that a microbatch of a short step represents, until a later one replaces it."""
     if microbatches == 1:
         return FIRST, SECOND, MIDDLE, LAST
     if microbatch == microbatches - 1:
@@ -251,7 +255,7 @@ def _places(microbatch: int, microbatches: int) -> Sequence[int]:
 
 
 def _gathered_bytes(runtime: RankRuntime) -> Callable[[], int]:
-    """Reads the bytes of parameters that are gathered; it is asked at every operator."""
+    """Returns a function that counts the bytes of gathered parameters; it is called at every operator."""
     sharded = [flat.params for flat in (*runtime.buckets, *runtime.frozen) if flat.sharded]
     return lambda: sum(params.untyped_storage().nbytes() for params in sharded)
 

@@ -1,4 +1,4 @@
-"""Messages of a rank whose neighbours do not exist: what would arrive has shapes alone, and what is sent is held."""
+"""Messages of a rank without neighbours: arrivals have only shapes, and sent tensors are retained."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,10 +13,11 @@ from engine.planning.activation_memory.schedule_walk import MessageBuffer
 
 
 class DryRunTransport:
-    """Between stages of this rank messages are passed on; others are noted, and their buffers are left out of ``live``.
+    """Transport that passes messages between stages of this rank, and notes all others; ``live`` excludes their
+    buffers.
 
-    The walk over the schedule counts buffers, since they are used by several microbatches, and sent tensors, since the
-    schedule tells when a send has completed.
+    The walk over the schedule counts the buffers, since several microbatches use them, and the sent tensors, since the
+    schedule determines when a send completes.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class DryRunTransport:
         self.kept: list[MessageBuffer] = []
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Hold what is sent to another rank until :meth:`complete`, or until its gradient has come."""
+        """Retains a tensor sent to another rank until :meth:`complete`, or until its gradient arrives."""
         if self._is_own(message):
             self._own.send(message, tensor)
         elif abs(message.target - message.source) == 1:
@@ -40,7 +41,7 @@ class DryRunTransport:
             self._far[message] = tensor.detach().contiguous()
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """A tensor of this shape."""
+        """Returns a tensor of this shape."""
         if self._is_own(message):
             return self._own.receive(message, shape, dtype)
         with self._shapes():
@@ -50,14 +51,14 @@ class DryRunTransport:
         return tensor.detach
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Do nothing: :meth:`complete` does."""
+        """Does nothing, since :meth:`complete` releases sends."""
 
     def delivered(self, message: Message) -> None:
-        """Let go of a send past a neighbouring stage."""
+        """Releases a send past a neighbouring stage."""
         self._far.pop(message, None)
 
     def recycle(self, tensor: Tensor) -> None:
-        """Note whether the buffer serves again, or stays with somebody."""
+        """Notes whether the buffer can be reused, or is still referenced."""
         if not self._buffers.lent(tensor):
             return
         buffer = _buffer(tensor)
@@ -68,12 +69,12 @@ class DryRunTransport:
             self._live.take_in(tensor)
 
     def complete(self) -> None:
-        """All sends to neighbours have completed; begin new notes."""
+        """Completes all sends to neighbours, and begins new notes."""
         self._near.clear()
         self.taken, self.given_back, self.kept = [], [], []
 
     def finish(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         self.complete()
         self._far.clear()
 

@@ -1,4 +1,4 @@
-"""All pipeline ranks of a plan, with no more of it rehearsed than differs: alike ranks and blocks count once."""
+"""Dry runs of all pipeline ranks of a plan; equal ranks and equal blocks run only once."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ from engine.program.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDryRun:
-    """What is needed to rehearse ranks of a plan; nothing is computed, sent, or changed in the model."""
+    """Inputs for dry runs of the ranks of a plan; nothing is computed, sent, or changed in the model."""
 
     model: nn.Module
-    """As it was given to the plan."""
+    """The model as it was passed to the plan."""
     plan: Plan
     request: Request
     """Loss and rows of the run."""
     example: Batch
     """One microbatch; on the meta device it stands for zeros."""
     kernels: Kernels | None = None
-    """Choices for a device that is not here; None: those of the CPU."""
+    """Choices for an absent device; None: those of the CPU."""
     plan_of: PlanOf | None = None
-    """Plans a model with fewer blocks; None: all blocks are dry."""
+    """Plans a model with fewer blocks; None: the dry run includes all blocks."""
 
     def forecasts(self) -> Iterator[RankForecast]:
-        """The first data and tensor rank of each pipeline rank, in order."""
+        """Yields the forecast of the first data and tensor rank of each pipeline rank, in order."""
         likeness, known = RankLikeness(self.model, self.plan), dict[Hashable, tuple[tuple[int, ...], DryRunStep]]()
         before = list[DryRunRank]()
         for pp in range(self.plan.config.pp):
@@ -43,7 +43,7 @@ class PlanDryRun:
             yield forecast_of(self.plan, rank, step.on_stages(dict(zip(ranks, stages, strict=True))))
 
     def _step(self, rank: int, before: list[DryRunRank]) -> DryRunStep:
-        """``before``: the first rank that was rehearsed, whose traces serve others."""
+        """Runs the step of a rank dry; ``before`` contains the first rank that ran, whose traces serve later ones."""
 
         def run_dry(model: nn.Module, plan: Plan) -> DryRunStep:
             dry = DryRunRank(model, plan, rank, self.request, self.example, self.kernels)

@@ -1,4 +1,4 @@
-"""Peak of live storages of a rank: its actions from a rehearsal, in the order of its schedule; on any device."""
+"""Peak of live storages of a rank: its actions from a dry run, in the order of its schedule; for any device."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from engine.program.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankForecast:
-    """What lives on a rank in a steady step, beside its state: parameters, gradients and optimizer."""
+    """Live bytes of a rank in a steady step, in addition to its state (parameters, gradients and optimizer)."""
 
     rank: int
     peak: LivePeak
@@ -26,26 +26,26 @@ class RankForecast:
 def forecast_rank(
     model: nn.Module, plan: Plan, rank: int, request: Request, example: Batch, kernels: Kernels | None = None
 ) -> RankForecast:
-    """The peak of ``rank``. Nothing is computed, sent, or changed in ``model``.
+    """Returns the peak of ``rank``. Nothing is computed, sent, or changed in ``model``.
 
     Args:
-        model: as it was given to ``plan``, before an engine has placed it.
+        model: as it was passed to ``plan``, before an engine has placed it.
         request: loss and rows of the run.
         example: one microbatch; on the meta device it stands for zeros.
-        kernels: choices for a device that is not here; None: those of the CPU.
+        kernels: choices for an absent device; None: those of the CPU.
     """
     return forecast_of(plan, rank, DryRunRank(model, plan, rank, request, example, kernels).step())
 
 
 def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
-    """The peak of ``rank``, whose actions do to memory what ``step`` says."""
+    """Returns the peak of ``rank`` from the memory of its actions in ``step``."""
     row = rank_schedule(plan.schedule, plan.grid(rank).coord().pp)
     peak = peak_of_row(row.actions, row.releases, step.memory_of, step.base, step.end_rise)
     return RankForecast(rank=rank, peak=peak, step=step)
 
 
 class PlannedKernels(Kernels):
-    """The kernels of a GPU that is not here, as :class:`Kernels` chooses them there; only shapes reach the operators.
+    """Kernels of an absent GPU, as :class:`Kernels` chooses them there; only shapes reach the operators.
 
     Args:
         card: name of the GPU, as rows of ``tuned.json`` have it.
@@ -56,7 +56,7 @@ class PlannedKernels(Kernels):
         self.card = card
 
     def replaces(self, device: torch.device) -> bool:
-        """Modules are given our operators, as on any GPU."""
+        """Returns True: modules get our operators, as on any GPU."""
         return True
 
     def _decide(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:

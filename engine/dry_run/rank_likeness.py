@@ -1,4 +1,4 @@
-"""Which pipeline ranks of a plan do the same to memory, so that one of them is rehearsed for all."""
+"""Classes of pipeline ranks with equal memory behaviour; one dry run represents all ranks of a class."""
 
 from collections.abc import Hashable
 
@@ -9,22 +9,22 @@ from engine.parallel.grid import Coord
 from engine.planning.plan import Plan
 
 NEAR = 2
-"""Stages, and calls before a stage, are told apart up to this number: none, the next one, farther."""
+"""Cap of distances, in stages or in calls before a stage: 0 none, 1 the next one, 2 farther."""
 
 
 class RankLikeness:
-    """Ranks with equal descriptions hold equal bytes, action by action.
+    """Descriptions of pipeline ranks: ranks with equal descriptions have equal live bytes, action by action.
 
-    A description has what a stage runs, receives and sends, in which shapes and with what kinds of blocks, how its
-    parameters lie in buckets, and how its backwards are split. Not the order of its row: the walk over the schedule
-    takes that into account.
+    A description contains the calls, messages and shapes of each stage with the kinds of its blocks, the layout of its
+    parameters in buckets, and the split of its backwards. It excludes the order of the row, which the walk over the
+    schedule applies.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._plan, self._names = plan, KindNames(model)
 
     def of(self, pp: int) -> Hashable:
-        """The description of pipeline rank ``pp``."""
+        """Returns the description of pipeline rank ``pp``."""
         plan = self._plan
         if plan.partition is None or plan.trace is None:
             return pp
@@ -55,7 +55,8 @@ class RankLikeness:
         return value.shape, value.stride, value.dtype, value.grad, value.rewritten
 
     def _distance(self, stage: int, other: int) -> int:
-        """Of a message: 0 within the rank, else stages up to NEAR, since sends past a neighbour are held longer."""
+        """Returns the distance of a message: 0 within the rank, else stages up to NEAR, since longer sends are retained
+        longer."""
         ranks = self._plan.schedule.rank_of_stage
         return 0 if ranks[stage] == ranks[other] else min(NEAR, abs(stage - other))
 

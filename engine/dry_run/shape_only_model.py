@@ -1,7 +1,8 @@
-"""A copy of a model whose parameters have shapes and no content, and the backend of a rank that is alone.
+"""Copy of a model with parameters that have shapes but no content, and a backend without peers.
 
-Parameters are FakeTensors that claim the CPU, so that torch and the model take the paths of the run (autocast, fused
-attention). What code makes without a parameter, such as masks and positions, is real: its content may choose a path.
+Parameters are FakeTensors that claim the CPU, so that torch and the model take the code paths of the run (autocast,
+fused attention). Tensors that code creates without a parameter, such as masks and positions, are real: their content
+may choose a path.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,12 @@ CPU = torch.device("cpu")
 
 
 def shape_mode() -> FakeTensorMode:
-    """The mode of one rehearsal; real tensors may meet those without content."""
+    """Returns the mode of one dry run; real tensors may be mixed with tensors without content."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def take_content(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Put shapes in the place of parameters, and of buffers on the meta device; ties stay."""
+    """Replaces parameters, and buffers on the meta device, by shapes; ties stay."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -46,14 +47,16 @@ def _shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shapes of operators that run on the CPU, and that torch's own rules for tensors without content refuse."""
+    """Shapes of operators that run on the CPU but that torch's FakeTensor rules refuse."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and what would hide the mode from Dynamo runs at each operation
+        return (
+            False  # nothing is compiled here, and the code that hides the mode from Dynamo would run at each operation
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and any(isinstance(given, FakeTensor) for given in args[:2]):
@@ -62,7 +65,8 @@ class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
-    """Rows sorted by group meet one matrix each; two matrices whose inner dim is sorted give one for each group."""
+    """Returns the result's shape: rows sorted by group times one matrix each, or one product per group of a sorted
+    inner dim."""
     shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
     if left.ndim == right.ndim:
         groups = left.shape[0] if left.ndim == 3 or ends is None else len(ends)
@@ -71,10 +75,10 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class EqualRanksBackend(RecordingBackend):
-    """Moves nothing: every other rank seems to hold and do what this one does.
+    """Backend that moves nothing: every other rank seems to have and do the same as this one.
 
     Args:
-        exchanges: reduce-scatters take a second tensor until they are waited for, as those of gloo do.
+        exchanges: reduce-scatters allocate a second tensor until they are waited for, as gloo's do.
     """
 
     def __init__(self, grid: Grid, exchanges: bool) -> None:
@@ -82,8 +86,8 @@ class EqualRanksBackend(RecordingBackend):
         self._exchanges = exchanges
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Leave this rank's slice of ``full`` in ``shard``."""
-        if not self._exchanges or axis == "tp":  # which shares memory
+        """Stores this rank's slice of ``full`` in ``shard``."""
+        if not self._exchanges or axis == "tp":  # the tensor axis shares memory
             return super().reduce_scatter(shard, full, axis)
         received, ranks = torch.empty_like(full), self._grid.size(axis)
 
@@ -97,15 +101,15 @@ class EqualRanksBackend(RecordingBackend):
         return finish
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Copy ``shard`` to every slice of ``full``."""
+        """Copies ``shard`` to every slice of ``full``."""
         super().all_gather(full, shard, axis)
         if isinstance(full, FakeTensor):
-            return lambda: None  # which has no content
+            return lambda: None  # a FakeTensor has no content
         full.view(self._grid.size(axis), -1).copy_(shard.view(-1))
         return lambda: None
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
-        """Copy each shard to every slice of its full tensor."""
+        """Copies each shard to every slice of its full tensor."""
         super().gather_parameters(pairs, within)
         for full, shard in pairs:
             if not isinstance(full, FakeTensor):

@@ -46,7 +46,7 @@ def add_doctor_options(command: ArgumentParser) -> None:
 
 
 def run_doctor(options: Namespace) -> None:
-    """Examine, print, and exit with 1 if training would not start.
+    """Examines, print, and exit with 1 if training would not start.
 
     Raises:
         EngineError: no place for the result, or the variables of the launcher contradict each other.
@@ -85,7 +85,7 @@ def _wrong_variable() -> str:
 
 @contextmanager
 def _patience(seconds: int) -> Iterator[None]:
-    """Let everything that the engine starts wait for so long, and let nothing wait for a launcher's end of this
+    """Lets everything that the engine starts wait for so long, and lets nothing wait for a launcher's end of this
     process: all ranks end together here."""
     before = {name: os.environ.pop(name, None) for name in ("TRINE_TIMEOUT_SECONDS", "TORCHELASTIC_RUN_ID")}
     os.environ["TRINE_TIMEOUT_SECONDS"] = str(seconds)
@@ -98,7 +98,7 @@ def _patience(seconds: int) -> Iterator[None]:
 
 @contextmanager
 def _limited_to(seconds: int, rank: int) -> Iterator[None]:
-    """End the process if the block takes longer: nothing else gets it out of a driver or a file system that hangs."""
+    """Ends the process if the block takes longer: nothing else gets it out of a driver or a file system that hangs."""
 
     def end() -> None:
         told = f"rank {rank} ({socket.gethostname()}) has looked at its host for {seconds} s and sees no end"

@@ -81,7 +81,7 @@ class Examination:
         )
 
     def run(self) -> Examined:
-        """Examine; on rank 0 the result is that of all ranks."""
+        """Examines; on rank 0 the result is that of all ranks."""
         ended = threading.Event()
         self._enter(self._phase, _MEETING_GRACE_SECONDS)
         threading.Thread(target=self._work, args=(ended,), daemon=True).start()
@@ -129,7 +129,7 @@ class Examination:
         return heard[0] if heard else None
 
     def _limited(self, call: Callable[[], None], seconds: float) -> bool:
-        """Call it in a thread, for so long; False: the store does not answer."""
+        """Calls it in a thread, for so long; False: the store does not answer."""
 
         def attempt() -> None:
             try:
@@ -143,7 +143,7 @@ class Examination:
         return not thread.is_alive()
 
     def _enter(self, phase: str, grace: float = _GRACE_SECONDS) -> None:
-        """Begin a phase, or a part of one."""
+        """Begins a phase, or a part of one."""
         self._deadline = time.monotonic() + self.seconds + grace
         if phase != self._phase and self.world.size > 1:
             self.tell(phase)
@@ -197,7 +197,7 @@ class Examination:
         return rendezvous, "" if difference is None else str(difference_error(difference))
 
     def _exchange_facts(self, store: KeyStore, problem: str) -> tuple[bool, Hosts]:
-        """Give rank 0 the facts of all ranks; it tells them to all, and whether they may start."""
+        """Gives rank 0 the facts of all ranks; it tells them to all, and whether they may start."""
         self._enter("exchanging facts")
         store.set(f"facts/{self.own.rank}", json.dumps(asdict(self.own)))
         if self.own.rank == 0:
@@ -226,7 +226,7 @@ class Examination:
         store.set("facts", json.dumps({"facts": [asdict(one) for one in facts], "starts": starts}))
 
     def _answer_roll(self) -> None:
-        """Say what this rank has failed in; or that it has ended well, as a rank may that has done its part early."""
+        """Says what this rank has failed in; or that it has ended well, as a rank may that has done its part early."""
         assert self._store is not None
         self._store.set(f"ended/{self.own.rank}", self.failure)
         self._store.check(["verdict"])  # waits for an answer, unlike the line above

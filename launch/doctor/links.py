@@ -52,7 +52,8 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def ladder(call: Callable[[int], float]) -> int:
-    """Make ``call`` with more and more bytes, as long as that is quick, then again; returns the bytes of the last ones.
+    """Makes ``call`` with more and more bytes, as long as that is quick, then again; returns the bytes of the last
+    ones.
 
     A small message tells little of a slow link, whose switches take it into a buffer.
 
@@ -75,7 +76,7 @@ class Stopwatch:
         self._taken: dict[int, list[float]] = {}
 
     def note(self, size: int, seconds: float) -> float:
-        """Keep a time, and return it."""
+        """Keeps a time, and returns it."""
         self._taken.setdefault(size, []).append(seconds)
         return seconds
 
@@ -95,7 +96,7 @@ class PairTimes:
 
 
 def measure_pairs(group: HostGroup, leaders: Sequence[int]) -> list[PairTimes]:
-    """Play the tournament; every leader calls it, with the same leaders. Returns what this one has to tell.
+    """Plays the tournament; every leader calls it, with the same leaders. Returns what this one has to tell.
 
     Raises:
         EngineError: a leader does not answer.
@@ -217,7 +218,7 @@ class AxisTimes:
 
 
 def measure_axes(comm: Comm, device: torch.device) -> Iterator[AxisTimes]:
-    """Measure each axis of several ranks; all groups of an axis at the same time, as in training.
+    """Measures each axis of several ranks; all groups of an axis at the same time, as in training.
 
     Raises:
         EngineError: a rank does not come.
@@ -236,7 +237,7 @@ def _reducing(comm: Comm, axis: Axis) -> _Call:
 
 
 def _measure_hops(meter: "_Meter") -> Iterator[AxisTimes]:
-    """Send and receive between neighbours of the pipeline: those behind even stages first, then the others."""
+    """Sends and receive between neighbours of the pipeline: those behind even stages first, then the others."""
     comm, line, here = meter.comm, meter.comm.grid.peers("pp"), meter.comm.grid.coord().pp
     links = [link for stage in range(len(line) - 1) for link in _both(stage)]
     comm.link(links)

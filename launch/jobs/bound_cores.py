@@ -46,7 +46,7 @@ def share(cores: Sequence[int], rank: int, ranks: int) -> tuple[int, ...]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Bind this process, and become the program.
+    """Binds this process, and becomes the program.
 
     Raises:
         LaunchError: the cores do not suffice, or the host does not have them.

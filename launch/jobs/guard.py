@@ -32,7 +32,7 @@ SET_PARENT_DEATH_SIGNAL = 1
 
 
 def watch_over_torchrun() -> None:
-    """Take the place of an older guard of the same job and host, run the wish and end with its status."""
+    """Takes the place of an older guard of the same job and host, run the wish and ends with its status."""
     wish = json.loads(sys.stdin.readline())
     libc = ctypes.CDLL(None)
     libc.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -63,7 +63,7 @@ def watch_over_torchrun() -> None:
 
 
 def _take_place(name: str) -> socket.socket:
-    """Hold a name that one process of this host can have; whoever has it ends first."""
+    """Holds a name that one process of this host can have; whoever has it ends first."""
     place = socket.socket(socket.AF_UNIX)
     while True:
         try:
@@ -78,7 +78,7 @@ def _take_place(name: str) -> socket.socket:
 
 
 def _make_room(place: socket.socket, words: "queue.Queue[str]") -> None:
-    """End at once when a newer guard asks for the place, which sees by its closed connection that this one is gone."""
+    """Ends at once when a newer guard asks for the place, which sees by its closed connection that this one is gone."""
     held = []
     while True:
         held.append(place.accept()[0])
@@ -92,7 +92,7 @@ def _listen(words: "queue.Queue[str]") -> None:
 
 
 def _attend(torchrun: "subprocess.Popen[bytes]", words: "queue.Queue[str]", wish: dict[str, Any]) -> None:
-    """Return when torchrun has ended, by itself or because it was told to."""
+    """Returns when torchrun has ended, by itself or because it was told to."""
     heard, deadline, met = time.monotonic(), float("inf"), False
     while torchrun.poll() is None:
         try:
@@ -124,7 +124,7 @@ def _connected(port: int) -> bool:
 
 
 def _end_descendants() -> None:
-    """Wait for what torchrun has left, then end it, kindly at first."""
+    """Waits for what torchrun has left, then ends it, kindly at first."""
     for number, seconds in ((0, AFTER_SECONDS), (signal.SIGTERM, 0.5), (signal.SIGKILL, 5.0)):
         end = time.monotonic() + seconds
         _kill(_descendants(), number)

@@ -128,7 +128,7 @@ def _count(text: str) -> int:
 
 
 def launch(options: Namespace) -> int:
-    """Start or write the job; return its exit status.
+    """Starts or writes the job; return its exit status.
 
     Raises:
         LaunchError: all that is wrong, before anything is started.
@@ -218,7 +218,7 @@ def _names_this_host(options: Namespace) -> bool:
 
 
 def _here(options: Namespace, request: JobRequest, listed: Host | None = None) -> int:
-    """Become torchrun: its streams, signals and exit status are then those of this process.
+    """Becomes torchrun: its streams, signals and exit status are then those of this process.
 
     ``listed``: this host as a file lists it.
     """
@@ -328,7 +328,7 @@ def _kubernetes(options: Namespace, request: JobRequest) -> int:
 
 
 def _written(options: Namespace, path: Path, text: str) -> bool:
-    """Write the file of a job; with ``--dry-run`` print it instead, and return False."""
+    """Writes the file of a job; with ``--dry-run`` print it instead, and returns False."""
     if options.dry_run:
         print(text, end="")
     else:

@@ -36,7 +36,7 @@ def gpu_names() -> list[str]:
 
 
 def tell_facts() -> None:
-    """Answer the question that stands in the input."""
+    """Answers the question that stands in the input."""
     question = json.loads(sys.stdin.readline())
     print(MARK + json.dumps(_answer(question)), flush=True)
 

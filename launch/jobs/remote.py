@@ -67,7 +67,7 @@ def guard_input(wish: Mapping[str, Any]) -> bytes:
 
 
 def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
-    """Run the probe on a host, for as long as it may take."""
+    """Runs the probe on a host, for as long as it may take."""
     given = input_of(Path(probe.__file__), question)
     try:
         told = subprocess.run(
@@ -147,7 +147,7 @@ class AnsweringHosts:
 
 
 def examine(request: JobRequest, ssh: SshRequest) -> AnsweringHosts:
-    """Ask all hosts and compare them. An elastic job starts on those that answer, if they are enough.
+    """Asks all hosts and compares them. An elastic job starts on those that answer, if they are enough.
 
     Raises:
         LaunchError: every problem of every host.

@@ -20,7 +20,7 @@ PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS", "NCCL_*", "GLOO_*", "TRINE_*")
 
 
 def refuse_all(problems: Sequence[LaunchError]) -> None:
-    """Raise all problems as one error, a line each; nothing where there is none.
+    """Raises all problems as one error, a line each; nothing where there is none.
 
     Raises:
         LaunchError: there is one or more.
@@ -39,7 +39,7 @@ class NodeCount:
 
     @classmethod
     def parse(cls, text: str, option: str, elastic: bool = False) -> Self:
-        """Read ``4`` or ``2:4``; ``elastic``: a range is asked for.
+        """Reads ``4`` or ``2:4``; ``elastic``: a range is asked for.
 
         Raises:
             LaunchError: it is none.
@@ -164,7 +164,7 @@ ENVIRONMENT_FILE = ".deepspeed_env"
 
 
 def add_deepspeed_options(command: ArgumentParser) -> None:
-    """Take DeepSpeed's spellings beside those of Trine, which are there already; helps do not show them."""
+    """Takes DeepSpeed's spellings beside those of Trine, which are there already; helps do not show them."""
     command.set_defaults(became=[], refused=[])
     known = command._option_string_actions
     for ours, spellings in TAKEN.items():
@@ -229,7 +229,7 @@ class _Launcher(_Told):
 
 
 def drop_one_node(options: Namespace) -> None:
-    """Drop what DeepSpeed gives on one host without meaning: one node of one."""
+    """Drops what DeepSpeed gives on one host without meaning: one node of one."""
     if options.nodes == "1" and options.hostfile is None and not options.slurm and options.kubernetes is None:
         options.nodes = None
 

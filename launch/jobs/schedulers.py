@@ -29,7 +29,7 @@ WRITTEN = "# Written by trine launch"
 
 
 def write_job_file(path: Path, text: str) -> None:
-    """Write a file of the launcher, never over one that somebody else has written.
+    """Writes a file of the launcher, never over one that somebody else has written.
 
     Raises:
         LaunchError: there is another file, or it cannot be written.
@@ -163,7 +163,7 @@ exit "$status"
 
 
 def submit(path: Path) -> int:
-    """Hand the script to Slurm; the exit status is that of sbatch.
+    """Hands the script to Slurm; the exit status is that of sbatch.
 
     Raises:
         LaunchError: there is no sbatch.

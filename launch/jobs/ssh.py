@@ -147,7 +147,7 @@ class HostRun:
         return failure_message(self._errors) or "without a word"
 
     def abandon(self) -> None:
-        """End ssh itself; the guard on the host sees that nobody is there."""
+        """Ends ssh itself; the guard on the host sees that nobody is there."""
         self._process.kill()
         self._process.wait()
 
@@ -194,7 +194,7 @@ class SshPlan:
         }
 
     def start(self, facts: HostReply, meeting: MeetingPlace, screen: Screen) -> HostRun:
-        """Start torchrun on a host."""
+        """Starts torchrun on a host."""
         return HostRun(facts.host, self.ssh.command(facts.host), self.wish(facts, meeting), screen)
 
 
@@ -208,7 +208,7 @@ class Running:
         self.runs: dict[Host, HostRun] = {}
 
     def start(self, facts: HostReply, meeting: MeetingPlace) -> None:
-        """Start a host."""
+        """Starts a host."""
         self.runs[facts.host] = self._plan.start(facts, meeting, self._screen)
 
     def ended(self) -> list[tuple[HostRun, int]]:
@@ -228,7 +228,7 @@ class Running:
             run.say(word)
 
     def end(self, seconds: float) -> list[tuple[HostRun, int]]:
-        """End all: kindly, then not, then without the host."""
+        """Ends all: kindly, then not, then without the host."""
         found: list[tuple[HostRun, int]] = []
         for word, wait in (("TERM", seconds), ("KILL", 10.0)):
             self.say(word)
@@ -259,7 +259,7 @@ class AskedToStop:
         self._last = float("-inf")
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Remember one."""
+        """Remembers one."""
         if time.monotonic() - self._last > HURRY_SECONDS:
             self.numbers.append(number)
         self._last = time.monotonic()
@@ -308,7 +308,7 @@ class SshJob:
         """Of all hosts, lost or not."""
 
     def run(self) -> int:
-        """Start all hosts; return the exit status of the first that failed, else 0."""
+        """Starts all hosts; return the exit status of the first that failed, else 0."""
         stop = AskedToStop()
         try:
             with stop.listening():
@@ -409,7 +409,7 @@ class SshJob:
     # -- an elastic job -----------------------------------------------------------------------------------------------
 
     def _go_on_without(self, host: Host, reason: str) -> None:
-        """Leave out a host that is lost, if enough are left."""
+        """Leaves out a host that is lost, if enough are left."""
         nodes = self._plan.request.nodes
         least = nodes.least if nodes is not None else 1
         if run := self._running.runs.pop(host, None):
@@ -437,7 +437,7 @@ class SshJob:
         return answer.reason if answer.facts is None else ""
 
     def _start_anew(self) -> None:
-        """End torchrun everywhere and start it again, with the store on the next host that answers."""
+        """Ends torchrun everywhere and starts it again, with the store on the next host that answers."""
         left = self._left
         self._running.end(FAILED_SECONDS)
         for facts in left:
@@ -450,7 +450,7 @@ class SshJob:
         self._verdict.code, self._verdict.words = LOST, "no host that is left gives a port to meet at"
 
     def _try_lost_hosts(self) -> None:
-        """Ask lost hosts now and then, beside the job, and take in those that answer."""
+        """Asks lost hosts now and then, beside the job, and takes in those that answer."""
         for host, due in list(self._lost.items()):
             if host not in self._tries and time.monotonic() > due:
                 question = question_for(self._plan.request, self._plan.ssh, None)
@@ -461,7 +461,7 @@ class SshJob:
                 self._take_in(host, self._tries.pop(host).result())
 
     def _take_in(self, host: Host, answer: Answer) -> None:
-        """Start torchrun on a host that is back, if it is what it was."""
+        """Starts torchrun on a host that is back, if it is what it was."""
         if answer.facts is None:
             if not answer.lost:
                 self._screen.say(str(unanswered(self._plan.ssh, host, answer)))

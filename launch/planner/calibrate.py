@@ -35,7 +35,7 @@ FALLBACK = "h100"
 
 
 def calibrate(path: Path, links: Path | None = None) -> None:
-    """Measure, write ``path`` and say what is in it.
+    """Measures, write ``path`` and says what is in it.
 
     Raises:
         ConfigError: there is no GPU, or a file cannot be read or written.
@@ -79,7 +79,7 @@ def filled(content: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _put(content: dict[str, Any], key: str, value: float, source: str, known: bool) -> None:
-    """Keep a measured rate: as a share of a known data sheet, or as the rate itself with the share 1."""
+    """Keeps a measured rate: as a share of a known data sheet, or as the rate itself with the share 1."""
     rates = {"product": "bf16_rate", "memory": "memory_rate", "link": "link_rate", "network": "network_rate"}
     entry = {"value": value, "source": f"measured: {source}"}
     if key in ("product_half",):

@@ -37,7 +37,7 @@ class StepSubject(NamedTuple):
 
 
 def add_compile_options(command: ArgumentParser) -> None:
-    """Add the arguments of ``trine compile``."""
+    """Adds the arguments of ``trine compile``."""
     command.add_argument("model", nargs="?", metavar="MODEL", help=(
         "Hugging Face folder or config.json, module:function, or nothing: the built-in decoder of the sizes below; or "
         "a script train.py that calls engine.initialize, which is run up to there, its arguments behind two dashes"
@@ -54,7 +54,7 @@ def add_compile_options(command: ArgumentParser) -> None:
 
 
 def run_compile(options: Namespace) -> None:
-    """Note the kernels of a step, and compile those that Triton's cache lacks.
+    """Notes the kernels of a step, and compiles those that Triton's cache lacks.
 
     Raises:
         EngineError: the model, the configuration or the GPU is refused; there is no Triton.
@@ -96,7 +96,7 @@ def _noted(options: Namespace, name: str, gpu: "GpuShape") -> "list[NotedKernel]
 
 
 def note_subject(subject: StepSubject, name: str, gpu: "GpuShape") -> "list[NotedKernel]":
-    """Return the kernels that a step launches on ``gpu``, of all pipeline ranks; ``name`` is as the table has it."""
+    """Returns the kernels that a step launches on ``gpu``, of all pipeline ranks; ``name`` is as the table has it."""
     from engine.kernels.gpu.warm_cache import noted_launches
 
     found: dict[NotedKernel, None] = {}
@@ -154,7 +154,7 @@ def _of_call(call: "ScriptCall", name: str, config: Config) -> StepSubject:
 
 
 def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
-    """Yield a rank of each pipeline rank that no other one is like."""
+    """Yields a rank of each pipeline rank that no other one is like."""
     from engine.dry_run.dry_run_rank import DryRunRank
     from engine.dry_run.rank_forecast import PlannedKernels
     from engine.dry_run.rank_likeness import RankLikeness
@@ -173,7 +173,7 @@ def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
 
 
 def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
-    """Compile in ``processes`` what Triton's cache lacks, and say how far it is and what it took."""
+    """Compiles in ``processes`` what Triton's cache lacks, and says how far it is and what it took."""
     from engine.kernels.gpu.warm_cache import compile_kernel, is_compiled
 
     if not noted:
@@ -198,7 +198,7 @@ def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
 
 
 def cache_folder() -> str:
-    """Return the folder of Triton's cache."""
+    """Returns the folder of Triton's cache."""
     from triton import knobs
 
     return str(knobs.cache.dir)

@@ -48,7 +48,7 @@ BUCKET = 64_000_000
 
 
 def run_plan(options: Namespace) -> None:
-    """Run the command.
+    """Runs the command.
 
     Raises:
         EngineError: the request, the model or the configuration is wrong; one sentence.
@@ -89,7 +89,7 @@ def _collecting_seldom() -> Iterator[None]:
 
 
 def _keep_freed_memory() -> None:
-    """Let the C library keep what is freed, until the process ends: the masks of each forward on shapes come and go.
+    """Lets the C library keep what is freed, until the process ends: the masks of each forward on shapes come and goes.
 
     The system would take their pages back and clear them again for the next ones, a tenth of the time of a plan.
     """

@@ -53,7 +53,7 @@ class PlanAsked:
 
 
 def add_plan_options(command: ArgumentParser) -> None:
-    """Add the arguments of ``trine plan``."""
+    """Adds the arguments of ``trine plan``."""
     command.add_argument("model", nargs="?", metavar="MODEL", help=(
         "Hugging Face folder or config.json, module:function, or nothing: the built-in decoder of the sizes below"
     ))  # fmt: skip
@@ -86,7 +86,7 @@ def add_plan_options(command: ArgumentParser) -> None:
 
 
 def add_sizes(command: ArgumentParser) -> None:
-    """Add the sizes of the built-in decoder."""
+    """Adds the sizes of the built-in decoder."""
     sizes = command.add_argument_group("sizes of the built-in decoder; --context also cuts the rows of any model")
     for name, text in _SIZES.items():
         sizes.add_argument(f"--{name}", type=int, help=text)

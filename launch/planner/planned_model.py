@@ -154,7 +154,7 @@ class PlannedModel:
 
 
 def build_model(source: ModelSource) -> PlannedModel:
-    """Build the model on the meta device.
+    """Builds the model on the meta device.
 
     Raises:
         PlanError: it cannot be built there; says why.

@@ -229,7 +229,7 @@ def _thousands(value: float) -> str:
 
 
 def write_report(folder: Path, out: Path | None) -> None:
-    """Read a run and write its page, and the trace of profiled steps, ``trace.json``, beside it.
+    """Reads a run and writes its page, and the trace of profiled steps, ``trace.json``, beside it.
 
     Args:
         folder: the folder that ``monitor.report`` of the run names.

@@ -146,7 +146,7 @@ def _few(words: Sequence[str]) -> str:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Read a folder that ``monitor.report`` of a run named.
+    """Reads a folder that ``monitor.report`` of a run named.
 
     Raises:
         EngineError: there is no such folder, no run has recorded there, or a file is damaged.

@@ -54,7 +54,7 @@ class _Calls:
     found: list[ScriptCall] = field(default_factory=list)
 
     def answer(self, arguments: Mapping[str, Any]) -> "EngineStandIn":
-        """Note a call."""
+        """Notes a call."""
         optimizer, scheduler = arguments["optimizer"], arguments["lr_scheduler"]
         own = isinstance(optimizer, torch.optim.Optimizer)
         given = {"optimizer": optimizer, "lr_scheduler": scheduler} if not own else {}
@@ -86,7 +86,7 @@ class EngineStandIn:
         return config.grid(0)
 
     def train_batch(self, batch: Any) -> None:
-        """Keep the rows, and end the script."""
+        """Keeps the rows, and ends the script."""
         given = next(batch) if isinstance(batch, Iterator) else batch
         self._call.rows = _with_content(given) or self._call.rows
         raise _EndOfScript
@@ -113,7 +113,7 @@ def _with_content(batch: Any) -> Batch | None:
 
 
 def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[Any], Config]) -> list[ScriptCall]:
-    """Run a script up to its first use of an engine.
+    """Runs a script up to its first use of an engine.
 
     Args:
         resolve: reads its configuration for a number of processes.

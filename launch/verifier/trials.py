@@ -209,7 +209,7 @@ _MOST: Mapping[str, int] = MappingProxyType({
 
 
 def shrink(config: Any, tensor: int, layers: int) -> None:
-    """Shrink a Hugging Face configuration in place, so that ``tensor`` ranks can share its heads and experts.
+    """Shrinks a Hugging Face configuration in place, so that ``tensor`` ranks can share its heads and experts.
 
     What decides on the path of the forward stays: activations, norms, biases, ties, kinds of attention, whether keys
     are shared by heads, the pattern of layers. Widths, numbers of heads, experts and layers, vocabulary and positions
@@ -256,7 +256,7 @@ class _Sizes:
         return next((value for value in values if _is_number(value)), None)
 
     def set(self, names: tuple[str, ...], value: int, most: bool = False) -> None:
-        """Set those that are there; ``most``: only where they are larger."""
+        """Sets those that are there; ``most``: only where they are larger."""
         for name in names:
             before: Any = getattr(self._config, name, None) if name in self._known else None
             if _is_number(before) and not (most and before <= value):
@@ -360,7 +360,7 @@ def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def train_both_ways(subject: Subject, config: Config, steps: int) -> Parity:
-    """Train on the grid of ``config``, its ranks being threads of this process, and in one process of plain torch.
+    """Trains on the grid of ``config``, its ranks being threads of this process, and in one process of plain torch.
 
     Raises:
         EngineError: as :func:`engine.initialize` and a step raise it.

@@ -21,7 +21,7 @@ BOUNDS = (1e-6, 1e-5, 1e-5)
 
 
 def add_verify_options(command: ArgumentParser) -> None:
-    """Add the arguments of ``trine verify``."""
+    """Adds the arguments of ``trine verify``."""
     command.add_argument("model", metavar="MODEL", help=(
         "Hugging Face folder or config.json, which is shrunk; or module:function that returns the model, or "
         "(model, rows), or (model, rows, loss_fn), and is taken as it is; or a script train.py that calls "
@@ -40,7 +40,7 @@ def add_verify_options(command: ArgumentParser) -> None:
 
 
 def run_verify(options: Namespace) -> int:
-    """Print the deviations and the verdict; 0 if the configuration trains as one process.
+    """Prints the deviations and the verdict; 0 if the configuration trains as one process.
 
     Raises:
         EngineError: the model, the configuration or their meeting is refused; what a run would raise.

@@ -261,9 +261,9 @@ def test_mistakes_are_sentences_and_spoil_nothing(stage: int, run_ranks: RunRank
         "gradients: 'nose.*' matches no trained parameter; ",
         "gradients: data ranks have written different values into",
         "backward was called for 3 microbatches; gradient_accumulation_steps is 2",
-        "gradients were written after the step that used them, which changes nothing",
+        "gradients were written after the step that used them, without effect",
         "masters: data ranks have written different values into",
-        "gradients after close(), which has given back",
+        "gradients after close(), which released",
     ]
     assert [text.startswith(start) for text, start in zip(first, starts, strict=False)] == [True] * len(starts), first
     assert float(first[-1]) == pytest.approx(norm, rel=1e-4)

@@ -225,8 +225,8 @@ def test_traces_of_hosts_are_put_on_one_clock(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("monitor", "watchdog", "said"),
     [
-        ({"profile": "5", "report": "run"}, {}, 'is no range of steps; give "A:B"'),
-        ({"profile": "5:3", "report": "run"}, {}, "is no range of steps"),
+        ({"profile": "5", "report": "run"}, {}, 'is not a range of steps; give "A:B"'),
+        ({"profile": "5:3", "report": "run"}, {}, "is not a range of steps"),
         ({"profile": "3:5"}, {}, "without monitor.report"),
         ({"profile": "3:5", "report": "run"}, {"timeout_seconds": None}, "flight recorder"),
     ],

@@ -175,4 +175,4 @@ def test_a_schedule_that_is_shorter_than_the_run_keeps_its_last_rate_and_says_so
                 plain.step()
     assert found == pytest.approx(expected) and found[4:] == [found[4]] * 3
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith("the OneCycleLR has ended: update 4 and those after it keep its last rate, ")
+    assert said.startswith("the OneCycleLR has ended: update 4 and all later ones use its last rate, ")
