@@ -345,8 +345,8 @@ class Engine(TrainingLoop, NamedState):
     ) -> Any:
         """Continues from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns its client state. A dict that is returned refuses to be unpacked, so that scripts written for
-        DeepSpeed's pair fail. Every block that is read is checked. With ``load_module_only``, only weights and buffers
+        Returns its client state. A returned dict refuses iteration, so that a script that unpacks DeepSpeed's
+        pair fails. Every block that is read is checked. With ``load_module_only``, only weights and buffers
         are loaded; without ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. Without
         ``strict``, parameters and buffers that the checkpoint lacks keep their values, and parameters that were not
         trained get fresh optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint

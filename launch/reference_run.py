@@ -1,4 +1,4 @@
-"""Parts of the reference run outside the engine: settings, corpus, validation and the sample at the end."""
+"""Reference run: parts outside the engine (settings, corpus, validation and the sample at the end)."""
 
 import math
 import os
@@ -35,8 +35,7 @@ def job_place() -> tuple[int, int]:
 
 
 def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
-    """Reads the JSON configuration and adds schedule length, bf16 on GPUs, log file and checkpoints of the command
-    line.
+    """Reads the JSON configuration and adds the command line's schedule length, bf16 on GPUs, log file and checkpoints.
 
     Raises:
         ConfigError: the file is missing or is not a JSON object.
@@ -80,7 +79,8 @@ def decoder_config(options: Namespace) -> DecoderConfig:
 
 
 def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, torch.Tensor]:
-    """Returns the shapes of one microbatch, so that the engine can cut the model before it reads the first batch."""
+    """Returns the shapes of one microbatch, so that the engine can partition the model before it reads the first
+    batch."""
     rows = engine.load_config(settings, job_place()[1]).micro
     ids = torch.empty((rows, shape.context), dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids}
@@ -119,12 +119,13 @@ def sample_text(eng: engine.Engine, shape: DecoderConfig, length: int) -> bytes 
 
 
 WARM_UP_STEPS = 2
-"""First steps, which build caches and process groups; the estimate of the remaining time leaves them out."""
+"""First steps, which build caches and process groups; the estimate of the remaining time excludes them."""
 
 
 @dataclass(slots=True)
 class ProgressLine:
-    """Prints ``step 40/250 16% loss 2.413 bpb 3.481 lr 1.9e-03 norm 0.81 24.1k tok/s mem 0.4 GiB eta 1m04s``."""
+    """Progress line: ``step 40/250 16% loss 2.413 bpb 3.481 lr 1.9e-03 norm 0.81 24.1k tok/s mem 0.4 GiB eta
+    1m04s``."""
 
     steps: int
     """Total number of steps, including those before this start."""
@@ -133,7 +134,7 @@ class ProgressLine:
     _marks: list[float] = field(default_factory=list)
 
     def show(self, report: StepReport) -> None:
-        """Records a step; print every ``every`` steps, after the first step of this start and after the last one."""
+        """Records a step; prints every ``every`` steps, after the first step of this start and after the last one."""
         self._marks.append(time.perf_counter())
         fresh = self.smoothed is None or not math.isfinite(self.smoothed)
         self.smoothed = report.loss if fresh else 0.9 * (self.smoothed or 0.0) + 0.1 * report.loss

@@ -135,5 +135,8 @@ def test_what_is_no_model_is_one_sentence(
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / CONFIG).write_text("mine")
     assert main(["init", f"{HERE}:alone", "--out", str(tmp_path)]) == 1
-    assert "engine.json exists and is kept; remove it, or give --out another folder." in capsys.readouterr().err
+    assert (
+        "engine.json exists and is not overwritten; remove it, or pass another folder with --out."
+        in capsys.readouterr().err
+    )
     assert (tmp_path / CONFIG).read_text() == "mine" and not (tmp_path / SCRIPT).exists()

@@ -129,9 +129,9 @@ def test_hosts_without_slots_cannot_lose_some() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["launch", "--num_gpuz", "2", "job.py"], "--num_gpuz is no option of this command; did you mean --num_gpus?"),
-        (["launch", "--xyzzy", "x.py"], "--xyzzy is no option of this command; trine launch --help lists what "),
-        (["watch", "--evry", "2"], "--evry is no option of this command; did you mean --every?"),
+        (["launch", "--num_gpuz", "2", "job.py"], "--num_gpuz is not an option of this command; did you mean --num_gp"),
+        (["launch", "--xyzzy", "x.py"], "--xyzzy is not an option of this command; trine launch --help lists its "),
+        (["watch", "--evry", "2"], "--evry is not an option of this command; did you mean --every?"),
     ],
 )  # fmt: skip
 def test_an_unknown_option_is_answered_by_the_command_itself(
