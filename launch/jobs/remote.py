@@ -183,7 +183,7 @@ def unanswered(ssh: SshRequest, host: Host, answer: Answer) -> LaunchError:
     """Returns the error about a host that did not answer the question."""
     if not answer.lost:
         return LaunchError(
-            f"{host.name}: {ssh.python} does not run there ({answer.reason}); give --python PATH of an interpreter on all hosts."
+            f"{host.name}: {ssh.python} does not run there ({answer.reason}); give --python PATH of one on all hosts."
         )
     return LaunchError(
         f"{host.name}: cannot be reached by ssh within {ssh.seconds:g} s ({answer.reason}); "
@@ -236,8 +236,8 @@ def differences(facts: HostReply, other: HostReply, script: str) -> Iterator[Lau
         )
     if sorted(facts.gpus) != sorted(other.gpus):
         yield LaunchError(
-            f"{name} has {facts.gpu_text}, but {than} has {other.gpu_text}; a job needs the same GPUs on all hosts: "
-            "leave one of them out."
+            f"{name} has {facts.gpu_text}, but {than} has {other.gpu_text}; a job needs the same GPUs on all "
+            "hosts: leave one of them out."
         )
 
 
@@ -250,8 +250,8 @@ def _port_problem(request: JobRequest, facts: HostReply) -> list[LaunchError]:
         return []
     return [
         LaunchError(
-            f"{facts.host.name}: port {request.port} of the rendezvous is taken; give another --port, or leave it out to "
-            "use a free one."
+            f"{facts.host.name}: port {request.port} of the rendezvous is taken; give another --port, or leave it out "
+            "to use a free one."
         )
     ]
 

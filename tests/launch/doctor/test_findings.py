@@ -141,7 +141,7 @@ WARNINGS: dict[str, tuple[Examined, str]] = {
     ),
     "pair-of-two": (
         examined(pairs=pairs(1e8, expected=1.25e9)),
-        "node0 and node1 send each other 100 MB/s of the 1250 MB/s that their interfaces should carry; look",
+        "node0 and node1 send each other 100 MB/s of the 1250 MB/s that their interfaces should carry; check",
     ),
     "pair": (
         examined(pairs=pairs(1e9, 1e8, 1e9)),

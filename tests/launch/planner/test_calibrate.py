@@ -93,7 +93,7 @@ def test_a_machine_without_a_gpu_is_refused(
 ) -> None:
     monkeypatch.setattr(calibrating, "find_accelerator", lambda: None)
     assert main(["plan", "--calibrate", str(tmp_path / "mine.json")]) == 1
-    assert "it measures a GPU, and this machine has none" in capsys.readouterr().err
+    assert "measures a GPU, but this machine has none" in capsys.readouterr().err
     assert main(["plan", "--calibrate", str(tmp_path / "mine.json"), "--world", "2"]) == 1
     assert "it measures one GPU of this machine; leave --world out" in capsys.readouterr().err
     assert not (tmp_path / "mine.json").exists()
