@@ -135,6 +135,7 @@ def _initialize(
     request = replace(request, changes=change_forwards(model, config, world.device, request.patches))
     waits = needs_example(config) and request.example_batch is None
     known = None
+    # a plan that needs no other rank is made before the rendezvous, so that its errors do not leave ranks waiting
     if not waits and not needs_profiling(config) and not needs_search(config):
         with say_if_slow(PLANNING, world.rank), as_trainable(model, request.included):
             known = plan_run(model, config, request, request.example_batch)

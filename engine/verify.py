@@ -251,6 +251,7 @@ class _Reference:
             self._collect()
             total, weight = total + float(loss.sum.detach()), weight + float(loss.weight)
         for master in self.masters.values():
+            # "sum" adds the means of the data ranks, so the mean over all rows is multiplied by their number
             divisor = weight * self.scale.value / added
             master.grad = None if master.grad is None else master.grad / divisor
         clip = self.config.gradient_clipping or math.inf

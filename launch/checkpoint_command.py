@@ -200,13 +200,13 @@ def _model(manifest: Manifest) -> str:
 
 def _optimizer(manifest: Manifest) -> str:
     families = sorted({name.partition("/")[0] for name in manifest.tensors} - {"param", "buffer"})
-    kept = [
+    states = [
         f"{name} {_dtypes(found)} of {_elements(found):,}" for name in families for found in [_under(manifest, name)]
     ]
     groups = len(Fields(manifest.optimizer, "the optimizer in the manifest").list("groups"))
     kind = manifest.optimizer.get("type") or " or ".join(manifest.optimizer.get("types", [])[:2])
     head = f"{kind}, {groups} group{'s' * (groups != 1)}" if groups else "no optimizer state"
-    return ", ".join([head, *kept])
+    return ", ".join([head, *states])
 
 
 def _tracked(manifest: Manifest) -> dict[str, str]:

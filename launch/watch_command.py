@@ -42,8 +42,8 @@ def show_ranks(options: Namespace) -> None:
         EngineError: the folder has no report.
     """
     while True:
-        told = options.folder is not None
-        lines = _report(options.folder, options.waits) if told else _jobs(options.waits, options.all)
+        reported = options.folder is not None
+        lines = _report(options.folder, options.waits) if reported else _jobs(options.waits, options.all)
         print("\n".join(lines), flush=True)
         if not options.every:
             return
@@ -77,11 +77,11 @@ def _size(local: LocalRanks) -> int:
 def _report(folder: Path, waits: bool) -> list[str]:
     path = folder / REPORT
     try:
-        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        stacks = {int(data["rank"]): str(data.pop("stack")) for data in told["views"]}
-        views = [RankView.from_json(data) for data in told["views"]]
-        lines = [f"{told['time']}: {told['sentence']}", *_tables(views, waits)]
-        blamed = [rank for rank in told["ranks"] if stacks.get(rank)]
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        stacks = {int(data["rank"]): str(data.pop("stack")) for data in report["views"]}
+        views = [RankView.from_json(data) for data in report["views"]]
+        lines = [f"{report['time']}: {report['sentence']}", *_tables(views, waits)]
+        blamed = [rank for rank in report["ranks"] if stacks.get(rank)]
     except FileNotFoundError as error:
         raise EngineError(
             f"{folder} has no {REPORT}, so no job that reports there has hung; give the watchdog.folder or "

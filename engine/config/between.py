@@ -138,7 +138,7 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
         other = f'device "{offload.device}"' if offload.device != "cpu" else f"ratio {shown_value(offload.ratio)}"
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
-            f"true with {other}: only an update that the host makes as a whole, in its memory, runs beside the next "
+            f"true with {other}: only an update that the host makes completely, in its memory, overlaps with the next "
             'step; set device to "cpu" and ratio to 1, or leave it out.',
         )
     if offload.map_memory and offload.device != "nvme":
@@ -264,8 +264,11 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
     grid = Grid(pp=pipeline, dp=data, tp=tensor, order=parallel.order)
     shards = min(data, zero.shard_size or data)
     between, outermost = grid.stride("dp"), grid.stride("dp") * shards == grid.world_size
+    # a shard group spans `copies` consecutive ranks; `inside` of its data ranks are on one node
     copies, inside = shards * between, max(1, node // between)
+    # nodes contain whole shard groups, where the last node may be partly filled if there is one group
     fits = copies <= node and (node % copies == 0 or outermost)
+    # or every node contains the same number of a group's data ranks, and no tensor group straddles nodes
     if not (fits or (shards % inside == 0 and (node % between == 0 or between % node == 0))):
         problems.add(
             "parallel.gpus_per_node",

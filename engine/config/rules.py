@@ -350,15 +350,15 @@ def _nearest(at: str, key: str, level: Sequence[str], known: tuple[Sequence[str]
         return [nested]  # a path written as one key
     if nested in ours and key not in level:
         return []  # params of another type: the caller lists the params of this type
-    beside = [each for each in theirs if _parent_and_word(each)[0] == here]
+    siblings = [each for each in theirs if _parent_and_word(each)[0] == here]
     # If the exact name exists elsewhere, only a nearly identical key of this section can win.
     ending = f".{key}"
     least = 1 - _HOME if any(each.endswith(ending) or each == key for each in (*ours, *theirs)) else _CLOSE
-    home = _likeness(key, (*(join_path(at, name) for name in level), *beside), least)
-    away = _likeness(key, [each for each in (*ours, *theirs) if _parent_and_word(each)[0] != here], least)
-    best_home, best_away = max(home.values(), default=0.0), max(away.values(), default=0.0)
-    at_home = best_home >= _CLOSE and best_home >= best_away - _HOME
-    scores, best = (home, best_home) if at_home else (away, best_away)
+    home = _likeness(key, (*(join_path(at, name) for name in level), *siblings), least)
+    elsewhere = _likeness(key, [each for each in (*ours, *theirs) if _parent_and_word(each)[0] != here], least)
+    best_home, best_elsewhere = max(home.values(), default=0.0), max(elsewhere.values(), default=0.0)
+    at_home = best_home >= _CLOSE and best_home >= best_elsewhere - _HOME
+    scores, best = (home, best_home) if at_home else (elsewhere, best_elsewhere)
     nearest = [each for each, score in scores.items() if score == best and best >= _CLOSE]
     return [each for each in nearest if each not in theirs][:3] or nearest[:3]
 

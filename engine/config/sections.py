@@ -75,7 +75,7 @@ class ParallelConfig:
     balance: Literal["flops", "time"] = setting("flops", one_of("flops", "time", noun="a measure of work"))
     """Measure of work that is balanced over stages: counted FLOPs, or seconds measured before the run."""
     activation_limit_bytes: int | None = setting(None, Int(low=1, null=True))
-    """Limit of activation bytes on a rank for schedule "auto"; null allows about what 1f1b needs."""
+    """Limit of activation bytes on a rank for schedule "auto"; null allows about the need of 1f1b."""
     tensor_plan: str | Mapping[str, str] = setting("auto", AnyOf(
         rules=(AUTO, TextMap(), Text()),
         remedy='give "auto", an object {"name pattern": "style"}, or the path of a JSON file'))  # fmt: skip

@@ -113,6 +113,7 @@ class DryRunRank:
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
         with self._dry_running():
+            # buffers that are allocated once and reused must not count as memory of an action
             self._play(short_row(row, 1, splits=True))
             self._reduce()
             base = self.live.bytes
@@ -202,11 +203,11 @@ class DryRunRank:
         before = self.live.mark()
         executor.do(action, runner)
         gc.collect()
-        held, peak = self.live.bytes, self.live.peak
+        live, peak = self.live.bytes, self.live.peak
         notes = {name: tuple(getattr(transport, name)) for name in ("taken", "given_back", "kept")}
         transport.complete()
         left = self.live.bytes - before
-        return ActionMemory(rise=peak - before, left=left, sent=held - self.live.bytes, **notes)
+        return ActionMemory(rise=peak - before, left=left, sent=live - self.live.bytes, **notes)
 
 
 @contextmanager

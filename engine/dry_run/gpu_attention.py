@@ -57,13 +57,13 @@ _ORDER = signature(
 def _runs_on_gpu(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> bool:
     """Returns True if a kernel of the GPU accepts these arguments."""
     widths = {query.shape[-1], key.shape[-1], value.shape[-1]}
-    alike = query.dtype == key.dtype == value.dtype and query.dtype in DTYPES
+    one_dtype = query.dtype == key.dtype == value.dtype and query.dtype in DTYPES
     fits = query.dim() == 4 and max(widths) <= MOST_WIDTH and not any(width % WIDTHS for width in widths)
     learned = attn_mask is not None and attn_mask.requires_grad
     if len(widths) > 1:  # the kernel is called by name, so torch neither casts, repeats heads nor handles shards
         plain = is_plain(query) and not torch.is_autocast_enabled("cpu") and not options.get("enable_gqa", False)
-        return alike and fits and not learned and plain
-    return alike and fits and not learned
+        return one_dtype and fits and not learned and plain
+    return one_dtype and fits and not learned
 
 
 def _efficient(
@@ -75,7 +75,7 @@ def _efficient(
         bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, float("-inf"))
     if bias is not None:
         bias = bias.expand(*query.shape[:2], query.shape[-2], key.shape[-2])
-    kept = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-    given = query, key, value, bias, kept, dropout_p, options.get("is_causal", False)
+    differentiates = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+    given = query, key, value, bias, differentiates, dropout_p, options.get("is_causal", False)
     out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*given, scale=options.get("scale"))[0]
     return out

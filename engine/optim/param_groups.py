@@ -118,7 +118,7 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
 
 def _assigned(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
     kind = type(optimizer).__name__
-    held = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     known = {id(parameter) for parameter in model.parameters()}
     for index, group in enumerate(optimizer.param_groups):
@@ -129,15 +129,15 @@ def _assigned(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, i
                     f"that is not the model's; build it over model.parameters(), or pass optimizer=lambda params: "
                     f"{kind}(params, ...)."
                 )
-    return {name: held[id(parameter)] for name, parameter in named.items()}
+    return {name: group_of[id(parameter)] for name, parameter in named.items()}
 
 
 def _refuse_parallel_lists(optimizer: torch.optim.Optimizer) -> None:
     """Refuses a group option with an entry for each parameter, as LoRA-FA's ``names``: buckets have another order."""
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            beside = isinstance(value, list) and len(value) == len(group["params"]) and name not in _OF_TORCH
-            if beside and not any(isinstance(entry, int | float) for entry in value):
+            parallel = isinstance(value, list) and len(value) == len(group["params"]) and name not in _OF_TORCH
+            if parallel and not any(isinstance(entry, int | float) for entry in value):
                 raise ConfigError(
                     f"optimizer is a {type(optimizer).__name__}, and its group {index} has an entry of {name!r} for "
                     "each parameter, but an engine passes only trained parameters, in an order of its own; "
@@ -241,7 +241,7 @@ def _taken(model: nn.Module, names: Mapping[str, list[str]], config: OptimizerCo
     """Returns the number of the optimizer of each parameter."""
     shapes, last = {name: tuple(p.shape) for name, p in model.named_parameters()}, len(config.before)
     taken = {name: last for name in names}
-    for number, entry in reversed(list(enumerate(config.before))):
+    for number, entry in reversed(list(enumerate(config.before))):  # so that the first match overwrites later ones
         globs = [(f"optimizer[{number}].match", pattern) for pattern in entry.patterns]
         refuse_unmatched(globs, [alias for aliases in names.values() for alias in aliases], "trainable parameter")
         fits = [name for name in names if entry.type not in MATRIX_OPTIMIZERS or len(shapes[name]) == 2]

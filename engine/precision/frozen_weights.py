@@ -46,9 +46,9 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     given = [(f"quantize_frozen.skip[{index}]", pattern) for index, pattern in enumerate(settings.skip)]
     refuse_unmatched(given, frozen, "frozen parameter")
-    heads, held = _heads(model), WeightFormat(settings.dtype, settings.block_size)
+    heads, form = _heads(model), WeightFormat(settings.dtype, settings.block_size)
     found = {
-        names[0]: held
+        names[0]: form
         for names, holders in _holders(model)
         if all(_fits(*holder, heads) for holder in holders)
         and not any(fnmatchcase(name, pattern) for name in names for pattern in (*settings.skip, *_ADAPTERS))
@@ -79,9 +79,9 @@ def refuse_outside_reads(table: ShardTable) -> None:
 def round_frozen(model: nn.Module, config: Config) -> None:
     """Rounds the frozen weights of a model of one process to the values that their codes represent."""
     parameters = dict(model.named_parameters())
-    for name, held in find_quantized(model, config).items():
+    for name, weight_format in find_quantized(model, config).items():
         values = parameters[name].data
-        form = QuantizedShape(format=held, shape=tuple(values.shape))
+        form = QuantizedShape(format=weight_format, shape=tuple(values.shape))
         parameters[name].data = dequantize(quantize(values, form), form, values.dtype)
 
 
@@ -89,11 +89,11 @@ def quantized_note(model: nn.Module, found: Mapping[str, WeightFormat], precisio
     """Returns a line of the plan about the quantized weights."""
     if not found:
         return []
-    named, held = dict(model.named_parameters()), next(iter(found.values()))
+    named, form = dict(model.named_parameters()), next(iter(found.values()))
     before = sum(named[name].numel() * precision.frozen(name, named[name].dtype).itemsize for name in found)
-    after = sum(QuantizedShape(format=held, shape=tuple(named[name].shape)).bytes for name in found)
+    after = sum(QuantizedShape(format=form, shape=tuple(named[name].shape)).bytes for name in found)
     return [
-        f"quantize_frozen: {len(found)} frozen weights in {held.kind}, blocks of {held.block} columns: {after:,} bytes "
+        f"quantize_frozen: {len(found)} frozen weights in {form.kind}, blocks of {form.block} columns: {after:,} bytes "
         f"in place of {before:,}, from {next(iter(found))}; a layer dequantizes its own in forward and in backward"
     ]
 
@@ -148,24 +148,24 @@ def refuse_foreign_codes(model: nn.Module, config: Config) -> None:
         ConfigError: the configuration shards, gathers, quantizes or stores them.
         PlanError: they have a dtype of values.
     """
-    held = next(_found(model), None)
-    if held is None:
+    weight = next(_found(model), None)
+    if weight is None:
         return
-    if held.parameter.dtype.is_floating_point:
+    if weight.parameter.dtype.is_floating_point:
         raise PlanError(
-            f"the weight {held.name!r} of bitsandbytes is {str(held.parameter.dtype).removeprefix('torch.')}, which "
-            "may be codes or values; load the model with bnb_4bit_quant_storage=torch.uint8, onto its device."
+            f"the weight {weight.name!r} of bitsandbytes is {str(weight.parameter.dtype).removeprefix('torch.')}, "
+            "which may be codes or values; load the model with bnb_4bit_quant_storage=torch.uint8, onto its device."
         )
     asked = _asked(config)
     if asked is not None:
         raise ConfigError(
-            f"{asked}, but the weight {held.name!r} is stored as codes that only bitsandbytes' layers read, and only "
+            f"{asked}, but the weight {weight.name!r} is stored as codes that only bitsandbytes' layers read, and only "
             "whole; load the model without quantization_config, or call model.dequantize() before adapters are added, "
-            f'and give "quantize_frozen": {{"dtype": "{held.instead}"}}.'
+            f'and give "quantize_frozen": {{"dtype": "{weight.instead}"}}.'
         )
     if config.checkpoint.frozen:
         raise ConfigError(
-            f"checkpoint.frozen is true, but the weight {held.name!r} is stored as codes of bitsandbytes, and a "
+            f"checkpoint.frozen is true, but the weight {weight.name!r} is stored as codes of bitsandbytes, and a "
             'checkpoint has no scales for them; give "checkpoint": {"frozen": false}, which stores only trained '
             "parameters."
         )

@@ -39,8 +39,8 @@ class BatchRows:
     @property
     def notes(self) -> tuple[str, ...]:
         """One sentence about the tensors that stay whole, if there are any."""
-        told = [f"batch[{name!r}]" for name in self.whole] + [expression(path) for path in self.learnt]
-        return (f"batch: every microbatch gets the whole of {', '.join(sorted(set(told)))}",) if told else ()
+        whole = [f"batch[{name!r}]" for name in self.whole] + [expression(path) for path in self.learnt]
+        return (f"batch: every microbatch gets the whole of {', '.join(sorted(set(whole)))}",) if whole else ()
 
     def is_whole(self, path: BatchPath) -> bool:
         """Returns True if every microbatch gets the tensor at ``path`` unchanged."""

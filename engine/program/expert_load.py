@@ -59,8 +59,8 @@ def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
 def _held_by(name: str, module: nn.Module) -> int:
     """Returns the number of experts that a module itself owns; 0 if none."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        alike = len({type(child) for child in module.children()}) == 1 and len(module) > 1
-        return len(module) if alike and "expert" in name.rpartition(".")[2].lower() else 0
+        uniform = len({type(child) for child in module.children()}) == 1 and len(module) > 1
+        return len(module) if uniform and "expert" in name.rpartition(".")[2].lower() else 0
     names = [*inspect.signature(module.forward).parameters]
     named = any(word in text.lower() for word in WORDS for text in (name, type(module).__name__, *names[1:]))
     if type(module).__module__.startswith("torch.nn.") or len(names) < 2 or not named:
@@ -155,14 +155,14 @@ class ExpertCounter:
         if chosen is None:
             return None
         rows, own = _first_rows(values), self._own(chosen, chosen.ndim)
-        held = chosen.local if isinstance(chosen, GlobalTensor) else chosen
+        local = chosen.local if isinstance(chosen, GlobalTensor) else chosen
         if not own.any():
-            return torch.zeros(experts, dtype=torch.float64, device=held.device)
+            return torch.zeros(experts, dtype=torch.float64, device=local.device)
         if tuple(chosen.shape) == (experts,) and (rows is None or prod(rows.shape[:-1]) != experts):
-            return held.double()
-        numbers = held.long()
+            return local.double()
+        numbers = local.long()
         if not own.all():
-            numbers = numbers.where(torch.from_numpy(own).to(held.device), experts)
+            numbers = numbers.where(torch.from_numpy(own).to(local.device), experts)
         numbers = numbers.where((numbers >= 0) & (numbers < experts), experts).flatten()
         counts = torch.zeros(experts + 1, dtype=torch.float64, device=numbers.device)
         return counts.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))[:experts]
@@ -172,7 +172,8 @@ class ExpertCounter:
         them."""
         if not isinstance(given, GlobalTensor):
             return np.full(tuple(given.shape[:dims]), self._rank == 0)
-        holders = np.full(tuple(given.local.shape[:dims]), -1, dtype=np.int64)  # bits of all ranks
+        # a bit for each rank that stores an element; the lowest bit is the first of these ranks
+        holders = np.full(tuple(given.local.shape[:dims]), -1, dtype=np.int64)
         for dim, index in enumerate(given.sets[:dims]):
             if index is not None:
                 holders &= index.holders[index.ranks[self._rank]].reshape([-1 if n == dim else 1 for n in range(dims)])

@@ -101,8 +101,8 @@ def _limited_to(seconds: int, rank: int) -> Iterator[None]:
     """Ends the process if the block takes longer: nothing else escapes from a hung driver or file system."""
 
     def end() -> None:
-        told = f"rank {rank} ({socket.gethostname()}) could not examine its host within {seconds} s"
-        words = f"{told}: a file system, a name server or the driver of a GPU hangs; --timeout sets a longer limit."
+        slow = f"rank {rank} ({socket.gethostname()}) could not examine its host within {seconds} s"
+        words = f"{slow}: a file system, a name server or the driver of a GPU hangs; --timeout sets a longer limit."
         _tell_launcher(words)
         print(f"trine doctor: {words}", file=sys.stderr, flush=True)
         os._exit(1)
@@ -176,16 +176,16 @@ def result_json(seen: Examined, findings: Sequence[HostFinding]) -> dict[str, An
 
 def _follow(examination: "Examination", seen: Examined) -> bool:
     """Ends another rank with rank 0's verdict. Returns True if training would not start."""
-    told = examination.hear()
-    if told is None:
+    verdict = examination.hear()
+    if verdict is None:
         own = examination.own
         words = dict(seen.failed).get(own.rank, "") or f"rank 0 did not answer within {examination.seconds:g} s."
         if own.local_rank == 0:
             print(f"trine doctor: rank {own.rank} ({own.host.name}): {words}", file=sys.stderr, flush=True)
         _tell_launcher(words)
         return True
-    _tell_launcher(str(told["error"]))
-    return bool(told["error"])
+    _tell_launcher(str(verdict["error"]))
+    return bool(verdict["error"])
 
 
 def _tell_launcher(sentence: str) -> None:

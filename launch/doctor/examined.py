@@ -106,14 +106,14 @@ class RankFacts:
     host: HostFacts
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> "RankFacts":
+    def from_json(cls, facts: Mapping[str, Any]) -> "RankFacts":
         """Builds the facts from the result of ``asdict``."""
-        host = dict(told["host"])
+        host = dict(facts["host"])
         host["gpus"] = tuple(GpuFacts(**gpu) for gpu in host["gpus"])
         given = ({**one, "addresses": tuple(one["addresses"])} for one in host["interfaces"])
         host["interfaces"] = tuple(InterfaceFacts(**one) for one in given)
         host["named_addresses"] = tuple(host["named_addresses"])
-        return cls(**{**told, "host": HostFacts(**host)})
+        return cls(**{**facts, "host": HostFacts(**host)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,10 +260,10 @@ def _limit(kind: int) -> int | None:
 
 def _shared_memory() -> tuple[int | None, int]:
     try:
-        told = os.statvfs("/dev/shm")
+        file_system = os.statvfs("/dev/shm")
     except OSError:
         return None, 0
-    return told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
+    return file_system.f_blocks * file_system.f_frsize, file_system.f_bavail * file_system.f_frsize
 
 
 def _memory_free() -> int | None:
@@ -283,8 +283,8 @@ def with_gpus(host: HostFacts, variables: Mapping[str, str], device: str) -> Hos
     problem, gpus = "", list[GpuFacts]()
     try:
         for index in range(torch.cuda.device_count()):
-            told = torch.cuda.get_device_properties(index)
-            gpus.append(GpuFacts(name=told.name, bytes=told.total_memory))
+            properties = torch.cuda.get_device_properties(index)
+            gpus.append(GpuFacts(name=properties.name, bytes=properties.total_memory))
         if device:
             torch.ones(8, device=device).sum().item()
     except (RuntimeError, AssertionError) as error:
@@ -356,8 +356,8 @@ def _megabits(asking: socket.socket, name: str) -> int | None:
         ioctl(asking, _ETHTOOL, struct.pack("16sP16x", name.encode(), answer.buffer_info()[0]))
     except OSError:
         return None
-    told = _SETTINGS.unpack(answer)
-    speed = int(told[3]) | int(told[12]) << 16
+    settings = _SETTINGS.unpack(answer)
+    speed = int(settings[3]) | int(settings[12]) << 16
     return speed if 0 < speed < _UNKNOWN else None
 
 

@@ -88,17 +88,17 @@ def _node(absent: Sequence[int], seen: Examined) -> str:
 
 def _starts(seen: Examined, hosts: Hosts) -> Iterator[HostFinding]:
     """Yields the errors of training's own start, each sentence once."""
-    told: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, sentence in (*((one.rank, one.problem) for one in seen.facts), *seen.failed):
-        if sentence and rank not in told.get(sentence, ()):
-            told.setdefault(sentence, []).append(rank)
-    for sentence, ranks in list(told.items())[:_MOST_SENTENCES]:
+        if sentence and rank not in ranks_of.get(sentence, ()):
+            ranks_of.setdefault(sentence, []).append(rank)
+    for sentence, ranks in list(ranks_of.items())[:_MOST_SENTENCES]:
         if len(ranks) == seen.size:
             yield _error("start", sentence)
         else:
             names = ", ".join(dict.fromkeys(hosts.of_rank[rank] for rank in ranks if rank in hosts.of_rank))
             yield _error("start", f"{name_ranks(ranks)}{f' ({names})' * bool(names)}: {sentence}")
-    if more := sorted({rank for ranks in list(told.values())[_MOST_SENTENCES:] for rank in ranks}):
+    if more := sorted({rank for ranks in list(ranks_of.values())[_MOST_SENTENCES:] for rank in ranks}):
         yield _error("start", f"{name_ranks(more)} could not start either; --json writes their errors.")
 
 
@@ -199,10 +199,10 @@ def _limits(name: str, hosts: Hosts, seen: Examined) -> Iterator[HostFinding]:
     host, ranks = hosts.host(name), hosts.ranks[name]
     flight, shared = FILE_BYTES * len(ranks), seen.shared_bytes * len(ranks)
     if host.shm_bytes is None or host.shm_free < flight:
-        told = "is absent" if host.shm_bytes is None else f"has {megabytes(host.shm_free)} free"
+        state = "is absent" if host.shm_bytes is None else f"has {megabytes(host.shm_free)} free"
         yield _warning(
             "shm",
-            f"/dev/shm of {name} {told}, but the watchdog of {len(ranks)} ranks needs {megabytes(flight)} there; "
+            f"/dev/shm of {name} {state}, but the watchdog of {len(ranks)} ranks needs {megabytes(flight)} there; "
             "make it larger (docker run --shm-size=8g).",
         )
     elif host.shm_bytes <= _SMALL_SHM:
@@ -310,8 +310,8 @@ def _slowest_pair(pairs: tuple[PairFigure, ...]) -> Iterator[tuple[str, str]]:
         return
     first, second = slowest.hosts
     if not others:
-        told = f"{in_megabytes(slowest.rate)} of the {in_megabytes(usual)} that their interfaces should carry"
-        yield "pair", f"{first} and {second} send each other {told}; check the link between them."
+        rates = f"{in_megabytes(slowest.rate)} of the {in_megabytes(usual)} that their interfaces should carry"
+        yield "pair", f"{first} and {second} send each other {rates}; check the link between them."
         return
     yield (
         "pair",

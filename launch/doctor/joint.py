@@ -93,8 +93,8 @@ class Examination:
         if self._store is not None and not self._limited(roll, _GRACE_SECONDS + 1):
             self._store = None
         if self.failure and (self.own.rank or not self.seen.silent):
-            told = dict(self.seen.failed) | {self.own.rank: self.failure}
-            self.seen = replace(self.seen, failed=tuple(sorted(told.items())))
+            failed = dict(self.seen.failed) | {self.own.rank: self.failure}
+            self.seen = replace(self.seen, failed=tuple(sorted(failed.items())))
         return self.seen
 
     def say(self, verdict: Mapping[str, Any]) -> None:
@@ -204,10 +204,10 @@ class Examination:
         if self.own.rank == 0:
             self._gather_facts(store, problem)
         store.wait(["facts"], timedelta(seconds=self.seconds))
-        told = json.loads(store.get("facts"))
-        facts = tuple(RankFacts.from_json(one) for one in told["facts"])
+        message = json.loads(store.get("facts"))
+        facts = tuple(RankFacts.from_json(one) for one in message["facts"])
         self.seen = replace(self.seen, facts=facts)
-        return bool(told["starts"]), Hosts(facts)
+        return bool(message["starts"]), Hosts(facts)
 
     def _gather_facts(self, store: KeyStore, problem: str) -> None:
         """Reads the facts of all ranks that joined, on rank 0, and sends the decision to start."""
@@ -236,14 +236,14 @@ class Examination:
         """Collects the reports of all ranks that answer, after a failure of rank 0; the others are silent."""
         store = self._store
         assert store is not None
-        waiting, told = {one.rank for one in self.seen.facts} - {0}, {0: self.failure}
+        waiting, reports = {one.rank for one in self.seen.facts} - {0}, {0: self.failure}
         deadline = time.monotonic() + _GRACE_SECONDS
         while waiting and time.monotonic() < deadline:
             for rank in [rank for rank in sorted(waiting) if store.check([f"ended/{rank}"])]:
-                told[rank] = store.get(f"ended/{rank}").decode()
+                reports[rank] = store.get(f"ended/{rank}").decode()
                 waiting.remove(rank)
             time.sleep(_POLL_SECONDS * bool(waiting))
-        failed = () if waiting else tuple((rank, words) for rank, words in sorted(told.items()) if words)
+        failed = () if waiting else tuple((rank, words) for rank, words in sorted(reports.items()) if words)
         self.seen = replace(self.seen, silent=tuple(sorted(waiting)), failed=failed, phase=self._phase)
 
     # ------------------------------------------------------------------------------------------------ measurements
@@ -284,8 +284,8 @@ def _row(one: AxisTimes) -> list[Any]:
 
 def _gathered(host: TorchHostGroup, rows: Sequence[list[Any]]) -> list[Any]:
     """Returns the rows of all ranks, on rank 0."""
-    told = collect(host, json.dumps(list(rows)).encode())
-    return [row for text in told or [] for row in json.loads(text)]
+    texts = collect(host, json.dumps(list(rows)).encode())
+    return [row for text in texts or [] for row in json.loads(text)]
 
 
 def _pair(times: PairTimes, names: Sequence[str], hosts: Hosts) -> PairFigure:

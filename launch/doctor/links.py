@@ -302,9 +302,9 @@ class _Meter:
 
     def _slowest(self, seconds: float) -> float:
         """Returns the largest of all ranks' numbers, once all have arrived."""
-        told = torch.tensor([seconds], dtype=torch.float64, device=self._device)
-        self.comm.all_reduce(told, "world", _LABEL, "max").wait()
-        return float(told)
+        largest = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        self.comm.all_reduce(largest, "world", _LABEL, "max").wait()
+        return float(largest)
 
 
 def axis_figures(

@@ -77,8 +77,8 @@ def read_hostfile(path: Path) -> list[Host]:
 def _lines(text: str) -> Iterator[tuple[int, str]]:
     """Yields the lines with content, with their numbers."""
     for number, line in enumerate(text.splitlines(), 1):
-        if told := line.partition("#")[0].strip():
-            yield number, told
+        if content := line.partition("#")[0].strip():
+            yield number, content
 
 
 def _problems_of(host: Host, before: list[Host], place: str) -> Iterator[LaunchError]:
@@ -102,7 +102,7 @@ def chosen_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
         return [_with(host, wanted[host.name]) for host in hosts if host.name in wanted]
     if exclude is not None:
         refused = _parse(exclude, "--exclude", hosts)
-        left = [kept for host in hosts if (kept := _kept(host, refused.get(host.name))) is not None]
+        left = [rest for host in hosts if (rest := _kept(host, refused.get(host.name))) is not None]
         if not left:
             raise LaunchError(f"--exclude {exclude} leaves no host; name fewer.")
         return left

@@ -194,12 +194,12 @@ def _request(options: Namespace, place: str) -> JobRequest:
         read_cores(options.bind_cores_to)
     passed = passed_on(os.environ) if place == "ssh" else {}
     if place in ("local", "ssh") and (found := environment_file()) is not None:
-        told = f"all hosts get {', '.join(found[1]) or 'nothing'} of {found[0]}"
+        note = f"all hosts get {', '.join(found[1]) or 'nothing'} of {found[0]}"
         if place == "local":
-            told = (
+            note = (
                 f"{found[0]} is read only for jobs over ssh, as in DeepSpeed; --export NAME=VALUE sets a variable here"
             )
-        print(f"trine launch: {told}.", file=sys.stderr)
+        print(f"trine launch: {note}.", file=sys.stderr)
         passed |= found[1] if place == "ssh" else {}
     return JobRequest(
         script=options.script,

@@ -25,8 +25,8 @@ def gpu_names() -> list[str]:
     if shutil.which("nvidia-smi") is None or given == "":
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    names = [line.strip() for line in told.stdout.splitlines() if line.strip()] if told.returncode == 0 else []
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    names = [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
     if given is None:
         return names
     seen = [word.strip() for word in given.split(",")]

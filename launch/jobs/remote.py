@@ -70,27 +70,27 @@ def ask(request: SshRequest, host: Host, question: Mapping[str, Any]) -> Answer:
     """Runs the probe on a host, within the time limit."""
     given = input_of(Path(probe.__file__), question)
     try:
-        told = subprocess.run(
+        done = subprocess.run(
             request.command(host), input=given, capture_output=True, timeout=request.seconds, check=False
         )
     except subprocess.TimeoutExpired:
         return Answer(facts=None, lost=True, reason="no answer")
     except OSError as error:
         return Answer(facts=None, lost=True, reason=f"{request.ssh[0]} cannot be started: {error.strerror}")
-    lines = told.stdout.decode(errors="replace").splitlines()
+    lines = done.stdout.decode(errors="replace").splitlines()
     marked = [line for line in lines if line.startswith(probe.MARK)]
     if marked:
         return Answer(facts=json.loads(marked[-1].removeprefix(probe.MARK)))
-    last = failure_message(told.stderr.decode(errors="replace").splitlines())
-    return Answer(facts=None, lost=told.returncode == LOST, reason=last or f"exit status {told.returncode}")
+    last = failure_message(done.stderr.decode(errors="replace").splitlines())
+    return Answer(facts=None, lost=done.returncode == LOST, reason=last or f"exit status {done.returncode}")
 
 
 def failure_message(lines: Sequence[str]) -> str:
     """Returns the reason in ssh's last line, without its own name, the host and the port."""
-    told = [line.strip() for line in lines if line.strip()]
-    if not told:
+    content = [line.strip() for line in lines if line.strip()]
+    if not content:
         return ""
-    line = told[-1]
+    line = content[-1]
     return line.rpartition(": ")[2].rstrip(".") if line.startswith("ssh: ") else line.rstrip(".")
 
 

@@ -335,12 +335,14 @@ class SshJob:
             if code == 0:
                 self._done += 1
             elif self._plan.request.elastic and self._done and (code == LOST or run.no_meeting):
+                # a host has finished, so the rendezvous is closed: a host that is lost or late is no failure
                 self._say_too_late(run, code)
             elif not self._plan.request.elastic:
                 self._fail(run, code)
             elif code == LOST:
                 self._go_on_without(run.host, run.reason)
             elif run.host != self._meeting.first and (gone := self._store_is_gone()):
+                # torchrun notices the loss of the store before ssh notices the loss of its host
                 self._go_on_without(self._meeting.first, gone)
             else:
                 self._fail(run, code)
@@ -359,6 +361,7 @@ class SshJob:
             self._say_too_late(run, code)
             return
         lost = [other for other, ended in [(run, code), *others] if ended == LOST]
+        # hosts whose ranks were ended or blame another rank only report the consequence
         first, self._verdict.code = next(
             ((other, ended) for other, ended in [(run, code), *others] if ended and not other.taken_down), (run, code)
         )
@@ -375,8 +378,8 @@ class SshJob:
 
     def _say_too_late(self, run: HostRun, code: int) -> None:
         """Reports a host that failed after the others had finished; the job counts as done."""
-        what = f"was lost ({run.reason})" if code == LOST else "came back"
-        self._screen.say(f"{run.host.name} {what} after other hosts had finished.")
+        event = f"was lost ({run.reason})" if code == LOST else "came back"
+        self._screen.say(f"{run.host.name} {event} after other hosts had finished.")
 
     def _did_not_join(self, host: Host) -> str:
         first, seconds = self._meeting.first, self._plan.request.join_seconds

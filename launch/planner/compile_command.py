@@ -189,12 +189,12 @@ def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
         print(f"compiled   nothing: all {there} are in Triton's cache, {cache_folder()}")
         return
     count = min(processes, len(left))
-    told, seconds = began, 0.0
+    printed, seconds = began, 0.0
     with ProcessPoolExecutor(count, get_context("spawn")) as pool:
         for done, job in enumerate(as_completed([pool.submit(compile_kernel, kernel) for kernel in left]), 1):
             seconds += job.result().seconds
-            if time.perf_counter() - told > _EVERY:
-                told = time.perf_counter()
+            if time.perf_counter() - printed > _EVERY:
+                printed = time.perf_counter()
                 print(f"compiled   {done} of {len(left)}", flush=True)
     words = f"{seconds:.1f} s of {count} processes in {time.perf_counter() - began:.1f} s"
     print(f"compiled   {len(left)} kernels, {words}; {there} were in Triton's cache, {cache_folder()}")

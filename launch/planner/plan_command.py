@@ -291,6 +291,7 @@ def _finalists(finals: _Finals, found: SearchResult, top: int) -> Iterator[Plann
         layout = one.layout
         grid = (layout.dp, layout.tp, layout.pp)
         length = layout.pp * layout.virtual * layout.microbatches
+        # further layouts of a grid differ little, and long rows of actions take long to plan
         if left == 0 or grids.get(grid, 0) == 2 or (actions and actions + length > MOST_ACTIONS):
             continue
         settings = settings_of(layout, finals.base)

@@ -60,22 +60,22 @@ class RecordedRank:
     """Actions of the last recorded step, in seconds since 1970; None for a step of a user's own loop."""
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> "RecordedRank":
+    def of(cls, record: Mapping[str, Any]) -> "RecordedRank":
         """Builds the record of a rank from its file."""
-        spans = told["spans"]
+        spans = record["spans"]
         return cls(
-            rank=int(told["rank"]),
-            place={axis: int(index) for axis, index in told["place"].items()},
-            host=str(told["host"]),
-            step=int(told["step"]),
-            written=float(told["written"]),
-            memory=str(told["memory"]),
-            peak_bytes=int(told["peak_bytes"]),
-            state={kind: int(count) for kind, count in told["state"].items()},
-            host_bytes=sum(map(int, told["host_state"].values())),
-            sent=tuple(_sent(row) for row in told["traffic"]),
-            in_steps=float(told["in_steps"]),
-            waits=None if told["waits"] is None else {axis: float(s) for axis, s in told["waits"].items()},
+            rank=int(record["rank"]),
+            place={axis: int(index) for axis, index in record["place"].items()},
+            host=str(record["host"]),
+            step=int(record["step"]),
+            written=float(record["written"]),
+            memory=str(record["memory"]),
+            peak_bytes=int(record["peak_bytes"]),
+            state={kind: int(count) for kind, count in record["state"].items()},
+            host_bytes=sum(map(int, record["host_state"].values())),
+            sent=tuple(_sent(row) for row in record["traffic"]),
+            in_steps=float(record["in_steps"]),
+            waits=None if record["waits"] is None else {axis: float(s) for axis, s in record["waits"].items()},
             spans=None if spans is None else tuple(Span(Action.parse(a), float(b), float(e)) for a, b, e in spans),
         )
 
@@ -186,10 +186,10 @@ def told_by(path: Path) -> dict[str, Any] | None:
         EngineError: the file is damaged, or of another version.
     """
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if told["format"] != FORMAT:
-            raise ValueError(f"format {told['format']}, but this version reads format {FORMAT}")
-        return dict(told)
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != FORMAT:
+            raise ValueError(f"format {record['format']}, but this version reads format {FORMAT}")
+        return dict(record)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -197,18 +197,18 @@ def told_by(path: Path) -> dict[str, Any] | None:
 
 
 def _rank(path: Path) -> Iterator[RecordedRank]:
-    told = told_by(path)
+    record = told_by(path)
     try:
-        if told is not None:
-            yield RecordedRank.of(told)
+        if record is not None:
+            yield RecordedRank.of(record)
     except (KeyError, TypeError, ValueError, AttributeError, EngineError) as error:
         raise damaged_file(path, error) from error
 
 
 def damaged_file(path: Path, error: Exception) -> EngineError:
     """Returns the error about a damaged file."""
-    what = f"{type(error).__name__}: {error}".rstrip(".")
-    return EngineError(f"{path} cannot be read ({what}); it may be damaged: restore it, or train another step.")
+    cause = f"{type(error).__name__}: {error}".rstrip(".")
+    return EngineError(f"{path} cannot be read ({cause}); it may be damaged: restore it, or train another step.")
 
 
 _NUMBERS = ("loss", "lr", "grad_norm", "seconds", "tokens_per_second", "peak_bytes", "bytes_sent", "loss_scale")
@@ -308,27 +308,29 @@ def read_traces(folder: Path, size: int) -> list[RankTrace]:
     found = []
     for rank in range(size):
         path = folder / trace_file(rank)
-        told = told_by(path)
+        record = told_by(path)
         try:
-            if told is not None and int(told["ranks"]) == size:  # excludes an earlier start on another grid
-                found.append(_trace(told))
+            if record is not None and int(record["ranks"]) == size:  # excludes an earlier start on another grid
+                found.append(_trace(record))
         except (KeyError, TypeError, ValueError) as error:
             raise damaged_file(path, error) from error
     return found
 
 
-def _trace(told: Mapping[str, Any]) -> RankTrace:
-    place = ", ".join(f"{axis} {int(index)}" for axis, index in told["place"].items())
-    steps = [TraceSlice("steps", f"step {step}", int(begun), int(ended), {}) for step, begun, ended in told["steps"]]
-    actions = [TraceSlice("actions", str(token), int(begun), int(ended), {}) for token, begun, ended in told["actions"]]
-    newest = max((ended for _, _, ended in told["steps"]), default=0)
+def _trace(record: Mapping[str, Any]) -> RankTrace:
+    place = ", ".join(f"{axis} {int(index)}" for axis, index in record["place"].items())
+    steps = [TraceSlice("steps", f"step {step}", int(begun), int(ended), {}) for step, begun, ended in record["steps"]]
+    actions = [
+        TraceSlice("actions", str(token), int(begun), int(ended), {}) for token, begun, ended in record["actions"]
+    ]
+    newest = max((ended for _, _, ended in record["steps"]), default=0)
     return RankTrace(
-        rank=int(told["rank"]),
-        title=f"rank {told['rank']} ({place}) on {told['host']}",
-        host=str(told["host"]),
-        zero=int(told["zero"]),
-        lost=int(told["lost"]),
-        slices=[*steps, *actions, *(_event(event, int(newest)) for event in told["events"])],
+        rank=int(record["rank"]),
+        title=f"rank {record['rank']} ({place}) on {record['host']}",
+        host=str(record["host"]),
+        zero=int(record["zero"]),
+        lost=int(record["lost"]),
+        slices=[*steps, *actions, *(_event(event, int(newest)) for event in record["events"])],
     )
 
 

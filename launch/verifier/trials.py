@@ -327,9 +327,9 @@ def small_config(config: Config) -> Config:
 
 def _steadied(optimizer: Chosen) -> Chosen:
     """Returns the optimizer with settings that do not amplify rounding errors."""
-    kept = {"eps": EPS} if {"betas", "eps"} <= optimizer.params.keys() else {}
+    steady = {"eps": EPS} if {"betas", "eps"} <= optimizer.params.keys() else {}
     exact = {"ns_dtype": "fp32"} if "ns_dtype" in optimizer.params else {}
-    return replace(optimizer, params=FrozenMap({**optimizer.params, **kept, **exact}))
+    return replace(optimizer, params=FrozenMap({**optimizer.params, **steady, **exact}))
 
 
 def switched_off(config: Config) -> Iterator[tuple[str, Config]]:

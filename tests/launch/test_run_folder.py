@@ -100,7 +100,7 @@ def test_fresh_is_refused_where_checkpoints_would_stay(tmp_path: Path) -> None:
     (elsewhere / "step-00000003").mkdir(parents=True)
     config = settings(out, checkpoint={"folder": str(elsewhere)})
     begin(out, config, fresh=True)
-    with pytest.raises(EngineError, match="would continue from checkpoints in checkpoint.folder .*elsewhere"):
+    with pytest.raises(EngineError, match=r"would continue from checkpoints in checkpoint\.folder .*elsewhere"):
         open_run(options(out, fresh=True), config, TEXT, SHAPE)
     assert not (tmp_path / "run.1").exists()
 

@@ -53,7 +53,7 @@ class _Walk:
 
     def section(self, raw: Mapping[str, Any], at: str) -> dict[str, Any]:
         """Returns the keys of an object that are ours."""
-        kept: dict[str, Any] = {}
+        ours: dict[str, Any] = {}
         for key, value in raw.items():
             path = join_path(at, key)
             if path in TABLE:
@@ -67,21 +67,21 @@ class _Walk:
             elif isinstance(value, Mapping) and path in self._theirs:
                 self.section(value, path)
             elif isinstance(value, Mapping) and path in self._sections:
-                kept[key] = self.section(value, path)
+                ours[key] = self.section(value, path)
             elif path in self._theirs and path not in self._ours:
                 self._not_an_object(path, value)
             elif at in self._theirs:
                 self._problems.unknown(at, key, _level(at))
             elif path != "$schema":
-                kept[key] = value
-        return kept
+                ours[key] = value
+        return ours
 
     def apply_moves(self, own: dict[str, Any]) -> None:
         """Writes moved values to their new keys, unless the user gave another value there."""
         for target, origin, value in self._moves:
             move(own, target, value, origin, self._problems)
 
-    def _treat(self, path: str, value: object, treatment: Treatment, beside: Mapping[str, Any]) -> None:
+    def _treat(self, path: str, value: object, treatment: Treatment, section: Mapping[str, Any]) -> None:
         match treatment:
             case Noted(reason, idle, rule):
                 if not _among(value, idle) and (rule is None or rule.read(value, path, self._problems) is not None):
@@ -89,10 +89,10 @@ class _Walk:
             case WithMode(idle, reason, target, becomes):
                 if _among(value, idle):
                     return
-                if target and _has_mode(beside):
+                if target and _has_mode(section):
                     self._moves.append((target, path, becomes))
                     return
-                self._note(path, reason if _has_mode(beside) else f"{reason}. {_NO_MODE}")
+                self._note(path, reason if _has_mode(section) else f"{reason}. {_NO_MODE}")
             case Only(allowed, reason):
                 if not _among(value, allowed):
                     self._problems.add(path, f"{shown_value(value)} is not supported; {reason}.")
