@@ -105,7 +105,7 @@ class NamedState:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Gives the model the average of its weights inside this context, to evaluate it or to save it. Collective.
+        """Switches the model to the average of its weights inside this context, to evaluate or to save it. Collective.
 
         The average is that of ``"ema"``, or of a schedule-free optimizer; for the latter ``eval_batch``, ``predict``
         and ``generate`` enter this context themselves, in each call. It is rounded to the dtype of forward; afterwards

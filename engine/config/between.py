@@ -266,9 +266,9 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
     between, outermost = grid.stride("dp"), grid.stride("dp") * shards == grid.world_size
     # a shard group spans `copies` consecutive ranks; `inside` of its data ranks are on one node
     copies, inside = shards * between, max(1, node // between)
-    # nodes contain whole shard groups, where the last node may be partly filled if there is one group
+    # nodes contain whole shard groups, or all ranks are on one node
     fits = copies <= node and (node % copies == 0 or outermost)
-    # or every node contains the same number of a group's data ranks, and no tensor group straddles nodes
+    # or every node contains the same number of a group's data ranks, at a stride that divides nodes evenly
     if not (fits or (shards % inside == 0 and (node % between == 0 or between % node == 0))):
         problems.add(
             "parallel.gpus_per_node",

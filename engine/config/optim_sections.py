@@ -362,7 +362,7 @@ class GroupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its parameter groups."""
+    """Optimizer and its parameter groups."""
 
     type: Literal[
         "AdamW", "Adam", "SGD", "Lion", "Lamb", "LARS", "Muon", "SOAP", "Shampoo", "AdamW8bit", "Adafactor",

@@ -1,7 +1,7 @@
-"""Reads JSON values into typed sections, and writes sections back as JSON.
+"""Reader of JSON values into typed sections, and writer of sections as JSON.
 
-A *section* is a frozen dataclass whose fields are declared with ``setting(default, rule)``. One reader handles every
-section, so a new key takes one line at its declaration and none here.
+A *section* is a frozen dataclass with fields declared by ``setting(default, rule)``. One reader handles every section,
+so a new key takes one line at its declaration and none here.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ OLD_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section(Rule):
-    """A JSON object that becomes a dataclass."""
+    """Rule for a JSON object that becomes a dataclass."""
 
     cls: type[Any]
 
@@ -41,7 +41,7 @@ class Section(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections(Section):
-    """A JSON list of objects that become dataclasses."""
+    """Rule for a JSON list of objects that become dataclasses."""
 
     def read(self, value: object, at: str, problems: Problems) -> object:
         if not isinstance(value, (list, tuple)):
@@ -57,7 +57,7 @@ class Sections(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed(Section):
-    """A section with ``type`` and ``params``, where ``type`` decides which params exist."""
+    """Rule for a section with ``type`` and ``params``; ``type`` selects the params."""
 
     kinds: Mapping[str, type[Any]]
     several: type[Any] | None = None

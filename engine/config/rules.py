@@ -312,7 +312,7 @@ class TextMap(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyOf(Rule):
-    """Alternatives: the first rule that accepts the value wins, and the last one explains a refusal."""
+    """Rule with alternatives: the first one that accepts the value wins, and the last one explains a refusal."""
 
     rules: tuple[Rule, ...]
 

@@ -106,7 +106,7 @@ class OffloadConfig:
     nvme_path: str | None = setting(None, FOLDER)
     """Folder on the disk, for device nvme."""
     buffer_count: int = setting(4, Int(low=2))
-    """Buckets whose moments may be in host memory at a time, for device nvme."""
+    """Buckets with moments in host memory at a time, for device nvme."""
     map_memory: bool = setting(False, Flag())
     """For device nvme: map all other state in host memory to files there too, written out when memory is short."""
     delayed_update: bool = setting(False, Flag())

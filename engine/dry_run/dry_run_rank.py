@@ -108,8 +108,7 @@ class DryRunRank:
             own.traces.take(others.traces)
 
     def step(self) -> DryRunStep:
-        """Plays a step to warm up, then one step for each kind of backward that the schedule has, whose memory
-        counts."""
+        """Plays a step to warm up, then a measured step for each kind of backward in the schedule."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
         with self._dry_running():

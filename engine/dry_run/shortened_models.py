@@ -60,7 +60,7 @@ def shortened_step(
 
 
 def shorten(model: nn.Module, run: AlikeRun, periods: int) -> nn.Module:
-    """Returns a copy with so many periods of the run; blocks before the run stay."""
+    """Returns a copy with ``periods`` periods of the run; blocks before the run stay."""
     short = deepcopy(model)
     blocks = short.get_submodule(run.blocks)
     if isinstance(blocks, nn.ModuleList | nn.Sequential):

@@ -158,7 +158,7 @@ def _factory(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
     for name in _required(parameters):
         if name not in options:
             raise ConfigError(
-                f"optimizer is a {kind.__name__}, whose constructor needs {name}, but its defaults do not contain it; "
+                f"optimizer is a {kind.__name__}, and its constructor needs {name}, which its defaults lack; "
                 f"pass optimizer=lambda params: {kind.__name__}(params, {name}=...)."
             )
     return lambda groups: kind(groups, **options)

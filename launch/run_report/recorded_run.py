@@ -25,7 +25,7 @@ from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of
 
 
 class SentBytes(NamedTuple):
-    """Bytes that a rank sent for one label on one axis in its last recorded step; None: not planned, or not sent."""
+    """Bytes sent by a rank for one label on one axis in its last recorded step; None: not planned, or not sent."""
 
     axis: str
     label: str

@@ -163,7 +163,7 @@ def test_what_cannot_be_taken_is_said() -> None:
         lambda model: torch.optim.AdamW(Net().parameters())
     )
     assert "has made steps, but an engine cannot use its state" in refusal(stepped)
-    assert "whose constructor needs secret" in refusal(lambda model: Needy(model.parameters(), 0.1))
+    assert "and its constructor needs secret" in refusal(lambda model: Needy(model.parameters(), 0.1))
     assert "keep one of them" in refusal(
         lambda model: torch.optim.AdamW(model.parameters()), optimizer={"no_weight_decay": ["*.bias"]}
     )
