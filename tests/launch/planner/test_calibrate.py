@@ -102,5 +102,5 @@ def test_a_machine_without_a_gpu_is_refused(
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"axes": 3}'])
 def test_links_that_are_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "links.json").write_text(content)
-    with pytest.raises(ConfigError, match="holds no axes"):
+    with pytest.raises(ConfigError, match="has no axes"):
         calibrating.calibrate(tmp_path / "mine.json", tmp_path / "links.json")

@@ -137,7 +137,7 @@ def test_rates_of_another_gpu_are_said(capsys: pytest.CaptureFixture[str]) -> No
     sizes = ("--layers", "2", "--width", "64", "--heads", "2", "--context", "32", "--vocabulary", "64")
     for gpu, said in (("h200", True), ("h100", False)):
         assert main(["plan", *sizes, "--world", "1", "--batch", "1", "--gpu", gpu, "--estimate"]) == 0
-        assert ("are those of h100, not measured on this kind of GPU" in capsys.readouterr().out) is said
+        assert ("are from h100, not measured on this kind of GPU" in capsys.readouterr().out) is said
 
 
 def test_a_search_proposes_nothing_slower_than_the_plain_command(
@@ -284,7 +284,7 @@ def test_mistakes(arguments: tuple[str, ...], sentence: str, capsys: pytest.Capt
 
 def test_what_offload_would_leave_is_said_where_no_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, "--world", "8", "--memory", "1")
-    assert 'with zero_optimization.offload_optimizer {"device": "cpu"}, which has 1.0; give more GPUs' in text
+    assert 'with zero_optimization.offload_optimizer {"device": "cpu"}, but a GPU has 1.0; give more GPUs' in text
 
 
 def test_folders_without_a_model(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
