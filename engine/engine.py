@@ -148,8 +148,8 @@ class Engine(TrainingLoop, NamedState):
         return self._parts.comm.recorder.waits if self._parts.comm.recorder is not None else {}
 
     def explain(self, module: str = "") -> str:
-        """Lists the patches of a module, outermost first, one line each: stage, gather, recomputation, casts, sharding,
-        kernel.
+        """Lists the patches of a module, outermost first, one line each: stage, gather, recomputation, sharding, kernel
+        etc.
 
         The patches of modules around it come first, then its own and those of modules inside it.
 
@@ -219,10 +219,9 @@ class Engine(TrainingLoop, NamedState):
     def eval_batch(
         self, batch: Batch | Iterator[Batch], return_output: bool = False
     ) -> StepReport | tuple[StepReport, Any]:
-        """Computes the loss of a batch without a step, with every module in eval mode; restores the random state.
+        """Computes the loss of a batch without a step, in eval mode; restores the random state. Collective.
 
         With ``return_output``, returns (report, output for rank 0's share); the output is None on other ranks.
-        Collective.
         """
         self._parts.resources.refuse_closed("eval_batch")
         with self._parts.comm.within(self._parts.update.made):
@@ -236,7 +235,7 @@ class Engine(TrainingLoop, NamedState):
         return report, join_outputs(step.outputs) if step.outputs and self._parts.grid.rank == 0 else None
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """Gathers the rows [b, ...] of all data ranks into [data ranks * b, ...], in order, with exact gradients.
+        """Gathers the rows [b, ...] of all data ranks: [data ranks * b, ...], in order, with exact gradients.
         Collective.
 
         It serves losses that compare rows (CLIP, SigLIP) in a user's own loop. A ``loss_fn`` with an argument
@@ -255,8 +254,7 @@ class Engine(TrainingLoop, NamedState):
 
     @torch.no_grad()
     def predict(self, batch: Batch, rows: int | None = None) -> Any:
-        """Returns the model's output for this data rank's rows, in eval mode, without a loss; restores the random
-        state.
+        """Returns the model's output for this data rank's rows, in eval mode; restores the random state. Collective.
 
         Args:
             batch: tensor, tuple, list or mapping of any number of rows, which may differ between data ranks; labels
@@ -266,7 +264,7 @@ class Engine(TrainingLoop, NamedState):
                 pictures).
 
         Every rank of a replica gets the full output: logits are gathered over tp, and the last stage sends them to the
-        others over pp, label "outputs". Collective; ZeRO 3 agrees over dp on the number of forwards (8 bytes).
+        others over pp, label "outputs". ZeRO 3 agrees over dp on the number of forwards (8 bytes).
 
         Raises:
             EngineError: the batch is bad, or differs from that of its replica; the same on all of its ranks.
@@ -278,16 +276,15 @@ class Engine(TrainingLoop, NamedState):
     @torch.no_grad()
     def generate(self, inputs: Tensor, **options: Any) -> Any:
         """Generates with a Hugging Face model, by its own ``generate``: greedy, sampling, beams, stopping criteria.
-        Collective.
 
         Args:
             inputs: token ids of this data rank's prompts [rows, tokens]; rows and tokens may differ between data ranks.
             options: options of ``generate``, such as ``max_new_tokens`` and ``attention_mask``.
 
         Returns the result of ``generate``, equal on the ranks of a replica, which all sample with the random state of
-        the first one. Every token costs a forward over the whole sequence, without a cache of keys and values. In
-        addition to the traffic of ``predict`` for each token, data ranks agree on which of them have forwards left (8
-        bytes over dp).
+        the first one. Every token costs a forward over the whole sequence, without a cache of keys and values.
+        Collective: the traffic of ``predict`` for each token, and data ranks agree on who has forwards left (8 bytes
+        over dp).
 
         Raises:
             EngineError: the model does not generate, the prompts are not token ids, or an accumulation is unfinished.
@@ -305,8 +302,7 @@ class Engine(TrainingLoop, NamedState):
     # ------------------------------------------------------------------ state
 
     def register_for_checkpointing(self, **things: Any) -> None:
-        """Saves and loads other objects too, such as ``data=sampler``; their ``state_dict`` is JSON, equal on all
-        ranks."""
+        """Saves and loads other objects too, such as ``data=sampler``; a ``state_dict`` is JSON, equal on all ranks."""
         self._parts.resources.refuse_closed("register_for_checkpointing")
         self._parts.checkpoints.register(things)
 
@@ -315,9 +311,8 @@ class Engine(TrainingLoop, NamedState):
     ) -> PendingSave:
         """Begins a checkpoint ``folder/step-N``; returns once this rank's share is copied. Collective.
 
-        The checkpoint appears once all ranks have written and every tensor is complete, or not at all; ``wait()`` on
-        the result blocks until then and raises if the save failed, which is also logged. Weights are sent over a host
-        group.
+        It appears once all ranks have written and every tensor is complete, or not at all; ``wait()`` on the result
+        blocks until then and raises if the save failed, which is also logged. Weights are sent over a host group.
 
         Args:
             folder: folder of the run; None: ``checkpoint.folder``, which keeps the newest ``checkpoint.keep``.
@@ -345,13 +340,13 @@ class Engine(TrainingLoop, NamedState):
     ) -> Any:
         """Continues from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns its client state. A returned dict refuses iteration, so that a script that unpacks DeepSpeed's
-        pair fails. Every block that is read is checked. With ``load_module_only``, only weights and buffers
-        are loaded; without ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. Without
-        ``strict``, parameters and buffers that the checkpoint lacks keep their values, and parameters that were not
-        trained get fresh optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint
-        returns None. Without ``load_lr_scheduler_states``, a torch scheduler restarts after the next update, which uses
-        the saved rate.
+        Returns its client state; a dict refuses iteration, so that a script that unpacks DeepSpeed's pair fails. Every
+        block that is read is checked. With ``load_module_only``, only weights and buffers are loaded; without
+        ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. Without ``strict``,
+        parameters and buffers that the checkpoint lacks keep their values, and parameters that were not trained get
+        fresh optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint returns None.
+        Without ``load_lr_scheduler_states``, a torch scheduler restarts after the next update, which uses the saved
+        rate.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged (names file, tensor and the last good checkpoint), or
@@ -374,8 +369,8 @@ class Engine(TrainingLoop, NamedState):
         """Copies parameters and persistent buffers from another engine on the same ranks, on any grid. Collective.
 
         It serves a generator or a reference that follows a policy. Reads the other engine's masters, if it has any; the
-        optimizer state of this engine stays. Full tensors are sent in chunks of at most 256 MiB, each all-reduced over
-        the world, label "weights".
+        optimizer state of this engine stays. Full tensors exist on a rank only in chunks of at most 256 MiB, each
+        all-reduced over the world, label "weights".
 
         Raises:
             EngineError: the models differ, the engines have different numbers of ranks, or this engine has gradients
@@ -426,8 +421,7 @@ class Engine(TrainingLoop, NamedState):
             )
 
     def add_callback(self, callback: Callable[[StepReport], object]) -> None:
-        """Calls ``callback`` with the report of every later training step on this rank, before ``train_batch`` or
-        ``step`` returns.
+        """Calls ``callback`` on this rank with the report of every later training step, before the step returns it.
 
         An exception of the callback ends the call. A callback that communicates is added on all ranks.
         """

@@ -214,7 +214,7 @@ class EngineParts:
         return self.built
 
     def completed(self, batch: Batch | Iterator[Batch]) -> Batch | Iterator[Batch]:
-        """Returns ``batch`` itself; the first batch completes the build and is returned as an iterator of its
+        """Returns ``batch`` itself; the first one completes the build and is returned as an iterator of
         microbatches."""
         if self.built is not None:
             return batch

@@ -27,8 +27,7 @@ class TrainingLoop:
     _parts: EngineParts
 
     def open_pipeline(self, rows: int | None = None) -> None:
-        """Makes ``eng(batch)`` run all stages of a pipeline from now on and return its output on every rank.
-        Collective.
+        """Makes later ``eng(batch)`` run all stages of a pipeline and return the output on every rank. Collective.
 
         A loop may then compute the loss itself and call ``backward(loss)``. Each forward waits for its backward, so all
         its activations are live, as in GPipe, and each of p stages idles for (p-1)/(m+p-1) of the time of a forward in
@@ -36,15 +35,13 @@ class TrainingLoop:
         ``train_batch``, which sends none.
 
         Args:
-            rows: a batch runs through the stages in parts of this many rows, and their outputs are joined; None: as
-                one part.
+            rows: a batch runs through the stages in parts of this many rows, joined at the end; None: as one part.
         """
         self._parts.resources.refuse_closed("open_pipeline")
         self._parts.control.piped, self._parts.control.rows = True, rows
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` with the arguments of the
-        model.
+        """Runs the forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them.
 
         Raises:
             EngineError: there is a pipeline, whose stages do not have the output; with ``open_pipeline``, an argument
@@ -96,12 +93,11 @@ class TrainingLoop:
         return self._looped("scale(loss)").scale(loss)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clips the averaged gradient to this L2 norm in the next ``step``, instead of ``gradient_clipping`` (Pascanu
-        et al. 2013).
+        """Clips the averaged gradient to this L2 norm in the next ``step``, for ``gradient_clipping`` (Pascanu et al.
+        2013).
 
         Call it after the last backward of a step. Returns the norm before clipping, over all parameters. Collective:
-        reduces gradients that are not reduced yet, sums the weights over dp and the squares over the world, 8 bytes
-        each.
+        reduces gradients that are not reduced yet, sums the weights over dp and the squares over the world (8 bytes).
 
         Raises:
             EngineError: ``max_norm`` is not above 0; inside an accumulation; a pipeline.
@@ -111,8 +107,7 @@ class TrainingLoop:
             return loop.clip(max_norm)
 
     def step(self) -> StepReport | None:
-        """Updates the weights after the last microbatch of a step; after any other microbatch does nothing and returns
-        None.
+        """Updates the weights after the last microbatch of a step; after any other one does nothing and returns None.
 
         Raises:
             EngineError: no backward was called in this step; a gradient lacks the loss scale.
@@ -133,8 +128,8 @@ class TrainingLoop:
     def guard_gradients(self, around: nn.Module | None = None) -> None:
         """Refuses reads of a parameter's ``grad`` until the next forward, step or ``zero_grad``.
 
-        Between a backward and its step the engine does this itself. A host whose loop drops gradients later calls this
-        after the step.
+        Between a backward and its step the engine does this itself; a host that drops gradients later calls it after
+        the step.
 
         Args:
             around: a host's module around the model; its ``zero_grad`` becomes the engine's.

@@ -185,8 +185,7 @@ class NamedState:
             pattern: names of trained parameters.
             local: this rank's part of each, 1-D, instead of the full one over dp: a shard from ZeRO 1 on.
 
-        Reduces gradients that are not reduced yet, sums the weights over dp, and gathers over dp, label "full tensors",
-        unless ``local``.
+        Reduces the rest, sums the weights over dp, and, unless ``local``, gathers over dp, label "full tensors".
 
         Raises:
             EngineError: no backward yet; nothing matches; ranks have written different values; values written after
@@ -262,8 +261,7 @@ class NamedState:
             device: "cpu", the only supported place.
             pin_memory: page-lock the copies, so that they transfer at the speed of the link.
 
-        Nothing is communicated. State that ``offload_optimizer`` or ``offload_param`` stores on the host is there
-        already.
+        Nothing is communicated. State of ``offload_optimizer`` and ``offload_param`` is on the host already.
 
         Raises:
             EngineError: another device, an unknown name, too little memory; inside an accumulation, or a

@@ -68,8 +68,7 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
 
 
 def export(folder: Path, out: Path, single: bool) -> None:
-    """Copies the model folder of a checkpoint and verifies it during the copy; it appears by rename, complete or not at
-    all.
+    """Copies the model folder of a checkpoint and verifies it meanwhile; it appears by rename, complete or not at all.
 
     Args:
         single: write all tensors into one ``model.safetensors``, instead of one file for each rank that saved.

@@ -200,8 +200,7 @@ def check_configuration(options: Namespace) -> None:
 
 
 def unchecked(config: Config, sized: bool) -> Iterator[str]:
-    """Yields the checks that only ``engine.initialize`` can make, because they depend on ranks, model, device or
-    arguments.
+    """Yields the checks left to ``engine.initialize``, because they depend on ranks, model, device or arguments.
 
     ``sized``: the number of ranks was passed.
     """

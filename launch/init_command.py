@@ -1,5 +1,4 @@
-"""Command ``trine init MODEL``: a script and a configuration to start from, for a Hugging Face folder or a user's
-module."""
+"""Command ``trine init MODEL``: a script and a configuration to start from, for a Hugging Face folder or a module."""
 
 import json
 import sys

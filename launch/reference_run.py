@@ -79,8 +79,7 @@ def decoder_config(options: Namespace) -> DecoderConfig:
 
 
 def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, torch.Tensor]:
-    """Returns the shapes of one microbatch, so that the engine can partition the model before it reads the first
-    batch."""
+    """Returns the shapes of one microbatch, so that the engine can partition the model before the first batch."""
     rows = engine.load_config(settings, job_place()[1]).micro
     ids = torch.empty((rows, shape.context), dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids}
@@ -124,8 +123,7 @@ WARM_UP_STEPS = 2
 
 @dataclass(slots=True)
 class ProgressLine:
-    """Progress line: ``step 40/250 16% loss 2.413 bpb 3.481 lr 1.9e-03 norm 0.81 24.1k tok/s mem 0.4 GiB eta
-    1m04s``."""
+    """Progress ``step 40/250 16% loss 2.413 bpb 3.481 lr 1.9e-03 norm 0.81 24.1k tok/s mem 0.4 GiB eta 1m04s``."""
 
     steps: int
     """Total number of steps, including those before this start."""

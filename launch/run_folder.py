@@ -141,8 +141,7 @@ def _refuse_kept(folder: Path, kept: Path) -> None:
 
 
 def _write_record(folder: int, text: str) -> None:
-    """Replaces the record in an open folder; a file with the temporary name is removed first, and a link not
-    followed."""
+    """Replaces the record in an open folder; a stale temporary file is removed first, and a link not followed."""
     written = f"{RECORD}.tmp"
     with suppress(FileNotFoundError):
         os.unlink(written, dir_fd=folder)

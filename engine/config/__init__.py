@@ -269,8 +269,7 @@ def load_config(
     overrides: Sequence[str] = (),
     pass_strangers: bool = False,
 ) -> Config:
-    """Loads the config from a dict, a JSON, TOML or YAML file or a Config; with ``world_size``, all sizes are filled
-    in.
+    """Loads the config from a dict, a JSON, TOML or YAML file or a Config; ``world_size`` fills in all sizes.
 
     ``overrides`` are words such as ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``,
     unknown top-level keys that resemble no known key get a note instead of a refusal: a script may read them itself.

@@ -372,8 +372,7 @@ _ORDERED = (
 def check_optimizer(
     optimizer: OptimizerConfig | None, zero: ZeroConfig, bf16: Bf16Config, ema: EmaConfig | None, problems: Problems
 ) -> None:
-    """Notes params of an optimizer that need others, and settings that lists of optimizers or some types do not
-    support."""
+    """Notes params of an optimizer that need others, and settings that lists of optimizers or some types lack."""
     if optimizer is None:
         return
     for index, entry in enumerate(optimizer.entries):

@@ -171,8 +171,8 @@ def _parsed_yaml(text: str, name: str) -> Any:
 
 
 def _yaml_loader() -> Any:
-    """Returns a loader with the scalars of YAML 1.2, which are JSON's: PyYAML's default reads ``3e-4`` as text and
-    ``off`` as false."""
+    """Returns a loader with YAML 1.2's scalars, which are JSON's: PyYAML's default reads ``3e-4`` as text and ``off``
+    as false."""
     from yaml import SafeLoader
     from yaml.nodes import MappingNode
 
@@ -211,8 +211,7 @@ def is_override(word: str) -> bool:
 
 
 def overridden(raw: Mapping[str, Any], overrides: Sequence[str], problems: Problems) -> Mapping[str, Any]:
-    """Returns the configuration with every KEY=VALUE applied; the last one of a key wins. ``raw`` itself is not
-    changed.
+    """Returns the configuration with every KEY=VALUE applied, the last one of a key wins; ``raw`` is not changed.
 
     A value is JSON, or text if it is not JSON: ``true``, ``3e-4``, ``["*.bias"]``, ``1f1b``. A number in a key is the
     index of a list: ``optimizer.groups.0.lr=1e-5``. Missing objects on the path are created. Mistakes are noted by the

@@ -1,7 +1,7 @@
 """JSON Schema of the config, generated from the same fields and rules that read it.
 
-It describes Trine's keys. DeepSpeed's own keys, which the reader also accepts, are left out: an editor should offer one
-name for each setting.
+It describes Trine's keys. DeepSpeed's own keys, which the reader also accepts, are left out, so that an editor offers
+one name for each setting.
 """
 
 import ast

@@ -190,8 +190,7 @@ def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, An
 
 
 def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:
-    """Sets the dotted path ``target`` to the value that ``origin`` asks for; notes a different value that is
-    present."""
+    """Sets the dotted path ``target`` to the value that ``origin`` asks for; notes a different present value."""
     if (given := put_at(raw, target, value)) != value:
         rival = f"which is given as {shown_value(given)}"
         problems.add(origin, f"asks for {target} {shown_value(value)}, {rival}; keep one of them.")

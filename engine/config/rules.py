@@ -341,8 +341,7 @@ def _number(value: object) -> float:
 
 
 def _nearest(at: str, key: str, level: Sequence[str], known: tuple[Sequence[str], Sequence[str]]) -> list[str]:
-    """Returns the full paths of the known keys (ours, theirs) most like ``key``: in its section first, then
-    anywhere."""
+    """Returns the paths of the known keys (ours, theirs) most like ``key``: in its section first, then anywhere."""
     ours, theirs = known
     here = re.sub(r"\[\d+\]", "", at)
     nested = f"{here}.{key}" if here else key
@@ -365,8 +364,8 @@ def _nearest(at: str, key: str, level: Sequence[str], known: tuple[Sequence[str]
 
 @lru_cache(maxsize=4096)
 def _parent_and_word(path: str) -> tuple[str, str]:
-    """Returns the section of a path and its last word in lower case; cached, since each unknown key asks for every
-    known key."""
+    """Returns the section of a path and its last word in lower case; cached, since each unknown key asks for all
+    paths."""
     parent, _, word = path.rpartition(".")
     return parent, word.lower()
 

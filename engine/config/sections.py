@@ -1,7 +1,6 @@
 """Sections of a config: one frozen dataclass for each JSON object, one line of documentation for each key.
 
-Names are DeepSpeed's wherever DeepSpeed has the same setting. The text under a field is its description in the JSON
-Schema.
+Names are DeepSpeed's wherever it has the same setting. The text under a field is its description in the JSON Schema.
 """
 
 from collections.abc import Mapping
@@ -237,7 +236,7 @@ class Fp16Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointingConfig:
-    """Activation checkpointing: activations that the backward recomputes instead of storing them, or that wait on the
+    """Activation checkpointing: recomputation in the backward instead of storing activations, or offload to the
     host."""
 
     mode: Literal["none", "full", "selective", "offload"] = setting(

@@ -1,5 +1,4 @@
-"""Dry run of one rank of a plan: it is built of shapes and plays a short step, and the memory of each action is
-recorded.
+"""Dry run of one rank of a plan: a rank of shapes plays a short step, and the memory of each action is recorded.
 
 The runtime is that of training (sharded layers, operators, recomputation, gathers, reducers), so the bytes counted are
 the bytes that the run allocates. Per stage, the first, a middle and the last microbatch are played, in the order F .. F
@@ -190,8 +189,7 @@ class DryRunRank:
         return attention_of_gpu() if self._on_gpu else nullcontext()
 
     def _reduce(self) -> int:
-        """Returns the peak of live bytes while gradients are reduced after the last action, minus the live bytes
-        afterwards."""
+        """Reduces gradients after the last action; returns the peak of live bytes minus the live bytes afterwards."""
         self.live.mark()
         self._runtime.finish()
         return self.live.peak - self.live.bytes
@@ -229,8 +227,7 @@ def _cycles_end_with_actions() -> Iterator[None]:
 
 
 def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[Action, ...]:
-    """Returns a row of the same stages for a few microbatches in sequence; ``splits``: backwards are split where
-    ``row`` does.
+    """Returns a row of the same stages for a few microbatches in sequence; ``splits``: split backwards as ``row`` does.
 
     Forwards are in the order of stages, backwards in the opposite order.
     """

@@ -13,8 +13,7 @@ from engine.planning.activation_memory.schedule_walk import MessageBuffer
 
 
 class DryRunTransport:
-    """Transport that passes messages between stages of this rank, and notes all others; ``live`` excludes their
-    buffers.
+    """Transport that passes messages between stages of this rank, and notes all others, outside of ``live``.
 
     The walk over the schedule counts the buffers, since several microbatches use them, and the sent tensors, since the
     schedule determines when a send completes.

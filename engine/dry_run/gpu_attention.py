@@ -1,5 +1,4 @@
-"""GPU attention for shapes that claim the CPU, since the CPU's kernels write all scores in cases where a GPU's do
-not."""
+"""GPU attention for shapes that claim the CPU, whose kernels write all scores in cases where a GPU's do not."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @contextmanager
 def attention_of_gpu() -> Iterator[None]:
-    """Makes ``scaled_dot_product_attention`` retain the tensors of a GPU's kernel: inputs, output, and a sum for each
-    row.
+    """Makes ``scaled_dot_product_attention`` retain the tensors of a GPU's kernel: inputs, output, and a sum per row.
 
         dropout                     the flash kernel of the CPU, which refuses dropout, represents the kernels of a GPU;
                                     they retain only a seed of the mask

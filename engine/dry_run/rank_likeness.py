@@ -16,8 +16,7 @@ class RankLikeness:
     """Descriptions of pipeline ranks: ranks with equal descriptions have equal live bytes, action by action.
 
     A description contains the calls, messages and shapes of each stage with the kinds of its blocks, the layout of its
-    parameters in buckets, and the split of its backwards. It excludes the order of the row, which the walk over the
-    schedule applies.
+    parameters in buckets, and the split of its backwards. The walk over the schedule applies the order of the row.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -55,7 +54,7 @@ class RankLikeness:
         return value.shape, value.stride, value.dtype, value.grad, value.rewritten
 
     def _distance(self, stage: int, other: int) -> int:
-        """Returns the distance of a message: 0 within the rank, else stages up to NEAR, since longer sends are retained
+        """Returns the distance of a message: 0 within the rank, else stages up to NEAR: longer sends are retained
         longer."""
         ranks = self._plan.schedule.rank_of_stage
         return 0 if ranks[stage] == ranks[other] else min(NEAR, abs(stage - other))

@@ -1,8 +1,7 @@
 """Copy of a model with parameters that have shapes but no content, and a backend without peers.
 
 Parameters are FakeTensors that claim the CPU, so that torch and the model take the code paths of the run (autocast,
-fused attention). Tensors that code creates without a parameter, such as masks and positions, are real: their content
-may choose a path.
+fused attention). Other tensors, such as masks and positions, are real: their content may choose a path.
 """
 
 from collections.abc import Sequence
@@ -65,8 +64,8 @@ class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
-    """Returns the result's shape: rows sorted by group times one matrix each, or one product per group of a sorted
-    inner dim."""
+    """Returns the result's shape: rows sorted by group times a matrix each, or a product per group of a sorted inner
+    dim."""
     shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
     if left.ndim == right.ndim:
         groups = left.shape[0] if left.ndim == 3 or ends is None else len(ends)

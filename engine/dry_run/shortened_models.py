@@ -38,8 +38,8 @@ PlanOf = Callable[[nn.Module], Plan]
 def shortened_step(
     model: nn.Module, plan: Plan, run_dry: Callable[[nn.Module, Plan], DryRunStep], plan_of: PlanOf
 ) -> DryRunStep | None:
-    """Returns the step of a rank without a pipeline, from dry runs of short models; None if the whole model has to run
-    dry."""
+    """Returns the step of a rank without a pipeline, from dry runs of short models; None if the whole model is
+    needed."""
     run = longest_run(model)
     if run is None or run.periods <= sum(PERIODS) or not _is_even(plan):
         return None
@@ -69,8 +69,7 @@ def shorten(model: nn.Module, run: AlikeRun, periods: int) -> nn.Module:
 
 
 def _is_even(plan: Plan) -> bool:
-    """Returns True if all blocks are treated equally: nothing counts blocks, or fills a budget with the first of
-    them."""
+    """Returns True if all blocks are treated equally: nothing counts blocks, or fills a budget with the first ones."""
     settings = plan.config.activation_checkpointing
     return plan.config.pp == 1 and settings.every is None and settings.mode != "offload" and not plan.hosted(_FIRST)
 

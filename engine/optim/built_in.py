@@ -59,8 +59,7 @@ class GroupState:
 
 
 def built_in_optimizer(config: OptimizerConfig) -> OptimizerFactory:
-    """Returns a factory of the optimizer over flat tensors; for a list, of one that updates each group by its own
-    rule."""
+    """Returns a factory of the optimizer over flat tensors; a list becomes one that updates each group by its rule."""
     if not config.before:
         return _flat(config)
     kind = config.kind.replace("AdamW8bit", "AdamW")  # a checkpoint stores its moments as AdamW's
@@ -134,8 +133,8 @@ def kept_state(config: OptimizerConfig | None, groups: Sequence[GroupOptions]) -
 
 
 def block_of_codes(config: OptimizerConfig | None) -> int:
-    """Returns the elements to which parameters are aligned, so that a block of 8-bit state is within one parameter;
-    else 1."""
+    """Returns the alignment of parameters by which a block of 8-bit state is within one parameter; 1 without such
+    state."""
     entries = config.entries if config is not None else ()
     return max((entry.params["block_size"] for entry in entries if entry.type == "AdamW8bit"), default=1)
 

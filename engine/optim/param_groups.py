@@ -2,8 +2,7 @@
 
 The engine moves parameters into flat buckets, shards them, or leaves them to other stages, so the user's optimizer
 cannot be used itself: its class, groups and options rebuild it over flat tensors. While the engine lives, the user's
-optimizer exposes the groups and the state of the engine's. Rates that the user, or a scheduler over it, sets there take
-effect.
+optimizer exposes the groups and the state of the engine's, and rates set there, also by a scheduler, take effect.
 """
 
 import inspect
@@ -65,8 +64,8 @@ def read_optimizer(
 
 
 def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
-    """Returns the configuration of a run, with ``notes`` and a note for each section that an optimizer or schedule from
-    code replaces.
+    """Returns the configuration, with ``notes`` and a note for each section that an optimizer or schedule from code
+    replaces.
 
     Groups of the section and its other keys apply to the passed optimizer too.
     """

@@ -68,8 +68,8 @@ def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
 
 
 def marked_tensors(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
-    """Returns the names of parameters and buffers that a model marks as fp32 in a run of dtype ``compute``, with all
-    aliases.
+    """Returns the names, with aliases, of parameters and buffers that a model marks as fp32 in a run of dtype
+    ``compute``.
 
     The marks are those of transformers: one list for bf16 and fp16, and one for fp16. A pattern, in which * matches
     anything, is searched in the names below the module that has the list.
@@ -88,8 +88,7 @@ def marked_tensors(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
 def running_statistics(model: nn.Module) -> tuple[str, ...]:
     """Returns the names of the modules with running statistics (BatchNorm).
 
-    The statistics are sums of many small steps and stay in fp32, and torch's kernels need the weights in the same
-    dtype.
+    The statistics are sums of many small steps and stay in fp32; torch's kernels need the weights in the same dtype.
     """
     named = [(name, module._buffers.get("running_mean")) for name, module in model.named_modules() if name]
     return tuple(name for name, mean in named if mean is not None)

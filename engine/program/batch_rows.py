@@ -85,13 +85,11 @@ class BatchRows:
         return next((tensor.shape[0] for tensor in cut), 0)
 
     def whole_names(self, batch: Batch) -> list[str]:
-        """Lists the tensors of a batch that are not split, as the expressions that reach them, without 0-dim
-        tensors."""
+        """Lists the tensors of a batch that are not split, as expressions, without 0-dim tensors."""
         return [expression(path) for path, tensor in tensors_by_path(batch) if tensor.ndim and self.is_whole(path)]
 
     def take_rows(self, batch: Batch, start: int, count: int) -> Batch:
-        """Returns rows ``start`` to ``start + count``; scalars, whole tensors and values of other types stay
-        unchanged."""
+        """Returns rows ``start`` to ``start + count``; scalars, whole tensors and other values stay unchanged."""
 
         def cut(path: BatchPath, tensor: Tensor) -> Tensor:
             return tensor[start : start + count] if tensor.ndim and not self.is_whole(path) else tensor

@@ -17,8 +17,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def cut_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchRows, rows: int | None) -> list[Arguments]:
-    """Splits the arguments into parts of ``rows`` rows; the last part may have fewer. With ``rows`` None there is one
-    part.
+    """Splits the arguments into parts of ``rows`` rows; the last part may have fewer. ``rows`` None: one part.
 
     Mappings become plain dicts.
 

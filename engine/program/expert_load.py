@@ -141,12 +141,11 @@ class ExpertCounter:
             )
 
     def _by_expert(self, values: Sequence[Any], experts: int) -> Tensor | None:
-        """Counts the rows of each expert on this rank, fp64 [experts], from the arguments of a stack. The host does not
+        """Counts the rows of each expert on this rank, fp64 [experts], from a stack's arguments. The host does not
         wait.
 
         An integer tensor of any shape names one expert per element; numbers outside 0 to experts - 1 name none. A
-        tensor of one integer for each expert, unless the number of rows is the same, has the number of rows of each
-        expert.
+        tensor of one integer for each expert has their numbers of rows, unless the number of rows is the same.
         """
         for value in values:
             if isinstance(value, list | tuple) and len(value) == experts and all(type(count) is int for count in value):
@@ -168,8 +167,8 @@ class ExpertCounter:
         return counts.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))[:experts]
 
     def _own(self, given: Tensor, dims: int) -> NDArray[np.bool_]:
-        """Returns the mask of elements, over the first ``dims`` dims, that count here: no earlier tensor rank stores
-        them."""
+        """Returns the mask of elements, over the first ``dims`` dims, that no earlier tensor rank stores; these count
+        here."""
         if not isinstance(given, GlobalTensor):
             return np.full(tuple(given.shape[:dims]), self._rank == 0)
         # a bit for each rank that stores an element; the lowest bit is the first of these ranks

@@ -86,8 +86,7 @@ class ForwardInputs:
         return microbatch
 
     def rest(self, microbatch: Batch) -> list[Any]:
-        """Lists the parts that forward does not receive; none if ``inputs`` is a function, which may use any of
-        them."""
+        """Lists the parts that forward does not receive; none if ``inputs`` is a function, which may use any part."""
         if callable(self.stated):
             return []
         if isinstance(microbatch, Mapping):
@@ -185,7 +184,7 @@ class TorchLoss:
 
 
 def with_targets(loss_fn: LossFunction | None, inputs: ForwardInputs) -> LossFunction | None:
-    """Returns ``loss_fn`` as the engine calls it; a loss module or function of torch gets the targets instead of the
+    """Returns ``loss_fn`` as the engine calls it; a loss module or function of torch gets targets instead of the
     batch."""
     inner: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     of_torch = isinstance(inner, _Loss) or getattr(inner, "__module__", None) == nn.functional.__name__

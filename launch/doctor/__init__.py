@@ -1,2 +1,1 @@
-"""Command ``trine doctor``: checks that training would start on these hosts, and measures the links between its
-ranks."""
+"""Command ``trine doctor``: checks that training would start on these hosts, and measures the links between ranks."""

@@ -85,8 +85,7 @@ def _wrong_variable() -> str:
 
 @contextmanager
 def _patience(seconds: int) -> Iterator[None]:
-    """Sets the time limit of all calls of the engine, and removes waits for the launcher, since all ranks end together
-    here."""
+    """Limits all waits of the engine, and removes waits for the launcher, since all ranks end together here."""
     before = {name: os.environ.pop(name, None) for name in ("TRINE_TIMEOUT_SECONDS", "TORCHELASTIC_RUN_ID")}
     os.environ["TRINE_TIMEOUT_SECONDS"] = str(seconds)
     try:

@@ -81,8 +81,7 @@ class HostFacts:
     infiniband: bool = False
 
     def carrier(self) -> InterfaceFacts | None:
-        """Returns the interface over which gloo sends: the configured one, or the one with an address of the host's
-        name."""
+        """Returns gloo's interface: the configured one, or the one with an address of the host's name."""
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)
         for address in self.named_addresses:

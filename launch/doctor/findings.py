@@ -186,7 +186,7 @@ def _network(name: str, hosts: Hosts) -> Iterator[HostFinding]:
 
 
 def _nccl_finds(host: HostFacts) -> bool:
-    """Returns True if NCCL finds an interface by its rules: name prefixes, full names after ``=``, exclusions after
+    """Returns True if NCCL finds an interface, by its rules: prefixes, full names after ``=``, exclusions after
     ``^``."""
     wish = host.nccl_wish
     wanted = wish.lstrip("^=").split(",")

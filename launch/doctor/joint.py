@@ -98,8 +98,7 @@ class Examination:
         return self.seen
 
     def say(self, verdict: Mapping[str, Any]) -> None:
-        """Sends rank 0's verdict to the other ranks, and waits until they have read it, since the store may end
-        here."""
+        """Sends rank 0's verdict to the other ranks, and waits until they have read it: the store may end here."""
         store, others = self._store, [one.rank for one in self.seen.facts if one.rank not in (0, *self.seen.silent)]
         if store is None or not others:
             return

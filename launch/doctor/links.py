@@ -145,7 +145,7 @@ class _Partner:
 
 
 def _lead(other: _Partner) -> tuple[float, float]:
-    """Measures (seconds of latency, bytes per second), each in one direction; the other end echoes until it expects 0
+    """Measures (latency in seconds, bytes per second) in one direction; the other end echoes until it expects 0
     bytes."""
     data, watch = memoryview(bytearray(LARGE)), Stopwatch()
 
@@ -171,8 +171,7 @@ def _follow(other: _Partner) -> None:
 
 
 def measure_clocks(group: HostGroup, leaders: Sequence[int]) -> list[tuple[float, float]]:
-    """Measures (seconds ahead of the first leader, largest error) of the other leaders, on the first one. Every leader
-    calls it.
+    """Measures (seconds ahead of the first leader, largest error) of the others, on the first; all leaders call it.
 
     As in NTP: the answer was written between question and arrival, so the shortest round trip has the smallest error.
 
@@ -237,8 +236,7 @@ def _reducing(comm: Comm, axis: Axis) -> _Call:
 
 
 def _measure_hops(meter: "_Meter") -> Iterator[AxisTimes]:
-    """Sends and receives between neighbours of the pipeline: first from even stages to the next ones, then from odd
-    stages."""
+    """Sends and receives between neighbours of the pipeline: first from even to odd stages, then from odd to even."""
     comm, line, here = meter.comm, meter.comm.grid.peers("pp"), meter.comm.grid.coord().pp
     links = [link for stage in range(len(line) - 1) for link in _both(stage)]
     comm.link(links)
@@ -282,8 +280,8 @@ class _Meter:
         self._data = torch.zeros(LARGE // 4, device=device)
 
     def measure(self, axis: str, ranks: tuple[int, ...], op: str, call: _Call) -> AxisTimes:
-        """Measures latency and rate of ``call``; every rank of the world calls it, outsiders with a call that does
-        nothing."""
+        """Measures latency and rate of ``call``; all ranks of the world call it, outsiders with a call without
+        effect."""
         watch = Stopwatch()
 
         def timed(size: int) -> float:

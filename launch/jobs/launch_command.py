@@ -74,13 +74,7 @@ def add_launch_options(command: ArgumentParser) -> None:
     add("--ranks-per-node", type=_count, metavar="N", help="ranks of a node; default: the number of its GPUs")
     add("--nodes", metavar="N", help="number of nodes, or MIN:MAX for an elastic job")
     add("--elastic", metavar="MIN:MAX", help="the job continues while MIN nodes are left, and accepts up to MAX")
-    add(
-        "--export",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="environment variable of the ranks; repeatable",
-    )
+    add("--export", action="append", default=[], metavar="NAME[=VALUE]", help="variable of the ranks; repeatable")
     add("--python", default=None, metavar="PATH", help="interpreter on all hosts; default: this one")
     add("--port", type=_count, metavar="N", help="port of the rendezvous, on the first host; default: a free one")
     add("--join-timeout", type=_count, metavar="SECONDS", help=f"time limit of the rendezvous ({JOIN_SECONDS})")
@@ -114,9 +108,7 @@ def _add_places(command: ArgumentParser) -> None:
     slurm.add_argument("--account", metavar="NAME")
     processors = f"processors of a rank; default: {PROCESSORS_WITH_GPU} for a rank with a GPU, else 1"
     slurm.add_argument("--cpus-per-rank", type=_count, metavar="N", help=processors)
-    slurm.add_argument(
-        "--sbatch", action="append", metavar="OPTION", help="further option of sbatch, as in --sbatch=--qos=high"
-    )
+    slurm.add_argument("--sbatch", action="append", metavar="OPTION", help="further option, as in --sbatch=--qos=high")
     kubernetes = command.add_argument_group("on Kubernetes")
     kubernetes.add_argument("--kubernetes", choices=KINDS, help="write a JobSet, or a TrainJob of Kubeflow Trainer")
     kubernetes.add_argument("--image", metavar="NAME", help="container image")
@@ -196,9 +188,7 @@ def _request(options: Namespace, place: str) -> JobRequest:
     if place in ("local", "ssh") and (found := environment_file()) is not None:
         note = f"all hosts get {', '.join(found[1]) or 'nothing'} of {found[0]}"
         if place == "local":
-            note = (
-                f"{found[0]} is read only for jobs over ssh, as in DeepSpeed; --export NAME=VALUE sets a variable here"
-            )
+            note = f"{found[0]} is read only for jobs over ssh, as in DeepSpeed; --export NAME=VALUE sets variables"
         print(f"trine launch: {note}.", file=sys.stderr)
         passed |= found[1] if place == "ssh" else {}
     return JobRequest(
@@ -288,8 +278,7 @@ def _over_ssh(options: Namespace, request: JobRequest) -> int:
 
 
 def _show_ssh(request: JobRequest, ssh: SshRequest) -> None:
-    """Prints the lines that every host would run, with placeholders in capitals for values that only the hosts can
-    provide."""
+    """Prints the lines that every host would run, with placeholders in capitals for values that hosts provide."""
     words = {"@PORT@": "A_FREE_PORT_OF_" + ssh.hosts[0].name, "@RANKS@": "NUMBER_OF_GPUS"}
     nothing = {name: "" for name in ("python", "torch", "trine", "script", "engine", "engine_folder")}
     for host in ssh.hosts:

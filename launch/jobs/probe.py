@@ -72,8 +72,7 @@ def _version(package: str) -> str:
 
 
 def sources_digest(folder: "str | os.PathLike[str]") -> str:
-    """Returns the digest of names and bytes of all sources below ``folder``, links followed; empty if one cannot be
-    read."""
+    """Returns the digest of names and bytes of all sources below ``folder``, with links; empty if one is unreadable."""
     found = [
         os.path.join(base, name)
         for base, _, names in os.walk(folder, followlinks=True)

@@ -97,8 +97,7 @@ def slurm_script(request: JobRequest, slurm: SlurmRequest) -> str:
 
 
 def _processors(slurm: SlurmRequest, ranks: int, gpus: int) -> list[str]:
-    """Returns sbatch's option for the processors of a node's one task, torchrun with all ranks, whose default is
-    one."""
+    """Returns sbatch's option for the processors of a node's one task, torchrun with all ranks; its default is one."""
     given = {option.partition("=")[0].partition(" ")[0] for option in slurm.more}
     if given & {"--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive"}:
         return []
@@ -268,8 +267,7 @@ def _set(wish: KubernetesRequest, job: Mapping[str, Any], labels: Mapping[str, s
 
 
 def _job(request: JobRequest, wish: KubernetesRequest, pod: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the job: a failing pod restarts the static set; in an elastic one it alone is replaced, and the others
-    continue."""
+    """Returns the job: a failing pod restarts a static set; in an elastic one only the pod is replaced."""
     most = request.nodes.most if request.nodes is not None else 1
     return {
         "completionMode": "Indexed",

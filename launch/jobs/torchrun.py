@@ -74,8 +74,7 @@ def _program(request: JobRequest) -> list[str]:
 
 
 def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> dict[str, str]:
-    """Returns the variables of torchrun: the user's exports, the settings of elastic jobs, and the time for a last
-    save.
+    """Returns the variables of torchrun: the user's exports, settings of elastic jobs, and the time for a last save.
 
     ``devices``: GPUs of the host that its ranks may use; empty: all.
     """
@@ -85,8 +84,7 @@ def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> di
 
 
 def shell_line(command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
-    """Returns the command for a shell; ``variables`` maps words of the command, such as ``@HEAD@``, to shell
-    expressions."""
+    """Returns the command for a shell; ``variables`` maps words of it, such as ``@HEAD@``, to shell expressions."""
     line = shlex.join(command)
     for word, value in (variables or {}).items():
         line = line.replace(word, value)

@@ -98,7 +98,7 @@ def _noted(options: Namespace, name: str, gpu: "GpuShape") -> "list[NotedKernel]
 
 
 def note_subject(subject: StepSubject, name: str, gpu: "GpuShape") -> "list[NotedKernel]":
-    """Returns the kernels that a step launches on ``gpu``, of all pipeline ranks; ``name`` is the GPU's name in the
+    """Returns the kernels that a step launches on ``gpu``, of all pipeline ranks; ``name``: of the GPU, in the
     table."""
     from engine.kernels.gpu.warm_cache import noted_launches
 

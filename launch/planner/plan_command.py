@@ -75,8 +75,7 @@ def run_plan(options: Namespace) -> None:
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """Makes Python's cycle collector run rarely inside: a plan imports half a million objects, which each collection
-    visits.
+    """Makes Python's cycle collector run rarely: a plan imports half a million objects, which each collection visits.
 
     Code with much memory in cycles, such as a proof, collects them itself.
     """
@@ -90,8 +89,7 @@ def _collecting_seldom() -> Iterator[None]:
 
 
 def _keep_freed_memory() -> None:
-    """Makes the C library retain freed memory until the process ends, since masks of forwards on shapes are allocated
-    often.
+    """Makes the C library retain freed memory until the process ends, for the masks of each forward on shapes.
 
     Otherwise the system would reclaim and clear their pages each time, a tenth of the time of a plan.
     """
@@ -284,8 +282,7 @@ def _fit_and_fast(one: Planned) -> tuple[bool, float]:
 
 
 def _finalists(finals: _Finals, found: SearchResult, top: int) -> Iterator[Planned]:
-    """Yields complete plans of the best layouts, at most two of a grid; further layouts replace those that the engine
-    refuses."""
+    """Yields complete plans of the best layouts that the engine accepts, at most two of a grid."""
     left, grids, actions = top, dict[tuple[int, int, int], int](), 0
     for one in found.ranked:
         layout = one.layout

@@ -209,8 +209,7 @@ def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
 
 
 def _reasons(found: SearchResult, planned: Sequence[Planned]) -> Iterator[str]:
-    """Yields three lines about the first place: its time by part, the loss of the next grid, and the number that
-    fit."""
+    """Yields three lines about the first place: its time by part, the loss of the next grid, the number that fit."""
     best = planned[0].costs
     parts = _parts(best)
     shown = ", ".join(

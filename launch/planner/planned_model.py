@@ -216,8 +216,7 @@ def _of_folder(folder: Path) -> nn.Module:
 
 
 def _switch_cache_off(model: nn.Module) -> None:
-    """Switches the cache of keys and values off, as in training: with it a block is not isolated, and no tensor plan is
-    found."""
+    """Switches the cache of keys and values off, as in training: with it no block is isolated for a tensor plan."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:

@@ -75,8 +75,7 @@ class Subject:
 
 
 def of_function(name: str) -> Subject:
-    """Builds the model of ``module:function``, which returns the model, (model, rows) or (model, rows, loss_fn),
-    unchanged.
+    """Builds the model of ``module:function`` (returns model, (model, rows) or (model, rows, loss_fn)), unchanged.
 
     Raises:
         PlanError: there is no such function, it raises, or it returns no model or no rows.

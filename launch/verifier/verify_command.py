@@ -1,5 +1,4 @@
-"""Command ``trine verify MODEL CONFIG`` or ``trine verify train.py``: checks that a configuration trains as one
-process."""
+"""Command ``trine verify MODEL CONFIG`` or ``trine verify train.py``: checks that training equals one process's."""
 
 import logging
 from argparse import ArgumentParser, Namespace

@@ -1,5 +1,4 @@
-"""Translation of DeepSpeed's own keys in a configuration: honored, noted as without effect, or refused, as ``keys``
-lists."""
+"""Translation of DeepSpeed's own keys: honored, noted as without effect, or refused, as ``keys`` lists."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real as RealNumber
