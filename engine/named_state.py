@@ -101,7 +101,9 @@ class NamedState:
             return lambda flat: before, False
         if self._parts.update.used_factor is not None:
             return self._parts.update.used_factor, True
-        raise EngineError(f"{call} before the first step: there is none yet; call backward or train_batch first.")
+        raise EngineError(
+            f"{call} before the first step: there is no gradient yet; call backward or train_batch first."
+        )
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

@@ -175,7 +175,7 @@ def _folder_words(folder: Path, config: Any, kind: str) -> dict[str, Any]:
     weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
     if not tokenizer and config.vocab_size < 256:
         raise ConfigError(
-            f"{folder} has no tokenizer, and its {config.vocab_size} tokens are too few for bytes; put the tokenizer "
+            f"{folder} has no tokenizer, but its {config.vocab_size} tokens are too few for bytes; put the tokenizer "
             "into it, or give module:function."
         )
     read = "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n" + 'tokens = torch.tensor(tokenizer(text)["input_ids"])'

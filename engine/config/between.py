@@ -32,7 +32,7 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
     if autocast.enabled and fp16.enabled:
         problems.add(
             "torch_autocast.enabled",
-            "true while fp16.enabled is true too, which holds the model in fp16; switch one of them off.",
+            "true while fp16.enabled is true too, which stores the model in fp16; switch one of them off.",
         )
     if bf16.enabled and fp16.enabled:
         problems.add("fp16.enabled", "true while bf16.enabled is true too; switch one of them off.")

@@ -306,7 +306,7 @@ def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str,
     for key, value in params.items():
         if isinstance(value, list | tuple) and len(value) != groups:
             raise ConfigError(
-                f"scheduler.params.{key} is a list of {len(value)} numbers and the optimizer has {groups} "
+                f"scheduler.params.{key} is a list of {len(value)} numbers, but the optimizer has {groups} "
                 f"parameter group{'s' * (groups > 1)}; give one number for each group, or one for all."
             )
     entries = params.items()

@@ -49,7 +49,7 @@ def read_optimizer(
     kind = type(optimizer).__name__
     if config is not None and (config.groups or config.no_weight_decay):
         raise ConfigError(
-            f"optimizer is a {kind} with groups of its own, and the configuration has optimizer.groups or "
+            f"optimizer is a {kind} with groups of its own, but the configuration has optimizer.groups or "
             "optimizer.no_weight_decay; keep one of them."
         )
     if any(_has_stepped(state) for state in optimizer.state.values()):

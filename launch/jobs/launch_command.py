@@ -309,7 +309,7 @@ def _slurm(options: Namespace, request: JobRequest) -> int:
         return 0
     if options.submit:
         return submit(path)
-    print(f"{path} is written; submit it by: sbatch {path}")
+    print(f"{path} is written; submit it with: sbatch {path}")
     return 0
 
 
@@ -323,7 +323,7 @@ def _kubernetes(options: Namespace, request: JobRequest) -> int:
     )
     path = options.out or Path(f"{request.name}.yaml")
     if _written(options, path, manifest(request, wish)):
-        print(f"{path} is written; start it by: kubectl apply -f {path}")
+        print(f"{path} is written; start it with: kubectl apply -f {path}")
     return 0
 
 

@@ -256,7 +256,7 @@ def test_mistakes_are_sentences_and_spoil_nothing(stage: int, run_ranks: RunRank
     first, second = run_ranks(mistakes, 2, stage)
     assert first == second
     starts = [
-        "gradients before the first step: there is none yet; call backward",
+        "gradients before the first step: there is no gradient yet; call backward",
         "clip_gradients inside an unfinished accumulation (1 of 2 microbatches): the norm",
         "gradients: 'nose.*' matches no trained parameter; ",
         "gradients: data ranks have written different values into",

@@ -105,7 +105,7 @@ def test_lists_give_each_group_its_momentum() -> None:
 
 def test_a_list_of_another_length_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="warmup_max_lr is a list of 2 numbers and the optimizer has 1 parameter group;"
+        ConfigError, match="warmup_max_lr is a list of 2 numbers, but the optimizer has 1 parameter group;"
     ):
         rate("WarmupLR", warmup_max_lr=[0.1, 0.2])
 

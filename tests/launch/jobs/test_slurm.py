@@ -162,7 +162,7 @@ def test_without_slurm_the_script_is_written_and_the_absence_said(
 def test_a_file_of_somebody_else_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         assert main(["launch", "--slurm", *OPTIONS, "job.py"]) == 0
-    assert "job.sbatch is written; submit it by: sbatch job.sbatch" in capsys.readouterr().out
+    assert "job.sbatch is written; submit it with: sbatch job.sbatch" in capsys.readouterr().out
     (folder / "job.sbatch").write_text("mine")
     assert main(["launch", "--slurm", *OPTIONS, "job.py"]) == 1
     sentence = "job.sbatch exists, but trine launch has not written it; give another --out, or move it.\n"
