@@ -357,7 +357,7 @@ def _check(given: Curriculum, problems: Problems) -> None:
     if given.max_difficulty < given.min_difficulty:
         problems.add(
             "curriculum_learning.max_difficulty",
-            f"{given.max_difficulty} is below min_difficulty {given.min_difficulty}; give at least that, since it rises.",
+            f"{given.max_difficulty} is below min_difficulty {given.min_difficulty}; give at least that, as it rises.",
         )
     if given.schedule_type != "fixed_discrete" or problems.touch(at):
         return
