@@ -1,4 +1,4 @@
-"""``engine.initialize``: from a module and a JSON file to an engine."""
+"""Entry point ``engine.initialize``: builds an engine from a module and a JSON file."""
 
 import logging
 import os
@@ -67,26 +67,26 @@ def initialize(
     whole: Name | Sequence[Name] = (),
     world: World | None = None,
 ) -> Engine:
-    """Put ``model`` on the grid that ``config`` describes.
+    """Places ``model`` on the grid that ``config`` describes, and returns its engine. Collective.
 
-    Starts the process group (NCCL on GPUs, gloo otherwise) if there is none. What no optimizer updates is frozen.
+    Starts the process group (NCCL on GPUs, gloo otherwise) if there is none. Freezes what no optimizer updates.
 
     Args:
-        model: a module, or a callable that builds one, the same on all ranks. Wrappers (DDP, compiled) are left out.
+        model: a module, or a callable that builds one, the same on all ranks. Wrappers (DDP, compiled) are removed.
         config: a dict, the path of a JSON, TOML or YAML file, or a :class:`Config`.
         loss_fn: ``(output, batch) -> loss``, a mean or (sum, weight), and metrics, or torch's; None: the output has it.
         example_batch: one microbatch, or meta tensors with its shapes. Tensor and pipeline parallelism trace it to make
             the plan; without it the plan is made when the first batch arrives.
-        optimizer: in place of the configured one: ``params -> torch.optim.Optimizer``, or one over parameters.
-        lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or one over the ``optimizer`` that is passed.
-        inputs: what forward is given of a batch: keys or positions, or ``microbatch -> arguments``. None: everything;
-            with ``loss_fn`` what the signature of forward takes.
-        whole: keys or positions of tensors that are not cut into microbatches, beside those without the example's rows.
-        world: which rank this is, for ranks that are threads (``run_thread_ranks``); None: the launcher tells.
+        optimizer: replaces the configured one: ``params -> torch.optim.Optimizer``, or one over the model's parameters.
+        lr_scheduler: ``update -> factor``, ``optimizer -> LRScheduler``, or one over the passed ``optimizer``.
+        inputs: the part of a batch for forward: keys or positions, or ``microbatch -> arguments``. None: everything, or
+            with ``loss_fn`` the parts that the signature of forward takes.
+        whole: keys or positions of tensors that are not split into microbatches, as those without the example's rows.
+        world: this rank's identity, for ranks that are threads (``run_thread_ranks``); None: read from the launcher.
 
     Raises:
-        ConfigError, GridError, PlanError: a sentence per problem, before communication; except that ranks were given
-            different input, and what rank 0 finds in its search of a tensor plan for all.
+        ConfigError, GridError, PlanError: one sentence per problem, raised before communication. Two are raised after
+            it, on all ranks: different input of the ranks, and problems in rank 0's search of a tensor plan.
     """
     resources = EngineResources()
     resources.add((words := FailureMessage()).close)
@@ -110,7 +110,7 @@ def initialize(
 def _with(
     optimizer: OptimizerFactory | torch.optim.Optimizer | None, request: Request, model: nn.Module, config: Config
 ) -> Request:
-    """The request with the optimizer as a factory, and the frozen parameters that it includes."""
+    """Returns the request with the optimizer as a factory, and with the frozen parameters that it includes."""
     check_scheduler(request.lr_scheduler, optimizer)
     included, metrics = included_frozen(model, config.optimizer), config.monitor.metrics
     request = replace(request, included=included, metrics=metrics, gather=RowGather(config.row_ranks))
@@ -134,6 +134,7 @@ def _initialize(
     request = replace(request, changes=change_forwards(model, config, world.device, request.patches))
     waits = needs_example(config) and request.example_batch is None
     known = None
+    # a plan that needs no other rank is made before the rendezvous, so that its errors do not leave ranks waiting
     if not waits and not needs_profiling(config) and not needs_search(config):
         with say_if_slow(PLANNING, world.rank), as_trainable(model, request.included):
             known = plan_run(model, config, request, request.example_batch)
@@ -161,7 +162,7 @@ def _initialize(
 
 
 def _open_comm(config: Config, world: World, given: Mapping[str, str]) -> tuple[Comm, Watchdog | None]:
-    """Meet all ranks, refuse different input, then make the groups of the grid; who watches over several processes."""
+    """Connects all ranks, refuses different input, then creates the groups and, for several processes, the watchdog."""
     grid = config.grid(world.rank)
     if world.connect is not None:
         return Comm(grid, world.connect(grid)), None

@@ -1,6 +1,6 @@
-"""The engine: the user's interface to a run; it calls the parts in order and computes nothing itself.
+"""Engine: the user's interface to a run; it calls the parts in order and computes nothing itself.
 
-train_batch    complete the build (first batch) -> StepRunner.train -> report -> checkpoint if it is time
+train_batch    complete the build (first batch) -> StepRunner.train -> report -> checkpoint if it is due
 """
 
 import logging
@@ -39,9 +39,9 @@ Path_ = str | os.PathLike[str]
 
 
 class Engine(TrainingLoop, NamedState):
-    """A model on its grid. Made by :func:`engine.initialize`; a context manager that closes itself.
+    """Model on its grid, made by :func:`engine.initialize`; as a context manager it closes itself.
 
-    If a plan needs a batch and no example was given, the parts are built when the first batch arrives. An engine that
+    If a plan needs a batch and no example was passed, the parts are built when the first batch arrives. An engine that
     is dropped without ``close`` releases its resources when Python collects it.
     """
 
@@ -49,14 +49,15 @@ class Engine(TrainingLoop, NamedState):
         self._parts = parts
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be copied or pickled."""
+        """Raises an error: an engine can be neither copied nor pickled."""
         raise EngineError(
-            "an engine holds process groups, hooks and shards, so it is neither copied nor pickled; save its state by "
-            "eng.save_checkpoint(), its model by eng.full_state_dict(), and build another by engine.initialize."
+            "an engine owns process groups, hooks and shards, so it can be neither copied nor pickled; save its "
+            "state with eng.save_checkpoint(), its model with eng.full_state_dict(), and build another with "
+            "engine.initialize."
         )
 
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
-        """Build the missing parts, for microbatches like ``example``. Collective; ``initialize`` calls it.
+        """Builds the missing parts, for microbatches like ``example``. Collective; ``initialize`` calls it.
 
         ``problem``: the reason why this rank has no example. It is raised here, and all other ranks raise too.
         """
@@ -68,27 +69,27 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def plan(self) -> Plan:
-        """The plan: what every rank holds, does and sends."""
+        """Plan of the run: state, actions and messages of every rank."""
         return self._parts.runtime.plan
 
     @property
     def batch_rows(self) -> BatchRows:
-        """Which tensors of a batch are cut into microbatches, and which are not."""
+        """Selection of the tensors of a batch that are split into microbatches."""
         return self._parts.rows
 
     @property
     def config(self) -> Config:
-        """The resolved configuration."""
+        """Resolved configuration."""
         return self._parts.config
 
     @property
     def grid(self) -> Grid:
-        """The grid, with this rank's position."""
+        """Grid, with this rank's position."""
         return self._parts.grid
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
+        """Device of the parameters."""
         return self._parts.device
 
     @property
@@ -98,12 +99,12 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def module(self) -> nn.Module:
-        """The user's model; its parameters are views of the flat buckets (ZeRO 3: see ``full_parameters``)."""
+        """User's model; its parameters are views of the flat buckets (ZeRO 3: see ``full_parameters``)."""
         return self._parts.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer, over this rank's weights."""
+        """Inner optimizer, over this rank's weights."""
         return self._parts.runtime.optimizer.inner
 
     @property
@@ -113,7 +114,7 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps that were skipped because the gradient was not finite."""
+        """Number of steps that were skipped because of a non-finite gradient."""
         return self._parts.update.skipped
 
     @property
@@ -123,32 +124,34 @@ class Engine(TrainingLoop, NamedState):
 
     @property
     def built(self) -> bool:
-        """Whether the parts are there; a plan may wait for the first batch."""
+        """True if the parts exist; a plan may wait for the first batch."""
         return self._parts.built is not None
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale of the next step; 1 except under fp16."""
+        """Loss scale of the next step; 1 except under fp16."""
         return self._parts.update.scale.value
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """The torch scheduler of the run; None: the rate is a function of the update, or constant."""
+        """torch scheduler of the run; None: the rate is a function of the update, or constant."""
         return self._parts.runtime.learning_rate.scheduler
 
     @property
     def sent(self) -> Tally:
-        """Traffic of this rank so far, by axis and label."""
+        """Bytes that this rank has sent so far, by axis and label."""
         return self._parts.comm.tally.copy()
 
     @property
     def waits(self) -> Mapping[Axis, float]:
-        """Seconds that this rank has waited for communication so far, by axis; empty where no watchdog watches."""
+        """Seconds that this rank has waited for communication so far, by axis; empty without a watchdog."""
         return self._parts.comm.recorder.waits if self._parts.comm.recorder is not None else {}
 
     def explain(self, module: str = "") -> str:
-        """List the patches around a module of the model, outside to inside, one line per patch: pipeline stage, gather,
-        recomputation, casts, sharding, kernel; modules around it first, then those in it.
+        """Lists the patches of a module, outermost first, one line each: stage, gather, recomputation, sharding, kernel
+        etc.
+
+        The patches of modules around it come first, then its own and those of modules inside it.
 
         Args:
             module: its name, as in ``model.named_modules()``; empty: the whole model.
@@ -157,18 +160,18 @@ class Engine(TrainingLoop, NamedState):
             EngineError: the model has no module of that name.
         """
         lines = self._parts.runtime.patches.explain(self._parts.model, module)
-        return "\n".join(lines) or f"{module or 'the model'}: runs as it is, without a patch of the engine"
+        return "\n".join(lines) or f"{module or 'the model'}: runs unchanged, without a patch of the engine"
 
     def timeline(self) -> StepTimeline:
-        """The measured timeline of this pipeline's ranks in the last ``train_batch``; collective over axis pp.
+        """Returns the measured timeline of this pipeline's ranks in the last ``train_batch``. Collective over pp.
 
-        ``draw`` shows it beside what ``simulate(plan.schedule)`` of ``engine.parallel.pipeline`` predicts.
+        ``draw`` shows it next to the prediction of ``simulate(plan.schedule)`` in ``engine.parallel.pipeline``.
         """
         self._parts.resources.refuse_closed("timeline")
         return measured_timeline(self.plan.schedule, self._parts.runtime.executor, self._parts.comm, self._parts.device)
 
     def traffic_report(self) -> str:
-        """Planned and measured bytes of a training step on this rank, side by side."""
+        """Returns a table of planned and measured bytes of a training step on this rank."""
         return compare_traffic(
             self.plan, self._parts.reports.trained, self.grid.rank, max(1, self._parts.reports.attempts)
         )
@@ -176,20 +179,20 @@ class Engine(TrainingLoop, NamedState):
     # ------------------------------------------------------------------ whole steps
 
     def train_batch(self, batch: Batch | Iterator[Batch]) -> StepReport:
-        """One optimizer step on this data rank's share of the global batch.
+        """Makes one optimizer step on this data rank's share of the global batch. Collective.
 
         Args:
-            batch: tensor, tuple, list or mapping whose tensors have micro x accumulation rows, or an
-                iterator of microbatches, from which exactly ``accumulation`` items are pulled.
+            batch: tensor, tuple, list or mapping of tensors with micro x accumulation rows, or an iterator of
+                microbatches, from which exactly ``accumulation`` items are pulled.
 
-        Communicates values and their gradients over pp, activations over tp, gradients and parameters over
-        dp, a digest of the batch over the replica and eight scalars over the world.
+        Communicates activations and their gradients over pp, activations over tp, gradients and parameters over dp, a
+        digest of the batch over the replica and eight scalars over the world.
 
         Raises:
             EngineError: the batch is bad, or differs from that of its replica: all ranks raise, each its own error, and
                 nothing is updated. Without tensor ranks, pipeline ranks and sharded parameters, the same holds for any
                 other failure; with them, a rank that fails during the schedule raises at once and the job ends. After
-                too many skipped steps in a row (``max_skipped_steps``) all ranks raise the same error.
+                too many consecutive skipped steps (``max_skipped_steps``) all ranks raise the same error.
         """
         self._parts.refuse_unfinished("train_batch")
         if not torch.is_grad_enabled():
@@ -198,7 +201,7 @@ class Engine(TrainingLoop, NamedState):
             )
         with self._parts.comm.within(self._parts.update.made):
             with self._parts.comm.noted("train_batch"):
-                pass  # nobody is waited for: it would cost every step
+                pass  # no rank waits for another: that would cost time in every step
             batch = self._parts.completed(batch)
             if self._parts.reports.attempts:
                 return self._parts.report(self._parts.runner.train(batch))
@@ -216,9 +219,9 @@ class Engine(TrainingLoop, NamedState):
     def eval_batch(
         self, batch: Batch | Iterator[Batch], return_output: bool = False
     ) -> StepReport | tuple[StepReport, Any]:
-        """Loss of a batch without a step, with every module in eval mode; the random state is restored.
+        """Computes the loss of a batch without a step, in eval mode; restores the random state. Collective.
 
-        With ``return_output``: (report, model output of rank 0's share, None on other ranks).
+        With ``return_output``, returns (report, output for rank 0's share); the output is None on other ranks.
         """
         self._parts.resources.refuse_closed("eval_batch")
         with self._parts.comm.within(self._parts.update.made):
@@ -232,16 +235,17 @@ class Engine(TrainingLoop, NamedState):
         return report, join_outputs(step.outputs) if step.outputs and self._parts.grid.rank == 0 else None
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """The rows [b, ...] of all data ranks, [data ranks * b, ...] in their order, with exact gradients. Collective.
+        """Gathers the rows [b, ...] of all data ranks: [data ranks * b, ...], in order, with exact gradients.
+        Collective.
 
-        For a loss that compares rows (CLIP, SigLIP), in a loop of the user's own. A ``loss_fn`` that names an argument
-        ``gather_rows`` is given it, on pipelines too. All data ranks give equal shapes. Each rank may compute the loss
-        of all rows, or of its own against all: the step averages over data ranks, or divides sum by weight. Each
-        microbatch gathers for itself. An all-gather over dp in forward and a reduce-scatter in backward, label
+        It serves losses that compare rows (CLIP, SigLIP) in a user's own loop. A ``loss_fn`` with an argument
+        ``gather_rows`` receives it, on pipelines too. All data ranks pass equal shapes. Each rank may compute the loss
+        of all rows, or of its own rows against all: the step averages over data ranks, or divides sum by weight. Each
+        microbatch gathers on its own. An all-gather over dp in forward and a reduce-scatter in backward, label
         "gathered rows", which ``plan`` does not count.
 
         Raises:
-            EngineError: no tensor with rows.
+            EngineError: the argument is not a tensor with rows.
         """
         self._parts.resources.refuse_closed("gather_rows")
         return self._parts.runtime.program.gather(rows)
@@ -250,17 +254,17 @@ class Engine(TrainingLoop, NamedState):
 
     @torch.no_grad()
     def predict(self, batch: Batch, rows: int | None = None) -> Any:
-        """The model's output for this data rank's rows, in eval mode, without a loss; the random state is restored.
+        """Returns the model's output for this data rank's rows, in eval mode; restores the random state. Collective.
 
         Args:
             batch: tensor, tuple, list or mapping of any number of rows, which may differ between data ranks; labels
                 are not needed.
-            rows: of the microbatches in which it runs, all but the last; None: ``train_micro_batch_size_per_gpu``.
-                Give the rows of the batch where a tensor in it belongs to rows without being cut as they are
-                (patches of pictures).
+            rows: rows of a microbatch; the last one may have fewer. None: ``train_micro_batch_size_per_gpu``. Pass the
+                rows of the whole batch if a tensor in it belongs to rows but cannot be split with them (patches of
+                pictures).
 
         Every rank of a replica gets the full output: logits are gathered over tp, and the last stage sends them to the
-        others over pp, label "outputs". Collective; ZeRO 3 agrees over dp on the number of forwards (8 bytes).
+        others over pp, label "outputs". ZeRO 3 agrees over dp on the number of forwards (8 bytes).
 
         Raises:
             EngineError: the batch is bad, or differs from that of its replica; the same on all of its ranks.
@@ -271,24 +275,25 @@ class Engine(TrainingLoop, NamedState):
 
     @torch.no_grad()
     def generate(self, inputs: Tensor, **options: Any) -> Any:
-        """Generate with a Hugging Face model, by its own ``generate``: greedy, sampling, beams, stopping criteria.
+        """Generates with a Hugging Face model, by its own ``generate``: greedy, sampling, beams, stopping criteria.
 
         Args:
             inputs: token ids of this data rank's prompts [rows, tokens]; rows and tokens may differ between data ranks.
-            options: those of ``generate``, such as ``max_new_tokens`` and ``attention_mask``.
+            options: options of ``generate``, such as ``max_new_tokens`` and ``attention_mask``.
 
-        Returns what ``generate`` returns, equal on the ranks of a replica: its ranks sample with the random state of
+        Returns the result of ``generate``, equal on the ranks of a replica, which all sample with the random state of
         the first one. Every token costs a forward over the whole sequence, without a cache of keys and values.
-        Collective; besides ``predict`` of each token, data ranks agree on who has forwards left (8 bytes over dp).
+        Collective: the traffic of ``predict`` for each token, and data ranks agree on who has forwards left (8 bytes
+        over dp).
 
         Raises:
-            EngineError: the model does not generate, the prompts are no token ids, or an accumulation is unfinished.
+            EngineError: the model does not generate, the prompts are not token ids, or an accumulation is unfinished.
         """
         self._open("generate")
         parts = self._parts
         if parts.loop is not None and parts.loop.unfinished:
             raise EngineError(
-                f"generate inside an accumulation of {parts.loop.unfinished} microbatch(es); call eng.step() before, "
+                f"generate inside an accumulation of {parts.loop.unfinished} microbatch(es); call eng.step() first, "
                 "or eng.zero_grad() to drop their gradients."
             )
         with parts.evaluated():
@@ -297,26 +302,26 @@ class Engine(TrainingLoop, NamedState):
     # ------------------------------------------------------------------ state
 
     def register_for_checkpointing(self, **things: Any) -> None:
-        """Save and load other objects too, such as ``data=sampler``; its ``state_dict`` is JSON, equal on all ranks."""
+        """Saves and loads other objects too, such as ``data=sampler``; a ``state_dict`` is JSON, equal on all ranks."""
         self._parts.resources.refuse_closed("register_for_checkpointing")
         self._parts.checkpoints.register(things)
 
     def save_checkpoint(
         self, folder: Path_ | None = None, client_state: Any = None, without_frozen: bool = False
     ) -> PendingSave:
-        """Begin a checkpoint ``folder/step-N``; returns once this rank's share is copied. Collective.
+        """Begins a checkpoint ``folder/step-N``; returns once this rank's share is copied. Collective.
 
         It appears once all ranks have written and every tensor is complete, or not at all; ``wait()`` on the result
         blocks until then and raises if the save failed, which is also logged. Weights are sent over a host group.
 
         Args:
             folder: folder of the run; None: ``checkpoint.folder``, which keeps the newest ``checkpoint.keep``.
-            client_state: any JSON value but a string; that of rank 0 is saved, and ``load_checkpoint`` returns it.
+            client_state: any JSON value but a string; rank 0's is saved, and ``load_checkpoint`` returns it.
             without_frozen: leave frozen parameters out, as ``checkpoint.frozen`` false does; the same on all ranks.
 
         Raises:
-            EngineError: ``client_state`` is a string, such as a tag of DeepSpeed's. Problems of the save itself, such
-                as another engine that saves into the folder, are raised by ``wait()`` on all ranks.
+            EngineError: ``client_state`` is a string, such as a tag of DeepSpeed's. ``wait()`` raises problems of the
+                save itself on all ranks, such as another engine that saves into the folder.
         """
         self._parts.resources.refuse_closed("save_checkpoint")
         self._note_unfinished("save_checkpoint")
@@ -333,18 +338,19 @@ class Engine(TrainingLoop, NamedState):
         missing_ok: bool = False,
         load_lr_scheduler_states: bool = True,
     ) -> Any:
-        """Continue from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
+        """Continues from the newest checkpoint of a run (or from ``.../step-N``), saved on any grid. Collective.
 
-        Returns its client state; a dict is not iterable, since DeepSpeed's pair is unpacked. Every block that is read
-        is checked. With ``load_module_only``, only weights and buffers are loaded; without
+        Returns its client state; a dict refuses iteration, so that a script that unpacks DeepSpeed's pair fails. Every
+        block that is read is checked. With ``load_module_only``, only weights and buffers are loaded; without
         ``load_optimizer_states``, everything else is loaded and the optimizer starts fresh. Without ``strict``,
-        parameters and buffers that the checkpoint lacks keep their values, and those that were not trained get fresh
-        optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint returns None. Without
-        ``load_lr_scheduler_states``, a torch scheduler starts anew after the next update, which has the saved rate.
+        parameters and buffers that the checkpoint lacks keep their values, and parameters that were not trained get
+        fresh optimizer state; the log names them. With ``missing_ok``, a folder without a checkpoint returns None.
+        Without ``load_lr_scheduler_states``, a torch scheduler restarts after the next update, which uses the saved
+        rate.
 
         Raises:
             CheckpointError: there is no checkpoint; it is damaged (names file, tensor and the last good checkpoint), or
-                belongs to another model (names the first difference); ranks gave other folders. Raised on all ranks.
+                belongs to another model (names the first difference); ranks passed other folders. Raised on all ranks.
             EngineError: without ``load_lr_scheduler_states``, the rates are a function of the update.
         """
         self._parts.refuse_unfinished("load_checkpoint")
@@ -360,10 +366,10 @@ class Engine(TrainingLoop, NamedState):
         return self._parts.checkpoints.load(folder, self._parts.update, options, missing_ok)
 
     def copy_weights_from(self, other: "Engine") -> None:
-        """Take parameters and persistent buffers of another engine on the same ranks, on any grid. Collective.
+        """Copies parameters and persistent buffers from another engine on the same ranks, on any grid. Collective.
 
-        For a generator or a reference that follows a policy. Masters are read where the other engine has them; the
-        state of this engine's optimizer stays. Full tensors are on a rank in chunks of at most 256 MiB, each one
+        It serves a generator or a reference that follows a policy. Reads the other engine's masters, if it has any; the
+        optimizer state of this engine stays. Full tensors exist on a rank only in chunks of at most 256 MiB, each
         all-reduced over the world, label "weights".
 
         Raises:
@@ -380,16 +386,16 @@ class Engine(TrainingLoop, NamedState):
             self._parts.checkpoints.copy_weights(other._parts.checkpoints)
 
     def close(self) -> None:
-        """End the engine: wait for a pending checkpoint, remove every patch from the model, close logs and groups.
+        """Ends the engine: waits for a pending checkpoint, removes every patch from the model, closes logs and groups.
 
-        Classes, attributes and hooks of the model's modules are then what they were before ``initialize``; parameters
-        keep what this rank holds: shards where they are sharded, placeholders for what other stages hold. Only
-        ``engine.deepspeed`` takes a model in shards again, and nobody one in parts of tensor or pipeline ranks.
-        Groups are destroyed on this rank, independently of other ranks. The process group itself lives until the
+        Classes, attributes and hooks of the model's modules are then the same as before ``initialize``. Parameters keep
+        this rank's part: shards if they are sharded, and placeholders for the parameters of other stages. Only
+        ``engine.deepspeed`` accepts a model in shards again, and nothing accepts one in parts of tensor or pipeline
+        ranks. Groups are destroyed on this rank, independently of other ranks. The process group itself lives until the
         interpreter exits: other engines may use it.
 
         An engine that is dropped instead is closed when Python collects it, except that nothing waits for a pending
-        checkpoint, whose thread finishes writing it.
+        checkpoint; its thread finishes writing it.
         """
         try:
             self._parts.checkpoints.close()  # raises if a failed save stops the run
@@ -407,23 +413,25 @@ class Engine(TrainingLoop, NamedState):
     def _note_unfinished(self, call: str) -> None:
         if self._parts.loop is not None and self._parts.loop.unfinished and self._parts.grid.rank == 0:
             logger.warning(
-                "%s inside an unfinished accumulation keeps the state after update %d: the gradients of %d "
-                "microbatch(es) are not saved; training goes on with them.",
+                "%s inside an unfinished accumulation saves the state after update %d: the gradients of %d "
+                "microbatch(es) are not saved; training continues with them.",
                 call,
                 self._parts.update.made,
                 self._parts.loop.unfinished,
             )
 
     def add_callback(self, callback: Callable[[StepReport], object]) -> None:
-        """Call ``callback`` with the report of every training step from now on, on this rank, before ``train_batch`` or
-        ``step`` returns it. What it raises ends the call; a callback that communicates is added on all ranks."""
+        """Calls ``callback`` on this rank with the report of every later training step, before the step returns it.
+
+        An exception of the callback ends the call. A callback that communicates is added on all ranks.
+        """
         self._parts.reports.tell(callback)
 
     def _open(self, call: str) -> None:
         self._parts.resources.refuse_closed(call)
         if self._parts.built is None:
             raise EngineError(
-                f"{call} before the plan, for which a batch without labels is not enough; pass example_batch=... to "
+                f"{call} before the plan, which a batch without labels cannot make; pass example_batch=... to "
                 "engine.initialize, or train a batch first."
             )
         self._parts.comm.join(call)

@@ -1,4 +1,4 @@
-"""The parts of an engine, which its calls share: those that are there from the start, and those of the first batch."""
+"""Parts of an engine that its calls share: parts from the start, and parts built with the first batch."""
 
 import logging
 import os
@@ -47,7 +47,7 @@ PLANNING = "planning (trace, tensor plan, pipeline stages)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBuilder:
-    """Plans and builds the runtime of this rank, once the process group is open."""
+    """Builder of the runtime of this rank, once the process group is open."""
 
     model: nn.Module
     config: Config
@@ -55,12 +55,12 @@ class RankBuilder:
     comm: Comm
     device: torch.device
     prepare: Callable[[], None]
-    """What may fail on a rank before the model is changed."""
+    """Step that may fail on a rank before the model is changed."""
     known: Plan | None
     """The plan, if it could be made before the group was open."""
 
     def __call__(self, example: Batch, problem: BaseException | None) -> RankRuntime:
-        """Plan and build. Collective."""
+        """Plans and builds. Collective."""
         rank = self.comm.grid.rank
         with as_trainable(self.model, self.request.included):
             plan = self._plan(example, problem)
@@ -71,7 +71,7 @@ class RankBuilder:
         return runtime
 
     def _plan(self, example: Batch, problem: BaseException | None) -> Plan:
-        """Return the known plan or make it now; ``problem``, or an error while planning, is raised on all ranks."""
+        """Returns the known plan or makes it now; ``problem``, or an error while planning, is raised on all ranks."""
         given, costs, found = (self.model, self.config, self.request, example), None, None
         if needs_profiling(self.config):
             measured = self._by_first(lambda: measure_model(*given, self.device), _TIMING, problem)
@@ -85,7 +85,7 @@ class RankBuilder:
             return self.known or plan_run(*given, costs, found)
 
     def _by_first(self, make: Callable[[], Costs | FoundStyles], what: str, problem: BaseException | None) -> bytes:
-        """What rank 0 makes, on every rank; a ``problem`` of rank 0 takes its place, and every rank raises its own."""
+        """Returns rank 0's result on every rank; a ``problem`` of rank 0 replaces it, and every rank raises its own."""
 
         def made() -> bytes:
             if problem is not None:
@@ -104,12 +104,12 @@ class RankBuilder:
 
 
 class EngineResources:
-    """Closes what an engine owns: patches of the model, logs, signal handlers, process groups, shared memory.
+    """Closers of an engine's resources: patches of the model, logs, signal handlers, process groups, shared memory.
 
-    ``close`` does it, or the collection of the engine, whose parts alone refer to this object.
+    They run in ``close``, or when the engine is collected, since only its parts refer to this object.
 
-    What is closed refers to the user's model, and the model may refer to the engine. ``weakref.finalize``, which holds
-    its callback outside of the engine, would keep both alive; with ``__del__`` the garbage collector finds the cycle.
+    The resources refer to the user's model, and the model may refer to the engine. ``weakref.finalize``, whose callback
+    is referenced outside of the engine, would keep both alive; with ``__del__`` the garbage collector finds the cycle.
     """
 
     def __init__(self) -> None:
@@ -119,33 +119,32 @@ class EngineResources:
         self._process = os.getpid()
 
     def add(self, close: Callable[[], object]) -> None:
-        """Own something; ``close``, which may be called again, gives it back without waiting for other ranks."""
+        """Adds a resource; ``close`` releases it without waiting for other ranks, and may be called again."""
         self._closers.callback(close)
 
     def close(self) -> None:
-        """Give everything back, the newest first, also what is left when one of them raises."""
+        """Releases all resources, the newest first; one that raises does not stop the others."""
         self._closed = True
         self._closers.close()
 
     def refuse_by(self, check: Callable[[str], object]) -> None:
-        """Ask ``check`` too before a call; it raises if it has a reason against the call of that name."""
+        """Adds ``check``, which runs before each call with its name and raises to refuse it."""
         if check not in self._refusals:
             self._refusals.append(check)
 
     def refuse_no_more_by(self, check: Callable[[str], object]) -> None:
-        """End what ``refuse_by`` began with ``check``, if it did."""
+        """Removes ``check`` from the checks of ``refuse_by``, if it is one."""
         self._refusals = [known for known in self._refusals if known != check]
 
     def refuse_closed(self, call: str) -> None:
-        """Refuse ``call`` after ``close``, and whenever a check of ``refuse_by`` does.
+        """Refuses ``call`` after ``close``, and whenever a check of ``refuse_by`` does.
 
         Raises:
-            EngineError: everything has been given back, or what the call needs is not there.
+            EngineError: all resources have been released, or one that the call needs is missing.
         """
         if self._closed:
             raise EngineError(
-                f"{call} after close(), which has given back the engine's parts; build a new engine with "
-                "engine.initialize."
+                f"{call} after close(), which released the engine's parts; build a new engine with engine.initialize."
             )
         for check in self._refusals:
             check(call)
@@ -153,22 +152,22 @@ class EngineResources:
     def __del__(
         self, is_finalizing: Callable[[], bool] = sys.is_finalizing, getpid: Callable[[], int] = os.getpid
     ) -> None:
-        """Close; not in a forked child, whose parent still uses everything, nor when the interpreter ends.
+        """Closes, except in a forked child, whose parent still uses everything, and at interpreter exit.
 
-        An engine that a script has not closed outlives the names of this module, which the interpreter empties first.
+        An engine that a script has not closed outlives the names of this module, which the interpreter clears first.
         """
         if not is_finalizing() and getpid() == self._process:
             self.close()
 
 
 class EngineParts:
-    """What the calls of an engine work on.
+    """Parts that the calls of an engine work on.
 
-    If a plan needs a batch and no example was given, ``complete`` is called when the first batch arrives.
+    If a plan needs a batch and no example was passed, ``complete`` is called when the first batch arrives.
     """
 
     runner: StepRunner
-    """Of an engine that is built."""
+    """Runner of steps; set once the engine is built."""
 
     def __init__(self, builder: RankBuilder, coordinator: CheckpointCoordinator, resources: EngineResources) -> None:
         self.builder, self.model, self.config, self.comm = builder, builder.model, builder.config, builder.comm
@@ -183,7 +182,7 @@ class EngineParts:
         resources.add(self.reports.close)
 
     def complete(self, example: Batch, problem: BaseException | None = None) -> None:
-        """Build the missing parts, for microbatches like ``example``. Collective.
+        """Builds the missing parts, for microbatches like ``example``. Collective.
 
         ``problem``: the reason why this rank has no example. It is raised here, and all other ranks raise too.
         """
@@ -202,20 +201,21 @@ class EngineParts:
 
     @property
     def runtime(self) -> RankRuntime:
-        """The parts of this rank.
+        """Parts of this rank.
 
         Raises:
             EngineError: the engine is not built.
         """
         if self.built is None:
             raise EngineError(
-                "the plan needs a batch, and no batch has been given yet; pass example_batch=... to engine.initialize, "
+                "the plan needs a batch, but none has been passed yet; pass example_batch=... to engine.initialize, "
                 "or train a batch first."
             )
         return self.built
 
     def completed(self, batch: Batch | Iterator[Batch]) -> Batch | Iterator[Batch]:
-        """``batch`` itself; the first batch completes the build and is returned as an iterator of its microbatches."""
+        """Returns ``batch`` itself; the first one completes the build and is returned as an iterator of
+        microbatches."""
         if self.built is not None:
             return batch
         take = partial(self.rows.take_microbatches, batch, self.config.micro, self.config.accumulation)
@@ -224,19 +224,19 @@ class EngineParts:
         return iter(seen)
 
     def refuse_unfinished(self, call: str) -> None:
-        """Refuse ``call`` after ``close`` and inside an accumulation."""
+        """Refuses ``call`` after ``close`` and inside an accumulation."""
         self.resources.refuse_closed(call)
         if self.loop is not None and self.loop.state is not LoopState.LEFT:
             self.loop.leave(call)
 
     def evaluated(self) -> AbstractContextManager[None]:
-        """Context of an evaluation, which takes the average of a schedule-free optimizer by itself."""
+        """Returns the context of an evaluation, which uses the averaged weights of a schedule-free optimizer."""
         averaged = self.built.averaged if self.built is not None else None
         taken = averaged is not None and averaged.by_itself and not averaged.inside
         return self.runtime.averaging() if taken else nullcontext()
 
     def report(self, finished: FinishedStep) -> StepReport:
-        """Report a step that is over, and save a checkpoint if it is time."""
+        """Reports a finished step, and saves a checkpoint if it is due."""
         step, outcome = finished
         report = self.reports.record(step, outcome, self.runtime.plan, self.update.made)
         self.update.check(outcome)

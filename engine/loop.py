@@ -1,4 +1,4 @@
-"""The loop that a user writes himself, in the calls of the engine: forward, backward, step.
+"""Training loop in the user's own code, with the calls of the engine: forward, backward, step.
 
 for batch in loader:                # gradient_accumulation_steps: 1          # 4: an update every fourth step()
     loss = eng(batch).loss
@@ -19,33 +19,33 @@ from engine.step.user_loop import UserLoop
 
 
 class TrainingLoop:
-    """The calls of the engine for a loop of the user's own.
+    """Calls of the engine for a user's own loop.
 
-    A pipeline, whose stages run one schedule, refuses them, unless ``open_pipeline`` was called.
+    With a pipeline, whose stages run one schedule, they raise unless ``open_pipeline`` was called.
     """
 
     _parts: EngineParts
 
     def open_pipeline(self, rows: int | None = None) -> None:
-        """From now on ``eng(batch)`` runs all stages of a pipeline and gives its output to every rank. Collective.
+        """Makes later ``eng(batch)`` run all stages of a pipeline and return the output on every rank. Collective.
 
         A loop may then compute the loss itself and call ``backward(loss)``. Each forward waits for its backward, so all
         its activations are live, as in GPipe, and each of p stages idles for (p-1)/(m+p-1) of the time of a forward in
-        m parts. Outputs go from the last stage to the p-1 others, label "outputs"; ``plan`` counts a ``train_batch``,
-        which sends none.
+        m parts. The last stage sends outputs to the p-1 others over pp, label "outputs"; ``plan`` counts a
+        ``train_batch``, which sends none.
 
         Args:
-            rows: a batch goes through the stages in parts of so many rows, whose outputs are joined; None: as one.
+            rows: a batch runs through the stages in parts of this many rows, joined at the end; None: as one part.
         """
         self._parts.resources.refuse_closed("open_pipeline")
         self._parts.control.piped, self._parts.control.rows = True, rows
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them.
+        """Runs the forward of one microbatch: ``eng(batch)``, or ``eng(*args, **kwargs)`` as the model takes them.
 
         Raises:
             EngineError: there is a pipeline, whose stages do not have the output; with ``open_pipeline``, an argument
-                that requires a gradient, or parts whose outputs are no rows.
+                that requires a gradient, or parts with outputs that are not rows.
         """
         self._refuse_pipeline("eng(batch)")
         self._parts.complete(args[0] if len(args) == 1 and not kwargs else kwargs or args)
@@ -59,11 +59,11 @@ class TrainingLoop:
         retain_graph: bool = False,
         metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Backward of one microbatch, or of one of its losses, which are added up.
+        """Runs the backward of one microbatch, or of one of its losses, which are summed.
 
-        The gradient is averaged over the microbatches of the step and over data ranks; a loss (sum, weight) is divided
-        by all weights of the step. Gradients are reduced over dp during the last backward. ``loss.backward()`` does
-        the same, but the report of the step then has no loss (nan), and under fp16 it needs ``scale``.
+        Averages the gradient over the microbatches of the step and over data ranks; a loss (sum, weight) is divided by
+        all weights of the step. Gradients are reduced over dp during the last backward. ``loss.backward()`` does the
+        same, but the report of the step then has no loss (nan), and under fp16 it needs ``scale``.
 
         Args:
             loss: a 0-dim mean, or (sum, weight); it may depend on several forwards, and on several engines.
@@ -80,24 +80,24 @@ class TrainingLoop:
             loop.backward(loss, retain_graph, metrics or {})
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The 0-dim loss times the loss scale of fp16 (else 1), for a backward of your own: ``scale(loss).backward()``.
+        """Returns the 0-dim loss times the loss scale of fp16 (else 1), for ``scale(loss).backward()``.
 
         Raises:
             EngineError: the loss is not a scalar, or depends on no parameter; a pipeline, also after ``open_pipeline``.
         """
         if (stages := self._parts.config.pp) > 1 and self._parts.control.piped:
             raise EngineError(
-                f"scale(loss) with parallel.pipeline {stages}: a backward of your own ends at the outputs, "
-                "and the stages behind them have to run back; call eng.backward(loss)."
+                f"scale(loss) with parallel.pipeline {stages}: loss.backward() ends at the outputs and does not reach "
+                "the stages that computed them; call eng.backward(loss)."
             )
         return self._looped("scale(loss)").scale(loss)
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Clip the averaged gradient to this L2 norm in the ``step`` that follows, in place of ``gradient_clipping``
-        (Pascanu et al. 2013).
+        """Clips the averaged gradient to this L2 norm in the next ``step``, for ``gradient_clipping`` (Pascanu et al.
+        2013).
 
-        Called after the last backward of a step. Returns the norm before clipping, over all parameters. Collective:
-        reduces what is not reduced yet, sums the weights over dp and the squares over the world, 8 bytes each.
+        Call it after the last backward of a step. Returns the norm before clipping, over all parameters. Collective:
+        reduces gradients that are not reduced yet, sums the weights over dp and the squares over the world (8 bytes).
 
         Raises:
             EngineError: ``max_norm`` is not above 0; inside an accumulation; a pipeline.
@@ -107,7 +107,7 @@ class TrainingLoop:
             return loop.clip(max_norm)
 
     def step(self) -> StepReport | None:
-        """Update after the last microbatch of a step; after any other microbatch do nothing and return None.
+        """Updates the weights after the last microbatch of a step; after any other one does nothing and returns None.
 
         Raises:
             EngineError: no backward was called in this step; a gradient lacks the loss scale.
@@ -120,34 +120,34 @@ class TrainingLoop:
         return None if finished is None else self._parts.report(finished)
 
     def zero_grad(self) -> None:
-        """Drop the gradients since the last update, on all ranks alike. After an update there are none."""
+        """Drops the gradients since the last update; call it on all ranks. After an update there are none."""
         self._parts.resources.refuse_closed("zero_grad()")
         if self._parts.loop is not None:
             self._parts.loop.zero_grad()
 
     def guard_gradients(self, around: nn.Module | None = None) -> None:
-        """Refuse code that looks for a gradient on its parameter, until the next forward, step or ``zero_grad``.
+        """Refuses reads of a parameter's ``grad`` until the next forward, step or ``zero_grad``.
 
-        Between a backward and its step the engine does so by itself; a host whose loop has parameters keep their
-        gradients until it drops them calls this after the step.
+        Between a backward and its step the engine does this itself; a host that drops gradients later calls it after
+        the step.
 
         Args:
-            around: a module of the host around the model, whose ``zero_grad`` is that of the engine from now on.
+            around: a host's module around the model; its ``zero_grad`` becomes the engine's.
         """
         if self._parts.loop is not None:
             self._parts.loop.guard_gradients(around)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, no backward is taken for the last one of a step, in which gradients are reduced.
+        """Returns a context in which no backward counts as the last one of a step, which reduces gradients.
 
-        Results are the same without it: a step reduces what is not reduced yet. ZeRO 2 and 3 with
-        ``reduce: microbatch`` keep shards only, and reduce in every backward.
+        Results are the same without it: a step reduces all gradients that are not reduced yet. ZeRO 2 and 3 with
+        ``reduce: microbatch`` store only shards, and reduce in every backward.
         """
         self._refuse_pipeline("no_sync()")
         return self._parts.control.no_sync()
 
     def set_gradient_accumulation_boundary(self, boundary: bool | None) -> None:
-        """Decide whether the next calls of ``step`` make an update (True) or only end a microbatch (False).
+        """Makes the next calls of ``step`` update (True) or only end a microbatch (False).
 
         The update averages over all microbatches since the last one. None: every ``gradient_accumulation_steps``.
         """
@@ -155,7 +155,7 @@ class TrainingLoop:
         self._parts.control.boundary = boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the ``step`` after this microbatch makes an update."""
+        """Returns True if the ``step`` after this microbatch makes an update."""
         self._refuse_pipeline("is_gradient_accumulation_boundary")
         if self._parts.control.boundary is not None:
             return self._parts.control.boundary
@@ -174,6 +174,6 @@ class TrainingLoop:
         if self._parts.config.pp > 1 and not self._parts.control.piped:
             raise EngineError(
                 f"{call} with parallel.pipeline {self._parts.config.pp}: forwards and backwards of all stages are one "
-                "schedule, and no stage alone has the output; call train_batch(batch) or eval_batch(batch), or, for a "
-                "loop of your own, eng.open_pipeline() before."
+                "schedule, and no single stage has the output; call train_batch(batch) or eval_batch(batch), or, for "
+                "your own loop, eng.open_pipeline() first."
             )

@@ -1,4 +1,4 @@
-"""Gradients, weights and optimizer state between the steps of an engine: by name of the parameter, or moved away."""
+"""Gradients, weights and optimizer state of an engine between steps: by parameter name, or offloaded."""
 
 import json
 import os
@@ -32,15 +32,15 @@ from engine.zero.state_inventory import StateInventory, StateTensor
 
 
 class NamedState:
-    """Access by name. A pattern is an ``fnmatch`` pattern over whole names; all ranks give the same one."""
+    """Access to state by name. A pattern is an ``fnmatch`` pattern over whole names; all ranks pass the same one."""
 
     _parts: EngineParts
 
     def full_state_dict(self, ema: bool = False) -> dict[str, Tensor]:
-        """The whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
+        """Returns the whole model on rank 0: the keys and dtypes of ``model.state_dict()``, on the CPU. Collective.
 
-        With ``ema``, the moving average of the trained parameters in their place. A schedule-free optimizer gives the
-        average that it evaluates; the point where it takes gradients is in ``masters``.
+        With ``ema``, trained parameters are replaced by their moving average. A schedule-free optimizer returns the
+        average that it evaluates; the point at which it takes gradients is in ``masters``.
 
         Other ranks get an empty dict. Masters are gathered bucket by bucket over dp, then row by row over tp and pp.
 
@@ -58,16 +58,16 @@ class NamedState:
             return self._parts.checkpoints.gather_state(averaged.average if averaged is not None and taken else None)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Take the weights and persistent buffers of the whole model from ``state`` on rank 0. Collective.
+        """Loads the weights and persistent buffers of the whole model from ``state`` on rank 0. Collective.
 
-        The inverse of ``full_state_dict``: the keys of ``model.state_dict()``, of which a tied weight needs one, in any
-        floating-point dtype, on any device. What other ranks give is not read: an empty dict does. Masters are written
-        where there are some, a moving average begins anew, and the state of the optimizer stays. Chunks of at most 256
-        MiB reach every rank, each one all-reduced over the world, label "weights".
+        The inverse of ``full_state_dict``: the keys of ``model.state_dict()`` (one key is enough for a tied weight), in
+        any floating-point dtype, on any device. Other ranks may pass an empty dict, since theirs is not read. Masters
+        are written if there are any, a moving average restarts, and the optimizer state stays. Chunks of at most 256
+        MiB reach every rank, each all-reduced over the world, label "weights".
 
         Args:
-            strict: refuse a state that lacks tensors of the model, or has more; otherwise what it lacks keeps its
-                values, and what it has more is left alone.
+            strict: refuse a state that lacks tensors of the model, or has more; otherwise missing tensors keep their
+                values and further tensors are ignored.
 
         Raises:
             CheckpointError: a key is missing or unknown, or a tensor does not fit; the same on all ranks, before a
@@ -82,11 +82,11 @@ class NamedState:
             self._parts.checkpoints.load_state(state, strict)
 
     def gradient_norms(self) -> dict[str, float]:
-        """The L2 norm of the gradient of each trained parameter, by name, equal on all ranks. Collective.
+        """Returns the L2 norm of the gradient of each trained parameter, by name, equal on all ranks. Collective.
 
-        Of the averaged gradient before clipping, without the loss scale, as ``grad_norm`` has it, whose square is the
-        sum of theirs; a parameter without a gradient has 0. Between the last backward and ``step()``, or after a step.
-        One all-reduce of eight bytes a parameter over the world, label "gradient norms".
+        The gradient is averaged, before clipping and without the loss scale. The sum of the squared norms is the square
+        of ``grad_norm``; a parameter without a gradient has 0. Call it between the last backward and ``step()``, or
+        after a step. One all-reduce of eight bytes a parameter over the world, label "gradient norms".
 
         Raises:
             EngineError: no backward yet.
@@ -102,24 +102,28 @@ class NamedState:
         return dict(zip(names, norms.tolist(), strict=True))
 
     def _gradient_factor(self, call: str) -> tuple[Callable[[FlatBucket], float], bool]:
-        """What makes of what lies in a bucket the averaged gradient, and whether a step has used and clipped it."""
+        """Returns the factor from a bucket's contents to the averaged gradient, and True if a step has used and clipped
+        it."""
         if self._parts.loop is not None and self._parts.loop.unfinished:
             before = 1.0 / self._parts.loop.reduce_gradients()
             return lambda flat: before, False
         if self._parts.update.used_factor is not None:
             return self._parts.update.used_factor, True
-        raise EngineError(f"{call} before the first step: there is none yet; call backward or train_batch first.")
+        raise EngineError(
+            f"{call} before the first step: there is no gradient yet; call backward or train_batch first."
+        )
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside, the model has the average of its weights: to evaluate it, and to save it for others. Collective.
+        """Switches the model to the average of its weights inside this context, to evaluate or to save it. Collective.
 
-        That of ``"ema"``, or of a schedule-free optimizer, of which ``eval_batch``, ``predict`` and ``generate`` enter
-        this context by themselves, in each call. Rounded into the dtype of forward; afterwards the weights have the
-        bits from before. Gathers over dp twice, label "parameters", and keeps a copy of this rank's weights meanwhile.
+        The average is that of ``"ema"``, or of a schedule-free optimizer; for the latter ``eval_batch``, ``predict``
+        and ``generate`` enter this context themselves, in each call. It is rounded to the dtype of forward; afterwards
+        the weights have their earlier bits. Gathers over dp twice, label "parameters", and stores a copy of this rank's
+        weights meanwhile.
 
         Raises:
-            EngineError: the run keeps no average; a call inside that needs the weights of training.
+            EngineError: the run has no average; a call inside that needs the weights of training.
         """
         self._parts.resources.refuse_closed("averaged_weights")
         self._check_average("averaged_weights")
@@ -129,14 +133,14 @@ class NamedState:
     def save_pretrained(
         self, folder: str | os.PathLike[str], ema: bool = False, max_shard_size: int | str | None = None
     ) -> None:
-        """Write weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective.
+        """Writes weights, in the dtype of forward, and config for ``transformers``' ``from_pretrained``. Collective.
 
-        With ``ema``, or by a schedule-free optimizer, the average of the weights, as ``averaged_weights`` has it. Of a
-        ``PeftModel`` the adapters alone are written, for ``PeftModel.from_pretrained``.
+        With ``ema``, or with a schedule-free optimizer, it writes the average of the weights (``averaged_weights``).
+        For a ``PeftModel`` it writes only the adapters, for ``PeftModel.from_pretrained``.
 
         Args:
-            max_shard_size: bytes of a file at most, such as "5GB"; one file if the model fits. Rank 0 copies what all
-                ranks have written, a few MiB at a time. None: a file of each rank that owns weights.
+            max_shard_size: maximal bytes of a file, such as "5GB"; one file if the model fits. Rank 0 copies the files
+                of all ranks, a few MiB at a time. None: a file of each rank that owns weights.
         """
         shards = shard_bytes(max_shard_size) if max_shard_size is not None else None
         self._parts.resources.refuse_closed("save_pretrained")
@@ -151,18 +155,17 @@ class NamedState:
     def _check_average(self, call: str) -> None:
         if self._parts.runtime.averaged is None or ("ema" in call and self._parts.runtime.average is None):
             raise EngineError(
-                f'{call} of a run that keeps no average; give "ema": {{"decay": 0.999}} in the configuration.'
+                f'{call} of a run without an average; give "ema": {{"decay": 0.999}} in the configuration.'
             )
 
     @contextmanager
     def full_parameters(self, pattern: str = "*") -> Iterator[dict[str, nn.Parameter]]:
-        """Inside, the parameters whose names match are full over dp, and may be read and written in place.
+        """Yields the matching parameters of this rank's stages by name, full over dp, to read and to write in place.
 
-        Yields the parameters of this rank's stages by name; tensor ranks have their shard of each. Without sharded
-        parameters (ZeRO 0-2) they are always full. Frozen weights that are held as codes (``quantize_frozen``) are left
-        out. Collective, with the same pattern on all ranks: ZeRO 3 makes one
-        batch of gathers over dp, label "parameters", and at the end compares what the ranks have written, 8 bytes per
-        bucket and parameter.
+        Tensor ranks have their shard of each. Without sharded parameters (ZeRO 0-2) parameters are always full. Frozen
+        weights stored as codes (``quantize_frozen``) are left out. Collective, with the same pattern on all ranks: ZeRO
+        3 makes one batch of gathers over dp, label "parameters", and at the end compares the written values of the
+        ranks, 8 bytes per bucket and parameter.
 
         Raises:
             EngineError: inside a forward; no parameter matches; data ranks have written different values.
@@ -181,19 +184,18 @@ class NamedState:
 
     @contextmanager
     def gradients(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Inside, the gradients of the parameters whose names match, by name, to read and to write in place.
+        """Yields the gradients of the matching parameters by name, to read and to write in place. Collective.
 
         Between the last backward of a step and ``step()`` they are the averaged gradient before clipping, over all
-        microbatches and data ranks and without the loss scale; what is written is what the step uses. Inside an
-        accumulation they are what the step has so far, the sum over ``gradient_accumulation_steps``. After a step
-        they are what its update used, clipped, and may be read only. Tensor ranks have their shard of each.
+        microbatches and data ranks and without the loss scale; the step uses the written values. Inside an accumulation
+        they are the step's sum so far, divided by ``gradient_accumulation_steps``. After a step they are the gradients
+        of its update, clipped, and read-only. Tensor ranks have their shard of each.
 
         Args:
             pattern: names of trained parameters.
             local: this rank's part of each, 1-D, instead of the full one over dp: a shard from ZeRO 1 on.
 
-        Collective: reduces what is not reduced yet, sums the weights over dp, and gathers over dp, label "full
-        tensors", unless ``local``.
+        Reduces the rest, sums the weights over dp, and, unless ``local``, gathers over dp, label "full tensors".
 
         Raises:
             EngineError: no backward yet; nothing matches; ranks have written different values; values written after
@@ -208,15 +210,15 @@ class NamedState:
             yield found
             if readable and any(tensor._version != before_step[name] for name, tensor in found.items()):
                 raise EngineError(
-                    "gradients were written after the step that used them, which changes nothing; write them between "
+                    "gradients were written after the step that used them, without effect; write them between "
                     "eng.backward and eng.step."
                 )
 
     @contextmanager
     def masters(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Inside, the weights that the optimizer updates, by name: fp32 masters exactly, to read and to write in place.
+        """Yields the weights that the optimizer updates, by name: exact fp32 masters, to read and to write in place.
 
-        What is written is rounded into the parameters at the end, on all data ranks. Without masters (fp32, or bf16
+        Written values are rounded into the parameters at the end, on all data ranks. Without masters (fp32, or bf16
         weights alone) they are the parameters' own values. Arguments, traffic and errors as for ``gradients``.
         """
         self._parts.resources.refuse_closed("masters")
@@ -233,9 +235,9 @@ class NamedState:
 
     @contextmanager
     def optimizer_state(self, pattern: str = "*", local: bool = False) -> Iterator[dict[str, dict[str, Tensor]]]:
-        """Inside, what the optimizer keeps for each element: parameter name -> {"exp_avg": tensor, ...}.
+        """Yields the optimizer state of each element: parameter name -> {"exp_avg": tensor, ...}.
 
-        To read and to write in place; before the first update there is none. Arguments, traffic and errors as for
+        It may be read and written in place; before the first update there is none. Arguments, traffic and errors as for
         ``gradients``.
         """
         self._parts.resources.refuse_closed("optimizer_state")
@@ -260,17 +262,17 @@ class NamedState:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move state of the trained model to host memory, until ``reload_states``; its bytes stay as they are.
+        """Moves state of the trained model to host memory, until ``reload_states``; its bytes stay the same.
 
-        A call that needs what is away raises. ``non_blocking``: copies may still run when this returns.
+        A call that needs the offloaded state raises. ``non_blocking``: copies may still run when this returns.
 
         Args:
             include: DeepSpeed's names: "optim_states" (moments), "hp_params" (fp32 masters), "lp_params" (parameters,
                 or this rank's shards of them, also frozen ones), "lp_grads" (gradients and residuals); None: all.
-            device: "cpu", the only place.
-            pin_memory: page-lock the copies, which then travel as fast as the link allows.
+            device: "cpu", the only supported place.
+            pin_memory: page-lock the copies, so that they transfer at the speed of the link.
 
-        Nothing is communicated. What ``offload_optimizer`` or ``offload_param`` keeps on the host is there already.
+        Nothing is communicated. State of ``offload_optimizer`` and ``offload_param`` is on the host already.
 
         Raises:
             EngineError: another device, an unknown name, too little memory; inside an accumulation, or a
@@ -279,7 +281,7 @@ class NamedState:
         self._parts.refuse_unfinished("offload_states")
         kinds, place = chosen_kinds(include), str(getattr(device, "value", device))
         if place != "cpu":
-            raise EngineError(f'offload_states was given device {place!r}; state is moved to host memory: give "cpu".')
+            raise EngineError(f'offload_states got device {place!r}, but moves state to host memory only; give "cpu".')
         if (runtime := self._parts.built) is not None:
             runtime.offloaded.refuse_held()
             with runtime.changing():
@@ -288,9 +290,9 @@ class NamedState:
             self._parts.resources.refuse_by(runtime.offloaded.refuse)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back all that ``offload_states`` has moved. Nothing is communicated.
+        """Moves all state of ``offload_states`` back. Nothing is communicated.
 
-        ``non_blocking``: copies may still run when this returns; what uses the state waits for them on the device.
+        ``non_blocking``: copies may still run when this returns; the device waits for them before it uses the state.
         """
         self._parts.resources.refuse_closed("reload_states")
         if self._parts.built is not None:
@@ -329,14 +331,14 @@ def _pieces(states: Iterable[StateTensor]) -> list[HeldPart]:
 
 
 def _gradient_pieces(inventory: StateInventory, sharded: bool, factor: Callable[[FlatBucket], float]) -> list[HeldPart]:
-    """The reduced gradients; ``factor`` makes of what lies in a bucket what is given out."""
+    """Returns the reduced gradients; ``factor`` scales a bucket's contents to the returned values."""
     held = ((held, held.flat) for held in inventory.gradients() if held.kind == "gradient" and held.flat is not None)
     parts = (held.within(flat.shard if sharded else slice(0, flat.bucket.elements)) for held, flat in held)
     return [replace(piece, factor=factor(piece.flat)) for piece in _pieces(parts)]
 
 
 def _master_pieces(inventory: StateInventory) -> list[HeldPart]:
-    """The weights that the optimizer updates: fp32 masters, or the parameters themselves where there is none."""
+    """Returns the weights that the optimizer updates: fp32 masters, or the parameters themselves without masters."""
     with torch.no_grad():
         for flat in inventory.trained:
             sync_masters(flat)
@@ -346,11 +348,11 @@ def _master_pieces(inventory: StateInventory) -> list[HeldPart]:
 def _state_pieces(
     inventory: StateInventory, optimizer: ShardedOptimizer, state: ElementState, name: str
 ) -> list[HeldPart]:
-    """The state ``name`` of every element, such as the moment "exp_avg"."""
+    """Returns the state ``name`` of every element, such as the moment "exp_avg"."""
     pieces = _pieces(held for held in inventory.element_state(state) if held.kind == name)
     inner = optimizer.inner
     if isinstance(inner, CompositeOptimizer) or not isinstance(inner, FlatOptimizer):
-        for place in optimizer.places:  # a rank that has none of it takes part in its gathers
+        for place in optimizer.places:  # a rank without this state takes part in its gathers
             weights = place.parameter
             dtype = inner.moment_dtype(weights) if isinstance(inner, CompositeOptimizer) else weights.dtype
             none = torch.empty(0, dtype=dtype, device=weights.device)
@@ -359,6 +361,6 @@ def _state_pieces(
 
 
 def _keeps(optimizer: ShardedOptimizer, name: str, group: int) -> bool:
-    """True if parameters of a group have this state; of several optimizers each has its own."""
+    """Returns True if parameters of a group have this state; each of several optimizers has its own."""
     inner = optimizer.inner
     return not isinstance(inner, CompositeOptimizer) or inner.keeps(name, group)

@@ -80,9 +80,9 @@ class Parity:
         return _largest(self.weights.values())
 
     def holds(self, loss: float = 1e-6, norm: float = 1e-5, weight: float = 1e-5) -> bool:
-        """Return whether all deviations are within the bounds; the defaults are the promise for fp32.
+        """Returns True if all deviations are within the bounds; the defaults are the promise for fp32.
 
-        Weights are bound only with an Adam eps of about 1e-5. With 1e-8, a gradient that is zero except for rounding (a
+        The bound on weights needs an Adam eps of about 1e-5. With 1e-8, a gradient that is zero except for rounding (a
         key bias) makes full steps.
         """
         return self.loss <= loss and self.norm <= norm and self.weight <= weight
@@ -91,7 +91,7 @@ class Parity:
         name, deviation = max(self.weights.items(), key=lambda item: item[1])
         return (
             f"losses {self.loss:.1e} relative, norms {self.norm:.1e} relative, weights {deviation:.1e} absolute "
-            f"(most in {name}) over {len(self.engine.losses)} steps"
+            f"(largest in {name}) over {len(self.engine.losses)} steps"
         )
 
 
@@ -108,21 +108,21 @@ def verify(
     threads: int | None = None,
     device: str | torch.device | None = None,
 ) -> Parity | None:
-    """Train on the grid and in one process, and compare. Call it on every rank.
+    """Trains on the grid and in one process, and compares the results. Call it on every rank.
 
     Args:
         build_model: builds the model; it is called under the configured seed.
         config: as for :func:`engine.initialize`.
         batches: one global batch for each step: tensors with ``train_batch_size`` rows, the same on all ranks.
         inputs, whole: as for :func:`engine.initialize`.
-        threads: so many ranks as threads of this process, in place of the ranks of the job.
+        threads: number of ranks as threads of this process, instead of the ranks of the job.
         device: the device that these threads share, such as "cuda"; None: the CPU.
 
     Returns:
         The comparison on rank 0, None elsewhere.
 
     Raises:
-        GridError: a device is given without threads that could share it.
+        GridError: a device is passed without threads that could share it.
     """
     check_scheduler(lr_scheduler, None)
     options = VerifyOptions(loss_fn, optimizer, lr_scheduler, inputs, whole)
@@ -134,7 +134,7 @@ def verify(
         return Parity(ranks[0], train_alone(build_model, config, batches, options, alone))
     if device is not None:
         raise GridError(
-            f"verify is given device={str(device)!r} and no threads, while ranks of a job have devices of their own; "
+            f"verify got device={str(device)!r} without threads, but each rank of a job has its own device; "
             "give threads=N for N ranks that share it, or leave device out."
         )
     ours = train_on_grid(build_model, config, batches, options)
@@ -143,7 +143,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """Arguments of :func:`engine.initialize` besides model and configuration."""
+    """Arguments of :func:`engine.initialize` other than model and configuration."""
 
     loss_fn: LossFunction | None = None
     optimizer: OptimizerFactory | None = None
@@ -153,18 +153,18 @@ class VerifyOptions:
 
     @property
     def rows(self) -> BatchRows:
-        """How a global batch is cut."""
+        """Division of a global batch into rows."""
         return BatchRows.of(self.whole, None, 0)
 
 
 PLAIN = VerifyOptions()
-"""The loss of the model, and the configured optimizer."""
+"""Options with the model's own loss and the configured optimizer."""
 
 
 def train_on_grid(
     build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
-    """Train with the engine; every rank calls it with the same global batches. The weights are on rank 0."""
+    """Trains with the engine; every rank calls it with the same global batches. The weights are on rank 0."""
     world = world or read_world()
     resolved = load_config(config, world.size)
     part = wishes.rows.take_rows
@@ -180,7 +180,7 @@ def train_on_grid(
 def train_alone(
     build_model: ModelBuilder, config: Any, batches: Steps, wishes: VerifyOptions = PLAIN, world: World | None = None
 ) -> TrainingRecord:
-    """Train the same microbatches in order in one process of plain torch."""
+    """Trains the same microbatches in order in one process of plain torch."""
     world = world or read_world()
     resolved = load_config(config, world.size)
     model = make_model(build_model, resolved.seed, world.device)
@@ -220,13 +220,13 @@ class _Reference:
         for name, group in assigned.items():
             members[group].append(self.masters[name])
         options = [{"params": m, **g.as_kwargs()} for m, g in zip(members, groups, strict=True) if m]
-        assert wishes.optimizer is not None or config.optimizer is not None  # initialize() has refused a run without
+        assert wishes.optimizer is not None or config.optimizer is not None  # initialize() refuses a run without one
         built_in = partial(plain_optimizer, config.optimizer or OptimizerConfig())
         self.optimizer = (wishes.optimizer or built_in)(options)
         self.rate = make_learning_rate(self.optimizer, config.scheduler, wishes.lr_scheduler)
 
     def train(self, batches: Sequence[Batch]) -> TrainingRecord:
-        """Train on all batches; the weights returned are the masters, in the dtypes of the model as given."""
+        """Trains on all batches; the weights returned are the masters, in the dtypes of the model as passed."""
         steps = [self._step(batch) for batch in batches]
         take_averages(self.optimizer)
         with torch.no_grad():
@@ -251,6 +251,7 @@ class _Reference:
             self._collect()
             total, weight = total + float(loss.sum.detach()), weight + float(loss.weight)
         for master in self.masters.values():
+            # "sum" adds the means of the data ranks, so the mean over all rows is multiplied by their number
             divisor = weight * self.scale.value / added
             master.grad = None if master.grad is None else master.grad / divisor
         clip = self.config.gradient_clipping or math.inf
@@ -290,5 +291,5 @@ def _distance(ours: Tensor, reference: Tensor) -> float:
 
 
 def _largest(deviations: Iterable[float]) -> float:
-    """Return the largest value, or infinity if any is not a number, which ``max`` alone would overlook."""
+    """Returns the largest value, or infinity if any is not a number, which ``max`` alone would overlook."""
     return max((value if math.isfinite(value) else math.inf for value in deviations), default=0.0)

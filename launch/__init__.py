@@ -1,1 +1,1 @@
-"""Everything that a person starts: the command line ``trine`` and the reference training run."""
+"""Entry points for users: the command line ``trine`` and the reference training run."""

@@ -1,8 +1,7 @@
-"""``trine checkpoint``: inspect, verify and export checkpoints. Imports no torch, so it answers at once.
+"""Commands ``trine checkpoint``: inspect, verify and export checkpoints. They import no torch, so they respond at once.
 
-info      the lines that the banner of a run prints, from the manifest alone
-verify    read every block and compare its hash
-export    copy the model folder out, verified on the way
+info      the lines that the banner of a run prints, from the manifest alone verify    read every block and compare its
+hash export    copy the model folder to another place, verified during the copy
 """
 
 import os
@@ -29,7 +28,7 @@ MODEL = "model/"
 
 
 def info(folder: Path) -> None:
-    """Print what a checkpoint holds, from its manifest alone.
+    """Prints the contents of a checkpoint, from its manifest alone.
 
     Args:
         folder: folder of a run (its newest checkpoint) or of a checkpoint, as in the functions below.
@@ -39,7 +38,7 @@ def info(folder: Path) -> None:
     """
     files, step = Files(), find(folder)
     with _plain_errors(step):
-        lines = {**checkpoint_lines(read_manifest(files, step)), "beside it": beside(files, step)}
+        lines = {**checkpoint_lines(read_manifest(files, step)), "also there": beside(files, step)}
     print(step)
     for word, text in lines.items():
         if text:
@@ -47,7 +46,7 @@ def info(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path, everything: bool) -> None:
-    """Read every block of a checkpoint, or of all checkpoints of the run, and print one line for each.
+    """Reads every block of a checkpoint, or of all checkpoints of the run, and prints one line for each.
 
     Raises:
         CheckpointError: a checkpoint is damaged; the message names file and tensor.
@@ -69,7 +68,7 @@ def verify_checkpoint(folder: Path, everything: bool) -> None:
 
 
 def export(folder: Path, out: Path, single: bool) -> None:
-    """Copy the model folder of a checkpoint and verify it on the way; it appears by rename, complete or not at all.
+    """Copies the model folder of a checkpoint and verifies it meanwhile; it appears by rename, complete or not at all.
 
     Args:
         single: write all tensors into one ``model.safetensors``, instead of one file for each rank that saved.
@@ -80,7 +79,9 @@ def export(folder: Path, out: Path, single: bool) -> None:
     files, step, target = Files(), find(folder), out.absolute()
     written = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     if os.path.lexists(target) and (not files.is_folder(target) or files.names(target)):
-        raise CheckpointError(f"{out} exists and is not an empty folder; nothing is overwritten, so name another one.")
+        raise CheckpointError(
+            f"{out} exists and is not an empty folder; name another one, since nothing is overwritten."
+        )
     with _plain_errors(step):
         reader = StepReader(files, step)
         written.parent.mkdir(parents=True, exist_ok=True)
@@ -97,10 +98,10 @@ def export(folder: Path, out: Path, single: bool) -> None:
 
 
 def find(folder: Path) -> Path:
-    """Return the checkpoint that ``folder`` is, or the newest one in it.
+    """Returns ``folder`` if it is a checkpoint, otherwise the newest checkpoint in it.
 
     Raises:
-        CheckpointError: the folder holds no checkpoint.
+        CheckpointError: the folder has no checkpoint.
     """
     path, files = folder.absolute(), Files()
     with _plain_errors(path):
@@ -130,7 +131,7 @@ def _verified(step: Path) -> str:
 
 
 def _copy_model(files: Files, reader: StepReader, target: Path, single: bool) -> int:
-    """Copy the files of the model and return the number of bytes written."""
+    """Copies the files of the model and returns the number of bytes written."""
     count = 0
     for name in reader.manifest.files:
         weights = name.endswith((".safetensors", ".safetensors.index.json"))
@@ -140,7 +141,7 @@ def _copy_model(files: Files, reader: StepReader, target: Path, single: bool) ->
 
 
 def _joined(reader: StepReader) -> Iterator[memoryview]:
-    """Yield one file of all tensors, piece by piece, with at most one tensor in memory."""
+    """Yields one file of all tensors, piece by piece, with at most one tensor in memory."""
     model = {name: reader.manifest.tensors[name] for name in reader.manifest.model_kinds()}
     names = {tensor.pieces[0].key: name for name, tensor in model.items()}
     kinds = {key: reader.kinds[name] for key, name in names.items()}
@@ -153,7 +154,7 @@ def _joined(reader: StepReader) -> Iterator[memoryview]:
 
 
 def checkpoint_lines(manifest: Manifest) -> dict[str, str]:
-    """Describe a checkpoint in lines such as the banner of a run has."""
+    """Describes a checkpoint in lines like those of a run's banner."""
     return {
         "saved": _saved(manifest),
         "grid": _grid(manifest),
@@ -198,17 +199,17 @@ def _model(manifest: Manifest) -> str:
 
 def _optimizer(manifest: Manifest) -> str:
     families = sorted({name.partition("/")[0] for name in manifest.tensors} - {"param", "buffer"})
-    kept = [
+    states = [
         f"{name} {_dtypes(found)} of {_elements(found):,}" for name in families for found in [_under(manifest, name)]
     ]
     groups = len(Fields(manifest.optimizer, "the optimizer in the manifest").list("groups"))
     kind = manifest.optimizer.get("type") or " or ".join(manifest.optimizer.get("types", [])[:2])
     head = f"{kind}, {groups} group{'s' * (groups != 1)}" if groups else "no optimizer state"
-    return ", ".join([head, *kept])
+    return ", ".join([head, *states])
 
 
 def _tracked(manifest: Manifest) -> dict[str, str]:
-    """Describe the registered state, such as the position in the data."""
+    """Describes the registered state, such as the position in the data."""
     lines = {}
     for name, state in Fields(manifest.progress, "the manifest").object("tracked").items():
         plain = isinstance(state, dict) and all(isinstance(value, int | float | str) for value in state.values())
@@ -226,7 +227,7 @@ def _folders(manifest: Manifest) -> str:
 
 
 def beside(files: Files, step: Path) -> str:
-    """List what else the run's folder contains."""
+    """Lists the other contents of the run's folder."""
     steps = [path.name for path in committed(files, step.parent) if path != step]
     hidden = {step.name, "latest", LOCK, *steps}
     others = [name for name in files.names(step.parent) if name not in hidden]

@@ -1,4 +1,4 @@
-"""The command ``trine``. Reading and checking a configuration imports no torch, so it answers at once."""
+"""Command line ``trine``. Reading and checking a configuration imports no torch, so it responds at once."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ from engine.launch.verifier import verify_command as verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
+    """Runs one command and returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
         return options.run(options) or 0
@@ -35,16 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class CommandParser(ArgumentParser):
-    """Parser of a command that answers for its own options: its usage is shown, and the nearest of them named."""
+    """Parser of one command: an error shows the command's own usage and its most similar option."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse, and end with an error where something is left."""
+        """Parses, and ends with an error if arguments remain."""
         found, left = super().parse_known_args(args, namespace)
         if left:
             name = left[0].partition("=")[0]
             near = get_close_matches(name, self._option_string_actions, 1, 0.7) if name.startswith("-") else []
-            hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists what it takes."
-            self.error(f"{name} is no option of this command; {hint}")
+            hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists its options."
+            self.error(f"{name} is not an option of this command; {hint}")
         return found, left
 
 
@@ -58,11 +58,11 @@ def _parser() -> ArgumentParser:
     command = commands.add_parser("check", help="check a configuration and report all mistakes at once")
     command.add_argument("config", type=Path)
     command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
-    sized = "number of processes that it must fit"
+    sized = "number of processes that the configuration must fit"
     command.add_argument("--ranks", "--world", type=int, default=None, dest="world", metavar="N", help=sized)
     command.set_defaults(run=check_configuration)
 
-    init.add_init_options(commands.add_parser("init", help="write a script and a configuration to begin with"))
+    init.add_init_options(commands.add_parser("init", help="write a script and a configuration to start from"))
     _add_ahead_commands(commands)
     command = commands.add_parser("schedule", help="draw a pipeline schedule: order, idle share, memory")
     schedule.add_options(command)
@@ -73,15 +73,13 @@ def _parser() -> ArgumentParser:
     command.set_defaults(run=jobs.launch)
 
     _add_run_commands(commands)
-    command = commands.add_parser("doctor", help="say whether training would start, and what the links carry")
+    command = commands.add_parser("doctor", help="check that training would start, and measure the links")
     doctor.add_doctor_options(command)
     command.set_defaults(run=doctor.run_doctor)
 
-    command = commands.add_parser("convert", help="write a checkpoint of another engine as one that any grid loads")
-    command.add_argument(
-        "folder", type=Path, help="folder that DeepSpeed, torch.distributed.checkpoint or Megatron saved"
-    )
-    command.add_argument("out", type=Path, help="folder of a run, which gets a step-N folder")
+    command = commands.add_parser("convert", help="convert a checkpoint of another engine to one that any grid loads")
+    command.add_argument("folder", type=Path, help="checkpoint of DeepSpeed, torch.distributed.checkpoint or Megatron")
+    command.add_argument("out", type=Path, help="folder of a run; a step-N folder is written into it")
     command.add_argument("--weights-only", action="store_true", help="leave out the optimizer")
     command.set_defaults(run=_convert)
 
@@ -91,8 +89,8 @@ def _parser() -> ArgumentParser:
 
 
 def _add_ahead_commands(commands: "_SubParsersAction[CommandParser]") -> None:
-    """Commands on a run before it trains."""
-    command = commands.add_parser("plan", help="say what a run would hold, send and take, without GPUs or processes")
+    """Adds the commands on a run before it trains."""
+    command = commands.add_parser("plan", help="predict memory, traffic and time of a run, without GPUs or processes")
     plan.add_plan_options(command)
     command.set_defaults(run=_plan)
 
@@ -106,13 +104,13 @@ def _add_ahead_commands(commands: "_SubParsersAction[CommandParser]") -> None:
 
 
 def _add_run_commands(commands: "_SubParsersAction[CommandParser]") -> None:
-    """Commands on a run, while it trains or later."""
-    command = commands.add_parser("watch", help="what the ranks of a job are in, now or when it stood still")
+    """Adds the commands on a run, while it trains or later."""
+    command = commands.add_parser("watch", help="show the actions of a job's ranks, now or when it hung")
     watch.add_watch_options(command)
     command.set_defaults(run=watch.show_ranks)
 
-    command = commands.add_parser("report", help="write one page of what the ranks of a run have recorded")
-    folder = "folder that monitor.report of the run names, or --out of train.py"
+    command = commands.add_parser("report", help="write the records of a run's ranks as one page")
+    folder = "monitor.report folder of the run, or --out of train.py"
     command.add_argument("folder", type=Path, metavar="RUN", help=folder)
     command.add_argument("--out", type=Path, default=None, metavar="FILE", help="the page (default RUN/report.html)")
     command.set_defaults(run=_report)
@@ -120,7 +118,7 @@ def _add_run_commands(commands: "_SubParsersAction[CommandParser]") -> None:
 
 def _add_checkpoint_commands(commands: "_SubParsersAction[CommandParser]") -> None:
     folder = "folder of a run (its newest checkpoint), or one of its step-N folders"
-    command = commands.add_parser("info", help="print what a checkpoint holds")
+    command = commands.add_parser("info", help="print the contents of a checkpoint")
     command.add_argument("folder", type=Path, help=folder)
     command.set_defaults(run=_checkpoint_info)
 
@@ -164,7 +162,7 @@ def _report(options: Namespace) -> None:
 
 
 def _checkpoint_info(options: Namespace) -> None:
-    from engine.launch.checkpoint_command import info  # import numpy only here: the other commands do without it
+    from engine.launch.checkpoint_command import info  # import numpy only here: the other commands do not need it
 
     info(options.folder)
 
@@ -182,7 +180,7 @@ def _checkpoint_export(options: Namespace) -> None:
 
 
 def check_configuration(options: Namespace) -> None:
-    """Print notes, what was not checked, and the verdict.
+    """Prints notes, the checks that were not made, and the verdict.
 
     Raises:
         ConfigError, PlanError, ScheduleError: the sentence that ``engine.initialize`` would raise.
@@ -202,17 +200,17 @@ def check_configuration(options: Namespace) -> None:
 
 
 def unchecked(config: Config, sized: bool) -> Iterator[str]:
-    """Yield what only ``engine.initialize`` can check, because it depends on ranks, model, device or arguments.
+    """Yields the checks left to ``engine.initialize``, because they depend on ranks, model, device or arguments.
 
-    ``sized``: the number of ranks was given.
+    ``sized``: the number of ranks was passed.
     """
     parallel = config.parallel
     if not sized:
         yield "whether grid, batch and schedule fit the number of ranks; give --ranks N"
     if parallel.tensor != 1:
-        yield f"parallel.tensor {parallel.tensor}: whether the model's layers can be sharded so"
+        yield f"parallel.tensor {parallel.tensor}: whether the model's layers can be sharded this way"
     if parallel.pipeline != 1:
-        yield f"parallel.pipeline {parallel.pipeline}: whether the model can be cut so"
+        yield f"parallel.pipeline {parallel.pipeline}: whether the model can be split this way"
     entries = config.optimizer.entries if config.optimizer is not None else ()
     patterns = {
         "parallel.tensor_plan": parallel.tensor != 1 and parallel.tensor_plan != "auto",
@@ -224,17 +222,17 @@ def unchecked(config: Config, sized: bool) -> Iterator[str]:
     }
     for key, given in patterns.items():
         if given:
-            yield f"{key}: whether the names are the model's"
+            yield f"{key}: whether the names match the model"
     if (every := config.activation_checkpointing.every) is not None:
-        yield f"activation_checkpointing.every {every}: whether the model has so many blocks"
+        yield f"activation_checkpointing.every {every}: whether the model has that many blocks"
     if config.compile:
         yield "compile: whether the model has blocks to compile"
     if config.kernels == "triton":
         yield 'kernels "triton": whether the machine of the run has a GPU and Triton'
     if config.checkpoint.init_from is not None:
-        yield "checkpoint.init_from: whether the folder holds weights of the model"
+        yield "checkpoint.init_from: whether the folder has weights of the model"
     if config.optimizer is None:
-        yield "optimizer null: whether engine.initialize is given optimizer=..."
+        yield "optimizer null: whether optimizer=... is passed to engine.initialize"
 
 
 if __name__ == "__main__":

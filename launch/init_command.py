@@ -1,4 +1,4 @@
-"""``trine init MODEL``: a script and a configuration to begin with, for a Hugging Face folder or a module of yours."""
+"""Command ``trine init MODEL``: a script and a configuration to start from, for a Hugging Face folder or a module."""
 
 import json
 import sys
@@ -15,9 +15,9 @@ _CONFIG = Template("""{
   // rows of a step, over all data ranks; the rest is accumulated
   "train_batch_size": 8,
   "train_micro_batch_size_per_gpu": 1,
-  // "auto" takes the ranks that the other axes leave; what a grid costs and whether it fits: trine plan
+  // "auto" takes the remaining ranks; trine plan predicts memory and time of a grid
   "parallel": {"data": "auto", "tensor": 1, "pipeline": 1},
-  // 1 shards the optimizer's state over the data ranks, 2 the gradients too, 3 the parameters too
+  // 1 shards the optimizer state over the data ranks, 2 the gradients too, 3 the parameters too
   "zero_optimization": {"stage": 1},
   // true on GPUs
   "bf16": {"enabled": false},
@@ -32,8 +32,8 @@ _HEAD = Template('''"""Train $name.
 
     torchrun --nproc_per_node 2 train.py$files [KEY=VALUE ...]
 
-The same command goes on from the last checkpoint, on any number of processes. engine.json says grid, batch and
-optimizer; a word such as optimizer.params.lr=1e-4 changes one key of it.
+The same command continues from the last checkpoint, on any number of processes. engine.json defines grid, batch and
+optimizer; an argument such as optimizer.params.lr=1e-4 changes one key of it.
 """
 
 import sys
@@ -53,7 +53,7 @@ config = engine.load_config(Path(__file__).with_name("engine.json"), overrides=[
 text = "\\n".join(Path(word).read_text(encoding="utf-8") for word in words if "=" not in word)
 $tokens
 if len(tokens) < CONTEXT:
-    sys.exit(f"{len(tokens)} tokens are less than a row of {CONTEXT}; name text files that hold more")
+    sys.exit(f"{len(tokens)} tokens are less than a row of {CONTEXT}; name larger text files")
 rows = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)
 
 
@@ -88,7 +88,7 @@ def all_rows():
     raise SystemExit("train.py: write all_rows(), which returns your training rows")
 
 
-build, rows, loss_fn = make_model, all_rows(), None  # loss_fn(output, batch), if forward gives no loss
+build, rows, loss_fn = make_model, all_rows(), None  # loss_fn(output, batch), if forward returns no loss
 '''
 
 _WITH_ROWS = """
@@ -116,23 +116,25 @@ with engine.initialize(build, config$loss) as eng:
 
 
 def add_init_options(command: ArgumentParser) -> None:
-    """Add the arguments of ``trine init``."""
+    """Adds the arguments of ``trine init``."""
     command.add_argument("model", metavar="MODEL", help=(
-        "Hugging Face folder; or module:function that returns the model, or (model, rows), or (model, rows, loss_fn)"
+        "Hugging Face folder; or module:function that returns model, (model, rows) or (model, rows, loss_fn)"
     ))  # fmt: skip
     command.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="folder to write into (default: .)")
     command.set_defaults(run=write_starter)
 
 
 def write_starter(options: Namespace) -> None:
-    """Write ``train.py`` and ``engine.json``, and say how to go on.
+    """Writes ``train.py`` and ``engine.json``, and prints the next commands.
 
     Raises:
-        ConfigError, PlanError: a file is there already, or there is no such model; one sentence.
+        ConfigError, PlanError: a file exists already, or there is no such model; one sentence.
     """
     for name in (SCRIPT, CONFIG):
         if (options.out / name).exists():
-            raise ConfigError(f"{options.out / name} exists and is kept; remove it, or give --out another folder.")
+            raise ConfigError(
+                f"{options.out / name} exists and is not overwritten; remove it, or pass another folder with --out."
+            )
     folder = Path(options.model)
     if ":" in options.model and not folder.exists():
         name, script = _for_function(options.model, options.out)
@@ -143,13 +145,13 @@ def write_starter(options: Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / SCRIPT).write_text(script, encoding="utf-8")
     (options.out / CONFIG).write_text(_CONFIG.substitute(runs=json.dumps(f"runs/{name}")), encoding="utf-8")
-    print(f"{options.out / SCRIPT} and {options.out / CONFIG} are written; go on with:")
+    print(f"{options.out / SCRIPT} and {options.out / CONFIG} are written; continue with:")
     print(f"  trine check {options.out / CONFIG} --world 2")
     print(f"  torchrun --nproc_per_node 2 {options.out / SCRIPT}{given}")
 
 
 def _for_folder(folder: Path) -> tuple[str, str]:
-    """Name of the run and script for a folder of a Hugging Face model."""
+    """Returns name of the run and script for a folder of a Hugging Face model."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json; give the folder of a Hugging Face model, or module:function.")
     from engine.models.named_model import has_language_model_head, huggingface_class, import_transformers
@@ -158,8 +160,8 @@ def _for_folder(folder: Path) -> tuple[str, str]:
     kind = huggingface_class(config)
     if kind is None or not has_language_model_head(kind, config) or config.is_encoder_decoder:
         raise ConfigError(
-            f"{folder} is a {config.model_type}, which does not continue text; give module:function that returns "
-            "(model, rows, loss_fn)."
+            f"{folder} is a {config.model_type}, which is not a causal language model; give a module:function that "
+            "returns (model, rows, loss_fn)."
         )
     name = folder.resolve().name
     words = _folder_words(folder, config, kind.__name__)
@@ -168,12 +170,12 @@ def _for_folder(folder: Path) -> tuple[str, str]:
 
 
 def _folder_words(folder: Path, config: Any, kind: str) -> dict[str, Any]:
-    """What depends on the folder in the script: whether it has a tokenizer, and weights."""
+    """Returns the parts of the script that depend on the folder: its tokenizer and its weights."""
     tokenizer = any(folder.glob("tokenizer*")) or any(folder.glob("*.model")) or (folder / "vocab.json").is_file()
     weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
     if not tokenizer and config.vocab_size < 256:
         raise ConfigError(
-            f"{folder} has no tokenizer, and its {config.vocab_size} tokens are too few for bytes; put the tokenizer "
+            f"{folder} has no tokenizer, but its {config.vocab_size} tokens are too few for bytes; put the tokenizer "
             "into it, or give module:function."
         )
     read = "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n" + 'tokens = torch.tensor(tokenizer(text)["input_ids"])'
@@ -191,7 +193,7 @@ def _folder_words(folder: Path, config: Any, kind: str) -> dict[str, Any]:
 
 
 def _for_function(name: str, out: Path) -> tuple[str, str]:
-    """Name of the run and script for a function that builds the model."""
+    """Returns name of the run and script for a function that builds the model."""
     from engine.models.named_model import build_named, find_function, model_and_rows
 
     module, _, function = name.partition(":")
@@ -205,8 +207,8 @@ def _for_function(name: str, out: Path) -> tuple[str, str]:
 
 
 def _found_from(module: str, out: Path) -> str:
-    """The line by which a script in another folder finds a module of this one."""
+    """Returns the line by which a script in another folder finds a module of this one."""
     here, file = Path.cwd(), sys.modules[module].__file__
     if out.resolve() == here or file is None or not Path(file).resolve().is_relative_to(here):
         return ""
-    return f"\nsys.path.insert(0, {json.dumps(str(here))})  # where {module} lies\n"
+    return f"\nsys.path.insert(0, {json.dumps(str(here))})  # the folder of {module}\n"

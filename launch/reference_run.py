@@ -1,4 +1,4 @@
-"""Parts of the reference run outside the engine: settings, corpus, validation and the sample at the end."""
+"""Reference run: parts outside the engine (settings, corpus, validation and the sample at the end)."""
 
 import math
 import os
@@ -29,13 +29,13 @@ CHECKPOINT_EVERY = 50
 
 
 def job_place() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks of the job, before the engine has started it."""
+    """Returns this process's rank and the number of ranks of the job, before the engine has started it."""
     place = find_place(os.environ)
     return (place.rank, place.size) if place is not None else (0, 1)
 
 
 def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
-    """Read the JSON configuration and add schedule length, bf16 on GPUs, log file and checkpoints of the command line.
+    """Reads the JSON configuration and adds the command line's schedule length, bf16 on GPUs, log file and checkpoints.
 
     Raises:
         ConfigError: the file is missing or is not a JSON object.
@@ -62,38 +62,38 @@ def read_settings(options: Namespace, root: Path) -> dict[str, Any]:
 
 
 def read_corpus(options: Namespace) -> tuple[Corpus, Corpus]:
-    """Return training and validation text: the user's files, or the sources of this Python interpreter."""
+    """Returns training and validation text: the user's files, or the sources of this Python interpreter."""
     if options.data:
         return text_corpus(options.data, "train"), text_corpus(options.data, "validation")
     return builtin_corpus("train"), builtin_corpus("validation")
 
 
 def describe_text(corpus: Corpus) -> str:
-    """Describe the text in one line for the banner."""
+    """Describes the text in one line for the banner."""
     return f"  text       {corpus.name}, {len(corpus.tokens):,} bytes of {corpus.files} files, digest {corpus.digest}"
 
 
 def decoder_config(options: Namespace) -> DecoderConfig:
-    """Return the sizes of the decoder."""
+    """Returns the sizes of the decoder."""
     return DecoderConfig(layers=options.layers, width=options.width, heads=options.heads, context=options.context)
 
 
 def example_batch(settings: dict[str, Any], shape: DecoderConfig) -> dict[str, torch.Tensor]:
-    """Return the shapes of one microbatch, so that the engine can cut the model before it reads the first batch."""
+    """Returns the shapes of one microbatch, so that the engine can partition the model before the first batch."""
     rows = engine.load_config(settings, job_place()[1]).micro
     ids = torch.empty((rows, shape.context), dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids}
 
 
 def save_last(eng: engine.Engine, before: int) -> None:
-    """Start a checkpoint of the last step, unless no step followed ``before`` or the step has one. Collective."""
+    """Starts a checkpoint of the last step, unless no step followed ``before`` or the step has one. Collective."""
     every = eng.config.checkpoint.every
     if eng.step_count > before and (not every or eng.step_count % every):
         eng.save_checkpoint()
 
 
 def evaluate(eng: engine.Engine, corpus: Corpus, context: int) -> float:
-    """Return the validation loss in nats per byte; every byte counts once over all data ranks."""
+    """Returns the validation loss in nats per byte; every byte counts once over all data ranks."""
     grid, rows = eng.grid, eng.config.micro * eng.config.accumulation
     batches: Iterator[Any] = evaluation_batches(
         corpus, context, rows, grid.row_rank, grid.row_ranks, EVALUATION_BATCHES
@@ -107,7 +107,7 @@ def evaluate(eng: engine.Engine, corpus: Corpus, context: int) -> float:
 
 
 def sample_text(eng: engine.Engine, shape: DecoderConfig, length: int) -> bytes | None:
-    """Generate text with the trained model on rank 0, where the full model is assembled. Collective."""
+    """Generates text with the trained model on rank 0, where the full model is assembled. Collective."""
     state = eng.full_state_dict()
     if eng.grid.rank:
         return None
@@ -118,12 +118,12 @@ def sample_text(eng: engine.Engine, shape: DecoderConfig, length: int) -> bytes 
 
 
 WARM_UP_STEPS = 2
-"""First steps, which build caches and process groups; the estimate of the remaining time leaves them out."""
+"""First steps, which build caches and process groups; the estimate of the remaining time excludes them."""
 
 
 @dataclass(slots=True)
 class ProgressLine:
-    """Prints ``step 40/250 16% loss 2.413 bpb 3.481 lr 1.9e-03 norm 0.81 24.1k tok/s mem 0.4 GiB eta 1m04s``."""
+    """Progress ``step 40/250 16% loss 2.413 bpb 3.481 lr 1.9e-03 norm 0.81 24.1k tok/s mem 0.4 GiB eta 1m04s``."""
 
     steps: int
     """Total number of steps, including those before this start."""
@@ -132,7 +132,7 @@ class ProgressLine:
     _marks: list[float] = field(default_factory=list)
 
     def show(self, report: StepReport) -> None:
-        """Record a step; print every ``every`` steps, after the first step of this start and after the last one."""
+        """Records a step; prints every ``every`` steps, after the first step of this start and after the last one."""
         self._marks.append(time.perf_counter())
         fresh = self.smoothed is None or not math.isfinite(self.smoothed)
         self.smoothed = report.loss if fresh else 0.9 * (self.smoothed or 0.0) + 0.1 * report.loss
@@ -160,18 +160,18 @@ class ProgressLine:
 
 
 def bits_per_byte(loss: float) -> float:
-    """Convert nats per byte token to bits per byte, a measure that is independent of the vocabulary."""
+    """Converts nats per byte token to bits per byte, a measure that is independent of the vocabulary."""
     return loss / math.log(2)
 
 
 def decode_for_terminal(text: bytes) -> str:
-    """Decode generated bytes for a terminal, with a replacement character for everything that is not printable."""
+    """Decodes generated bytes for a terminal, with a replacement character for everything that is not printable."""
     shown = text.decode("utf-8", errors="replace")
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown)
 
 
 def say(*lines: str) -> None:
-    """Print lines immediately, even into a pipe."""
+    """Prints lines immediately, even into a pipe."""
     for line in lines:
         print(line, flush=True, file=sys.stdout)
 

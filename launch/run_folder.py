@@ -1,12 +1,12 @@
-"""Command line and folder of a reference run. Imports no torch, so ``train.py --help`` answers at once.
+"""Command line and folder of a reference run. Imports no torch, so ``train.py --help`` responds at once.
 
-A new start in a folder continues the run there, or is refused with the reason.
+A new start in a folder continues its run, or is refused with the reason.
 
 runs/train/
   run.json         text, model, versions and configuration of the last start
   metrics.jsonl    one line for each logged step
   checkpoints/     step-00000250 and so on
-runs/train.1/      an earlier run that --fresh has moved there
+runs/train.1/      an earlier run, moved by --fresh
 """
 
 import fcntl
@@ -35,7 +35,7 @@ RECORD, METRICS, CHECKPOINTS = "run.json", "metrics.jsonl", "checkpoints"
 
 
 def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, shape: "DecoderConfig") -> int:
-    """Create or reopen the folder, and record what this start depends on. Rank 0 calls it before all others.
+    """Creates or reopens the folder, and records the inputs of this start. Rank 0 calls it before all others.
 
     Returns:
         The open folder, which locks out other processes until it is closed or this process ends in any way.
@@ -60,7 +60,7 @@ def open_run(options: Namespace, settings: Mapping[str, Any], corpus: Corpus, sh
 
 
 def check_same(folder: Path, record: Mapping[str, Any]) -> None:
-    """Compare with the run in ``folder``; the number of processes, batch size and learning rate may change.
+    """Compares this start with the run in ``folder``; number of processes, batch size and learning rate may change.
 
     Raises:
         EngineError: a difference would repeat or skip samples, or its weights would not fit; the first one is named.
@@ -77,31 +77,30 @@ def check_same(folder: Path, record: Mapping[str, Any]) -> None:
     for name, here in _identity(record).items():
         if there.get(name) != here:
             raise EngineError(
-                f"{folder} holds a run with {name} {there.get(name)}, and this start has {name} {here}; "
-                f"{_remedy(folder)}"
+                f"{folder} has a run with {name} {there.get(name)}, but this start has {name} {here}; {_remedy(folder)}"
             )
 
 
 def go_on(options: Namespace, made: int) -> list[str]:
-    """Truncate the log to the loaded checkpoint and return lines that report it; a new run has none.
+    """Truncates the log to the loaded checkpoint and returns lines that report it; a new run has none.
 
     The removed rows belong to steps that are trained again. A log outside the folder is left unchanged.
     """
     lines = []
     if cut := _trim(options.out / METRICS, made):
         lines.append(
-            f"{cut} lines after step {made} are removed from {options.out / METRICS}: these steps are trained again"
+            f"{cut} lines after step {made} are removed from {options.out / METRICS}: these steps are repeated"
         )
     if made >= options.steps:
         lines.append(
-            f"nothing to train: {options.out} has made {made} steps, and --steps asks for {options.steps}; ask for "
-            "more, or start over with --fresh"
+            f"nothing to train: {options.out} has made {made} steps, and --steps is {options.steps}; pass more "
+            "steps, or start over with --fresh"
         )
     return lines
 
 
 def _trim(path: Path, made: int) -> int:
-    """Remove rows after step ``made`` and return their number; a line that a crash cut short counts as one."""
+    """Removes rows after step ``made`` and returns their number; a line that a crash cut short counts as one."""
     if not path.exists():
         return 0
     rows = path.read_bytes().splitlines(keepends=True)
@@ -136,13 +135,13 @@ def _refuse_kept(folder: Path, kept: Path) -> None:
     inside = kept.absolute().is_relative_to(folder.absolute())
     if not inside and committed(Files(), kept):
         raise EngineError(
-            f"--fresh moves {folder} away, but checkpoint.folder {kept} of the configuration has checkpoints, from "
-            "which the run would continue; name another folder there."
+            f"--fresh renames {folder}, but the run would continue from checkpoints in checkpoint.folder {kept}; name "
+            "another checkpoint.folder."
         )
 
 
 def _write_record(folder: int, text: str) -> None:
-    """Replace the record in an open folder; what has the temporary name is removed first, and a link not followed."""
+    """Replaces the record in an open folder; a stale temporary file is removed first, and a link not followed."""
     written = f"{RECORD}.tmp"
     with suppress(FileNotFoundError):
         os.unlink(written, dir_fd=folder)
@@ -173,17 +172,17 @@ DATA_CONFIG = Path("configs/dp_zero1.json")
 
 
 def training_options(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the options of the reference run; every option has a default."""
+    """Parses the options of the reference run; every option has a default."""
     parser = ArgumentParser(
         prog="train.py",
         description="Train a small byte-level decoder on real text. "
-        "Start it with torchrun --nproc_per_node N train.py, or alone as one process.",
+        "Start it with torchrun --nproc_per_node N train.py, or as one process.",
     )
     parser.add_argument("--config", type=Path, default=None, help=(
         f"configuration (default {DEFAULT_CONFIG} for a multiple of 4 ranks, otherwise {DATA_CONFIG})"
     ))  # fmt: skip
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
-    parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="your text instead of the built-in one")
+    parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help="text files instead of the built-in text")
     parser.add_argument("--steps", type=_count, default=250, help="optimizer steps in total (default %(default)s)")
     parser.add_argument("--layers", type=_count, default=4, help="blocks of the decoder (default %(default)s)")
     parser.add_argument("--width", type=_count, default=128, help="width of the decoder (default %(default)s)")
@@ -196,7 +195,7 @@ def training_options(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--profile", default=None, metavar="A:B", help=(
         "trace steps A to B on all ranks; trine report OUT writes them for ui.perfetto.dev"
     ))  # fmt: skip
-    parser.add_argument("--fresh", action="store_true", help="start over; the old run is kept in a numbered folder")
+    parser.add_argument("--fresh", action="store_true", help="start over; the old run moves to a numbered folder")
     return parser.parse_args(arguments)
 
 

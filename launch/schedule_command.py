@@ -1,4 +1,4 @@
-"""``trine schedule``: shows a pipeline schedule as a picture and in figures, compares kinds, writes files. No torch."""
+"""Command ``trine schedule``: draws a pipeline schedule, prints its figures, compares kinds, writes files. No torch."""
 
 import math
 import shutil
@@ -19,34 +19,34 @@ from engine.parallel.pipeline.schedule.simulate import Cost, simulate
 from engine.parallel.pipeline.schedule.validate import check
 
 RANKS, MICROBATCHES = 4, 8
-"""Defaults, used where neither the command line nor the configuration gives a number."""
+"""Defaults, if neither the command line nor the configuration has a number."""
 
 
 def add_options(command: ArgumentParser) -> None:
-    """Add the arguments of ``trine schedule``."""
+    """Adds the arguments of ``trine schedule``."""
     command.add_argument("kind", nargs="?", metavar="KIND", help=(
         f"{', '.join(SCHEDULE_KINDS)}, or a .txt or .csv file of action tokens (default 1f1b)"
     ))  # fmt: skip
-    command.add_argument("--config", type=Path, help="take kind and sizes from a JSON configuration")
-    command.add_argument("--world", type=int, help="number of processes, where the configuration needs it")
+    command.add_argument("--config", type=Path, help="read kind and sizes from a JSON configuration")
+    command.add_argument("--world", type=int, help="number of processes, if the configuration needs it")
     command.add_argument("--ranks", type=int, help=f"pipeline ranks (default {RANKS})")
     command.add_argument("--microbatches", type=int, help=f"microbatches per step (default {MICROBATCHES})")
-    command.add_argument("--virtual-stages", type=int, help="stages on each rank (default: that of the kind)")
-    times = command.add_argument_group("times of a rank's whole slice; each stage takes its share of them")
-    times.add_argument("--forward", type=float, help="default: that of the configuration, or 1")
+    command.add_argument("--virtual-stages", type=int, help="stages on each rank (default: depends on the kind)")
+    times = command.add_argument_group("times of a rank's whole part of the model; each stage takes its share")
+    times.add_argument("--forward", type=float, help="default: from the configuration, or 1")
     times.add_argument("--backward", type=float, help="default: input + weight")
     times.add_argument("--input", type=float, help="gradient of the input (default: half a backward, or 1)")
     times.add_argument("--weight", type=float, help="gradient of the weights (default: half a backward, or 1)")
-    times.add_argument("--transfer", type=float, help="time of one message (default: that of the configuration, or 0)")
+    times.add_argument("--transfer", type=float, help="time of one message (default: from the configuration, or 0)")
     command.add_argument("--compare", action="store_true", help="print a table of all kinds for these sizes")
-    command.add_argument("--tokens", action="store_true", help="print the action tokens, to start a file of your own")
+    command.add_argument("--tokens", action="store_true", help="print the action tokens, as a start for your own file")
     command.add_argument("--width", type=int, help="columns of the picture (default: width of the terminal)")
     command.add_argument("--svg", type=Path, metavar="FILE", help="write the picture as SVG")
     command.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
 
 
 def run(options: Namespace) -> None:
-    """Print the requested pictures and figures, and write the requested files.
+    """Prints the requested pictures and figures, and writes the requested files.
 
     Raises:
         EngineError: the kind does not exist or refuses these sizes; a file is malformed or cannot be written.
@@ -55,7 +55,7 @@ def run(options: Namespace) -> None:
     asked, cost = _asked(options, config), _cost(options, config)
     if options.compare and (options.kind or options.tokens):
         raise ScheduleError(
-            f"--compare shows the figures of all kinds; leave out {options.kind or '--tokens'}, or --compare."
+            f"--compare prints the figures of all kinds; leave out {options.kind or '--tokens'}, or --compare."
         )
     panels = _print_comparison(asked, cost) if options.compare else [_print_one(asked, cost, options)]
     for path, text in ((options.svg, svg), (options.trace, trace)):
@@ -65,7 +65,7 @@ def run(options: Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Kind and sizes of a schedule; None where the user gives no size."""
+    """Kind and sizes of a schedule; None for a size that the user does not pass."""
 
     kind: str
     ranks: int | None
@@ -74,10 +74,10 @@ class _Asked:
 
 
 def _asked(options: Namespace, config: Config | None) -> _Asked:
-    """Collect the request from the command line, then the configuration, then the defaults."""
+    """Collects the request from the command line, then the configuration, then the defaults."""
     given = _Asked(options.kind or "1f1b", options.ranks, options.microbatches, options.virtual_stages)
     if config is None and options.world is not None:
-        raise ScheduleError("--world fills in sizes of a configuration; give --config too, or leave --world out.")
+        raise ScheduleError("--world completes the sizes of a configuration; give --config too, or leave --world out.")
     if config is None:
         return given
     kind = options.kind or config.parallel.schedule
@@ -85,15 +85,15 @@ def _asked(options: Namespace, config: Config | None) -> _Asked:
     microbatches = config.gradient_accumulation_steps if given.microbatches is None else given.microbatches
     if not isinstance(ranks, int) or microbatches is None:
         raise ScheduleError(
-            f"{options.config} leaves the number of pipeline ranks or of microbatches (gradient_accumulation_steps) to "
-            "the number of processes; give that with --world, or --ranks and --microbatches."
+            f"{options.config} derives pipeline ranks or microbatches (gradient_accumulation_steps) from "
+            "the number of processes; give --world, or --ranks and --microbatches."
         )
     virtual = config.parallel.virtual_stages if given.virtual_stages is None else given.virtual_stages
     return _Asked(kind, ranks, microbatches, virtual)
 
 
 def _cost(options: Namespace, config: Config | None) -> Cost:
-    """Times of a slice from the command line, then the configuration, then the defaults."""
+    """Collects the times of a slice from the command line, then the configuration, then the defaults."""
     named = {word: getattr(options, word) for word in ("forward", "backward", "input", "weight", "transfer")}
     for word, time in named.items():
         if time is not None and not (math.isfinite(time) and time >= 0 and (time or word != "forward")):
@@ -114,7 +114,7 @@ def _first(*times: float | None) -> float:
 
 
 def _made(asked: _Asked, cost: Cost) -> Schedule:
-    """The schedule of a kind, in the order that suits ``cost``, the times of a rank's whole slice."""
+    """Builds the schedule of a kind, in an order that suits ``cost``, the times of a rank's whole part of the model."""
     ranks = RANKS if asked.ranks is None else asked.ranks
     microbatches = MICROBATCHES if asked.microbatches is None else asked.microbatches
     usual = SCHEDULE_KINDS[asked.kind].virtual_stages if asked.kind in SCHEDULE_KINDS else 1
@@ -154,7 +154,7 @@ def _print_one(asked: _Asked, cost: Cost, options: Namespace) -> Panel:
         "stages": f"{figures.stages}: {_places(schedule)}, by rank",
         "idle share (bubble)": f"{figures.bubble:.1%}",
         "time of the step": f"{figures.makespan:.6g}, {_times(cost)}",
-        "most activations held": f"{' '.join(map(number, figures.peak_slices))} slices, by rank",
+        "peak of activations": f"{' '.join(map(number, figures.peak_slices))} slices, by rank",
         "messages sent": f"{' '.join(map(str, figures.messages))}, by rank",
     }
     for name, text in lines.items():
@@ -172,18 +172,18 @@ def _places(schedule: Schedule, most: int = 8) -> str:
 def _times(cost: Cost) -> str:
     backward = f"{cost.backward:g} (split: {cost.backward_input:g} + {cost.backward_weight:g})"
     transfer = f", a transfer {cost.transfer:g}" if cost.transfer else ""
-    return f"where the forward of a slice takes {cost.forward:g}, its backward {backward}{transfer}"
+    return f"if the forward of a slice takes {cost.forward:g} and its backward {backward}{transfer}"
 
 
 _COLUMNS = ("kind", "stages", "idle", "time", "held", "messages", "backward")
 _MEANING = """\
 time: of a step, {times}
-held: most activations on one rank, in slices (what a rank keeps of its whole share of the model for one microbatch)
-messages: over all ranks"""
+held: peak of activations on one rank, in slices (a rank's activations of one microbatch in its part of the model)
+messages: of all ranks"""
 
 
 def _print_comparison(asked: _Asked, cost: Cost) -> list[Panel]:
-    """Print all kinds, the least idle first, and return the panels of those that allow these sizes."""
+    """Prints all kinds, the least idle first, and returns the panels of those that allow these sizes."""
     found: list[tuple[Summary, Panel]] = []
     refused: dict[str, str] = {}
     for kind in SCHEDULE_KINDS.values():
@@ -214,7 +214,7 @@ def _cells(kind: str, figures: Summary) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Format a table with the first column left-aligned and all others right-aligned."""
+    """Formats a table with the first column left-aligned and all others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.rjust(width) if column else cell.ljust(width)

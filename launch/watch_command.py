@@ -1,8 +1,8 @@
-"""``trine watch``: what the ranks of this host do now, or what the watchdog has found when a job stood still.
+"""Command ``trine watch``: current actions of this host's ranks, or the watchdog's report about a hung job.
 
-rank  host   pid   step  is in                                   for     finished before
-0     node0  8123  70    gradients over dp (#70 of 'dp', ..)     5.3 s   control over world (..)
-1     node0  8124  70    forward of stage 0, microbatch 0        5.3 s   control over world (..)
+rank  host   pid   step  is in                                   for     finished before 0     node0  8123  70
+gradients over dp (#70 of 'dp', ..)     5.3 s   control over world (..) 1     node0  8124  70    forward of stage 0,
+microbatch 0        5.3 s   control over world (..)
 """
 
 import json
@@ -20,28 +20,30 @@ from engine.watchdog.view import RankView
 
 _HEAD = ("rank", "host", "pid", "step", "is in", "for", "finished before")
 _LATEST_DEAD = 3
-"""Jobs without a rank that runs which are listed; the others are counted."""
+"""Number of dead jobs that are listed; further ones are counted."""
 _WAITS_HEAD = ("rank", "has waited in", "between", "times", "in all")
 
 
 def add_watch_options(command: ArgumentParser) -> None:
-    """The arguments of the command."""
-    about = "folder of the watchdog's report (watchdog.folder, or that of the checkpoints); without: jobs of this host"
+    """Adds the arguments of ``trine watch``."""
+    about = "folder of the watchdog's report (watchdog.folder or checkpoint.folder); default: jobs of this host"
     command.add_argument("folder", type=Path, nargs="?", help=about)
-    command.add_argument("--all", action="store_true", help=f"list every dead job, not only the latest {_LATEST_DEAD}")
-    command.add_argument("--waits", action="store_true", help="also show what each rank has waited for, and with whom")
-    command.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="show it again and again")
+    command.add_argument("--all", action="store_true", help=f"list every dead job instead of the latest {_LATEST_DEAD}")
+    command.add_argument("--waits", action="store_true", help="also show the waits of each rank by stream")
+    command.add_argument(
+        "--every", type=float, default=0.0, metavar="SECONDS", help="repeat the output at this interval"
+    )
 
 
 def show_ranks(options: Namespace) -> None:
-    """Show it once, or until Ctrl-C.
+    """Prints the ranks once, or repeatedly until Ctrl-C.
 
     Raises:
         EngineError: the folder has no report.
     """
     while True:
-        told = options.folder is not None
-        lines = _report(options.folder, options.waits) if told else _jobs(options.waits, options.all)
+        reported = options.folder is not None
+        lines = _report(options.folder, options.waits) if reported else _jobs(options.waits, options.all)
         print("\n".join(lines), flush=True)
         if not options.every:
             return
@@ -49,7 +51,7 @@ def show_ranks(options: Namespace) -> None:
 
 
 def _jobs(waits: bool, every: bool) -> list[str]:
-    """Jobs of this user that have files on this host: those that run, and the latest of those that do not."""
+    """Returns the lines of this user's jobs on this host: all running jobs, and the latest dead ones."""
     live: list[tuple[float, list[str]]] = []
     dead: list[tuple[float, list[str]]] = []
     for folder in sorted(flight_folder().iterdir()):
@@ -75,14 +77,14 @@ def _size(local: LocalRanks) -> int:
 def _report(folder: Path, waits: bool) -> list[str]:
     path = folder / REPORT
     try:
-        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        stacks = {int(data["rank"]): str(data.pop("stack")) for data in told["views"]}
-        views = [RankView.from_json(data) for data in told["views"]]
-        lines = [f"{told['time']}: {told['sentence']}", *_tables(views, waits)]
-        blamed = [rank for rank in told["ranks"] if stacks.get(rank)]
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        stacks = {int(data["rank"]): str(data.pop("stack")) for data in report["views"]}
+        views = [RankView.from_json(data) for data in report["views"]]
+        lines = [f"{report['time']}: {report['sentence']}", *_tables(views, waits)]
+        blamed = [rank for rank in report["ranks"] if stacks.get(rank)]
     except FileNotFoundError as error:
         raise EngineError(
-            f"{folder} has no {REPORT}: no job that reports there has stood still; give the watchdog.folder or "
+            f"{folder} has no {REPORT}, so no job that reports there has hung; give the watchdog.folder or "
             "checkpoint.folder of its configuration, or no folder for the jobs of this host."
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -97,12 +99,12 @@ def _tables(views: list[RankView], waits: bool) -> list[str]:
 
 
 def rank_table(views: list[RankView]) -> list[str]:
-    """A line for each rank, under a head."""
+    """Returns a table with a line for each rank."""
     return aligned([_HEAD, *(_row(view) for view in sorted(views, key=lambda view: view.rank))])
 
 
 def wait_table(views: list[RankView]) -> list[str]:
-    """A line for each rank and each stream of collectives or messages in which it has waited, since its start."""
+    """Returns a table with a line for each rank and each stream of collectives or messages in which it has waited."""
     rows = [
         (str(view.rank), f"{one.axis} {one.stream!r}", name_ranks(one.ranks), str(one.count), f"{one.seconds:.3f} s")
         for view in sorted(views, key=lambda view: view.rank)
@@ -118,7 +120,7 @@ def _row(view: RankView) -> tuple[str, ...]:
 
 
 def _place(view: RankView) -> tuple[str, float]:
-    """What a rank is in, and since when."""
+    """Returns the current action of a rank, and the seconds that it has lasted."""
     if not view.runs:
         return f"ended: {view.words or view.ended or 'without a word'}", view.idle
     stopped = "stopped, " * (view.process in ("T", "t"))

@@ -101,7 +101,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
-    gc.get_freeze_count = lambda: FROZEN  # it counts a million objects, and a rehearsal asks whether there is one
+    gc.get_freeze_count = lambda: FROZEN  # it counts a million objects, and a dry run asks whether there is one
     gc.set_threshold(7000, 20, 20)
     session.config.pluginmanager.register(FrozenAgain())
 

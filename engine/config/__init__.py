@@ -97,7 +97,7 @@ ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
 
 AXES = ("data", "tensor", "pipeline")
-"""The axes in the order of messages; those that the table has beside them follow."""
+"""Axes in the order of messages; further axes of ``grid.AXES`` follow."""
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _BATCH_PART = Int(low=1, null=True, remedy="give a whole number of at least 1, or leave it out to have it derived")
 
@@ -134,38 +134,38 @@ class Config:
     keep_fp32: tuple[str, ...] = setting((), GLOBS)
     """Name patterns of modules that stay in fp32 under bf16 or fp16."""
     cast_forward_inputs: bool = setting(False, Flag())
-    """Under bf16 or fp16, cast the floating inputs of forward to that type; false passes them as they are given."""
+    """Under bf16 or fp16, cast the floating inputs of forward to that type; false passes them unchanged."""
     buffer_dtype: Literal["fp32", "bf16", "fp16"] | None = setting(None, Choice(
         options=("fp32", "bf16", "fp16"), noun="a dtype", null=True,
         also=FrozenMap({"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
     ))  # fmt: skip
-    """Dtype of floating buffers under bf16 or fp16; null keeps the dtype that each of them has."""
+    """Dtype of floating buffers under bf16 or fp16; null keeps the dtype of each buffer."""
     quantize_frozen: QuantizeFrozenConfig | None = setting(None, Section(cls=QuantizeFrozenConfig, null=True))
-    """Frozen weights in 8 or 4 bits, under adapters that are trained (QLoRA); null holds them as they are."""
+    """Frozen weights in 8 or 4 bits, under adapters that are trained (QLoRA); null stores them unchanged."""
     optimizer: OptimizerConfig | None = setting(
         OptimizerConfig(), Typed(cls=OptimizerConfig, kinds=OPTIMIZERS, several=MatchedOptimizerConfig, null=True)
     )
-    """The optimizer; null uses the one given to engine.initialize. A list has an optimizer for each ``match``, the last
-    one for the rest."""
+    """The optimizer; null uses the one passed to engine.initialize. A list has an optimizer for each ``match``; the
+    last one takes all other parameters."""
     scheduler: SchedulerConfig | None = setting(None, Typed(cls=SchedulerConfig, kinds=SCHEDULERS, null=True))
     """Learning rate schedule; null keeps the rate constant."""
     ema: EmaConfig | None = setting(None, Section(cls=EmaConfig, null=True))
-    """Moving average of the weights; null keeps none."""
+    """Moving average of the weights; null computes none."""
     gradient_clipping: float = setting(1.0, Real(low=0, remedy="give a number, 0 switches clipping off"))
     """Maximum global gradient norm; 0 switches clipping off."""
     max_skipped_steps: int = setting(100, Int(low=0, remedy="give a whole number, 0 never stops the run"))
-    """Skipped steps in a row, because of non-finite gradients, that stop the run; 0 never stops it."""
+    """Number of consecutive steps skipped for non-finite gradients that stops the run; 0 never stops it."""
     gradient_allreduce_op: Literal["mean", "sum"] = setting(
         "mean", Choice(options=("mean", "sum"), noun="a way to reduce gradients", fold=True)
     )
     """mean: gradients are averaged over data ranks; sum: they are added. The loss is a mean in both."""
     managed_gradient_accumulation: bool = setting(True, Flag())
-    """true: a loop's step updates after gradient_accumulation_steps microbatches; false: each step does, with the sum
-    of its gradients divided by gradient_accumulation_steps."""
+    """true: step updates after gradient_accumulation_steps microbatches; false: each step updates, with the sum of its
+    gradients divided by gradient_accumulation_steps."""
     activation_checkpointing: ActivationCheckpointingConfig = setting(
         ActivationCheckpointingConfig(), Section(cls=ActivationCheckpointingConfig)
     )
-    """Activation checkpointing: activations that the backward recomputes."""
+    """Activation checkpointing: recomputation of activations in the backward."""
     kernels: Literal["auto", "reference", "triton"] = setting(
         "auto", Choice(options=("auto", "reference", "triton"), noun="a kernel set")
     )
@@ -177,19 +177,19 @@ class Config:
     initial_weights: Literal["equal", "rank0"] = setting(
         "equal", Choice(options=("equal", "rank0"), noun="a source of the initial weights")
     )
-    """equal: every rank is given the same weights, which is checked; rank0: all take the weights of rank 0."""
+    """equal: every rank passes the same weights, which is checked; rank0: all ranks take the weights of rank 0."""
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), Section(cls=CheckpointConfig))
-    """When and where checkpoints are written."""
+    """Checkpoints: their folder, interval and number."""
     monitor: MonitorConfig = setting(MonitorConfig(), Section(cls=MonitorConfig))
     """Destinations of the figures of each step."""
     watchdog: WatchdogConfig = setting(WatchdogConfig(), Section(cls=WatchdogConfig))
-    """Reactions to a run that stands still."""
+    """Detection of hung and slow ranks."""
     integrity: IntegrityConfig = setting(IntegrityConfig(), Section(cls=IntegrityConfig))
     """Detection of silent corruption of weights and optimizer state."""
     notes: tuple[str, ...] = ()
     """One line for each DeepSpeed key that was accepted without effect."""
     written: frozenset[str] = field(default=frozenset(), compare=False)
-    """Keys that the source has, of this object and of its sections, such as "optimizer.type"; beside defaults."""
+    """Keys that the source contains, of this object and of its sections, such as "optimizer.type"; no defaults."""
 
     @cached_property
     def micro(self) -> int:
@@ -213,7 +213,7 @@ class Config:
 
     @cached_property
     def shards(self) -> int:
-        """Data ranks that share one copy of what ZeRO shards."""
+        """Number of data ranks that share one copy of the state that ZeRO shards."""
         return self.zero_optimization.shard_size or self.dp
 
     @cached_property
@@ -237,13 +237,13 @@ class Config:
         return int(sizes[name])
 
     def grid(self, rank: int) -> Grid:
-        """The grid as ``rank`` sees it."""
+        """Returns the grid from the view of ``rank``."""
         shards = self.shards if self.shards < self.dp else None
         sizes = {axis.name: self._settled(axis.noun) for axis in grid.AXES}
         return Grid(rank=rank, order=self.parallel.order, shard_size=shards, **sizes)
 
     def resolve(self, world_size: int) -> "Config":
-        """Return the config with every size filled in for ``world_size`` processes.
+        """Returns the config with every size filled in for ``world_size`` processes.
 
         Raises:
             ConfigError: the sizes do not fit the number of processes.
@@ -258,7 +258,7 @@ class Config:
         return replace(self, zero_optimization=replace(zero, reduce_bucket_size=GPU_BUCKET))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values; ``load_config`` of them gives an equal config, except for the notes."""
+        """Returns plain JSON values; ``load_config`` of them returns an equal config, except for the notes."""
         return dump_section(self)
 
 
@@ -271,10 +271,10 @@ def load_config(
     overrides: Sequence[str] = (),
     pass_strangers: bool = False,
 ) -> Config:
-    """Load the config from a dict, a JSON, TOML or YAML file or a Config; with ``world_size``, all sizes are filled in.
+    """Loads the config from a dict, a JSON, TOML or YAML file or a Config; ``world_size`` fills in all sizes.
 
     ``overrides`` are words such as ``optimizer.params.lr=3e-4``, which replace single keys. With ``pass_strangers``,
-    unknown top-level keys that resemble no known one get a note instead of a refusal: a script may read them itself.
+    unknown top-level keys that resemble no known key get a note instead of a refusal: a script may read them itself.
 
     Raises:
         ConfigError: the config has mistakes; the message lists all of them by their JSON paths.
@@ -291,10 +291,10 @@ def load_config(
 
 
 def load_raw(source: "ConfigSource", overrides: Sequence[str] = ()) -> Mapping[str, Any]:
-    """The object of a file, or a dict, as it is but for the ``overrides``.
+    """Returns the object of a file or dict with the ``overrides`` applied, otherwise unchanged.
 
     Raises:
-        ConfigError: the file cannot be read, or there is no JSON object.
+        ConfigError: the file cannot be read, or it contains no JSON object.
     """
     problems = _problems_of(source)
     raw = overridden(_object(source, problems) or {}, overrides, problems)
@@ -335,7 +335,7 @@ def _written(given: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _check_between(config: Config, problems: Problems) -> None:
-    """Check the rules between keys."""
+    """Checks the rules between keys."""
     check_precision(config.bf16, config.fp16, config.torch_autocast, problems)
     check_optimizer(config.optimizer, config.zero_optimization, config.bf16, config.ema, problems)
     if not problems.touch("scheduler", "optimizer"):
@@ -359,7 +359,7 @@ def _check_between(config: Config, problems: Problems) -> None:
 
 
 def _resolve(config: Config, world_size: int | None, problems: Problems) -> Config:
-    """Fill in axes and batch; without a world size, only contradictions that hold in any world are noted."""
+    """Fills in axes and batch; without a world size, notes only contradictions that hold in any world."""
     if world_size is not None and not _is_world(world_size):
         problems.add(
             "world_size", f"{shown_value(world_size)} is not a number of processes; give an int of at least 1."
@@ -385,18 +385,18 @@ def _resolve(config: Config, world_size: int | None, problems: Problems) -> Conf
 
 
 def axis_sizes(parallel: ParallelConfig) -> dict[str, int | Literal["auto"]]:
-    """The size of each axis of the grid; an axis without a key of its own has that of the table."""
+    """Returns the size of each axis of the grid; an axis without a key of its own has the size in ``grid.AXES``."""
     others = {axis.noun: axis.size for axis in grid.AXES if axis.noun not in AXES}
     return {axis: getattr(parallel, axis) for axis in AXES} | others
 
 
 def _is_world(size: object) -> bool:
-    """Return whether ``size`` can be a number of processes: the libraries that join ranks store them in a C int."""
+    """Returns True if ``size`` can be a number of processes: the libraries that join ranks store it in a C int."""
     return isinstance(size, int) and not isinstance(size, bool) and 1 <= size < 2**31
 
 
 def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> dict[str, int] | None:
-    """Return the axis sizes with "auto" filled in, or None after a problem."""
+    """Returns the axis sizes with "auto" filled in, or None after a problem."""
     fixed = {axis: int(size) for axis, size in axes.items() if size != "auto"}
     automatic = [axis for axis in axes if axis not in fixed]
     product = math.prod(fixed.values())
@@ -408,7 +408,7 @@ def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> d
         if not left:
             fits.append(f"parallel.{axis} {either(divisors(share)) if automatic else share}")
     given = " x ".join(f"{axis} {size}" for axis, size in fixed.items())
-    if world_size == 1:  # most often a script that was started without its launcher
+    if world_size == 1:  # usually a script that was started without its launcher
         problems.add(
             "parallel",
             f"{given} needs {product} processes{' or a multiple' * bool(automatic)}, and this is the only one; start "
@@ -424,9 +424,9 @@ def _fit_grid(axes: Mapping[str, Any], world_size: int, problems: Problems) -> d
 def _fit_batch(
     given: Mapping[str, int | None], ranks: int | None, origin: str, problems: Problems
 ) -> dict[str, int] | None:
-    """Return the three batch sizes, with train = micro x accumulation x data ranks; None if unknown or wrong.
+    """Returns the three batch sizes, with train = micro x accumulation x data ranks; None if unknown or wrong.
 
-    ``origin`` tells where the number of data ranks comes from.
+    ``origin`` names the source of the number of data ranks.
     """
     train, micro, accumulation = (given[key] for key in BATCH)
     if train is None and micro is None:

@@ -1,4 +1,4 @@
-"""Rules between the keys of a configuration, whatever the model. Every way to read a configuration obeys them."""
+"""Rules between the keys of a configuration, for any model. Every way to read a configuration applies them."""
 
 import re
 from collections.abc import Mapping
@@ -28,11 +28,11 @@ from engine.parallel.tensor.plan.styles import parse_style, read_setting
 
 
 def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastConfig, problems: Problems) -> None:
-    """Note dtypes that exclude each other."""
+    """Notes dtypes that exclude each other."""
     if autocast.enabled and fp16.enabled:
         problems.add(
             "torch_autocast.enabled",
-            "true while fp16.enabled is true too, which holds the model in fp16; switch one of them off.",
+            "true while fp16.enabled is true too, which stores the model in fp16; switch one of them off.",
         )
     if bf16.enabled and fp16.enabled:
         problems.add("fp16.enabled", "true while bf16.enabled is true too; switch one of them off.")
@@ -45,17 +45,17 @@ def check_precision(bf16: Bf16Config, fp16: Fp16Config, autocast: TorchAutocastC
 
 
 def check_copies(checkpoint: CheckpointConfig, problems: Problems) -> None:
-    """Note copies in memory of a run that has no folder, which tells them from those of another run."""
+    """Notes copies in memory of a run without a folder, which stores the identity of the run's copies."""
     if checkpoint.memory_every and checkpoint.folder is None:
         problems.add(
             "checkpoint.memory_every",
-            f"{checkpoint.memory_every} without checkpoint.folder, where a run also keeps what tells its copies from "
-            "those of other runs; give checkpoint.folder too.",
+            f"{checkpoint.memory_every} without checkpoint.folder, which also stores the identity of a run's copies; "
+            "give checkpoint.folder too.",
         )
 
 
 def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems) -> None:
-    """Note keys of a mode that is not chosen, and two ways to choose what is recomputed."""
+    """Notes keys of a mode that is not chosen, and two ways to choose the recomputed operators."""
     takes = {
         "save": given.mode == "selective" or (given.mode, given.others) == ("offload", "selective"),
         "every": given.mode in ("selective", "offload"),
@@ -70,7 +70,7 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
     if given.others != "none" and (given.mode != "offload" or given.every is None):
         problems.add(
             "activation_checkpointing.others",
-            f"{shown_value(given.others)} is for the blocks that mode offload leaves on the device; give mode "
+            f"{shown_value(given.others)} applies to the blocks that mode offload leaves on the device; give mode "
             '"offload" and every, or leave others out.',
         )
     if given.inputs == "host" and given.mode in ("none", "offload") and given.others == "none":
@@ -88,7 +88,7 @@ def check_recomputation(given: ActivationCheckpointingConfig, problems: Problems
 
 
 def check_zero(zero: ZeroConfig, problems: Problems) -> None:
-    """Note settings that need another stage, or a folder."""
+    """Notes settings that need another stage, or a folder."""
     _check_offload(zero.offload_optimizer, problems)
     if zero.reduce == "microbatch" and zero.stage < 2:
         problems.add(
@@ -113,7 +113,7 @@ def check_zero(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
-    """Note settings of an offload that lack another one, or that need another place."""
+    """Notes offload settings that lack another setting, or that need another place."""
     if offload.device == "nvme" and offload.nvme_path is None:
         problems.add(
             "zero_optimization.offload_optimizer.nvme_path",
@@ -138,7 +138,7 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
         other = f'device "{offload.device}"' if offload.device != "cpu" else f"ratio {shown_value(offload.ratio)}"
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
-            f"true with {other}: only an update that the host makes as a whole, in its memory, runs beside the next "
+            f"true with {other}: only an update that the host makes completely, in its memory, overlaps with the next "
             'step; set device to "cpu" and ratio to 1, or leave it out.',
         )
     if offload.map_memory and offload.device != "nvme":
@@ -149,7 +149,7 @@ def _check_offload(offload: OffloadConfig, problems: Problems) -> None:
 
 
 def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
-    """Note secondary shards where nothing would be gathered from them."""
+    """Notes secondary shards that no gather would read."""
     asked = zero.zero_hpz_partition_size
     if asked in (0, 1):
         return
@@ -168,7 +168,7 @@ def check_secondary_shards(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
-    """Note encoded traffic of a stage that does not have it, and settings of traffic that is not encoded."""
+    """Notes encoded traffic at a stage without such traffic, and settings of traffic that is not encoded."""
     for key, what in (("zero_quantized_weights", "gather parameters"), ("zero_quantized_gradients", "reduce shards")):
         if getattr(zero, key) and zero.stage == 0:
             problems.add(
@@ -178,7 +178,7 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
     if zero.zero_quantized_gradients_bits == 1 and not zero.zero_gradient_error_feedback:
         problems.add(
             "zero_optimization.zero_quantized_gradients_bits",
-            "1 without zero_gradient_error_feedback, so what signs leave out of gradients would be lost; set "
+            "1 without zero_gradient_error_feedback loses the rounding error of the signs; set "
             "zero_gradient_error_feedback to true, or give 4 bits.",
         )
     given = (
@@ -198,7 +198,7 @@ def check_fewer_bits(zero: ZeroConfig, problems: Problems) -> None:
 
 
 def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
-    """Note settings of the axes that need others."""
+    """Notes settings of the axes that need others."""
     automatic = [axis for axis in ("data", "tensor", "pipeline") if getattr(parallel, axis) == "auto"]
     if len(automatic) > 1:
         named = " and ".join(automatic)
@@ -218,7 +218,7 @@ def check_parallel(parallel: ParallelConfig, problems: Problems) -> None:
 
 
 def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
-    """Note settings of checks that are never made."""
+    """Notes settings of checks that are never made."""
     if integrity.every:
         return
     for key, asks in (("rerun", integrity.rerun), ("on_failure", integrity.on_failure != "raise")):
@@ -231,7 +231,7 @@ def check_integrity(integrity: IntegrityConfig, problems: Problems) -> None:
 
 
 def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Note data ranks that nodes do not share alike, of a configuration whose sizes are known."""
+    """Notes data ranks that do not divide evenly into nodes or shard groups, for a configuration with known sizes."""
     asked, ranks = zero.zero_hpz_partition_size, parallel.data
     shared = zero.shard_size
     if shared is not None and isinstance(ranks, int) and ranks % shared:
@@ -243,14 +243,14 @@ def check_nodes(parallel: ParallelConfig, zero: ZeroConfig, problems: Problems) 
     elif shared is not None and isinstance(asked, int) and asked > 1 and shared % asked:
         problems.add(
             "zero_optimization.zero_hpz_partition_size",
-            f"{asked} does not divide the {shared} data ranks of a shard group, which keep shards among so many; give "
-            f"a divisor of {shared}, or leave it out.",
+            f"{asked} does not divide the {shared} data ranks of a shard group, which store secondary shards among so "
+            f"many ranks; give a divisor of {shared}, or leave it out.",
         )
     elif isinstance(asked, int) and isinstance(ranks, int) and asked > 1 and ranks > 1 and ranks % asked:
         problems.add(
             "zero_optimization.zero_hpz_partition_size",
-            f"{asked} does not divide the {ranks} data ranks, of which each node has as many; give a divisor of "
-            f"{ranks}, or leave it out.",
+            f"{asked} does not divide the {ranks} data ranks, and every node needs the same number of them; give a "
+            f"divisor of {ranks}, or leave it out.",
         )
     _check_node_sums(parallel, zero, problems)
 
@@ -264,37 +264,40 @@ def _check_node_sums(parallel: ParallelConfig, zero: ZeroConfig, problems: Probl
     grid = Grid(pp=pipeline, dp=data, tp=tensor, order=parallel.order)
     shards = min(data, zero.shard_size or data)
     between, outermost = grid.stride("dp"), grid.stride("dp") * shards == grid.world_size
+    # a shard group spans `copies` consecutive ranks; `inside` of its data ranks are on one node
     copies, inside = shards * between, max(1, node // between)
+    # nodes contain whole shard groups, or all ranks are on one node
     fits = copies <= node and (node % copies == 0 or outermost)
+    # or every node contains the same number of a group's data ranks, at a stride that divides nodes evenly
     if not (fits or (shards % inside == 0 and (node % between == 0 or between % node == 0))):
         problems.add(
             "parallel.gpus_per_node",
             f"{node} does not divide {shards} data x {tensor} tensor ranks, and quantized gradients are summed within "
-            "nodes first; give a number that does, or leave it out, and they are summed in one step.",
+            "nodes first; give a number that does, or leave it out to sum them in one step.",
         )
 
 
 def check_reruns(integrity: IntegrityConfig, zero: ZeroConfig, problems: Problems) -> None:
-    """Note steps that are run twice, of which each would add what its encoding leaves out."""
+    """Notes steps that run twice with error feedback, since each run would add a rounding error."""
     if integrity.rerun and zero.zero_gradient_error_feedback:
         problems.add(
             "integrity.rerun",
-            "true with zero_optimization.zero_gradient_error_feedback, and a second run would encode what the first "
-            "has left out; switch one of them off.",
+            "true with zero_optimization.zero_gradient_error_feedback: the second run of a step would add the rounding "
+            "error of the first; switch one of them off.",
         )
 
 
 def check_average(ema: EmaConfig | None, zero: ZeroConfig, problems: Problems) -> None:
-    """Note an average of weights that are updated while it would be taken."""
+    """Notes an average that would read weights during their update."""
     if ema is not None and zero.offload_optimizer.delayed_update:
         problems.add(
             "zero_optimization.offload_optimizer.delayed_update",
-            "true with ema, which would read weights while their update runs beside the step; leave one of them out.",
+            "true with ema, which would read weights during their update; leave one of them out.",
         )
 
 
 def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityConfig, problems: Problems) -> None:
-    """Note settings of formats that are not chosen, and ways to communicate that send numbers as they are."""
+    """Notes settings of formats that are not chosen, and ways to communicate that cannot encode their messages."""
     blocks = {"int8", "int4"} & {wire.pipeline, wire.tensor}
     if wire.block_size != 256 and not blocks:
         problems.add(
@@ -305,25 +308,25 @@ def check_wire(wire: WireConfig, parallel: ParallelConfig, integrity: IntegrityC
     if wire.error_feedback and wire.pipeline == "exact":
         problems.add(
             "wire.error_feedback",
-            f"true with pipeline {shown_value(wire.pipeline)}: only gradients that stages round leave something for "
-            'the next ones; set pipeline to "int8" or another format, or leave it out.',
+            f"true with pipeline {shown_value(wire.pipeline)}: only rounded messages have an error to add to the next "
+            'ones; set pipeline to "int8" or another format, or leave it out.',
         )
     if wire.error_feedback and integrity.rerun:
         problems.add(
             "wire.error_feedback",
-            "true with integrity.rerun, and a second run of a step would send what the first has left out; switch one "
+            "true with integrity.rerun: the second run of a step would add the rounding error of the first; switch one "
             "of them off.",
         )
     if wire.tensor != "exact" and parallel.overlap in ("chunks", "fused"):
         problems.add(
             "wire.tensor",
-            f"{shown_value(wire.tensor)} with parallel.overlap {shown_value(parallel.overlap)}, whose products send "
-            'rows as they are made, not whole blocks; set parallel.overlap to "auto" or "off", or leave it out.',
+            f"{shown_value(wire.tensor)} with parallel.overlap {shown_value(parallel.overlap)}, which sends rows as "
+            'they are computed, not whole blocks; set parallel.overlap to "auto" or "off", or leave it out.',
         )
 
 
 def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
-    """Refuse a schedule or a tensor plan that no model could be given; sizes that are not known yet are left out.
+    """Refuses a schedule or a tensor plan that is invalid for every model; sizes that are not known yet are left out.
 
     Raises:
         ConfigError, PlanError, ScheduleError: the sentence that ``engine.initialize`` would raise.
@@ -337,12 +340,12 @@ def check_plans(parallel: ParallelConfig, microbatches: int | None) -> None:
 
 
 def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Problems) -> None:
-    """Note steps to profile that are no range, or that have no folder or no flight recorder."""
+    """Notes a profile that is not a range of steps, or that lacks a folder or a flight recorder."""
     if (given := monitor.profile) is None:
         return
     steps = re.fullmatch(r"([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", given)
     if steps is None or int(steps[1]) > int(steps[2]):
-        problems.add("monitor.profile", f'{shown_value(given)} is no range of steps; give "A:B", A from 1 to B.')
+        problems.add("monitor.profile", f'{shown_value(given)} is not a range of steps; give "A:B", A from 1 to B.')
     elif monitor.report is None:
         problems.add("monitor.profile", f"{shown_value(given)} without monitor.report, its folder; give both.")
     elif not watchdog.enabled:
@@ -355,22 +358,21 @@ def check_profile(monitor: MonitorConfig, watchdog: WatchdogConfig, problems: Pr
 
 _LAYERWISE = ("Lamb", "LARS")
 _NOT_ROUNDED = (*sorted(MATRIX_OPTIMIZERS), *_LAYERWISE, "AdamW8bit", "Adafactor", "ScheduleFreeAdamW")
-"""Those whose updates are not rounded stochastically into bf16 weights."""
+"""Optimizers without stochastic rounding of updates into bf16 weights."""
 _NOT_ON_DISK = ("AdamW8bit", "ScheduleFreeAdamW")
-"""Those whose state is not moments alone, of which each bucket has a file."""
+"""Optimizers with more state than moments, which is all that the file of a bucket stores."""
 _OFFLOAD = "zero_optimization.offload_optimizer.device"
 _ORDERED = (
     ("warmup_num_steps", "total_num_steps"), ("warmup_min_lr", "warmup_max_lr"), ("cycle_min_lr", "cycle_max_lr"),
     ("cycle_min_mom", "cycle_max_mom"), ("base_momentum", "max_momentum"), ("eta_min", "lr"),
 )  # fmt: skip
-"""Pairs of params of which the first may not be above the second; a second that is absent or null is the optimizer's
-rate."""
+"""Pairs of params; the first may not be above the second. A second that is absent or null is the optimizer's rate."""
 
 
 def check_optimizer(
     optimizer: OptimizerConfig | None, zero: ZeroConfig, bf16: Bf16Config, ema: EmaConfig | None, problems: Problems
 ) -> None:
-    """Note params of an optimizer that need others, and what optimizers of a list, or some kinds, do not have."""
+    """Notes params of an optimizer that need others, and settings that lists of optimizers or some types lack."""
     if optimizer is None:
         return
     for index, entry in enumerate(optimizer.entries):
@@ -378,7 +380,7 @@ def check_optimizer(
         _check_params(entry, f"{at}.params", problems)
         for key in ("update_unused", "include_frozen") if entry is not optimizer else ():
             if getattr(entry, key):
-                problems.add(f"{at}.{key}", "is for all parameters of the model; give it in the last entry.")
+                problems.add(f"{at}.{key}", "applies to all parameters of the model; give it in the last entry.")
     kinds: list[str] = [entry.type for entry in optimizer.entries]
     _check_optimizer_offload(kinds, zero, problems)
     whole = [kind for kind in kinds if kind in MATRIX_OPTIMIZERS]
@@ -402,18 +404,18 @@ def _check_optimizer_offload(kinds: list[str], zero: ZeroConfig, problems: Probl
         return
     if len(kinds) > 1 and device == "nvme":
         problems.add(
-            _OFFLOAD, '"nvme" with a list of optimizers, and moments on disk are those of one; give one optimizer, or '
-            '"cpu".',
+            _OFFLOAD, '"nvme" with a list of optimizers, but files on disk store the moments of one; give one '
+            'optimizer, or "cpu".',
         )  # fmt: skip
     for kind in kinds:
         if kind in MATRIX_OPTIMIZERS:
-            why = f"{kind}, whose products of matrices are for the device; leave the offload out, or give AdamW."
+            why = f"{kind}, whose matrix products run on the device; leave the offload out, or give AdamW."
         elif kind == "Adafactor":
-            why = f"{kind}, whose state is a few rows and columns; leave the offload out, or give AdamW."
+            why = f"{kind}, whose state is only row and column means; leave the offload out, or give AdamW."
         elif kind in _LAYERWISE:
-            why = f"{kind}, whose norms of parameters meet on the device; leave the offload out, or give AdamW."
+            why = f"{kind}, whose parameter norms are reduced on the device; leave the offload out, or give AdamW."
         elif kind in _NOT_ON_DISK and device == "nvme" and len(kinds) == 1:
-            why = f'{kind}, and files on a disk hold moments in the dtype of the weights; give "cpu", or AdamW.'
+            why = f'{kind}, but files on disk store moments in the dtype of the weights; give "cpu", or AdamW.'
         else:
             continue
         problems.add(_OFFLOAD, f"{shown_value(device)} with {why}")
@@ -431,19 +433,22 @@ def _check_params(entry: OptimizerConfig, at: str, problems: Problems) -> None:
             f"{params['min_coeff']:g} is above max_coeff, {params['max_coeff']:g}; give at most that, or raise it.",
         )
     if entry.type == "Shampoo" and params["betas"][0] == 1:
-        problems.add(f"{at}.betas", "the first is 1, and momenta would take no gradient in; give a number below 1.")
+        problems.add(
+            f"{at}.betas", "the first is 1, so that momenta would never include a gradient; give a number below 1."
+        )
     if entry.type == "Adafactor" and params["eps"][1] is None:
-        problems.add(f"{at}.eps", "[.., null] has no least RMS of the weights; give a number, such as 1e-3.")
+        problems.add(
+            f"{at}.eps", "[.., null] has no lower bound of the RMS of the weights; give a number, such as 1e-3."
+        )
     if entry.type == "ScheduleFreeAdamW" and not params["betas"][0]:
         problems.add(
             f"{at}.betas",
-            "the first is 0, and gradients would be taken where the average is not; give a number above 0, such as "
-            "0.9.",
+            "the first is 0, so that gradients would ignore the averaged weights; give a number above 0, such as 0.9.",
         )
 
 
 def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | None, problems: Problems) -> None:
-    """Note params that contradict each other."""
+    """Notes params of a schedule that contradict each other or the optimizer."""
     if scheduler is None:
         return
     params, at = scheduler.params, "scheduler.params"
@@ -453,7 +458,7 @@ def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | 
     if params.get("three_phase") and params["pct_start"] > 0.5:
         problems.add(
             f"{at}.pct_start",
-            f"{params['pct_start']} with three_phase, whose first two phases are as long; give at most 0.5.",
+            f"{params['pct_start']} with three_phase, whose first two phases have equal length; give at most 0.5.",
         )
     if scheduler.type == "OneCycleLR" and params["cycle_momentum"] and optimizer is not None:
         for key in ("betas", "momentum"):
@@ -461,14 +466,14 @@ def check_rates(scheduler: SchedulerConfig | None, optimizer: OptimizerConfig | 
                 return
         problems.add(
             f"{at}.cycle_momentum",
-            f"true moves the momentum, and {optimizer.kind} has neither betas nor momentum everywhere; give false.",
+            f"true moves the momentum, but {optimizer.kind} has no betas or momentum for all parameters; give false.",
         )
 
 
 def _check_order(
     low: str, high: str, params: Mapping[str, Any], optimizer: OptimizerConfig | None, problems: Problems
 ) -> None:
-    """Note the first group for which ``low`` is above ``high``."""
+    """Notes the first parameter group with ``low`` above ``high``."""
     if low.endswith("_mom") and not params["cycle_momentum"]:
         return
     top, name = params.get(high), high

@@ -1,4 +1,4 @@
-"""Files of a configuration: JSON (with comments, or as Hjson), TOML and YAML; and single keys given beside them."""
+"""Files of a configuration: JSON (with comments, or as Hjson), TOML and YAML; and single keys of a command line."""
 
 import json
 import os
@@ -17,22 +17,22 @@ from engine.errors import ConfigError
 _DEPTH = 8
 _TEXT = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 _COMMENT = re.compile(_TEXT + r"|(?://|#)[^\n]*|/\*.*?\*/", flags=re.DOTALL)
-"""A comment, or a text, in which no comment begins."""
+"""A comment, or a quoted text, in which no comment begins."""
 _LAST_COMMA = re.compile(_TEXT + r"|,(?=\s*[}\]])", flags=re.DOTALL)
 
 
 class FileObject(dict[str, Any]):
-    """An object of a file, which remembers keys that were given twice."""
+    """Object of a file, which records duplicate keys."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         dict.__init__(self, pairs)
         self.remark = ""
-        """How the file was read, if not in the format of its name."""
+        """Format that the file was read in, if it is not the format of its name."""
         self.twice = tuple(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
 
 
 def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mapping[str, Any]:
-    """Read the object in a file, whose suffix tells the format, and note duplicate keys.
+    """Reads the object in a file in the format of its suffix, and notes duplicate keys.
 
     Raises:
         ConfigError: the file is unreadable or is not of its format.
@@ -51,7 +51,7 @@ def read_config_file(path: str | os.PathLike[str], problems: Problems) -> Mappin
 
 
 def remarks(raw: object) -> tuple[str, ...]:
-    """How the file of this object was read, if not in the format of its name."""
+    """Returns a remark about the file of this object, if it was not read in the format of its name."""
     return (raw.remark,) if isinstance(raw, FileObject) and raw.remark else ()
 
 
@@ -77,10 +77,10 @@ def _too_deep(name: str) -> ConfigError:
 
 
 def _parsed_json(text: str, name: str) -> Any:
-    """The value of JSON text, in which comments and a comma after a last entry are allowed."""
+    """Returns the value of JSON text, in which comments and a comma after a last entry are allowed."""
     try:
         return _strict_json(text, name)
-    except json.JSONDecodeError:  # most files are plain JSON, and looking for comments takes longer than reading
+    except json.JSONDecodeError:  # most files are plain JSON, and a search for comments takes longer than reading
         plain = _COMMENT.sub(_blanked, text)
     try:
         return _strict_json(plain, name)
@@ -102,12 +102,12 @@ def _strict_json(text: str, name: str) -> Any:
 
 
 def _blanked(found: re.Match[str]) -> str:
-    """Blanks in place of what is no text, so that every character keeps its line and column."""
+    """Returns blanks in place of a match that is not quoted text, so that every character keeps its line and column."""
     return found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0])
 
 
 def _parsed_hjson(text: str, name: str, why: json.JSONDecodeError) -> Any:
-    """The value of a file without some commas or quotes, which DeepSpeed reads too, where hjson is installed."""
+    """Returns the value of a file without some commas or quotes, which DeepSpeed reads too if hjson is installed."""
     not_json = f"not JSON at line {why.lineno} column {why.colno} ({why.msg})"
     try:
         import hjson
@@ -124,9 +124,9 @@ def _parsed_hjson(text: str, name: str, why: json.JSONDecodeError) -> Any:
 
 
 def note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None:
-    """Note the keys of ``raw``, which stands at the key ``at``, that were given twice in one object."""
+    """Notes the keys that were given twice in one object of ``raw``, the value of key ``at``."""
     if depth > _DEPTH:
-        return  # no section is nested so deeply; the reader reports the key that holds this as unknown
+        return  # no section is nested so deeply; the reader reports the key above as unknown
     if isinstance(raw, list):
         for i, entry in enumerate(raw):
             note_twice(entry, f"{at}[{i}]", problems, depth + 1)
@@ -144,7 +144,7 @@ def note_twice(raw: object, at: str, problems: Problems, depth: int = 0) -> None
 def _parsed_toml(text: str, name: str) -> Any:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as why:  # a key that is given twice, too
+    except tomllib.TOMLDecodeError as why:  # duplicate keys, too
         raise ConfigError(f"{name}: not TOML ({why}); fix it there.") from None
     except (RecursionError, ValueError):
         raise _too_deep(name) from None
@@ -165,14 +165,14 @@ def _parsed_yaml(text: str, name: str) -> Any:
         at = f" at line {mark.line + 1} column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{name}: not YAML{at} ({why.problem}); fix it there.") from None
     except yaml.YAMLError:
-        raise ConfigError(f"{name}: not YAML (it holds characters that YAML refuses); fix it there.") from None
+        raise ConfigError(f"{name}: not YAML (it contains characters that YAML refuses); fix it there.") from None
     except (RecursionError, ValueError):
         raise _too_deep(name) from None
 
 
 def _yaml_loader() -> Any:
-    """A loader with the scalars of YAML 1.2, which are JSON's: PyYAML's own takes ``3e-4`` for text and ``off`` for
-    false."""
+    """Returns a loader with YAML 1.2's scalars, which are JSON's: PyYAML's default reads ``3e-4`` as text and ``off``
+    as false."""
     from yaml import SafeLoader
     from yaml.nodes import MappingNode
 
@@ -181,7 +181,7 @@ def _yaml_loader() -> Any:
 
         def mapping(self, node: MappingNode) -> FileObject:
             twice = Counter(key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
-            self.flatten_mapping(node)  # what an anchor brings in, own keys win
+            self.flatten_mapping(node)  # merges anchors; the node's own keys win
             build = self.construct_object
             made = FileObject([(build(key, True), build(entry, True)) for key, entry in node.value])
             made.twice = tuple(key for key, times in twice.items() if times > 1)
@@ -200,29 +200,31 @@ def _yaml_loader() -> Any:
     return Yaml12
 
 
-OVERRIDES_HELP = "keys in place of those of the configuration, such as optimizer.params.lr=3e-4"
+OVERRIDES_HELP = "keys that replace keys of the configuration, such as optimizer.params.lr=3e-4"
 
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=", flags=re.ASCII)
 
 
 def is_override(word: str) -> bool:
-    """Return whether a word of a command line is KEY=VALUE with a dotted key."""
+    """Returns True if a word of a command line is KEY=VALUE with a dotted key."""
     return bool(_OVERRIDE.match(word))
 
 
 def overridden(raw: Mapping[str, Any], overrides: Sequence[str], problems: Problems) -> Mapping[str, Any]:
-    """The configuration with every KEY=VALUE put in, the last one of a key wins; ``raw`` itself is not changed.
+    """Returns the configuration with every KEY=VALUE applied, the last one of a key wins; ``raw`` is not changed.
 
-    A value is JSON, or text where it is not: ``true``, ``3e-4``, ``["*.bias"]``, ``1f1b``. A key that names a place in
-    a list is its number: ``optimizer.groups.0.lr=1e-5``. Objects on the way are made. What is wrong is noted by the
-    key, as if the file had said it.
+    A value is JSON, or text if it is not JSON: ``true``, ``3e-4``, ``["*.bias"]``, ``1f1b``. A number in a key is the
+    index of a list: ``optimizer.groups.0.lr=1e-5``. Missing objects on the path are created. Mistakes are noted by the
+    key, like mistakes in the file.
     """
     if not overrides:
         return raw
     changed: dict[str, Any] = dict(raw)
     for word in overrides:
         if not isinstance(word, str) or not is_override(word):
-            problems.add("", f"{shown_value(word)} is no override; give KEY=VALUE, such as optimizer.params.lr=3e-4.")
+            problems.add(
+                "", f"{shown_value(word)} is not an override; give KEY=VALUE, such as optimizer.params.lr=3e-4."
+            )
             continue
         path, _, text = word.partition("=")
         value = _value(text)
@@ -232,7 +234,7 @@ def overridden(raw: Mapping[str, Any], overrides: Sequence[str], problems: Probl
 
 
 def _put(holder: dict[str, Any], keys: Sequence[str], value: Any, path: str, problems: Problems) -> None:
-    """Put the value below ``holder``; objects on the way are copied, since others hold them too."""
+    """Puts the value below ``holder``; objects on the path are copied, since others share them."""
     place: dict[str, Any] | list[Any] = holder
     for depth, (key, after) in enumerate(pairwise(keys), 1):
         inner = _inner(place, key)
@@ -240,7 +242,7 @@ def _put(holder: dict[str, Any], keys: Sequence[str], value: Any, path: str, pro
             inner = {}
         if not isinstance(inner, (Mapping, list)):
             above = ".".join(keys[:depth])
-            problems.add(path, f"{above} is {kind(inner)}, which holds no {after}; give {above} itself.")
+            problems.add(path, f"{above} is {kind(inner)}, which has no {after}; give {above} itself.")
             return
         copied = list(inner) if isinstance(inner, list) else dict(inner)
         if not _store(place, key, copied, path, problems):
@@ -258,7 +260,7 @@ def _inner(place: Any, key: str) -> Any:
 def _store(place: Any, key: str, value: Any, path: str, problems: Problems) -> bool:
     if isinstance(place, list):
         if not key.isdecimal() or int(key) >= len(place):
-            problems.add(path, f"{key} is no place in a list of {len(place)}; give a number below {len(place)}.")
+            problems.add(path, f"{key} is not an index of a list of {len(place)}; give a number below {len(place)}.")
             return False
         place[int(key)] = value
         return True

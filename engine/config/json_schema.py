@@ -1,7 +1,7 @@
 """JSON Schema of the config, generated from the same fields and rules that read it.
 
-It describes Trine's keys. DeepSpeed's own keys, which the reader also accepts, are left out: an editor should offer one
-name for each setting.
+It describes Trine's keys. DeepSpeed's own keys, which the reader also accepts, are left out, so that an editor offers
+one name for each setting.
 """
 
 import ast
@@ -20,7 +20,7 @@ Schema = dict[str, Any]
 
 
 def schema() -> Schema:
-    """Return the JSON Schema, draft 2020-12, of a whole config."""
+    """Returns the JSON Schema, draft 2020-12, of a whole config."""
     body = _section(Config)
     body["properties"] = {"$schema": {"type": "string"}, **body["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Trine config", **body}
@@ -56,7 +56,7 @@ def _shape(rule: Rule) -> Schema:
         case Real():
             return _number(rule)
         case Choice():
-            # other letter cases are accepted too; the schema offers the two that files use
+            # other letter cases are accepted too; the schema offers the two spellings that files use
             lower = [str(option).lower() for option in rule.options if rule.fold]
             return {"enum": list(dict.fromkeys([*rule.options, *lower, *rule.also]))}
         case Text():
@@ -90,14 +90,14 @@ def _number(rule: Real) -> Schema:
 
 
 def _listed(rule: Typed, several: type[Any]) -> Schema:
-    """Return the schema of a list of such sections, of which all but the last one have a ``match``."""
+    """Returns the schema of a list of such sections, in which all but the last one have a ``match``."""
     entry = _typed(replace(rule, cls=several))
     entry.pop("required", None)
     return {"type": "array", "minItems": 1, "items": entry}
 
 
 def _typed(rule: Typed) -> Schema:
-    """Return the schema of a section whose ``type`` decides which ``params`` it takes."""
+    """Returns the schema of a section with a ``type`` that selects its ``params``."""
     body = _section(rule.cls)
     docs = {name: doc for base in reversed(rule.cls.__mro__) for name, doc in _field_docs(base).items()}
     body["properties"]["params"] = {"type": "object", "description": docs["params"]}
@@ -114,9 +114,9 @@ def _typed(rule: Typed) -> Schema:
     return {**body, "allOf": cases}
 
 
-@cache  # to find a class in its source takes milliseconds, and the sections of a schema share their bases
+@cache  # finding a class in its source takes milliseconds, and the sections of a schema share their bases
 def _field_docs(cls: type[Any]) -> dict[str, str]:
-    """Map each field to the string literal below it in the source."""
+    """Maps each field to the string literal below it in the source."""
     if cls is object:
         return {}
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]

@@ -1,4 +1,4 @@
-"""Sections of the optimizer and of the learning rate schedule: what each kind of them takes.
+"""Sections of the optimizer and of the learning rate schedule, with the params of each type.
 
 Names are DeepSpeed's, and torch's for the schedules of ``torch.optim.lr_scheduler``.
 """
@@ -25,17 +25,17 @@ RATES = AnyOf(
     rules=(NOT_NEGATIVE, ListOf(each=NOT_NEGATIVE, noun="a list of rates")),
     remedy="give a number of at least 0, or a list of one number for each parameter group",
 )
-"""Rate of all groups, or one of each."""
+"""Rate of all groups, or a list with a rate for each group."""
 RATES_OR_NULL = replace(RATES, null=True)
 MOMENTA = AnyOf(
     rules=(FACTOR, ListOf(each=FACTOR, noun="a list of momenta")),
     remedy="give a number from 0 to below 1, or a list of one number for each parameter group",
 )
-"""Momentum of all groups, or one of each."""
+"""Momentum of all groups, or a list with a momentum for each group."""
 
 
 def one_of(*options: str, noun: str) -> Rule:
-    """A rule for a word of a list."""
+    """Returns a rule that accepts one word of a list."""
     return Choice(options=options, noun=noun)
 
 
@@ -52,7 +52,7 @@ class AdamWParams:
     weight_decay: float = setting(0.01, NOT_NEGATIVE)
     """Decoupled weight decay."""
     bias_correction: bool = setting(True, Flag())
-    """Divide both averages by what they lack in the first updates; false, as in BERT's Adam, does not."""
+    """Divide both averages by 1 - beta^t, t the update number; false, as in BERT's Adam, does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class AdamParams(AdamWParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamW8bitParams(AdamWParams):
-    """Parameters of AdamW whose moments take 8 bits an element, under the name of bitsandbytes and torchao."""
+    """Parameters of AdamW with moments of 8 bits an element, under the name of bitsandbytes and torchao."""
 
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, Choice(
         options=(64, 128, 256, 512, 1024, 2048), noun="a number of elements that share a scale"))  # fmt: skip
@@ -104,21 +104,21 @@ class LionParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LambParams(AdamWParams):
-    """Parameters of LAMB, with DeepSpeed's names and defaults: Adam whose step is as long as the weights' norm asks."""
+    """Parameters of LAMB, with DeepSpeed's names and defaults: Adam with steps scaled by the norm of the weights."""
 
     eps_inside_sqrt: bool = setting(False, Flag())
-    """Add it to the mean square, and not to its root."""
+    """Add eps to the mean square instead of its root."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Weight decay, a part of the update whose norm is taken."""
+    """Weight decay, included in the norm of the update."""
     max_coeff: float = setting(10.0, Real(above=0))
-    """Largest ratio of the norms of weights and update, by which the rate is multiplied."""
+    """Upper bound of the ratio of the norms of weights and update, by which the rate is multiplied."""
     min_coeff: float = setting(0.01, NOT_NEGATIVE)
-    """Least such ratio."""
+    """Lower bound of that ratio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LARSParams:
-    """Parameters of LARS, as published: momentum of steps that are as long as the norm of the weights asks."""
+    """Parameters of LARS, as published: momentum of steps scaled by the norm of the weights."""
 
     lr: float = setting(1e-1, NOT_NEGATIVE)
     """Learning rate."""
@@ -127,14 +127,14 @@ class LARSParams:
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Weight decay, added to the gradient."""
     trust_coefficient: float = setting(1e-3, Real(above=0))
-    """Part of the norm of the weights that a step has at a rate of 1."""
+    """Norm of a step at a rate of 1, as a fraction of the norm of the weights."""
     eps: float = setting(1e-8, NOT_NEGATIVE)
     """Term added to the denominator of the ratio of the norms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonParams:
-    """Parameters of Muon, with torch's defaults: momentum whose singular values are brought near one."""
+    """Parameters of Muon, with torch's defaults: momentum with singular values brought near one."""
 
     lr: float = setting(1e-3, NOT_NEGATIVE)
     """Learning rate."""
@@ -148,11 +148,11 @@ class MuonParams:
         each=Real(), length=3, noun="a list of three numbers"))  # fmt: skip
     """Coefficients of the Newton-Schulz polynomial, of x, x^3 and x^5."""
     eps: float = setting(1e-7, NOT_NEGATIVE)
-    """Least norm by which a matrix is divided."""
+    """Lower bound of the norm by which a matrix is divided."""
     ns_steps: int = setting(5, Int(low=1, below=100))
     """Newton-Schulz steps."""
     ns_dtype: Literal["bf16", "fp32"] = setting("bf16", one_of("bf16", "fp32", noun="a dtype of Newton-Schulz steps"))
-    """Dtype of their products; bf16 as in torch."""
+    """Dtype of the Newton-Schulz products; bf16 as in torch."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = setting("original", one_of(
         "original", "match_rms_adamw", noun="an adjustment"))  # fmt: skip
     """Factor of the rate of an A x B matrix: sqrt(max(1, A/B)), or 0.2 sqrt(max(A, B)), the RMS of AdamW's updates."""
@@ -175,11 +175,11 @@ class SOAPParams:
     precondition_frequency: int = setting(10, SIZE)
     """Updates between two refreshes of the eigenbases."""
     max_precond_dim: int = setting(10000, COUNT)
-    """Longest side of a matrix that has a preconditioner; a longer one, such as a vocabulary, keeps its basis."""
+    """Longest dimension with a preconditioner; a longer one, such as a vocabulary, has the identity as its basis."""
     normalize_grads: bool = setting(False, Flag())
     """Divide each update by its RMS."""
     correct_bias: bool = setting(True, Flag())
-    """Divide both averages by what they lack in the first updates."""
+    """Divide both averages by 1 - beta^t, t the update number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,34 +198,35 @@ class ShampooParams:
     precondition_frequency: int = setting(10, SIZE)
     """Updates between two decompositions of the preconditioners."""
     start_preconditioning_step: int | None = setting(None, Int(low=1, null=True))
-    """First update that is preconditioned, those before are the simpler rule's; null: precondition_frequency."""
+    """First preconditioned update, earlier ones follow the grafted rule; null: precondition_frequency."""
     max_preconditioner_dim: int = setting(8192, COUNT)
-    """Longest side of a matrix that has a preconditioner."""
+    """Longest dimension with a preconditioner."""
     use_bias_correction: bool = setting(True, Flag())
-    """Divide averages by what they lack in the first updates."""
+    """Divide averages by 1 - beta^t, t the update number."""
     grafting: Literal["none", "sgd", "adagrad", "rmsprop", "adam"] = setting("adam", one_of(
         "none", "sgd", "adagrad", "rmsprop", "adam", noun="a rule to graft"))  # fmt: skip
-    """Simpler rule whose update gives the length of each one, and whose squares have grafting_beta2."""
+    """Grafted rule, which sets the norm of each update; grafting_beta2 is the decay rate of its squares."""
     grafting_beta2: float = setting(0.999, FACTOR)
-    """Decay rate of the squares of the simpler rule."""
+    """Decay rate of the squares of the grafted rule."""
     grafting_epsilon: float = setting(1e-8, NOT_NEGATIVE)
-    """Term added to its denominator."""
+    """Term added to the denominator of the grafted rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdafactorParams:
-    """Parameters of Adafactor, with torch's defaults: second moments of matrices as a row and a column of means."""
+    """Parameters of Adafactor, with torch's defaults: second moments of matrices as row and column means."""
 
     lr: float = setting(1e-2, NOT_NEGATIVE)
-    """Largest relative step; later updates make 1 / sqrt(update) at most."""
+    """Upper bound of the relative step; the bound of update t is also 1 / sqrt(t)."""
     beta2_decay: float = setting(-0.8, Real(high=0))
-    """Power of the update number with which new squares enter the means."""
+    """Power of the update number that weighs new squares in the means."""
     eps: tuple[float | None, float] = setting((None, 1e-3), ListOf(
         each=replace(NOT_NEGATIVE, null=True), length=2,
-        noun="a list of two numbers, of which the first may be null"))  # fmt: skip
-    """Least root of a mean square, null for that of the dtype, and least RMS of the weights that a step relates to."""
+        noun="a list of two numbers, the first of them or null"))  # fmt: skip
+    """Lower bounds of the root of a mean square (null: the dtype's eps) and of the RMS of the weights that scales a
+    step."""
     d: float = setting(1.0, Real(low=1))
-    """RMS to which an update is clipped."""
+    """Upper bound of the RMS of an update."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
     """Decoupled weight decay."""
 
@@ -235,31 +236,31 @@ class ScheduleFreeAdamWParams:
     """Parameters of schedule-free AdamW, which averages its iterates and needs no decay of the rate."""
 
     lr: float = setting(2.5e-3, NOT_NEGATIVE)
-    """Learning rate, at which the run stays."""
+    """Learning rate, constant after the warmup."""
     betas: tuple[float, float] = setting((0.9, 0.999), BETAS)
-    """Weight of the average in the point where gradients are taken, above 0, and decay rate of the mean square."""
+    """Weight (above 0) of the average in the point at which gradients are taken, and decay rate of the mean square."""
     eps: float = setting(1e-8, NOT_NEGATIVE)
     """Term added to the denominator."""
     weight_decay: float = setting(0.0, NOT_NEGATIVE)
-    """Weight decay, at the point where gradients are taken."""
+    """Weight decay, at the point at which gradients are taken."""
     warmup_steps: int = setting(0, COUNT)
     """Updates over which the rate rises linearly."""
     weight_step_power: float = setting(0.0, NOT_NEGATIVE)
     """Power of the update number in the weight of an iterate, the authors' ``r``."""
     weight_lr_power: float = setting(2.0, NOT_NEGATIVE)
-    """Power of the largest rate so far in that weight."""
+    """Power of the largest rate so far in the weight of an iterate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRRangeTestParams:
-    """Learning rate that grows step by step, to find the range that trains."""
+    """Learning rate that grows step by step, to find the range of rates that train."""
 
     lr_range_test_min_lr: float | tuple[float, ...] = setting(1e-3, RATES)
     """Rate at the start."""
     lr_range_test_step_size: int = setting(2000, SIZE)
     """Steps between two increases."""
     lr_range_test_step_rate: float = setting(1.0, NOT_NEGATIVE)
-    """Increase per step_size, as a fraction of the rate at the start."""
+    """Increase per lr_range_test_step_size steps, as a fraction of the rate at the start."""
     lr_range_test_staircase: bool = setting(False, Flag())
     """Increase in stairs instead of continuously."""
 
@@ -299,7 +300,7 @@ class WarmupLRParams:
     """Learning rate that rises and then stays."""
 
     warmup_min_lr: float | tuple[float, ...] = setting(0.0, RATES)
-    """Rate at the start; a list gives one for each parameter group."""
+    """Rate at the start; a list has one for each parameter group."""
     warmup_max_lr: float | tuple[float, ...] | None = setting(None, RATES_OR_NULL)
     """Rate after the warmup, or a list of them; null uses the optimizer's."""
     warmup_num_steps: int = setting(1000, COUNT)
@@ -340,7 +341,7 @@ OPTIMIZERS: Mapping[str, type[Any]] = MappingProxyType({
     "AdamW8bit": AdamW8bitParams, "Adafactor": AdafactorParams, "ScheduleFreeAdamW": ScheduleFreeAdamWParams,
 })  # fmt: skip
 MATRIX_OPTIMIZERS = frozenset({"Muon", "SOAP", "Shampoo"})
-"""Those that update a matrix as a whole, and take nothing but matrices."""
+"""Optimizers that update a matrix as a whole, and accept only matrices."""
 SCHEDULERS: Mapping[str, type[Any]] = MappingProxyType({
     "LRRangeTest": LRRangeTestParams, "OneCycle": OneCycleParams, "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams, "WarmupCosineLR": WarmupCosineLRParams, **TORCH_SCHEDULERS,
@@ -361,7 +362,7 @@ class GroupConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its parameter groups."""
+    """Optimizer and its parameter groups."""
 
     type: Literal[
         "AdamW", "Adam", "SGD", "Lion", "Lamb", "LARS", "Muon", "SOAP", "Shampoo", "AdamW8bit", "Adafactor",
@@ -379,33 +380,33 @@ class OptimizerConfig:
     groups: tuple[GroupConfig, ...] = setting((), Sections(cls=GroupConfig))
     """Parameters with a learning rate or weight decay of their own."""
     update_unused: bool = setting(False, Flag())
-    """Update parameters without a gradient in a step by decay and momentum, as DeepSpeed does; false: as torch, no."""
+    """Apply decay and momentum to parameters without a gradient in a step, as DeepSpeed does; false: skip, as torch."""
     include_frozen: tuple[str, ...] = setting((), GLOBS)
-    """Name patterns of frozen parameters that may be thawed later, with memory for gradient and optimizer state."""
+    """Name patterns of frozen parameters that may be thawed later; gradient and optimizer state are allocated."""
     before: tuple["MatchedOptimizerConfig", ...] = ()
-    """Optimizers of a list before the last one: each takes the parameters that it is the first to match."""
+    """Optimizers of a list before the last one; a parameter belongs to the first one that matches it."""
 
     @property
     def entries(self) -> "tuple[OptimizerConfig, ...]":
-        """All optimizers of a list in order; this one, which takes the rest, is the last."""
+        """All optimizers of a list in order; the last one is this section, which takes all other parameters."""
         return (*self.before, self)
 
     @property
     def kind(self) -> str:
-        """The types of all entries, such as "Muon + AdamW"."""
+        """Types of all entries, such as "Muon + AdamW"."""
         return " + ".join(dict.fromkeys(entry.type for entry in self.entries))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedOptimizerConfig(OptimizerConfig):
-    """An optimizer of a list, before the last one."""
+    """Optimizer of a list, before the last one."""
 
     match: str | tuple[str, ...] = setting((), AnyOf(rules=(Text(), GLOBS)), required=True)
     """Name patterns of the parameters that it updates."""
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """``match`` as a list."""
+        """``match`` as a tuple."""
         return (self.match,) if isinstance(self.match, str) else self.match
 
 

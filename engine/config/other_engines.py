@@ -1,7 +1,7 @@
-"""Words of other engines: for each, the key that does the same here, or the reason why none does. Pure data.
+"""Words of other engines: for each, the key that does the same here, or the reason why no key does. Pure data.
 
-The words are those of Megatron-LM, FSDP2, TorchTitan, Accelerate, the Hugging Face Trainer, Lightning and PyTorch's own
-arguments, in small letters with underscores. A similarity of letters would lead from them to other keys.
+The words come from Megatron-LM, FSDP2, TorchTitan, Accelerate, the Hugging Face Trainer, Lightning and PyTorch's own
+arguments, in lower case with underscores. Similarity of letters would lead from them to wrong keys.
 """
 
 from collections.abc import Mapping
@@ -135,10 +135,10 @@ _KEYS: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 
 _LOOP = "the loop is yours; call eng.train_batch(batch) as often as you train"
-_EVALUATION = "when to evaluate is your loop's; call eng.eval_batch(batch)"
-_DATA = "the data are your loop's; give each batch to eng.train_batch"
-_MODEL = "the model is what you pass to engine.initialize"
-_LAUNCHER = 'the launcher (torchrun) says how many processes there are, and "auto" for parallel.data takes them'
+_EVALUATION = "your loop decides when to evaluate; call eng.eval_batch(batch)"
+_DATA = "your loop reads the data; pass each batch to eng.train_batch"
+_MODEL = "the model is the one passed to engine.initialize"
+_LAUNCHER = 'the launcher (torchrun) sets the number of processes, and parallel.data "auto" uses all of them'
 _AUTOMATIC = "the engine does this by itself"
 _NOT_KEYS: Mapping[str, str] = MappingProxyType({
     _LOOP:
@@ -165,7 +165,7 @@ _NOT_KEYS: Mapping[str, str] = MappingProxyType({
         "world_size num_processes num_gpus n_gpu n_gpus gpus nproc nproc_per_node nnodes num_nodes num_machines"
         " devices accelerator machine_rank rank local_rank node_rank master_addr master_port main_process_ip"
         " main_process_port hostfile launcher strategy distributed_type compute_environment rdzv_backend downcast_bf16",
-    "the process group is NCCL on GPUs and gloo otherwise, or the one that you have opened before":
+    "the process group is NCCL on GPUs and gloo otherwise, or the one that you opened before":
         "backend dist_backend distributed_backend ddp_backend comm comm_backend distributed",
     _AUTOMATIC:
         "find_unused_parameters ddp_find_unused_parameters static_graph broadcast_buffers gradient_as_bucket_view"
@@ -175,7 +175,7 @@ _NOT_KEYS: Mapping[str, str] = MappingProxyType({
         " fsdp_sync_module_states fsdp_cpu_ram_efficient_loading fsdp_state_dict_type state_dict_type fsdp_version"
         " overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step align_grad_reduce"
         " tp_comm_overlap zero3_init_flag zero3_save_16bit_model sync_batchnorm no_sync",
-    "there is no expert axis; the tensor ranks share experts too (parallel.tensor)":
+    "there is no expert axis; the tensor ranks shard experts too (parallel.tensor)":
         "ep ep_size ep_degree expert experts expert_parallelism expert_parallel_size"
         " expert_parallel_degree expert_model_parallel_size moe_ep_size expert_tensor_parallel_size num_experts",
     "training is in fp32, bf16 or fp16 (bf16.enabled, fp16.enabled)":
@@ -188,7 +188,7 @@ _NOT_KEYS: Mapping[str, str] = MappingProxyType({
         " ds_config deepspeed_path config_file",
     "profile your loop with torch.profiler; the step report has seconds, FLOPs and bytes":
         "profile profiler profiling enable_profiling use_profiler memory_profiling enable_memory_snapshot",
-    "the engine keeps an exponential average, ema; average others in your loop": "swa",
+    "the engine computes an exponential average, ema; compute other averages in your loop": "swa",
 })  # fmt: skip
 
 _ANSWERS = MappingProxyType({word: key for key, words in _KEYS.items() for word in words.split()})
@@ -196,10 +196,10 @@ _REASONS = MappingProxyType({word: why for why, words in _NOT_KEYS.items() for w
 
 
 def other_engines_word(path: str) -> str | None:
-    """Return what the last word of a JSON path means elsewhere and who does it here; None if it is no such word.
+    """Returns the key, or the reason, for the last word of a JSON path of another engine; None for any other word.
 
-    A word that several sections use, such as ``name``, is listed with its section. What has no key here is looked up
-    only where other engines write it: deep in a section, ``ep`` is a misspelt ``eps``.
+    A word that several sections use, such as ``name``, is listed with its section. A word without a key here is looked
+    up only at the levels where other engines write it: deep in a section, ``ep`` is a misspelt ``eps``.
     """
     plain = path.lower().replace("-", "_")
     section, _, word = plain.rpartition(".")

@@ -1,7 +1,7 @@
-"""Reads JSON values into typed sections, and writes sections back as JSON.
+"""Reader of JSON values into typed sections, and writer of sections as JSON.
 
-A *section* is a frozen dataclass whose fields are declared with ``setting(default, rule)``. One reader handles every
-section, so a new key takes one line at its declaration and none here.
+A *section* is a frozen dataclass with fields declared by ``setting(default, rule)``. One reader handles every section,
+so a new key takes one line at its declaration and none here.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ OLD_KEYS: Mapping[str, Callable[[object], Mapping[str, object]]] = MappingProxyT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section(Rule):
-    """A JSON object that becomes a dataclass."""
+    """Rule for a JSON object that becomes a dataclass."""
 
     cls: type[Any]
 
@@ -51,13 +51,13 @@ class Section(Rule):
         return "an object"
 
     def dump(self, value: Any) -> Any:
-        # a hand-built config may hold anything; the reader will report what is not a section
+        # a hand-built config may contain anything; the reader reports values that are not sections
         return dump_section(value) if isinstance(value, self.cls) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sections(Section):
-    """A JSON list of objects that become dataclasses."""
+    """Rule for a JSON list of objects that become dataclasses."""
 
     def read(self, value: object, at: str, problems: Problems) -> object:
         if not isinstance(value, (list, tuple)):
@@ -73,11 +73,11 @@ class Sections(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Typed(Section):
-    """A section with ``type`` and ``params``, where ``type`` decides which params exist."""
+    """Rule for a section with ``type`` and ``params``; ``type`` selects the params."""
 
     kinds: Mapping[str, type[Any]]
     several: type[Any] | None = None
-    """Section of an entry of a list before the last one, with a key ``match``; None: no list is taken."""
+    """Section of the entries of a list before the last one, with a key ``match``; None: lists are refused."""
 
     def read(self, value: object, at: str, problems: Problems) -> object:
         if self.several is not None and isinstance(value, (list, tuple)):
@@ -85,9 +85,11 @@ class Typed(Section):
         return None if value is None and self.null else self._read_one(self.cls, value, at, problems)
 
     def _read_list(self, entries: Sequence[object], at: str, problems: Problems) -> Any:
-        """The last entry as the section, with those before it as ``before``."""
+        """Returns the section of the last entry, with the sections of the earlier entries as ``before``."""
         if not entries:
-            problems.add(at, "[] has no entry; give at least one, whose type takes all that no pattern matches.")
+            problems.add(
+                at, "[] is an empty list; give at least one entry, which takes the parameters that no pattern matches."
+            )
             return None
         before = tuple(
             self._read_one(self.several or self.cls, entry, f"{at}[{index}]", problems)
@@ -95,7 +97,9 @@ class Typed(Section):
         )
         rest, last = entries[-1], f"{at}[{len(before)}]"
         if isinstance(rest, Mapping) and "match" in rest:
-            problems.add(f"{last}.match", "given in the last entry, which takes the rest; add an entry behind it.")
+            problems.add(
+                f"{last}.match", "given in the last entry, which takes all other parameters; add an entry after it."
+            )
             rest = {key: entry for key, entry in rest.items() if key != "match"}
         return dataclasses.replace(self._read_one(self.cls, rest, last, problems), before=before)
 
@@ -128,7 +132,7 @@ class Typed(Section):
 
 
 def setting(default: Any, rule: Rule, *, key: str = "", required: bool = False, kept: bool = True) -> Any:
-    """Declare a dataclass field that the reader fills.
+    """Declares a dataclass field that the reader fills.
 
     ``key`` is its name in JSON, if it differs; ``kept`` makes it part of stored params.
     """
@@ -136,20 +140,20 @@ def setting(default: Any, rule: Rule, *, key: str = "", required: bool = False, 
 
 
 def settings(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """Return the fields of a section in order, by their JSON names."""
+    """Returns the fields of a section in order, by their JSON names."""
     return {f.metadata["key"] or f.name: f for f in dataclasses.fields(cls) if "rule" in f.metadata}
 
 
 def stored(params: Any, everything: bool = False) -> FrozenMap:
-    """Return the values of a params section as a read-only mapping."""
+    """Returns the values of a params section as a read-only mapping."""
     kept = [f.name for f in dataclasses.fields(params) if everything or f.metadata["kept"]]
     return FrozenMap({name: getattr(params, name) for name in kept})
 
 
 def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside: tuple[str, ...] = ()) -> T:
-    """Read a section from a JSON object; a wrong or absent field keeps its default, and problems are noted.
+    """Reads a section from a JSON object; a wrong or absent field keeps its default, and problems are noted.
 
-    ``beside`` lists keys that the caller reads, for the suggestions.
+    ``beside`` lists further keys that the caller reads, for the suggestions.
     """
     known = settings(cls)
     if not isinstance(raw, Mapping):
@@ -171,12 +175,12 @@ def read_section(cls: type[T], raw: object, at: str, problems: Problems, beside:
 
 
 def dump_section(section: Any) -> dict[str, Any]:
-    """Convert the section to plain JSON values that read back to an equal section."""
+    """Converts the section to plain JSON values that read back to an equal section."""
     return {key: f.metadata["rule"].dump(getattr(section, f.name)) for key, f in settings(type(section)).items()}
 
 
 def paths(cls: type[Any], at: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all keys of a section, including the params of every type."""
+    """Yields the dotted paths of all keys of a section, including the params of every type."""
     for key, entry in settings(cls).items():
         here, rule = join_path(at, key), entry.metadata["rule"]
         yield here
@@ -188,7 +192,7 @@ def paths(cls: type[Any], at: str = "") -> Iterator[str]:
 
 
 def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, Any], list[str]]:
-    """The configuration with today's keys in the place of earlier ones, and a note for each of those."""
+    """Returns the configuration with today's keys in place of earlier ones, and a note for each replaced key."""
     present, notes = dict(raw), list[str]()
     for old, meaning in OLD_KEYS.items():
         section, _, word = old.partition(".")
@@ -203,19 +207,19 @@ def renamed(raw: Mapping[str, Any], problems: Problems) -> tuple[Mapping[str, An
 
 
 def move(raw: dict[str, Any], target: str, value: object, origin: str, problems: Problems) -> None:
-    """Set the value that ``origin`` asks for at the dotted path ``target``; another one that is given is noted."""
+    """Sets the dotted path ``target`` to the value that ``origin`` asks for; notes a different present value."""
     if (given := put_at(raw, target, value)) != value:
         rival = f"which is given as {shown_value(given)}"
         problems.add(origin, f"asks for {target} {shown_value(value)}, {rival}; keep one of them.")
 
 
 def put_at(raw: dict[str, Any], path: str, value: object) -> object:
-    """Set the value of a dotted path, unless it is given; returns what stands there then. Sections are copied."""
+    """Sets the value of a dotted path unless it is present, and returns the resulting value. Sections are copied."""
     *parents, leaf = path.split(".")
     for parent in parents:
         section = raw.get(parent, {})
         if not isinstance(section, Mapping):
-            return value  # the reader reports a section that is no object
+            return value  # the reader reports a section that is not an object
         raw[parent] = dict(section)
         raw = raw[parent]
     return raw.setdefault(leaf, value)

@@ -1,6 +1,6 @@
-"""Rules define which JSON values a config field takes; :class:`Problems` collects what they refuse.
+"""Rules for the JSON values of a config field, and :class:`Problems`, the collector of refused values.
 
-A rule is data. It converts a value, says what to give instead of a wrong one, and is walked again for the JSON Schema.
+A rule is data. It converts a value, names the accepted values in a refusal, and is walked again for the JSON Schema.
 """
 
 import difflib
@@ -19,16 +19,16 @@ from engine.config.wording import join_path, kind, shown_value
 from engine.errors import ConfigError
 from engine.parallel.activation_checkpointing.operators import OPERATOR_KINDS
 
-_CLOSE = 0.6  # difflib's own cutoff; a dropped letter of a two-letter key scores 0.67
+_CLOSE = 0.6  # difflib's default cutoff; a dropped letter of a two-letter key scores 0.67
 _LONG = 100  # longer keys resemble no known one
-_SEARCHES = 50  # limit of unknown keys that are looked up: a file of another kind may hold thousands
+_SEARCHES = 50  # limit of unknown keys that are looked up: a file of another kind may contain thousands
 _LINES = 100  # limit of problems in one message
 _TORCH_NAME = re.compile(r"\w+(\.\w+){1,2}")
 _HOME = 0.15  # a similar key of the same section wins, unless a key elsewhere is more similar by this much
 
 
 class FrozenMap(Mapping[str, Any]):
-    """A read-only mapping that can be hashed, pickled and compared with a dict."""
+    """Read-only mapping that can be hashed, pickled and compared with a dict."""
 
     __slots__ = ("_items",)
 
@@ -52,10 +52,10 @@ class FrozenMap(Mapping[str, Any]):
 
 
 class Problems:
-    """Collector of everything wrong with one config, so that the user sees all of it at once."""
+    """Collector of all mistakes of one config, so that the user sees them at once."""
 
     def __init__(self, source: str, ours: Sequence[str] = (), theirs: Sequence[str] = ()) -> None:
-        """``ours`` and ``theirs`` are the dotted paths of Trine's and DeepSpeed's keys, for "did you mean"."""
+        """Takes the dotted paths of Trine's and DeepSpeed's keys, ``ours`` and ``theirs``, for "did you mean"."""
         self.source = source
         self._ours = ours
         self._theirs = theirs
@@ -65,11 +65,11 @@ class Problems:
         """Collects unknown top-level keys that resemble no known one; None: they are problems too."""
 
     def add(self, at: str, sentence: str) -> None:
-        """Note that the value at JSON path ``at`` is wrong."""
+        """Notes that the value at JSON path ``at`` is wrong."""
         self._found.append((at, sentence))
 
     def unknown(self, at: str, key: object, level: Sequence[str]) -> None:
-        """Note an unknown key; ``level`` lists the keys of its section."""
+        """Notes an unknown key; ``level`` lists the keys of its section."""
         path = f"{at}.{key}" if at else str(key)
         if path not in self._ours and (elsewhere := other_engines_word(path)):
             self.add(join_path(at, key), f"unknown key; {elsewhere}.")
@@ -85,11 +85,11 @@ class Problems:
             self.add(join_path(at, key), f"unknown key; remove it or use one of {', '.join(level)}.")
 
     def touch(self, *prefixes: str) -> bool:
-        """Return whether any problem lies at or below one of these paths."""
+        """Returns True if any problem is at or below one of these paths."""
         return any(at == p or at.startswith(p + ".") for at, _ in self._found for p in prefixes)
 
     def raise_if_any(self) -> None:
-        """Raise one ConfigError for all problems, if there are any."""
+        """Raises one ConfigError for all problems, if there are any."""
         lines = [f"{at or self.source}: {sentence}" for at, sentence in dict.fromkeys(self._found)]
         if len(lines) == 1:
             raise ConfigError(lines[0])
@@ -99,12 +99,12 @@ class Problems:
 
 
 class RefusedError(ValueError):
-    """Refusal of a value by a rule; the message is the middle of the sentence."""
+    """Refusal of a value by a rule; the message is a clause that completes the sentence of a problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Base class of rules: which JSON values a field takes.
+    """Base class of rules: the JSON values that a field accepts.
 
     ``remedy`` is the advice after a refusal; without it, ``expected`` completes "give ...". ``null`` accepts null.
     """
@@ -113,19 +113,19 @@ class Rule:
     null: bool = False
 
     def accept(self, value: object) -> object:
-        """Return the converted value, or raise RefusedError."""
+        """Returns the converted value, or raises RefusedError."""
         raise NotImplementedError
 
     def expected(self) -> str:
-        """Describe the values that this rule takes."""
+        """Describes the values that this rule accepts."""
         raise NotImplementedError
 
     def ask(self) -> str:
-        """Return the remedy, such as "give a number"."""
+        """Returns the remedy, such as "give a number"."""
         return self.remedy or f"give {self.expected()}"
 
     def read(self, value: object, at: str, problems: Problems) -> object:
-        """Return the converted value, or None after noting a problem."""
+        """Returns the converted value, or None after noting a problem."""
         if value is None and self.null:
             return None
         try:
@@ -136,7 +136,7 @@ class Rule:
             return None
 
     def dump(self, value: Any) -> Any:
-        """Convert the value to JSON."""
+        """Converts the value to JSON."""
         if isinstance(value, Mapping):
             return dict(value)
         return list(value) if isinstance(value, tuple) else value
@@ -144,7 +144,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag(Rule):
-    """true or false."""
+    """Rule for true or false."""
 
     def accept(self, value: object) -> object:
         if not isinstance(value, bool):
@@ -157,7 +157,7 @@ class Flag(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Real(Rule):
-    """A finite number within bounds; ``low`` and ``high`` are inclusive, ``above`` and ``below`` exclusive."""
+    """Rule for a finite number within bounds; ``low`` and ``high`` are inclusive, ``above`` and ``below`` exclusive."""
 
     low: float | None = None
     above: float | None = None
@@ -194,7 +194,7 @@ class Real(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int(Real):
-    """A whole number; 4e6 is one, as DeepSpeed's files write bucket sizes."""
+    """Rule for a whole number; 4e6 is one, since DeepSpeed's files write bucket sizes so."""
 
     def accept(self, value: object) -> object:
         number = _number(value)
@@ -210,7 +210,7 @@ class Int(Real):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice(Rule):
-    """One of a few words or numbers.
+    """Rule for one of a few words or numbers.
 
     ``fold`` ignores letter case; ``also`` maps other spellings to an option.
     """
@@ -236,7 +236,7 @@ class Choice(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text(Rule):
-    """Text that is not empty; a path object counts too. ``ends`` lists the allowed endings of a file name."""
+    """Rule for nonempty text or a path object. ``ends`` lists the allowed endings of a file name."""
 
     noun: str = "text"
     ends: tuple[str, ...] = ()
@@ -255,7 +255,7 @@ class Text(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorName(Text):
-    """A kind of operator, or a name that may be an operator of torch: "aten.mm", "aten.mm.default"."""
+    """Rule for a kind of operator, or a name that may be an operator of torch: "aten.mm", "aten.mm.default"."""
 
     def accept(self, value: object) -> object:
         word = Text.accept(self, value)
@@ -263,12 +263,12 @@ class OperatorName(Text):
             return word
         near = difflib.get_close_matches(str(word).lower(), OPERATOR_KINDS, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"kinds are {', '.join(OPERATOR_KINDS)}"
-        raise RefusedError(f"is no kind of operator and not of the form aten.mm ({hint})")
+        raise RefusedError(f"is neither a kind of operator nor of the form aten.mm ({hint})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListOf(Rule):
-    """A list whose entries obey one rule; ``length`` fixes their number."""
+    """Rule for a list of entries that obey one rule; ``length`` fixes their number."""
 
     each: Rule
     noun: str
@@ -288,7 +288,7 @@ class ListOf(Rule):
         try:
             self.each.accept(entry)
         except RefusedError as why:
-            raise RefusedError(f"holds {shown_value(entry)}, which {why}") from None
+            raise RefusedError(f"contains {shown_value(entry)}, which {why}") from None
 
     def expected(self) -> str:
         return self.noun
@@ -296,23 +296,23 @@ class ListOf(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextMap(Rule):
-    """An object whose values are text."""
+    """Rule for an object with text as its values."""
 
     def accept(self, value: object) -> object:
         if not isinstance(value, Mapping):
             raise RefusedError(f"is {kind(value)}")
         for key, entry in value.items():
             if not isinstance(key, str) or not isinstance(entry, str) or not entry:
-                raise RefusedError(f"holds {shown_value(entry)} under {shown_value(key)}, which is not text")
+                raise RefusedError(f"contains {shown_value(entry)} under {shown_value(key)}, which is not text")
         return FrozenMap(value)
 
     def expected(self) -> str:
-        return "an object whose values are text"
+        return "an object with text as its values"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyOf(Rule):
-    """Alternatives: the first rule that accepts the value wins, and the last one explains a refusal."""
+    """Rule with alternatives: the first one that accepts the value wins, and the last one explains a refusal."""
 
     rules: tuple[Rule, ...]
 
@@ -341,36 +341,37 @@ def _number(value: object) -> float:
 
 
 def _nearest(at: str, key: str, level: Sequence[str], known: tuple[Sequence[str], Sequence[str]]) -> list[str]:
-    """Return the full paths of the known keys (ours, theirs) most like ``key``: in its section first, then anywhere."""
+    """Returns the paths of the known keys (ours, theirs) most like ``key``: in its section first, then anywhere."""
     ours, theirs = known
     here = re.sub(r"\[\d+\]", "", at)
     nested = f"{here}.{key}" if here else key
     if "." in key and nested in (*ours, *theirs):
         return [nested]  # a path written as one key
     if nested in ours and key not in level:
-        return []  # params of another type: the caller lists those of this one
-    beside = [each for each in theirs if _parent_and_word(each)[0] == here]
+        return []  # params of another type: the caller lists the params of this type
+    siblings = [each for each in theirs if _parent_and_word(each)[0] == here]
     # If the exact name exists elsewhere, only a nearly identical key of this section can win.
     ending = f".{key}"
     least = 1 - _HOME if any(each.endswith(ending) or each == key for each in (*ours, *theirs)) else _CLOSE
-    home = _likeness(key, (*(join_path(at, name) for name in level), *beside), least)
-    away = _likeness(key, [each for each in (*ours, *theirs) if _parent_and_word(each)[0] != here], least)
-    best_home, best_away = max(home.values(), default=0.0), max(away.values(), default=0.0)
-    at_home = best_home >= _CLOSE and best_home >= best_away - _HOME
-    scores, best = (home, best_home) if at_home else (away, best_away)
+    home = _likeness(key, (*(join_path(at, name) for name in level), *siblings), least)
+    elsewhere = _likeness(key, [each for each in (*ours, *theirs) if _parent_and_word(each)[0] != here], least)
+    best_home, best_elsewhere = max(home.values(), default=0.0), max(elsewhere.values(), default=0.0)
+    at_home = best_home >= _CLOSE and best_home >= best_elsewhere - _HOME
+    scores, best = (home, best_home) if at_home else (elsewhere, best_elsewhere)
     nearest = [each for each, score in scores.items() if score == best and best >= _CLOSE]
     return [each for each in nearest if each not in theirs][:3] or nearest[:3]
 
 
 @lru_cache(maxsize=4096)
 def _parent_and_word(path: str) -> tuple[str, str]:
-    """The section of a path and its last word in small letters; asked for every known key at each unknown one."""
+    """Returns the section of a path and its last word in lower case; cached, since each unknown key asks for all
+    paths."""
     parent, _, word = path.rpartition(".")
     return parent, word.lower()
 
 
 def _likeness(given: str, known: Iterable[str], least: float) -> dict[str, float]:
-    """Return known path -> similarity of its last word and ``given``, of those that are most similar, from ``least``.
+    """Returns the most similar known paths with the similarity (at least ``least``) of their last word and ``given``.
 
     A path that is less similar than an earlier one may be left out.
     """

@@ -1,7 +1,6 @@
-"""Contents of a config: one frozen dataclass for each JSON object, one line of documentation for each key.
+"""Sections of a config: one frozen dataclass for each JSON object, one line of documentation for each key.
 
-Names are DeepSpeed's wherever DeepSpeed has the same setting. The text under a field is its description in the JSON
-Schema.
+Names are DeepSpeed's wherever it has the same setting. The text under a field is its description in the JSON Schema.
 """
 
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ METRICS = ListOf(each=Text(), noun='a list of names such as ["accuracy"]')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleCosts:
-    """Times of a pipeline rank's whole slice of the model, in any one unit; each stage takes its share of them."""
+    """Times of a pipeline rank's whole part of the model, in any one unit; each stage takes its share of them."""
 
     forward: float = setting(1.0, Real(above=0))
     """Forward of one microbatch."""
@@ -41,31 +40,31 @@ class ScheduleCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Layout of the processes as data x tensor x pipeline, and how the model is cut over them."""
+    """Layout of the processes as data x tensor x pipeline, and the partition of the model over them."""
 
     data: int | Literal["auto"] = setting("auto", AXIS)
-    """Size of the data axis; "auto" takes what tensor and pipeline leave of the world."""
+    """Size of the data axis; "auto": the world size divided by tensor x pipeline."""
     tensor: int | Literal["auto"] = setting(1, AXIS)
-    """Size of the tensor axis: ranks that share every layer."""
+    """Size of the tensor axis: ranks that shard every layer."""
     pipeline: int | Literal["auto"] = setting(1, AXIS)
-    """Size of the pipeline axis: ranks that each hold a run of layers."""
+    """Size of the pipeline axis: ranks that each compute consecutive layers."""
     order: Order = setting("tp-dp-pp", one_of("tp-dp-pp", "tp-pp-dp", noun="an order of the axes"))
-    """Axes from the closest ranks to the farthest: data ranks side by side, or the stages of a replica."""
+    """Axes from the innermost ranks to the outermost: adjacent data ranks, or adjacent stages of a replica."""
     sequence_parallel: bool = setting(False, Flag())
     """Shard the activations between tensor-parallel layers along the sequence."""
     sequence_parallel_regather: bool = setting(False, Flag())
     """Gather sequence-sharded inputs again in the backward instead of keeping them: less memory, more traffic."""
     overlap: Literal["auto", "off", "chunks", "fused"] = setting(
         "auto", one_of("auto", "off", "chunks", "fused", noun="a way to overlap"))  # fmt: skip
-    """How products of tensor ranks overlap with communication; "auto": chunks on GPUs, fused where measured to win."""
+    """Overlap of matrix products with tensor communication; "auto": chunks on GPUs, fused where measured faster."""
     overlap_buffer_bytes: int = setting(1 << 24, SIZE)
-    """Fused: bytes that a rank can send to another in one product; larger products go by collectives."""
+    """Fused: bytes that a rank can send to another in one product; larger products use collectives."""
     schedule: str = setting("1f1b", AnyOf(
         rules=(Choice(options=SCHEDULES, noun="a schedule"), Text(noun="a schedule", ends=(".csv", ".txt"))),
         remedy=f"give {', '.join(SCHEDULES)}, or the path of a .csv or .txt file of actions"))  # fmt: skip
     """Pipeline schedule: a name, or the path of a .csv or .txt file of action tokens."""
     schedule_costs: ScheduleCosts | None = setting(None, Section(cls=ScheduleCosts, null=True))
-    """Times for which zb-h1 and zb-v choose their order; null: measured ones with balance "time", else equal ones."""
+    """Times by which zb-h1 and zb-v choose their order; null: measured times with balance "time", else equal times."""
     virtual_stages: int = setting(1, SIZE)
     """Model stages on each pipeline rank, for schedules with virtual stages."""
     split: Literal["auto"] | tuple[str, ...] = setting("auto", AnyOf(
@@ -73,54 +72,54 @@ class ParallelConfig:
         remedy='give "auto" or a list of the module names that begin a stage'))  # fmt: skip
     """First modules of the pipeline stages: "auto", or a list of module names."""
     balance: Literal["flops", "time"] = setting("flops", one_of("flops", "time", noun="a measure of work"))
-    """Measure of work that stages share equally: counted FLOPs, or seconds measured before the run."""
+    """Measure of work that is balanced over stages: counted FLOPs, or seconds measured before the run."""
     activation_limit_bytes: int | None = setting(None, Int(low=1, null=True))
-    """Limit of activation bytes on a rank for schedule "auto"; null allows about what 1f1b needs."""
+    """Limit of activation bytes on a rank for schedule "auto"; null allows about the need of 1f1b."""
     tensor_plan: str | Mapping[str, str] = setting("auto", AnyOf(
         rules=(AUTO, TextMap(), Text()),
         remedy='give "auto", an object {"name pattern": "style"}, or the path of a JSON file'))  # fmt: skip
-    """Sharding styles of the tensor ranks: "auto", an object from name patterns to styles, or a file of one."""
+    """Sharding styles of the tensor ranks: "auto", an object from name patterns to styles, or a file with one."""
     gpus_per_node: int | None = setting(None, Int(low=1, null=True))
-    """GPUs of a node, for plans: tensor groups that cross nodes are noted, and priced by trine plan; null: unknown."""
+    """GPUs of a node; plans note tensor groups that cross nodes, and trine plan adds their cost; null: unknown."""
     tensor_proof: Literal["auto", "full"] = setting("auto", one_of("auto", "full", noun="a proof of the tensor plan"))
-    """Weights in the search and proof: "auto": large matrices are products of thin ones; "full": all numbers."""
+    """Weights in the search and proof: "auto": large matrices are low-rank products; "full": all elements are drawn."""
     prove_plan: bool = setting(True, Flag())
-    """Prove a written ``tensor_plan`` before training: its outputs and gradients are those of the whole model."""
+    """Prove a written ``tensor_plan`` before training: outputs and gradients equal those of the whole model."""
     check_replicas: bool = setting(True, Flag())
-    """Compare the gradients that all tensor ranks should compute alike, in the first step."""
+    """Compare the gradients of tensor-replicated parameters over the tensor ranks, in the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Placement of the optimizer state: masters and moments, which the host updates where they lie with it."""
+    """Placement of the optimizer state (masters and moments); the host updates the state that it stores."""
 
     device: Literal["none", "cpu", "nvme"] = setting("none", one_of("none", "cpu", "nvme", noun="a place for state"))
     """none: on the GPU; cpu: in host memory, updated by the host; nvme: moments on disk, the rest as with cpu."""
     ratio: float | Literal["auto"] = setting(1.0, AnyOf(
         rules=(AUTO, Real(low=0, high=1)), remedy='give a number from 0 to 1, or "auto"'))  # fmt: skip
-    """Part of the elements whose state is placed there, in whole buckets; "auto": the smallest within memory_limit."""
+    """Fraction of the elements with offloaded state, in whole buckets; "auto": the smallest within memory_limit."""
     memory_limit: float | None = setting(None, Real(above=0, null=True))
-    """GiB of a GPU that state may take by the plan, for ratio "auto"; activations come beside it."""
+    """GiB of planned state that a GPU may store, for ratio "auto"; activations are not included."""
     pin_memory: bool = setting(True, Flag())
-    """Page-lock the memory of the host that is copied from or to, so that copies run beside computation."""
+    """Page-lock the host memory of copies, so that copies overlap with computation."""
     nvme_path: str | None = setting(None, FOLDER)
     """Folder on the disk, for device nvme."""
     buffer_count: int = setting(4, Int(low=2))
-    """Buckets whose moments may be in host memory at a time, for device nvme."""
+    """Buckets with moments in host memory at a time, for device nvme."""
     map_memory: bool = setting(False, Flag())
-    """For device nvme: all other state in host memory lies in files there too, written out when memory is short."""
+    """For device nvme: map all other state in host memory to files there too, written out when memory is short."""
     delayed_update: bool = setting(False, Flag())
-    """Update beside the next step, whose gradients are then computed with weights that lack it; for device cpu."""
+    """Overlap the update with the next step, whose gradients then use weights without that update; for device cpu."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadParamConfig:
-    """Placement of the shards of parameters at stage 3; a bucket is on the device while it is gathered."""
+    """Placement of parameter shards at stage 3; a bucket is on the device while it is gathered."""
 
     device: Literal["none", "cpu", "nvme"] = setting("none", one_of("none", "cpu", "nvme", noun="a place for weights"))
-    """none: on the GPU; cpu: in host memory; nvme: as cpu, which a note says."""
+    """none: on the GPU; cpu: in host memory; nvme: as cpu, with a note."""
     pin_memory: bool = setting(True, Flag())
-    """Page-lock that memory, so that copies run beside computation."""
+    """Page-lock that memory, so that copies overlap with computation."""
 
 
 HOST_BUCKET, GPU_BUCKET = 4_000_000, 64_000_000
@@ -130,35 +129,35 @@ takes a launch of every kernel of the update."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroConfig:
-    """Optimizer state, gradients and parameters that the data ranks shard instead of holding full copies."""
+    """Optimizer state, gradients and parameters that the data ranks shard instead of storing full copies."""
 
     stage: Literal[0, 1, 2, 3] = setting(0, Choice(options=(0, 1, 2, 3), noun="a ZeRO stage"))
     """0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too."""
     reduce: Literal["step", "microbatch"] = setting("step", one_of("step", "microbatch", noun="a reduce mode"))
     """Reduce gradients once per step, or after every microbatch (less memory, more traffic)."""
     gather: Literal["microbatch", "step"] = setting("microbatch", one_of("microbatch", "step", noun="a gather mode"))
-    """At stage 3, gather parameters for every microbatch, or once per step and keep them (more memory)."""
+    """At stage 3, gather parameters for every microbatch, or once per step and retain them (more memory)."""
     keep_gathered_bytes: int = setting(0, COUNT)
-    """At stage 3, bytes of gathered parameters that may be kept over the microbatches of a step."""
+    """At stage 3, bytes of gathered parameters that may be retained over the microbatches of a step."""
     reduce_bucket_size: int | None = setting(None, Int(low=1, null=True))
     """Elements reduced in one collective; null: 4000000 on CPUs, 64000000 on GPUs."""
     zero_quantized_weights: bool = setting(False, Flag())
-    """Gather parameters in fewer bits: at stage 3, and at stages 1 and 2 those that have a master (bf16, fp16)."""
+    """Gather parameters in fewer bits: all at stage 3, parameters with a master (bf16, fp16) at stages 1 and 2."""
     zero_quantized_weights_bits: Literal[8, 4] = setting(8, Choice(options=(8, 4), noun="a number of bits"))
     """Bits of a gathered weight."""
     zero_quantized_gradients: bool = setting(False, Flag())
-    """Reduce gradients in fewer bits, and add them in fp32; within nodes first, if parallel.gpus_per_node is given."""
+    """Reduce gradients in fewer bits, and sum them in fp32; within nodes first, if parallel.gpus_per_node is given."""
     zero_quantized_gradients_bits: Literal[8, 4, 1] = setting(8, Choice(options=(8, 4, 1), noun="a number of bits"))
-    """Bits of a gradient on the wire; 1: signs, with error feedback alone."""
+    """Bits of a gradient on the wire; 1: signs, only with error feedback."""
     zero_gradient_error_feedback: bool = setting(False, Flag())
-    """Add what an encoding leaves out of gradients to the next one; takes 4 bytes an element of each bucket."""
+    """Add the rounding error of encoded gradients to the next step's; takes 4 bytes an element of each bucket."""
     zero_quantized_block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, BLOCKS)
     """Elements that share a scale (fp32) on the wire."""
     zero_hpz_partition_size: int | Literal["auto"] = setting(1, AnyOf(
         rules=(AUTO, COUNT), remedy='give a number of data ranks, or "auto"'))  # fmt: skip
-    """At stage 3, data ranks of a node, which keep gathered parameters as shards among them; 1 or 0: none do."""
+    """At stage 3, data ranks of a node that retain gathered parameters as shards among them; 1 or 0: none."""
     shard_size: int | None = setting(None, Int(low=2, null=True))
-    """Data ranks that share one copy of what the stage shards, side by side (MiCS, HSDP); null: all of them."""
+    """Adjacent data ranks that share one copy of the sharded state (MiCS, HSDP); null: all data ranks."""
     offload_optimizer: OffloadConfig = setting(OffloadConfig(), Section(cls=OffloadConfig))
     """Placement of the optimizer state."""
     offload_param: OffloadParamConfig = setting(OffloadParamConfig(), Section(cls=OffloadParamConfig))
@@ -175,13 +174,13 @@ class WireConfig:
     """Activations and their gradients in fewer bits between ranks; every element of them is rounded."""
 
     pipeline: Literal["exact", "bf16", "fp16", "int8", "int4"] = setting("exact", NUMBERS)
-    """What stages send each other: in int8 and int4 an element errs by half a scale, max |block| / 127 or / 7."""
+    """Messages between stages; error of an element: half a scale, max |block| / 127 (int8) or / 7 (int4)."""
     tensor: Literal["exact", "bf16", "fp16", "int8", "int4"] = setting("exact", NUMBERS)
-    """What tensor ranks sum and gather: a sum errs by half a scale of each rank and of the sum; logits stay exact."""
+    """Sums and gathers of tensor ranks: a sum errs by half a scale of each rank and of the sum; logits stay exact."""
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(256, BLOCKS)
     """Elements that share a scale (fp32), with int8 and int4."""
     error_feedback: bool = setting(False, Flag())
-    """Add what messages between stages leave out of gradients to the next ones; takes 4 bytes an element of them."""
+    """Add the rounding error of gradients between stages to the next message; takes 4 bytes an element of a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,11 +190,11 @@ class QuantizeFrozenConfig:
     dtype: Literal["int8", "nf4"] = setting("nf4", Choice(
         options=("int8", "nf4"), noun="a format of frozen weights", also=FrozenMap({"4bit": "nf4", "8bit": "int8"}),
         remedy='give "int8", or "nf4" for 4 bits'))  # fmt: skip
-    """int8: an error of up to max |block| / 254; nf4: 16 quantiles of a normal distribution, 4 bits."""
+    """int8: error of up to max |block| / 254; nf4: 16 quantiles of a normal distribution, 4 bits."""
     block_size: Literal[64, 128, 256, 512, 1024, 2048] = setting(64, BLOCKS)
     """Columns of a row that share a scale (fp32)."""
     skip: tuple[str, ...] = setting((), GLOBS)
-    """Name patterns of parameters that stay as they are, beside heads, embeddings and adapters."""
+    """Name patterns of further parameters that stay unquantized; heads, embeddings and adapters always do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,12 +202,12 @@ class TorchAutocastConfig:
     """Forwards inside torch.autocast, with the model in fp32 or bf16."""
 
     enabled: bool = setting(False, Flag())
-    """Enter torch.autocast around every forward, as the user may do himself."""
+    """Enter torch.autocast around every forward."""
     dtype: Literal["bfloat16"] = setting("bfloat16", Choice(
         options=("bfloat16",), noun="a dtype of autocast",
         also=FrozenMap({"bf16": "bfloat16", "torch.bfloat16": "bfloat16"}),
         remedy='give "bfloat16", or fp16.enabled instead, which scales the loss'))  # fmt: skip
-    """dtype of the operators that autocast casts."""
+    """Dtype of the operators that autocast casts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,13 +215,13 @@ class Bf16Config:
     """Training in bfloat16."""
 
     enabled: bool = setting(False, Flag())
-    """Hold the model in bfloat16."""
+    """Store the model in bfloat16."""
     bf16_master_weights_and_grads: bool = setting(False, Flag())
-    """Keep no fp32 copies of weights and gradients: updates are computed in fp32 and rounded stochastically."""
+    """Store no fp32 copies of weights and gradients: updates are computed in fp32 and rounded stochastically."""
     bf16_optimizer_states: bool = setting(False, Flag())
-    """Keep optimizer state in bfloat16 too, rounded in the same way."""
+    """Store optimizer state in bfloat16 too, rounded stochastically."""
     check_grad_overflow: bool = setting(True, Flag())
-    """Skip a step whose gradients are not finite; false makes such a step anyway."""
+    """Skip a step with non-finite gradients; false makes the step anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +229,7 @@ class Fp16Config:
     """Training in float16 with a loss scale."""
 
     enabled: bool = setting(False, Flag())
-    """Hold the model in float16."""
+    """Store the model in float16."""
     loss_scale: float = setting(0.0, Real(low=0, remedy="give a number, 0 means a dynamic scale"))
     """Fixed loss scale; 0 makes it dynamic."""
     initial_scale_power: int = setting(16, Int(low=0, high=127))
@@ -238,7 +237,7 @@ class Fp16Config:
     loss_scale_window: int = setting(1000, SIZE)
     """Steps without overflow before the dynamic scale doubles."""
     hysteresis: int = setting(2, SIZE)
-    """Number of the overflow at which the dynamic scale halves, as at every later one; earlier ones are tolerated."""
+    """Number of the overflow at which the dynamic scale begins to halve; earlier overflows leave it unchanged."""
     consecutive_hysteresis: bool = setting(False, Flag())
     """Restore the tolerance after every good step; false restores it after every doubling."""
     min_loss_scale: float = setting(1.0, Real(above=0))
@@ -247,32 +246,32 @@ class Fp16Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointingConfig:
-    """Activation checkpointing: activations of the forward that the backward recomputes instead of keeping them, or
-    that wait on the host."""
+    """Activation checkpointing: recomputation in the backward instead of storing activations, or offload to the
+    host."""
 
     mode: Literal["none", "full", "selective", "offload"] = setting(
         "none", one_of("none", "full", "selective", "offload", noun="a checkpointing mode")
     )
-    """none: keep all; full: recompute every block; selective: recompute what ``save`` or ``every`` leaves out; offload:
-    keep all, on the host."""
+    """none: store all; full: recompute every block; selective: recompute all but ``save``, or the blocks of ``every``;
+    offload: store all on the host."""
     save: tuple[str, ...] | None = setting(None, ListOf(
         each=OperatorName(noun="an operator"), noun='a list of operators such as ["matmul", "attention", "aten.bmm"]',
         null=True))  # fmt: skip
-    """With mode selective, operators whose outputs are kept, as are sums over tensor ranks; null: matmul, attention."""
+    """With mode selective, operators with stored outputs, as sums over tensor ranks have; null: matmul, attention."""
     every: int | None = setting(None, Int(low=1, null=True))
-    """With mode selective, recompute every n-th block in full and keep the others; with mode offload, blocks whose
-    activations go to the host, null: all."""
+    """With mode selective, recompute every n-th block in full and store the others; with mode offload, offload the
+    activations of every n-th block, null: of all."""
     others: Literal["none", "full", "selective"] = setting(
         "none", one_of("none", "full", "selective", noun="a checkpointing mode")
     )
     """With mode offload and ``every``, the mode of the other blocks."""
     inputs: Literal["device", "host"] = setting("device", one_of("device", "host", noun="a place"))
-    """Where recomputed blocks keep their inputs."""
+    """Place in which recomputed blocks store their inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """When and where checkpoints are written."""
+    """Checkpoints: their folder, interval and number."""
 
     folder: str | None = setting(None, FOLDER)
     """Folder of the run's checkpoints; null writes them only on request."""
@@ -281,9 +280,9 @@ class CheckpointConfig:
     keep: int = setting(2, SIZE)
     """Number of the newest checkpoints to keep."""
     frozen: bool = setting(True, Flag())
-    """Store frozen parameters too; false: a load leaves those of the model as they are, a base under adapters."""
+    """Store frozen parameters too; false: a load leaves the model's unchanged, such as the base of adapters."""
     memory_every: int = setting(0, COUNT)
-    """Steps between copies in the memory of two hosts, from which a job goes on that has lost one of them; 0: none."""
+    """Steps between copies in the memory of two hosts, from which a job resumes after it lost one host; 0: none."""
     asynchronous: bool = setting(True, Flag(), key="async")
     """Write checkpoints in the background."""
     on_failure: Literal["continue", "stop"] = setting("continue", one_of("continue", "stop", noun="a reaction"))
@@ -294,10 +293,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmaConfig:
-    """Exponential moving average of the weights, kept beside the optimizer state."""
+    """Exponential moving average of the weights, stored with the optimizer state."""
 
     decay: float = setting(0.999, Real(low=0, below=1))
-    """Part of the average that an update leaves; the weights have the rest."""
+    """Fraction of the average that remains after an update; the weights contribute the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +308,7 @@ class MonitorConfig:
     tensorboard: str | None = setting(None, FOLDER)
     """Folder of the TensorBoard log."""
     csv: str | None = setting(None, FOLDER)
-    """File that receives the same as lines of comma-separated values."""
+    """File that receives the same figures as lines of comma-separated values."""
     wandb: str | None = setting(None, FOLDER)
     """Project of Weights & Biases that receives them."""
     mlflow: str | None = setting(None, FOLDER)
@@ -317,15 +316,15 @@ class MonitorConfig:
     every: int = setting(10, SIZE)
     """Steps between two logged lines."""
     progress: bool = setting(False, Flag())
-    """Print a line for each of them on rank 0."""
+    """Print a line every ``every`` steps on rank 0."""
     metrics: tuple[str, ...] = setting((), METRICS)
     """Names of further values that ``loss_fn`` returns, averaged over microbatches and data ranks."""
     expert_load: bool = setting(False, Flag())
-    """Count the rows that each expert of a mixture of experts is given, over all microbatches and data ranks."""
+    """Count the rows routed to each expert of a mixture of experts, over all microbatches and data ranks."""
     report: str | None = setting(None, FOLDER)
-    """Folder that receives what ``trine report`` shows: the logged steps, and a small file of each rank."""
+    """Folder that ``trine report`` reads: the logged steps, and a small file of each rank."""
     profile: str | None = setting(None, Text(noun="a range of steps", null=True, remedy='give "A:B", or null'))
-    """Steps "A:B" whose actions, collectives and messages all ranks write as a trace into the folder of ``report``."""
+    """Steps "A:B"; all ranks write their actions, collectives and messages as a trace into the folder of ``report``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,11 +332,11 @@ class IntegrityConfig:
     """Detection of silent corruption: bits that flip, copies that differ, machines that compute wrongly."""
 
     every: int = setting(0, Int(low=0, remedy="give a whole number, 0 checks nothing"))
-    """Steps within which a changed bit of weights or optimizer state is found; 0: no digest is taken."""
+    """Steps within which a changed bit of weights or optimizer state is detected; 0: no digest is computed."""
     rerun: bool = setting(False, Flag())
-    """Run every ``every``-th ``train_batch`` again before its update, and name ranks that compute something else."""
+    """Run every ``every``-th ``train_batch`` again before its update, and name ranks with a different result."""
     on_failure: Literal["raise", "warn"] = setting("raise", one_of("raise", "warn", noun="a reaction"))
-    """Reaction to corruption: raise on all ranks and save nothing of it, or log it and go on."""
+    """Reaction to corruption: raise on all ranks and save no corrupt state, or log it and continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,28 +344,28 @@ class CommunicationConfig:
     """Communication between ranks."""
 
     timeout_seconds: int = setting(600, Int(low=1, high=10**6))
-    """Seconds after which a rank that waits for another one gives up: to meet, in a collective, in a save.
-    TRINE_TIMEOUT_SECONDS in the environment is stronger."""
+    """Seconds after which a rank stops waiting for another one: in a rendezvous, a collective or a save.
+    The environment variable TRINE_TIMEOUT_SECONDS overrides it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchdogConfig:
-    """Reactions to a run that stands still."""
+    """Detection of hung and slow ranks."""
 
     enabled: bool = setting(True, Flag())
     """Name the rank for which others wait, and end the job, after half of communication.timeout_seconds, before a
     collective gives up. TRINE_WATCHDOG_SECONDS in the environment is stronger."""
     folder: str | None = setting(None, FOLDER)
-    """Folder of the report about a job that stood still; null: that of the checkpoints, if there is one."""
+    """Folder of the report about a hung job; null: the folder of the checkpoints, if there is one."""
     straggler_factor: float | None = setting(2.0, Real(
         above=1, null=True, remedy="give a number above 1, or null to call nobody slow"))  # fmt: skip
-    """A rank that computes so many times as long as others of its pipeline stage is named once, as slow."""
+    """A rank is named once as slow if it computes this many times as long as the other ranks of its pipeline stage."""
     straggler_steps: int = setting(100, SIZE)
-    """Steps over which this is compared."""
+    """Steps over which compute times are compared."""
 
 
 def check_installed(monitor: MonitorConfig) -> None:
-    """Refuse a log whose package is not installed, on every rank, before anything is started."""
+    """Refuses a log without its installed package, on every rank, before anything is started."""
     for key, install in (("tensorboard", "'trine[ui]'"), ("wandb", "wandb"), ("mlflow", "mlflow")):
         if (value := getattr(monitor, key)) and find_spec(key) is None:
             raise ConfigError(

@@ -15,24 +15,24 @@ _FACTOR = Real(low=0, high=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstantLRParams:
-    """A fraction of the rate for some steps, then the rate."""
+    """Fraction of the rate for some steps, then the rate."""
 
     factor: float = setting(1 / 3, _FACTOR)
     """Fraction of the rate at the start."""
     total_iters: int = setting(5, _SIZE)
-    """Steps with that fraction."""
+    """Steps with the fraction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLRParams:
-    """From one fraction of the rate to another, in a line."""
+    """Linear change from one fraction of the rate to another."""
 
     start_factor: float = setting(1 / 3, Real(above=0, high=1))
     """Fraction of the rate at the start."""
     end_factor: float = setting(1.0, _FACTOR)
     """Fraction of the rate at the end."""
     total_iters: int = setting(5, _SIZE)
-    """Steps between them."""
+    """Steps of the change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class MultiStepLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CosineAnnealingLRParams:
-    """Along a cosine to the lowest rate (Loshchilov and Hutter 2017)."""
+    """Cosine down to the lowest rate (Loshchilov and Hutter 2017)."""
 
     T_max: int = setting(1, _SIZE, required=True)
     """Steps to the lowest rate."""
@@ -85,19 +85,19 @@ class CosineAnnealingLRParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CosineAnnealingWarmRestartsParams:
-    """Cosines one after another (Loshchilov and Hutter 2017)."""
+    """Cosines in sequence, each from the full rate (Loshchilov and Hutter 2017)."""
 
     T_0: int = setting(1, _SIZE, required=True)
     """Steps of the first cosine."""
     T_mult: int = setting(1, _SIZE)
-    """Factor by which each cosine is longer than the one before."""
+    """Factor by which each cosine is longer than the previous one."""
     eta_min: float = setting(0.0, _NOT_NEGATIVE)
     """The lowest rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneCycleLRParams:
-    """torch's form of one cycle up and down (Smith 2018)."""
+    """One cycle up and down, in torch's form (Smith 2018)."""
 
     max_lr: float = setting(1e-3, _NOT_NEGATIVE, required=True)
     """Rate at the peak."""
@@ -114,9 +114,9 @@ class OneCycleLRParams:
     max_momentum: float = setting(0.95, _FACTOR)
     """Momentum at the start and the end."""
     div_factor: float = setting(25.0, Real(above=0))
-    """Peak over the rate at the start."""
+    """Ratio of the peak to the rate at the start."""
     final_div_factor: float = setting(1e4, Real(above=0))
-    """Rate at the start over the rate at the end."""
+    """Ratio of the rate at the start to the rate at the end."""
     three_phase: bool = setting(False, Flag())
     """Fall to the rate at the start first, and below it in a third phase."""
 

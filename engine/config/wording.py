@@ -16,7 +16,7 @@ _PLAIN_KEY = re.compile(rf"[\w$-]{{1,{_ROOM}}}")
 
 
 def shown_value(value: object) -> str:
-    """Format the value as the user wrote it, shortened."""
+    """Formats the value as the user wrote it, shortened."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -26,14 +26,14 @@ def shown_value(value: object) -> str:
 
 
 def show_path(name: str) -> str:
-    """Format the path of a file; JSON text that was given by mistake is shortened."""
+    """Formats the path of a file; JSON text passed by mistake is shortened."""
     if name.isprintable() and 0 < len(name) <= _PATH_ROOM:
         return name
     return shown_value(name) if len(name) <= _PATH_ROOM else printable(name[: _ROOM - 3]) + "..."
 
 
 def join_path(at: str, key: object) -> str:
-    """Join a JSON path and a key below it; unusual keys, such as one with a dot, are quoted."""
+    """Joins a JSON path and a key below it; unusual keys, such as one with a dot, are quoted."""
     word = key if isinstance(key, str) else shown_value(key)
     if not _PLAIN_KEY.fullmatch(word):
         word = shown_value(word)
@@ -41,30 +41,30 @@ def join_path(at: str, key: object) -> str:
 
 
 def kind(value: object) -> str:
-    """Name the kind of a JSON value in plain words."""
+    """Names the kind of a JSON value in plain words."""
     words = ((bool, "a true/false value"), (type(None), "no value"), (str, "text"), (RealNumber, "a number"),
              (Mapping, "an object"), ((list, tuple), "a list"))  # fmt: skip
     return next((word for types, word in words if isinstance(value, types)), f"a {type(value).__name__}")
 
 
 def either(numbers: Sequence[int]) -> str:
-    """Name numbers as a choice: "1, 2 or 4"."""
+    """Names numbers as a choice: "1, 2 or 4"."""
     words = [str(number) for number in numbers]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors that a message suggests; of a large number, only those up to 4096."""
+    """Returns the divisors that a message suggests; of a large number, only those up to 4096."""
     return [size for size in range(1, min(number, 4096) + 1) if number % size == 0]
 
 
 def printable(text: str) -> str:
-    """Escape all characters without a visible sign: control characters, lone surrogates, direction marks."""
+    """Escapes all characters without a visible sign: control characters, lone surrogates, direction marks."""
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """Yield JSON text piece by piece; each level adds a character or more, so a reader who stops limits the depth."""
+    """Yields JSON text piece by piece; each level adds a character or more, so a reader that stops limits the depth."""
     if isinstance(value, str):
         yield printable(json.dumps(value[:_ROOM], ensure_ascii=False))
     elif isinstance(value, Mapping):

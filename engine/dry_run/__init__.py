@@ -1,1 +1,1 @@
-"""A rank of a plan runs its actions on shapes: nothing is computed or sent, and what lives is counted."""
+"""Dry run of a plan's ranks on shapes: nothing is computed or sent, and live bytes are counted."""

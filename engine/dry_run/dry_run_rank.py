@@ -1,4 +1,4 @@
-"""One rank of a plan, built of shapes, plays a short step of its stages; each action tells what it does to memory.
+"""Dry run of one rank of a plan: a rank of shapes plays a short step, and the memory of each action is recorded.
 
 The runtime is that of training: sharded layers, operators, recomputation, gathers, reducers. So what is counted is
 what the run holds. Per stage, the first, a middle and the last microbatch are played, in the order F .. F B .. B of one
@@ -10,8 +10,8 @@ Messages of a rank whose neighbours do not exist: what would arrive has shapes a
 
 A copy of a model whose parameters have shapes and no content, and the backend of a rank that is alone.
 
-Parameters are FakeTensors that claim the CPU, so that torch and the model take the paths of the run (autocast, fused
-attention). What code makes without a parameter, such as masks and positions, is real: its content may choose a path.
+Parameters are FakeTensors that claim the CPU, so that torch and the model take the code paths of the run (autocast,
+fused attention). Other tensors, such as masks and positions, are real: their content may choose a path.
 """
 
 import gc
@@ -53,12 +53,12 @@ CPU = torch.device("cpu")
 
 
 def shape_mode() -> FakeTensorMode:
-    """The mode of one rehearsal; real tensors may meet those without content."""
+    """Returns the mode of one dry run; real tensors may be mixed with tensors without content."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def take_content(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Put shapes in the place of parameters, and of buffers on the meta device; ties stay."""
+    """Replaces parameters, and buffers on the meta device, by shapes; ties stay."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -80,7 +80,7 @@ def _shape_of(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shapes of operators that run on the CPU, and that torch's own rules for tensors without content refuse."""
+    """Shapes of operators that run on the CPU but that torch's FakeTensor rules refuse."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,7 +96,8 @@ class MissingShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
-    """Rows sorted by group meet one matrix each; two matrices whose inner dim is sorted give one for each group."""
+    """Returns the result's shape: rows sorted by group times a matrix each, or a product per group of a sorted inner
+    dim."""
     shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
     if left.ndim == right.ndim:
         groups = left.shape[0] if left.ndim == 3 or ends is None else len(ends)
@@ -105,10 +106,10 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 class EqualRanksBackend(RecordingBackend):
-    """Moves nothing: every other rank seems to hold and do what this one does.
+    """Backend that moves nothing: every other rank seems to have and do the same as this one.
 
     Args:
-        exchanges: reduce-scatters take a second tensor until they are waited for, as those of gloo do.
+        exchanges: reduce-scatters allocate a second tensor until they are waited for, as gloo's do.
     """
 
     def __init__(self, grid: Grid, exchanges: bool) -> None:
@@ -116,8 +117,8 @@ class EqualRanksBackend(RecordingBackend):
         self._exchanges = exchanges
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """Leave this rank's slice of ``full`` in ``shard``."""
-        if not self._exchanges or axis == "tp":  # which shares memory
+        """Stores this rank's slice of ``full`` in ``shard``."""
+        if not self._exchanges or axis == "tp":  # the tensor axis shares memory
             return super().reduce_scatter(shard, full, axis)
         received, ranks = torch.empty_like(full), self._grid.size(axis)
 
@@ -131,15 +132,15 @@ class EqualRanksBackend(RecordingBackend):
         return finish
 
     def all_gather(self, full: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        """Copy ``shard`` to every slice of ``full``."""
+        """Copies ``shard`` to every slice of ``full``."""
         super().all_gather(full, shard, axis)
         if isinstance(full, FakeTensor):
-            return lambda: None  # which has no content
+            return lambda: None  # a FakeTensor has no content
         full.view(self._grid.size(axis), -1).copy_(shard.view(-1))
         return lambda: None
 
     def gather_parameters(self, pairs: Sequence[tuple[Tensor, Tensor]], within: int | None = None) -> Wait:
-        """Copy each shard to every slice of its full tensor."""
+        """Copies each shard to every slice of its full tensor."""
         super().gather_parameters(pairs, within)
         for full, shard in pairs:
             if not isinstance(full, FakeTensor):
@@ -148,10 +149,10 @@ class EqualRanksBackend(RecordingBackend):
 
 
 class DryRunTransport:
-    """Between stages of this rank messages are passed on; others are noted, and their buffers are left out of ``live``.
+    """Transport that passes messages between stages of this rank, and notes all others, outside of ``live``.
 
-    The walk over the schedule counts buffers, since they are used by several microbatches, and sent tensors, since the
-    schedule tells when a send has completed.
+    The walk over the schedule counts the buffers, since several microbatches use them, and the sent tensors, since the
+    schedule determines when a send completes.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class DryRunTransport:
         self.kept: list[MessageBuffer] = []
 
     def send(self, message: Message, tensor: Tensor, exact: bool = True) -> None:
-        """Hold what is sent to another rank until :meth:`complete`, or until its gradient has come."""
+        """Retains a tensor sent to another rank until :meth:`complete`, or until its gradient arrives."""
         if self._is_own(message):
             self._own.send(message, tensor)
         elif abs(message.target - message.source) == 1:
@@ -175,7 +176,7 @@ class DryRunTransport:
             self._far[message] = tensor.detach().contiguous()
 
     def receive(self, message: Message, shape: Sequence[int], dtype: torch.dtype, exact: bool = True) -> Arrival:
-        """A tensor of this shape."""
+        """Returns a tensor of this shape."""
         if self._is_own(message):
             return self._own.receive(message, shape, dtype)
         with self._shapes():
@@ -185,14 +186,14 @@ class DryRunTransport:
         return tensor.detach
 
     def release(self, flow: Flow, stage: int, microbatch: int) -> None:
-        """Do nothing: :meth:`complete` does."""
+        """Does nothing, since :meth:`complete` releases sends."""
 
     def delivered(self, message: Message) -> None:
-        """Let go of a send past a neighbouring stage."""
+        """Releases a send past a neighbouring stage."""
         self._far.pop(message, None)
 
     def recycle(self, tensor: Tensor) -> None:
-        """Note whether the buffer serves again, or stays with somebody."""
+        """Notes whether the buffer can be reused, or is still referenced."""
         if not self._buffers.lent(tensor):
             return
         buffer = _buffer(tensor)
@@ -203,12 +204,12 @@ class DryRunTransport:
             self._live.take_in(tensor)
 
     def complete(self) -> None:
-        """All sends to neighbours have completed; begin new notes."""
+        """Completes all sends to neighbours, and begins new notes."""
         self._near.clear()
         self.taken, self.given_back, self.kept = [], [], []
 
     def finish(self) -> None:
-        """The step is over."""
+        """Ends the step."""
         self.complete()
         self._far.clear()
 
@@ -225,33 +226,33 @@ FIRST, SECOND, MIDDLE, LAST = range(4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunStep:
-    """What the actions of a rank do to memory in a steady step."""
+    """Memory of the actions of a rank in a steady step."""
 
     actions: dict[tuple[Op, int, int], ActionMemory]
-    """By operation, stage and place of the microbatch: FIRST, SECOND, MIDDLE or LAST."""
+    """Memory by operation, stage and place of the microbatch: FIRST, SECOND, MIDDLE or LAST."""
     base: int
-    """Bytes that live between steps."""
+    """Live bytes between steps."""
     end_rise: int
-    """Most bytes while the last gradients are reduced, above those between steps."""
+    """Peak of live bytes while the last gradients are reduced, minus the live bytes between steps."""
 
     def memory_of(self, action: Action, number: int, total: int) -> ActionMemory:
-        """Memory of the action that is the n-th of ``total`` of its stage and operation."""
+        """Returns the memory of the action that is the n-th of ``total`` of its stage and operation."""
         place = LAST if number == total - 1 else min(number, MIDDLE)
         return self.actions[action.op, action.stage, place]
 
     def on_stages(self, stages: Mapping[int, int]) -> "DryRunStep":
-        """The same of a rank that has other stages; ``stages``: from this rank's to that one's."""
+        """Returns the same for a rank with other stages; ``stages`` maps this rank's stages to that rank's."""
         actions = {(op, stages[stage], place): memory for (op, stage, place), memory in self.actions.items()}
         return replace(self, actions=actions)
 
 
 class DryRunRank:
-    """The runtime of one rank over shapes.
+    """Runtime of one rank over shapes.
 
     Args:
-        model: as it was given to the plan; a copy is used.
+        model: as it was passed to the plan; a copy is used.
         example: one microbatch; on the meta device it stands for zeros.
-        kernels: choices for a device that is not here; None: those of the CPU.
+        kernels: choices for an absent device; None: those of the CPU.
     """
 
     def __init__(
@@ -281,16 +282,17 @@ class DryRunRank:
         self._runtime.on_host.observer = self.live.leave_out
 
     def trace_like(self, other: "DryRunRank") -> None:
-        """Take the traces of another pipeline rank of the same plan, which has stepped."""
+        """Takes over the traces of another pipeline rank of the same plan, which has stepped."""
         own, others = self._runtime.pipeline, other._runtime.pipeline
         if own is not None and others is not None:
             own.traces.take(others.traces)
 
     def step(self) -> DryRunStep:
-        """Play a step to warm up, then one that counts for each kind of backward that the schedule has."""
+        """Plays a step to warm up, then a measured step for each kind of backward in the schedule."""
         found: dict[tuple[Op, int, int], ActionMemory] = {}
         end_rise, row = 0, self.plan.schedule.per_rank[self._pp]
         with self._dry_running():
+            # buffers that are allocated once and reused must not count as memory of an action
             self._play(short_row(row, 1, splits=True))
             self._reduce()
             base = self.live.bytes
@@ -302,11 +304,11 @@ class DryRunRank:
         return DryRunStep(actions=found, base=base, end_rise=end_rise)
 
     def watch(self, modules: Sequence[str]) -> list[int]:
-        """Return a list that receives the bytes that live as each of ``modules`` returns in a forward."""
+        """Returns a list that receives the live bytes as each of ``modules`` returns in a forward."""
         levels = list[int]()
 
         def note(*_: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # a backward that recomputes calls it again
+            if torch._C._current_graph_task_id() == -1:  # recomputation in the backward calls the hook again
                 gc.collect()
                 levels.append(self.live.bytes)
 
@@ -315,7 +317,7 @@ class DryRunRank:
         return levels
 
     def play(self) -> None:
-        """Play a step with its update, for whoever looks at what is launched and not at memory."""
+        """Plays a step with its update, for a caller that records launches instead of memory."""
         row = self.plan.schedule.per_rank[self._pp]
         splits = any(action.op is Op.BACKWARD_INPUT for action in row)
         with self._dry_running():
@@ -338,7 +340,7 @@ class DryRunRank:
     def _dry_running(self) -> Iterator[None]:
         if self._runtime.pipeline is not None:
             self._runtime.pipeline.traces.refresh()
-        self._runner(1).trace_all()  # here, since there are no operators to count: all microbatches are alike
+        self._runner(1).trace_all()  # outside the counted region: all microbatches have the same trace
         with _cycles_end_with_actions(), self._attention(), self.live, MissingShapes(), torch.enable_grad():
             yield
 
@@ -368,7 +370,7 @@ class DryRunRank:
         return attention_of_gpu() if self._on_gpu else nullcontext()
 
     def _reduce(self) -> int:
-        """Most bytes while gradients are reduced behind the last action, above those afterwards."""
+        """Reduces gradients after the last action; returns the peak of live bytes minus the live bytes afterwards."""
         self.live.mark()
         self._runtime.finish()
         return self.live.peak - self.live.bytes
@@ -379,19 +381,19 @@ class DryRunRank:
         before = self.live.mark()
         executor.do(action, runner)
         gc.collect()
-        held, peak = self.live.bytes, self.live.peak
+        live, peak = self.live.bytes, self.live.peak
         notes = {name: tuple(getattr(transport, name)) for name in ("taken", "given_back", "kept")}
         transport.complete()
         left = self.live.bytes - before
-        return ActionMemory(rise=peak - before, left=left, sent=held - self.live.bytes, **notes)
+        return ActionMemory(rise=peak - before, left=left, sent=live - self.live.bytes, **notes)
 
 
 @contextmanager
 def _cycles_end_with_actions() -> Iterator[None]:
-    """Inside, objects that hold each other are let go behind each action and not whenever Python happens to look.
+    """Frees reference cycles after each action instead of whenever Python's collector runs, inside this context.
 
-    So a rehearsal says the same bytes each time. What exists before, garbage too, is left alone: a look is cheap.
-    What the caller's program has frozen stays so.
+    A dry run thus counts the same bytes each time. Older objects, including garbage, are frozen, so that a collection
+    is cheap; objects that the caller's program has frozen stay frozen.
     """
     found, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.freeze()
@@ -406,9 +408,9 @@ def _cycles_end_with_actions() -> Iterator[None]:
 
 
 def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[Action, ...]:
-    """A row of the same stages for a few microbatches, one after another; ``splits``: where ``row`` splits backwards.
+    """Returns a row of the same stages for a few microbatches in sequence; ``splits``: split backwards as ``row`` does.
 
-    Forwards in the order of stages, backwards in the opposite one.
+    Forwards are in the order of stages, backwards in the opposite order.
     """
     stages = sorted({action.stage for action in row})
     found: list[Action] = []
@@ -422,7 +424,7 @@ def short_row(row: Sequence[Action], microbatches: int, splits: bool) -> tuple[A
 
 
 def _places(microbatch: int, microbatches: int) -> Sequence[int]:
-    """Places that a microbatch of a short step stands for, until a later one stands for them."""
+    """Returns the places that a microbatch of a short step represents, until a later one replaces it."""
     if microbatches == 1:
         return FIRST, SECOND, MIDDLE, LAST
     if microbatch == microbatches - 1:
@@ -431,7 +433,7 @@ def _places(microbatch: int, microbatches: int) -> Sequence[int]:
 
 
 def _gathered_bytes(runtime: RankRuntime) -> Callable[[], int]:
-    """Reads the bytes of parameters that are gathered; it is asked at every operator."""
+    """Returns a function that counts the bytes of gathered parameters; it is called at every operator."""
     sharded = [flat.params for flat in (*runtime.buckets, *runtime.frozen) if flat.sharded]
     return lambda: sum(params.untyped_storage().nbytes() for params in sharded)
 

@@ -1,4 +1,4 @@
-"""Attention of a GPU on shapes that claim the CPU, whose own kernels write all scores in cases where a GPU's do not."""
+"""GPU attention for shapes that claim the CPU, whose kernels write all scores in cases where a GPU's do not."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,23 +12,23 @@ from torch.nn import functional
 from engine.parallel.model.placeholders import is_plain
 
 MOST_WIDTH = 256
-"""Of a head, in kernels of a GPU."""
+"""Largest width of a head in kernels of a GPU."""
 WIDTHS = 8
-"""Of which the width of a head is a multiple there."""
+"""Divisor of the width of a head in kernels of a GPU."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @contextmanager
 def attention_of_gpu() -> Iterator[None]:
-    """Inside, ``scaled_dot_product_attention`` keeps what a GPU's does: inputs, output, a sum for each row.
+    """Makes ``scaled_dot_product_attention`` retain the tensors of a GPU's kernel: inputs, output, and a sum per row.
 
-        dropout                     the flash kernel of the CPU, which refuses dropout, stands for the kernels of a GPU;
-                                    of its mask these keep a seed
+        dropout                     the flash kernel of the CPU, which refuses dropout, represents the kernels of a GPU;
+                                    they retain only a seed of the mask
         values of another width     the memory-efficient kernel of the GPU (DeepSeek: keys of 192, values of 128)
-        all else                    what torch chooses on a CPU: flash attention, or all scores
+        all else                    torch's choice on a CPU: flash attention, or all scores
 
-    A model whose own code writes its scores ("eager") never comes here. The function takes the place of torch's, since
-    a mode would change the path of products and heads, which see by it that somebody follows them.
+    A model that writes its scores in its own code ("eager") never calls it. The function replaces torch's, since a
+    dispatch mode would change the code paths of products and heads, which check for active modes.
     """
     own, module = functional.scaled_dot_product_attention, cast(Any, functional)
 
@@ -53,15 +53,15 @@ _ORDER = signature(
 
 
 def _runs_on_gpu(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> bool:
-    """A kernel of the GPU takes it."""
+    """Returns True if a kernel of the GPU accepts these arguments."""
     widths = {query.shape[-1], key.shape[-1], value.shape[-1]}
-    alike = query.dtype == key.dtype == value.dtype and query.dtype in DTYPES
+    one_dtype = query.dtype == key.dtype == value.dtype and query.dtype in DTYPES
     fits = query.dim() == 4 and max(widths) <= MOST_WIDTH and not any(width % WIDTHS for width in widths)
     learned = attn_mask is not None and attn_mask.requires_grad
-    if len(widths) > 1:  # the kernel is called by name, where torch neither casts, repeats heads nor asks shards
+    if len(widths) > 1:  # the kernel is called by name, so torch neither casts, repeats heads nor handles shards
         plain = is_plain(query) and not torch.is_autocast_enabled("cpu") and not options.get("enable_gqa", False)
-        return alike and fits and not learned and plain
-    return alike and fits and not learned
+        return one_dtype and fits and not learned and plain
+    return one_dtype and fits and not learned
 
 
 def _efficient(
@@ -73,7 +73,7 @@ def _efficient(
         bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(~bias, float("-inf"))
     if bias is not None:
         bias = bias.expand(*query.shape[:2], query.shape[-2], key.shape[-2])
-    kept = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-    given = query, key, value, bias, kept, dropout_p, options.get("is_causal", False)
+    differentiates = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+    given = query, key, value, bias, differentiates, dropout_p, options.get("is_causal", False)
     out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*given, scale=options.get("scale"))[0]
     return out

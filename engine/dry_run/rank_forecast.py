@@ -25,7 +25,7 @@ from engine.program.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankForecast:
-    """What lives on a rank in a steady step, beside its state: parameters, gradients and optimizer."""
+    """Live bytes of a rank in a steady step, in addition to its state (parameters, gradients and optimizer)."""
 
     rank: int
     peak: LivePeak
@@ -33,14 +33,14 @@ class RankForecast:
 
 
 def forecast_of(plan: Plan, rank: int, step: DryRunStep) -> RankForecast:
-    """The peak of ``rank``, whose actions do to memory what ``step`` says."""
+    """Returns the peak of ``rank`` from the memory of its actions in ``step``."""
     row = rank_schedule(plan.schedule, plan.grid(rank).coord().pp)
     peak = peak_of_row(row.actions, row.releases, step.memory_of, step.base, step.end_rise)
     return RankForecast(rank=rank, peak=peak, step=step)
 
 
 class PlannedKernels(Kernels):
-    """The kernels of a GPU that is not here, as :class:`Kernels` chooses them there; only shapes reach the operators.
+    """Kernels of an absent GPU, as :class:`Kernels` chooses them there; only shapes reach the operators.
 
     Args:
         card: name of the GPU, as rows of ``tuned.json`` have it.
@@ -51,7 +51,7 @@ class PlannedKernels(Kernels):
         self.card = card
 
     def replaces(self, device: torch.device) -> bool:
-        """Modules are given our operators, as on any GPU."""
+        """Returns True: modules get our operators, as on any GPU."""
         return True
 
     def _decide(self, operator: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
@@ -63,22 +63,21 @@ class PlannedKernels(Kernels):
 
 
 NEAR = 2
-"""Stages, and calls before a stage, are told apart up to this number: none, the next one, farther."""
+"""Cap of distances, in stages or in calls before a stage: 0 none, 1 the next one, 2 farther."""
 
 
 class RankLikeness:
-    """Ranks with equal descriptions hold equal bytes, action by action.
+    """Descriptions of pipeline ranks: ranks with equal descriptions have equal live bytes, action by action.
 
-    A description has what a stage runs, receives and sends, in which shapes and with what kinds of blocks, how its
-    parameters lie in buckets, and how its backwards are split. Not the order of its row: the walk over the schedule
-    takes that into account.
+    A description contains the calls, messages and shapes of each stage with the kinds of its blocks, the layout of its
+    parameters in buckets, and the split of its backwards. The walk over the schedule applies the order of the row.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._plan, self._names = plan, KindNames(model)
 
     def of(self, pp: int) -> Hashable:
-        """The description of pipeline rank ``pp``."""
+        """Returns the description of pipeline rank ``pp``."""
         plan = self._plan
         if plan.partition is None or plan.trace is None:
             return pp
@@ -109,7 +108,8 @@ class RankLikeness:
         return value.shape, value.stride, value.dtype, value.grad, value.rewritten
 
     def _distance(self, stage: int, other: int) -> int:
-        """Of a message: 0 within the rank, else stages up to NEAR, since sends past a neighbour are held longer."""
+        """Returns the distance of a message: 0 within the rank, else stages up to NEAR: longer sends are retained
+        longer."""
         ranks = self._plan.schedule.rank_of_stage
         return 0 if ranks[stage] == ranks[other] else min(NEAR, abs(stage - other))
 

@@ -1,4 +1,4 @@
-"""Which blocks of a list are alike: equal modules, shapes and settings, except for the position that a block keeps."""
+"""Repeating blocks of module lists: equal modules, shapes and settings, except for the position that a block stores."""
 
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,26 +7,26 @@ import torch
 from torch import Tensor, nn
 
 MOST_PERIOD = 6
-"""Blocks after which a pattern of kinds repeats, such as windowed and full attention by turns."""
+"""Longest period of a pattern of kinds, in blocks, such as alternating windowed and full attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlikeRun:
-    """Blocks at the end of a list whose kinds repeat."""
+    """Blocks at the end of a list with a repeating pattern of kinds."""
 
     blocks: str
     """Name of the list."""
     start: int
-    """Its first block that belongs to the run."""
+    """Index of the first block of the run."""
     period: int
-    """Blocks after which the kinds repeat."""
+    """Number of blocks after which the kinds repeat."""
     periods: int
 
 
 def longest_run(model: nn.Module, called: Container[int] | None = None) -> AlikeRun | None:
-    """The run of most blocks in any list; None if no list ends with two periods.
+    """Returns the longest repeating pattern at the end of any list; None if no list ends with two periods.
 
-    ``called``: ids of the modules that a forward calls, where lists that it does not call are left out.
+    ``called``: ids of the modules that a forward calls; lists without a called module are left out.
     """
     runs = [
         run
@@ -37,18 +37,18 @@ def longest_run(model: nn.Module, called: Container[int] | None = None) -> Alike
 
 
 def outer_runs(model: nn.Module) -> list[AlikeRun]:
-    """A run of each list that lies in no block of another."""
+    """Returns a run of each list that is not inside a block of another list."""
     outer = [(name, kinds) for name, kinds in _lists(model) if not any(part.isdecimal() for part in name.split("."))]
     return [run for name, kinds in outer if (run := _run(name, kinds)) is not None]
 
 
 def is_called(model: nn.Module, blocks: str, called: Container[int]) -> bool:
-    """A forward calls some block of a list."""
+    """Returns True if a forward calls some block of a list."""
     return any(id(module) in called for module in model.get_submodule(blocks).modules())
 
 
 def _run(name: str, kinds: Sequence[int]) -> AlikeRun | None:
-    """The run of most blocks, and of those the one of the shortest period: its end may look like another."""
+    """Returns the run with the most blocks, and among those the shortest period, which ``max`` meets first."""
     runs = [_run_of_period(name, kinds, period) for period in range(1, MOST_PERIOD + 1)]
     return max((run for run in runs if run.periods > 1), key=_blocks, default=None)
 
@@ -66,7 +66,7 @@ def _blocks(run: AlikeRun) -> int:
 
 
 class KindNames:
-    """Names of modules and parameters in which the kind of a block takes the place of its number."""
+    """Names of modules and parameters with the number of a block replaced by its kind."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kinds: Mapping[str, int] = {
@@ -76,7 +76,7 @@ class KindNames:
         }
 
     def of(self, name: str) -> str:
-        """``layers.7.down.weight`` -> ``layers.#0.down.weight``, which blocks of one kind share."""
+        """Returns the name that blocks of one kind share: ``layers.7.down.weight`` -> ``layers.#0.down.weight``."""
         parts = name.split(".")
         for index, part in enumerate(parts):
             kind = self._kinds.get(".".join(name.split(".")[: index + 1])) if part.isdecimal() else None
@@ -85,14 +85,14 @@ class KindNames:
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, list[int]]]:
-    """Each list of modules with the kind of each member."""
+    """Yields each list of modules with the kind of each member."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
             yield name, _kinds(list(module))
 
 
 def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
-    """A number for each block; alike blocks have the same."""
+    """Returns a number for each block; equal blocks have the same number."""
     settings = [dict(_settings(block)) for block in blocks]
     positions = {key for key in settings[0] if _is_position([one.get(key) for one in settings])}
     seen: dict[Hashable, int] = {}
@@ -104,12 +104,12 @@ def _kinds(blocks: Sequence[nn.Module]) -> list[int]:
 
 
 def _is_position(values: Sequence[Hashable]) -> bool:
-    """Every block keeps its own place in the list."""
+    """Returns True if every block stores its own index in the list."""
     return all(type(value) is int and value == at for at, value in enumerate(values))
 
 
 def _settings(block: nn.Module) -> Iterator[tuple[tuple[str, str], Hashable]]:
-    """All that decides what a block does to memory, by (module, attribute)."""
+    """Yields all settings that determine the memory of a block, by (module, attribute)."""
     for name, module in block.named_modules():
         yield (name, ""), id(type(module))
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):

@@ -1,16 +1,16 @@
-"""A long model is counted by short ones: what each further period of alike blocks adds is the same.
+"""Live bytes of a long model from short ones: each further period of equal blocks adds the same bytes.
 
-    blocks    | first | A A | last      rehearsed with 2, 3 and 4 periods
+    blocks    | first | A A | last      run dry with 2, 3 and 4 periods
               | first | A A A | last
               | first | A A A A | last
-    model     | first | A A A A A A .. A | last      continued, if the three lie on a line
+    model     | first | A A A A A A .. A | last      extrapolated, if the three are on a line
 
-Over an action the level of live bytes is what it was before, plus a part for each period. So what an action leaves is
-linear in their number. The highest level is that of the first or of the last period, or of what is around them: the
-maximum of a constant and a line whose slope is that of what is left. Once it grows by that slope (or, where bytes are
-freed, stays), it does so for any number of periods, and what is continued is exact. The highest level behind the last
-action is that of reductions which wait for the end of the step; of it only the line is known. Buckets have to repeat
-as blocks do, up to those of the whole model. Anything else is not continued.
+An action changes the level of live bytes by a constant plus a part for each period, so the bytes that it leaves are
+linear in the number of periods. Its peak is reached in the first or the last period, or outside of them: the maximum of
+a constant and a line with the slope of the bytes left. Once the peak grows by that slope (or stays, where bytes are
+freed), it does so for any number of periods, and the extrapolation is exact. The peak after the last action is that of
+reductions at the end of the step; only its line is known. Buckets have to repeat as blocks do, up to the buckets of the
+whole model. Nothing else is extrapolated.
 """
 
 from collections import Counter
@@ -29,16 +29,17 @@ from engine.planning.activation_memory import ActionMemory
 from engine.planning.plan import Plan
 
 PERIODS = (2, 3, 4)
-"""Of the short models."""
+"""Periods of the short models."""
 
 PlanOf = Callable[[nn.Module], Plan]
-"""The plan of a model with fewer blocks, under the same configuration."""
+"""Plans a model with fewer blocks, under the same configuration."""
 
 
 def shortened_step(
     model: nn.Module, plan: Plan, run_dry: Callable[[nn.Module, Plan], DryRunStep], plan_of: PlanOf
 ) -> DryRunStep | None:
-    """The step of a rank without a pipeline, from rehearsals of short models; None if it has to be rehearsed whole."""
+    """Returns the step of a rank without a pipeline, from dry runs of short models; None if the whole model is
+    needed."""
     run = longest_run(model)
     if run is None or run.periods <= sum(PERIODS) or not _is_even(plan):
         return None
@@ -53,13 +54,13 @@ def shortened_step(
         if not _repeats([_buckets(*each) for each in given], _buckets(model, plan), run.periods):
             return None
         steps = [run_dry(*each) for each in given]
-    except (EngineError, IndexError):  # code that insists on its number of blocks, which the whole model has
+    except (EngineError, IndexError):  # code that requires the whole model's number of blocks
         return None
     return continued(steps, run.periods)
 
 
 def shorten(model: nn.Module, run: AlikeRun, periods: int) -> nn.Module:
-    """A copy with so many periods of the run; blocks in front of it stay."""
+    """Returns a copy with ``periods`` periods of the run; blocks before the run stay."""
     short = deepcopy(model)
     blocks = short.get_submodule(run.blocks)
     if isinstance(blocks, nn.ModuleList | nn.Sequential):
@@ -68,7 +69,7 @@ def shorten(model: nn.Module, run: AlikeRun, periods: int) -> nn.Module:
 
 
 def _is_even(plan: Plan) -> bool:
-    """Every block is treated like the others: nothing counts blocks, or fills a budget with the first of them."""
+    """Returns True if all blocks are treated equally: nothing counts blocks, or fills a budget with the first ones."""
     settings = plan.config.activation_checkpointing
     return plan.config.pp == 1 and settings.every is None and settings.mode != "offload" and not plan.hosted(_FIRST)
 
@@ -77,13 +78,13 @@ _FIRST = Coord()
 
 
 def _pinned(plan: Plan) -> int:
-    """Buckets that stay gathered, up to a limit in bytes, so not as many more as blocks are more."""
+    """Returns the number of pinned buckets; their limit is in bytes, so it does not grow with the number of blocks."""
     gathers = plan.gathers(_FIRST)
     return 0 if gathers is None else len(gathers.pinned)
 
 
 def _buckets(model: nn.Module, plan: Plan) -> Counter[Hashable]:
-    """How often each bucket occurs that is alike but for the position of its blocks; of deferred ones the elements."""
+    """Counts equal buckets, ignoring the position of their blocks; for deferred buckets it counts elements."""
     found, names, layout = Counter[Hashable](), KindNames(model), plan.layout(_FIRST)
     for bucket in (*layout.buckets, *layout.frozen):
         kind = bucket.dtype, bucket.ties, bucket.partial, bucket.exact
@@ -96,7 +97,7 @@ def _buckets(model: nn.Module, plan: Plan) -> Counter[Hashable]:
 
 
 def _repeats(layouts: Sequence[Counter[Hashable]], whole: Counter[Hashable], periods: int) -> bool:
-    """Each period adds the same buckets, and so many of them are the buckets of the whole model."""
+    """Returns True if each period adds the same buckets, and their total equals the buckets of the whole model."""
     last = layouts[-1]
     for kind in whole.keys() | last.keys():
         more = _slope([layout[kind] for layout in layouts])
@@ -106,7 +107,7 @@ def _repeats(layouts: Sequence[Counter[Hashable]], whole: Counter[Hashable], per
 
 
 def continued(steps: Sequence[DryRunStep], periods: int) -> DryRunStep | None:
-    """The step of a model with ``periods``, from those with PERIODS; None if they do not lie on a line."""
+    """Extrapolates the step of a model with ``periods`` from the steps with PERIODS; None if they are not on a line."""
     last, times = steps[-1], periods - PERIODS[-1]
     base, end = (_slope([getattr(step, name) for step in steps]) for name in ("base", "end_rise"))
     if base is None or end is None or end < 0 or len({*map(_keys, steps)}) > 1:
@@ -135,6 +136,6 @@ def _action(found: Sequence[ActionMemory], times: int) -> ActionMemory | None:
 
 
 def _slope(values: Sequence[int]) -> int | None:
-    """What each value adds to the one before; None if they add different amounts."""
+    """Returns the difference between consecutive values; None if it is not constant."""
     steps = {after - before for before, after in pairwise(values)}
     return steps.pop() if len(steps) == 1 else None

@@ -1,6 +1,6 @@
-"""The optimizers that a configuration names: the engine's over flat tensors, and torch's, which they equal.
+"""Optimizers that a configuration names: the engine's over flat tensors, and torch's, which they equal.
 
-Those that update matrices as a whole divide them among owners; from the plan alone, any rank knows the ways to them.
+Optimizers that update matrices as a whole divide them among owner ranks; any rank derives all routes from the plan.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,35 +34,35 @@ from engine.zero.optim.rules.schedule_free import FlatScheduleFreeAdamW
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """What an optimizer keeps of the parameters of a group."""
+    """Optimizer state for the parameters of a group."""
 
     values: int = 0
     """Values of each element, in the dtype of moments."""
     codes: int = 0
     """Values of each element in 8 bits."""
     block: int = 1
-    """Elements of those that share a scale."""
+    """Number of 8-bit values that share a scale."""
     factored: bool = False
-    """Means over rows and columns of matrices, and of squares of vectors, whole on every rank."""
+    """True: the state is means over rows and columns of matrices, and squares of vectors, whole on every rank."""
     layerwise: bool = False
-    """Steps depend on the norms of whole parameters."""
+    """True: steps depend on the norms of whole parameters."""
     matrices: MatrixRule | None = None
-    """The rule of matrices that are updated as a whole, which says what their owner keeps of them."""
+    """Rule of matrices that are updated as a whole; it defines the state that their owner stores."""
 
     def bytes(self, elements: int, itemsize: int) -> int:
-        """Bytes of what it keeps of a run of elements; ``itemsize``: of a moment."""
+        """Returns the bytes of state for a number of elements; ``itemsize`` is that of a moment."""
         return self.values * elements * itemsize + self.codes * StateFormat(self.block, signed=True).bytes(elements)
 
     def stored_bytes(self, elements: int, itemsize: int) -> int:
-        """Bytes of the same in a checkpoint, where codes are numbers again."""
+        """Returns the bytes of the same state in a checkpoint, which stores codes as numbers."""
         return (self.values + self.codes) * elements * itemsize
 
 
 def built_in_optimizer(config: OptimizerConfig) -> OptimizerFactory:
-    """What makes the optimizer over flat tensors; of a list, one that updates each group by its own rule."""
+    """Returns a factory of the optimizer over flat tensors; a list becomes one that updates each group by its rule."""
     if not config.before:
         return _flat(config)
-    kind = config.kind.replace("AdamW8bit", "AdamW")  # a checkpoint has its moments as AdamW's
+    kind = config.kind.replace("AdamW8bit", "AdamW")  # a checkpoint stores its moments as AdamW's
     return partial(CompositeOptimizer, makers=[_flat(entry) for entry in config.entries], kind=kind)
 
 
@@ -87,7 +87,7 @@ def _flat(config: OptimizerConfig) -> OptimizerFactory:
 
 
 def plain_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer of one process that the engine's has to equal, over whole parameters."""
+    """Builds the optimizer of one process, over whole parameters, that the engine's optimizer has to equal."""
     if not config.before:
         return _plain(config, groups)
     return PlainComposite(groups, [partial(_plain, entry) for entry in config.entries])
@@ -119,21 +119,22 @@ def _plain(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
 
 
 def switch_off_bias_correction(adam: torch.optim.Optimizer) -> None:
-    """Start torch's Adam, which always corrects, at an update whose correction is a division by one."""
+    """Starts torch's Adam, which always corrects, at an update with a correction that divides by one."""
     for weight in [weight for group in adam.param_groups for weight in group["params"]]:
         averages = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
         adam.state[weight] = {"step": torch.tensor(1e9), **averages}
 
 
 def kept_state(config: OptimizerConfig | None, groups: Sequence[GroupOptions]) -> tuple[GroupState, ...] | None:
-    """What the optimizer keeps of each group; None if it is not configured."""
+    """Returns the optimizer state of each group; None if the optimizer is not configured."""
     if config is None:
         return None
     return tuple(_kept(config.entries[group.entry or 0]) for group in groups)
 
 
 def block_of_codes(config: OptimizerConfig | None) -> int:
-    """Elements at whose multiples parameters have to start, so that blocks of 8-bit state are within one; else 1."""
+    """Returns the alignment of parameters by which a block of 8-bit state is within one parameter; 1 without such
+    state."""
     entries = config.entries if config is not None else ()
     return max((entry.params["block_size"] for entry in entries if entry.type == "AdamW8bit"), default=1)
 
@@ -166,30 +167,30 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class MatrixOwners:
-    """Divides the matrices of each pipeline coordinate among its ranks, by the cost of their updates."""
+    """Assignment of the matrices of each pipeline coordinate to owner ranks, by the cost of their updates."""
 
     config: Config
     rows: Sequence[ShardRow]
     """All rows of the table."""
     rules: Mapping[int, MatrixRule]
-    """Of the optimizer groups whose matrices are updated as a whole."""
+    """Rules of the optimizer groups that update matrices as a whole."""
     layouts: Mapping[tuple[int, int], FlatLayout]
     ways: int = 2
-    """Exchanges of a round on each axis: there and back; 3 where weights travel to owners beside gradients."""
+    """Exchanges of a round on each axis: there and back; 3 if weights travel to owners in addition to gradients."""
 
     @property
     def _shares(self) -> int:
-        """Data ranks among which every bucket is divided."""
+        """Number of data ranks that share every bucket."""
         return self.config.shards if self.config.zero_optimization.stage else 1
 
     @property
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The indices of axis dp that exchange matrices with each other."""
+        """Indices of axis dp that exchange matrices with each other, by group."""
         count = self._shares
         return tuple(tuple(range(first, first + count)) for first in range(0, self.config.row_ranks, count))
 
     def routes(self, coord: Coord) -> MatrixRoutes | None:
-        """The ways of the matrices of a position; None if it has none."""
+        """Returns the routes of the matrices at a grid position; None if it has none."""
         rows = {row.name: row for row in self.rows if row.trainable and row.group in self.rules}
         rows = {name: row for name, row in rows.items() if coord.pp in row.owners}
         if not rows:
@@ -199,7 +200,7 @@ class MatrixOwners:
         index = grid.index(grid.shard_line, grid.rank_at(**coord))
         first, place = index // count * count, index % count
         members = tuple(range(first, first + count))
-        # all tensor ranks agree on the owner of what they share, so one of their layouts decides
+        # all tensor ranks agree on the owner of a matrix that they share, so one of their layouts decides
         decides, own = (_held(self.layouts[coord.pp, tp], rows, count) for tp in (0, coord.tp))
         costs = {name: self._cost(row) for name, row in rows.items()}
         owners = balanced_owners(costs, decides)
@@ -218,7 +219,7 @@ class MatrixOwners:
         )
 
     def traffic(self, coord: Coord) -> tuple[Traffic, ...]:
-        """What a position sends in a step."""
+        """Returns the traffic that a grid position sends in a step."""
         routes = self.routes(coord)
         if routes is None:
             return ()
@@ -229,13 +230,13 @@ class MatrixOwners:
         return (*data, *tensor)
 
     def state_bytes(self, coord: Coord) -> int:
-        """What a position keeps of the matrices that it owns."""
+        """Returns the bytes of state that a grid position stores for its own matrices."""
         routes = self.routes(coord)
         made = routes.made if routes is not None else ()
         return sum(self._state(row) for row in self.rows if row.name in made)
 
     def stored_bytes(self) -> int:
-        """The same of all matrices, each once."""
+        """Returns the bytes of state of all matrices, each counted once."""
         return sum(self._state(row) for row in self.rows if row.trainable and row.group in self.rules)
 
     def _state(self, row: ShardRow) -> int:
@@ -251,16 +252,16 @@ class MatrixOwners:
         return OwnerRoute("tp", tuple(range(self.config.tp)), owners, sizes) if owners else None
 
     def _cuts(self, row: ShardRow) -> tuple[int, ...]:
-        """Elements of a matrix that each tensor rank holds."""
+        """Returns the elements of a matrix that each tensor rank stores."""
         return tuple(prod(row.local_shape(index)) for index in range(self.config.tp))
 
     def _cost(self, row: ShardRow) -> int:
-        """Work of a rank: tensor ranks share that of matrices which they cut."""
+        """Returns the work of a rank; tensor ranks share the work of matrices that they shard."""
         return self.rules[row.group].cost(row.shape) // (1 if row.dim is None else self.config.tp)
 
 
 def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> FactorRoutes | None:
-    """Sums of the parameters of a pipeline coordinate that Adafactor updates; None if there are none.
+    """Builds the sums of the parameters of a pipeline coordinate that Adafactor updates; None if there are none.
 
     ``groups``: optimizer groups that it updates.
     """
@@ -269,30 +270,30 @@ def factor_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Conf
 
 
 def layer_routes(rows: Iterable[ShardRow], groups: frozenset[int], config: Config) -> LayerRoutes | None:
-    """Norms of the parameters of a pipeline coordinate that LAMB and LARS update; None if there are none."""
+    """Builds the norms of the parameters of a pipeline coordinate that LAMB and LARS update; None if there are none."""
     own = tuple(row for row in rows if row.trainable and row.group in groups)
     return LayerRoutes(own, _dividing(config), _dtype(own)) if own else None
 
 
 def _dividing(config: Config) -> tuple[tuple[Axis, int], ...]:
-    """The axes that divide the elements of parameters, and their ranks."""
+    """Returns the axes that divide the elements of parameters, with their ranks."""
     shards = config.shards if config.zero_optimization.stage else 1
     axes: list[tuple[Axis, int]] = [(config.grid(0).sharding, shards), ("tp", config.tp)]
     return tuple(each for each in axes if each[1] > 1)
 
 
 def _dtype(rows: Iterable[ShardRow]) -> torch.dtype:
-    """Updates are made in fp32, or in fp64 where a parameter was given so."""
+    """Returns the dtype of updates: fp64 if a parameter was passed in fp64, else fp32."""
     return torch.float64 if any(row.dtype == torch.float64 for row in rows) else torch.float32
 
 
 def _of(names: Sequence[str], values: Mapping[str, Value]) -> dict[str, Value]:
-    """The values of those names that have one, in their order."""
+    """Returns the values of the names that have one, in the order of the names."""
     return {name: values[name] for name in names if name in values}
 
 
 def _held(layout: FlatLayout, rows: Mapping[str, ShardRow], ranks: int) -> dict[str, tuple[int, ...]]:
-    """Elements of each matrix in the shard of each data rank."""
+    """Returns the elements of each matrix in the shard of each data rank."""
     found = {}
     for bucket in layout.buckets:
         whole = [slice(0, bucket.elements)]

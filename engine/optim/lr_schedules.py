@@ -1,8 +1,8 @@
 """Learning rate schedules, as pure functions of the number of updates made so far.
 
-Update k (from 0) uses ``schedule(k)``. Five of the schedules that a JSON file can name are DeepSpeed's: they give,
-update for update, the rates that DeepSpeed's optimizer sees. DeepSpeed evaluates its warmups at k - 1 and starts from
-the lower end, which is why the variable ``last`` appears below. The others are made by torch itself.
+Update k (from 0) uses ``schedule(k)``. Five of the schedules that a JSON file can name are DeepSpeed's: they return,
+update for update, the rates that DeepSpeed's optimizer uses. DeepSpeed evaluates its warmups at k - 1 and starts from
+the lower end, hence the variable ``last`` below. The others are torch's own.
 """
 
 import logging
@@ -25,32 +25,32 @@ logger = logging.getLogger("trine")
 
 
 _END = -1
-"""Stands among groups for: the log has said that the schedule has ended."""
+"""Member of ``_told``: the end of the schedule has been logged."""
 
 LrSchedule = Callable[[int, float], float]
 """Schedule: (update, base learning rate of the group) -> learning rate."""
 
 Momentum = Callable[[int], float]
 SchedulerArgument = Callable[[Any], Any] | LRScheduler
-"""Schedule of the user: update -> factor, optimizer -> LRScheduler, or one over the optimizer that is passed too."""
+"""User's schedule: update -> factor, optimizer -> LRScheduler, or an LRScheduler over the passed optimizer."""
 
 
 def lr_range_test(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Return a rising rate, for finding the largest stable one (Smith 2017)."""
+    """Returns a rising rate, for finding the largest stable one (Smith 2017)."""
     interval = update / p["lr_range_test_step_size"]
     interval = math.floor(interval) if p["lr_range_test_staircase"] else interval
     return float(p["lr_range_test_min_lr"] * (1 + p["lr_range_test_step_rate"] * interval))
 
 
 def warmup(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rise from ``warmup_min_lr`` to ``warmup_max_lr`` (default: the optimizer's lr), then stay there."""
+    """Rises from ``warmup_min_lr`` to ``warmup_max_lr`` (default: the optimizer's lr), then stays there."""
     high = base if p["warmup_max_lr"] is None else p["warmup_max_lr"]
     gamma = _warmup_progress(update - 1, p) if update else 0.0
     return float(p["warmup_min_lr"] + (high - p["warmup_min_lr"]) * gamma)
 
 
 def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rise as :func:`warmup` does, then fall linearly to ``warmup_min_lr`` at ``total_num_steps``."""
+    """Rises as :func:`warmup` does, then falls linearly to ``warmup_min_lr`` at ``total_num_steps``."""
     last, rise, total = update - 1, _warmup_steps(p), p["total_num_steps"]
     if last < rise:
         return warmup(update, base, p)
@@ -60,7 +60,7 @@ def warmup_decay(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rise from ``warmup_min_ratio`` of the lr, then follow half a cosine down to ``cos_min_ratio`` of it."""
+    """Rises from ``warmup_min_ratio`` of the lr, then follows half a cosine down to ``cos_min_ratio`` of it."""
     if update == 0:
         return 0.0
     last, rise = update - 1, _warmup_steps(p)
@@ -72,7 +72,7 @@ def warmup_cosine(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
-    """Rise and fall once between ``cycle_min_lr`` and ``cycle_max_lr``, then decay (Smith 2018)."""
+    """Rises and falls once between ``cycle_min_lr`` and ``cycle_max_lr``, then decays (Smith 2018)."""
     low, high = p["cycle_min_lr"], p["cycle_max_lr"]
     after = update - _cycle_length(p)
     if update - 1 < _cycle_length(p):
@@ -83,7 +83,7 @@ def one_cycle(update: int, base: float, p: Mapping[str, Any]) -> float:
 
 
 def one_cycle_momentum(update: int, p: Mapping[str, Any]) -> float:
-    """Return the momentum of :func:`one_cycle`, which moves opposite to the rate."""
+    """Returns the momentum of :func:`one_cycle`, which moves opposite to the rate."""
     low, high = p["cycle_min_mom"], p["cycle_max_mom"]
     after = update - _cycle_length(p)
     if update - 1 < _cycle_length(p):
@@ -110,7 +110,7 @@ def _cycle_length(p: Mapping[str, Any]) -> float:
 
 
 def _cycle_position(update: int, p: Mapping[str, Any]) -> float:
-    """Return the position in the cycle: 0 at its ends, 1 at its peak; in steps if a stair count is given."""
+    """Returns the position in the cycle: 0 at its ends, 1 at its peak; in steps if a stair count is given."""
     length, first = _cycle_length(p), float(p["cycle_first_step_size"])
     inside = update % length
     rising = inside <= first
@@ -131,8 +131,8 @@ _SCHEDULES: Mapping[str, Callable[..., float]] = {
 
 
 class GuardedSteps:
-    """Steps of a scheduler that the user has passed: the engine makes one after each update, and the user's have no
-    effect until ``lift``, since each update would move the rate twice."""
+    """Steps of a user's scheduler: the engine makes one after each update. The user's own calls have no effect until
+    ``lift``, since each update would move the rate twice."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self.scheduler, self._kind, self._told = scheduler, type(scheduler), False
@@ -140,18 +140,18 @@ class GuardedSteps:
         scheduler.__class__ = type(self._kind.__name__, (self._kind,), {"step": lambda *_, **__: self._leave_out()})
 
     def make(self) -> None:
-        """Make the step after an update."""
+        """Makes the step after an update."""
         self._kind.step(self.scheduler)
 
     def lift(self) -> None:
-        """Let the user make steps again."""
+        """Makes the user's own steps effective again."""
         self.scheduler.__class__ = self._kind
 
     def _leave_out(self) -> None:
         if not self._told:
             logger.warning(
-                "step() of the %s that was passed as lr_scheduler has no effect, since the engine makes it after each "
-                "update; leave the call out, or do not pass the scheduler.",
+                "step() of the %s passed as lr_scheduler has no effect, since the engine calls it after each update; "
+                "leave the call out, or do not pass the scheduler.",
                 self._kind.__name__,
             )
         self._told = True
@@ -159,40 +159,40 @@ class GuardedSteps:
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """Sets the rate of every group before an update. Use :func:`make_learning_rate` to build it."""
+    """Learning rate of every group, set before each update. Use :func:`make_learning_rate` to build it."""
 
     optimizer: torch.optim.Optimizer
     base: tuple[float, ...]
     """Configured rate of each group."""
     schedules: tuple[LrSchedule, ...] = ()
-    """Schedule of each group; empty: the rates are constant, the user's, or a torch scheduler's."""
+    """Schedule of each group; empty: the rates are constant, or set by the user or a torch scheduler."""
     momenta: tuple[Momentum, ...] = ()
     """Momentum of each group by update; empty: the betas are constant."""
     scheduler: LRScheduler | None = None
-    """torch scheduler, which counts updates itself."""
+    """torch scheduler, with its own count of updates."""
     guarded: GuardedSteps | None = None
-    """Its steps, if it is the user's."""
+    """Steps of ``scheduler``, if it is the user's."""
     remake: Callable[[], LRScheduler] | None = None
-    """Makes a configured torch scheduler anew, at its first step."""
+    """Builds a new instance of a configured torch scheduler, at its first step."""
     _set: dict[int, float] = field(default_factory=dict)
-    """Rate of each group that the schedule set last."""
+    """Last rate that the schedule set, by group."""
     _told: set[int] = field(default_factory=set)
-    """Groups of which the log has said that the schedule overrides the user's rate, and ``_END``."""
+    """Groups with a logged warning that the schedule overrides the user's rate, and ``_END``."""
 
     @property
     def governs(self) -> frozenset[str]:
-        """Options of the groups that this sets before an update, or a torch scheduler after it."""
+        """Group options that this object sets before an update, or a torch scheduler after it."""
         rates = {"lr"} if self.schedules or self.scheduler is not None else set[str]()
         return frozenset(rates | ({"betas"} if self.momenta else set()))
 
     def at(self, update: int) -> float:
-        """Return the rate of the first group for an update, or the current one of a torch scheduler."""
+        """Returns the rate of the first group for an update, or the current one of a torch scheduler."""
         if not self.schedules:
             return float(self.optimizer.param_groups[0]["lr"])
         return self.schedules[0](update, self.base[0])
 
     def prepare(self, update: int) -> None:
-        """Set the rates (and betas) that update number ``update`` uses."""
+        """Sets the rates (and betas) that update number ``update`` uses."""
         self._tell_end(update)
         for index, (group, base) in enumerate(zip(self.optimizer.param_groups, self.base, strict=True)):
             if self.schedules:
@@ -203,7 +203,7 @@ class LearningRate:
                 group["betas"] = (self.momenta[index](update), 0.99)
 
     def begin_at(self, update: int) -> None:
-        """Put a configured torch scheduler at an update, as if the run had had it from the start."""
+        """Puts a configured torch scheduler at an update, as if the run had used it from the start."""
         assert self.remake is not None and self.scheduler is not None
         for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
             group.update(lr=base, initial_lr=base)
@@ -214,10 +214,10 @@ class LearningRate:
         self.scheduler.load_state_dict(fresh.state_dict())
 
     def _notice(self, index: int, rate: float) -> None:
-        """Say once that a rate which the user has set by hand has no effect."""
+        """Warns once that a rate which the user set by hand has no effect."""
         if self._set.get(index, rate) != rate and index not in self._told:
             logger.warning(
-                "the learning rate of optimizer group %d was set to %g by hand, but the schedule sets it anew before "
+                "the learning rate of optimizer group %d was set to %g by hand, but the schedule sets it again before "
                 "each update; leave the scheduler out to set rates by hand.",
                 index,
                 rate,
@@ -226,15 +226,15 @@ class LearningRate:
 
     @property
     def _ended(self) -> bool:
-        """A torch scheduler has made all steps that it can make."""
+        """True if a torch scheduler has made all of its steps."""
         return self.scheduler is not None and self.scheduler.last_epoch >= _length(self.scheduler, sys.maxsize)
 
     def _tell_end(self, update: int) -> None:
-        """Say once that updates after the end of a schedule keep its last rate."""
+        """Warns once that updates after the end of a schedule use its last rate."""
         if self._ended and _END not in self._told:
             logger.warning(
-                "the %s has ended: update %d and those after it keep its last rate, %g; give it as many total_steps as "
-                "the run has updates.",
+                "the %s has ended: update %d and all later ones use its last rate, %g; set its total_steps to the "
+                "number of updates of the run.",
                 type(self.scheduler).__name__,
                 update,
                 self.optimizer.param_groups[0]["lr"],
@@ -242,7 +242,7 @@ class LearningRate:
             self._told.add(_END)
 
     def done(self) -> None:
-        """Tell a torch scheduler that an update was made; one that has ended stays where it is."""
+        """Steps a torch scheduler after an update; a scheduler at its end is not stepped."""
         if self._ended:
             return
         if self.guarded is not None:
@@ -254,9 +254,9 @@ class LearningRate:
 def make_learning_rate(
     optimizer: torch.optim.Optimizer, config: SchedulerConfig | None, given: SchedulerArgument | None
 ) -> LearningRate:
-    """Build the schedule from ``given`` if there is one, else from the configuration; without both it is constant.
+    """Builds the schedule from ``given`` if there is one, else from the configuration; without both it is constant.
 
-    A ``given`` LRScheduler is one over the user's optimizer, which shows the groups of ``optimizer`` by now.
+    A ``given`` LRScheduler is over the user's optimizer, which already exposes the groups of ``optimizer``.
 
     Raises:
         ConfigError: ``given`` is neither update -> factor nor optimizer -> LRScheduler.
@@ -287,18 +287,18 @@ def _made(kind: str, make: Callable[[], LRScheduler]) -> LRScheduler:
 
 
 def _length(scheduler: LRScheduler, otherwise: int) -> int:
-    """Steps that a scheduler can make; ``otherwise`` where it has no end."""
+    """Returns the number of steps that a scheduler can make; ``otherwise`` if it has no end."""
     length = getattr(scheduler, "total_steps", None)
     return length if isinstance(length, int) else otherwise
 
 
 def _lists(params: Mapping[str, Any]) -> dict[str, Any]:
-    """torch wants lists where a configuration holds tuples."""
+    """Converts tuples of a configuration to the lists that torch expects."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in params.items()}
 
 
 def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str, Any]]:
-    """The params of a schedule for each group of the optimizer: an entry of every list.
+    """Returns the params of a schedule for each group of the optimizer: an entry of every list.
 
     Raises:
         ConfigError: a list is not as long as there are groups.
@@ -306,7 +306,7 @@ def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str,
     for key, value in params.items():
         if isinstance(value, list | tuple) and len(value) != groups:
             raise ConfigError(
-                f"scheduler.params.{key} is a list of {len(value)} numbers and the optimizer has {groups} "
+                f"scheduler.params.{key} is a list of {len(value)} numbers, but the optimizer has {groups} "
                 f"parameter group{'s' * (groups > 1)}; give one number for each group, or one for all."
             )
     entries = params.items()
@@ -314,7 +314,7 @@ def params_by_group(params: Mapping[str, Any], groups: int) -> list[Mapping[str,
 
 
 def check_scheduler(scheduler: SchedulerArgument | None, optimizer: object) -> None:
-    """Refuse a finished scheduler over anything but the optimizer that is passed with it, or one that needs a metric.
+    """Refuses a scheduler over another optimizer than the passed one, or a scheduler that needs a metric.
 
     Raises:
         ConfigError: it would change the rates of an optimizer that the engine does not use, or cannot be stepped.
@@ -324,13 +324,13 @@ def check_scheduler(scheduler: SchedulerArgument | None, optimizer: object) -> N
     if isinstance(scheduler, LRScheduler) and scheduler.optimizer is not optimizer:
         kind = type(scheduler).__name__
         raise ConfigError(
-            f"lr_scheduler is a {kind} over another optimizer than the one that is passed; pass the one that it was "
-            f"made for as optimizer=..., or lr_scheduler=lambda optimizer: {kind}(optimizer, ...)."
+            f"lr_scheduler is a {kind} over another optimizer than the passed one; pass its own optimizer as "
+            f"optimizer=..., or lr_scheduler=lambda optimizer: {kind}(optimizer, ...)."
         )
 
 
 _METRIC = (
-    "a ReduceLROnPlateau, which needs a metric at each step; pass a schedule of the step alone, or change the lr of "
+    "a ReduceLROnPlateau, which needs a metric at each step; pass a schedule of the step alone, or set the lr of "
     "eng.optimizer's groups yourself."
 )
 
@@ -352,14 +352,14 @@ def _from_callable(
         float(given(0))
     except Exception as error:
         raise ConfigError(
-            f"lr_scheduler {given!r} returned no number for update 0 and no LRScheduler for the optimizer; pass a "
-            "callable update -> factor or optimizer -> torch.optim.lr_scheduler.LRScheduler."
+            f"lr_scheduler {given!r} returned neither a number for update 0 nor an LRScheduler for the optimizer; pass "
+            "a callable update -> factor or optimizer -> torch.optim.lr_scheduler.LRScheduler."
         ) from (failure or error)
     return LearningRate(optimizer, base, (lambda update, lr: lr * float(given(update)),) * len(base))
 
 
 class UpdateScheduler(LRScheduler):
-    """Rates of the next update, shown in the optimizer's groups from the construction on.
+    """Rates of the next update, set in the optimizer's groups from construction on.
 
     Args:
         optimizer: its groups get the rates.
@@ -377,7 +377,7 @@ class UpdateScheduler(LRScheduler):
 
     @abstractmethod
     def rates(self, update: int) -> list[float]:
-        """Rate of each group in update number ``update``, from 0."""
+        """Returns the rate of each group in update number ``update``, from 0."""
 
     @property
     def last_batch_iteration(self) -> int:
@@ -385,24 +385,24 @@ class UpdateScheduler(LRScheduler):
         return self.last_epoch - 1
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Rate of each group in the next update."""
+        """Returns the rate of each group in the next update."""
         return list(self.rates(self.last_epoch))
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """Rates that were set last; the next update uses them."""
+        """Returns the rates that were set last; the next update uses them."""
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the rates that follow the next update, or update number ``last_batch_iteration``."""
+        """Sets the rates that follow the next update, or update number ``last_batch_iteration``."""
         self._place(1 + (self.last_epoch if last_batch_iteration is None else last_batch_iteration))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position alone; rates are those of this object's options."""
+        """Returns only the position; rates follow from this object's options."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a position, which torch's schedulers call ``last_epoch``."""
-        # an engine that makes the steps itself has put another step in place
+        """Continues from a position, which torch's schedulers call ``last_epoch``."""
+        # an engine that makes the steps has replaced ``step``
         self._place(state_dict.get("last_epoch", state_dict.get("last_batch_iteration", -1) + 1))
 
     def _place(self, update: int) -> None:

@@ -1,9 +1,8 @@
-"""Groups of an optimizer: those of one that the user has built, and those that patterns of the configuration assign.
+"""Groups of an optimizer: the groups of a user's optimizer, or the groups that patterns of the configuration assign.
 
-The engine moves parameters into flat buckets, shards them, or leaves them to other stages, so an optimizer that holds
-the user's parameters cannot be used itself: its class, groups and options build it anew. While the engine lives, the
-user's shows the groups and the state of the engine's: rates that the user, or a scheduler of his, sets on it take
-effect.
+The engine moves parameters into flat buckets, shards them, or leaves them to other stages, so the user's optimizer
+cannot be used itself: its class, groups and options rebuild it over flat tensors. While the engine lives, the user's
+optimizer exposes the groups and the state of the engine's, and rates set there, also by a scheduler, take effect.
 """
 
 import inspect
@@ -24,12 +23,12 @@ from engine.parallel.model.name_patterns import refuse_unmatched
 from engine.zero.optim.inner_optimizer import GroupOptions, OptimizerFactory, refuse_own_step
 
 _OF_TORCH = ("params", "param_names")
-"""Keys of a group by which torch keeps its parameters."""
+"""Keys of a group under which torch stores its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenOptimizer:
-    """What an optimizer of the user says about its parameters."""
+    """User's optimizer, with the groups of its parameters."""
 
     optimizer: torch.optim.Optimizer
     factory: OptimizerFactory
@@ -41,21 +40,21 @@ class GivenOptimizer:
 def read_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, config: OptimizerConfig | None
 ) -> GivenOptimizer:
-    """Read class, groups and options of an optimizer over the parameters of ``model``.
+    """Reads class, groups and options of an optimizer over the parameters of ``model``.
 
     Raises:
-        ConfigError: it has parameters that are not the model's, has made steps, cannot be built anew, or the
+        ConfigError: it has parameters that are not the model's, has made steps, cannot be rebuilt, or the
             configuration has groups too.
     """
     kind = type(optimizer).__name__
     if config is not None and (config.groups or config.no_weight_decay):
         raise ConfigError(
-            f"optimizer is a {kind} with groups of its own, and the configuration has optimizer.groups or "
+            f"optimizer is a {kind} with groups of its own, but the configuration has optimizer.groups or "
             "optimizer.no_weight_decay; keep one of them."
         )
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ConfigError(
-            f"optimizer is a {kind} that has made steps, whose state an engine cannot take; pass a new one, and load "
+            f"optimizer is a {kind} that has made steps, but an engine cannot use its state; pass a new one, and load "
             "the state with eng.load_checkpoint."
         )
     _refuse_parallel_lists(optimizer)
@@ -65,34 +64,34 @@ def read_optimizer(
 
 
 def replacing_sections(config: Config, optimizer: object, lr_scheduler: object, notes: Iterable[str]) -> Config:
-    """The configuration of a run, with ``notes`` and one for each section that an optimizer or a schedule from code
+    """Returns the configuration, with ``notes`` and a note for each section that an optimizer or schedule from code
     replaces.
 
-    Groups of the section and its other keys hold for the optimizer that is passed too.
+    Groups of the section and its other keys apply to the passed optimizer too.
     """
     notes, own = [*notes], config.optimizer
     if optimizer is not None and own is not None:
         built_by_hand = not config.written and own != OptimizerConfig()
         if built_by_hand or config.written & {"optimizer.type", "optimizer.params"}:
             notes.append(
-                f"optimizer: the one that is passed in code is used, so type and params of the section ({own.type}) "
-                "have no effect; leave them out"
+                f"optimizer: the one passed in code is used, so type and params of the section ({own.type}) have no "
+                "effect; leave them out"
             )
     if lr_scheduler is not None and config.scheduler is not None:
         notes.append(
-            f"scheduler: the one that is passed in code is used, so the section ({config.scheduler.type}) has no "
-            "effect; leave one of them out"
+            f"scheduler: the one passed in code is used, so the section ({config.scheduler.type}) has no effect; "
+            "leave one of them out"
         )
         config = replace(config, scheduler=None)
     return replace(config, notes=(*config.notes, *notes))
 
 
 def show_inner(given: torch.optim.Optimizer, inner: torch.optim.Optimizer, scheduled: bool) -> Callable[[], None]:
-    """Let the user's optimizer show groups and state of the inner one, until the returned function is called.
+    """Exposes groups and state of the inner optimizer on the user's optimizer, until the returned function is called.
 
     Args:
-        scheduled: rates come from a schedule that is made for the inner optimizer. If not, each group goes on with the
-            rate that a scheduler over ``given`` has set.
+        scheduled: rates come from a schedule over the inner optimizer. If not, each group continues with the rate that
+            a scheduler over ``given`` has set.
     """
     before = given.param_groups, given.state
     for group, old in zip(inner.param_groups, given.param_groups, strict=True):
@@ -112,41 +111,41 @@ def _show_own(given: torch.optim.Optimizer, before: tuple[Any, Any], handles: tu
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether there is state of a step; Adagrad makes state in its constructor, with a step count of 0."""
+    """Returns True if there is state of a step; Adagrad creates state in its constructor, with a step count of 0."""
     return bool(state) and not ("step" in state and float(state["step"]) == 0)
 
 
 def _assigned(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, int]:
     kind = type(optimizer).__name__
-    held = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     known = {id(parameter) for parameter in model.parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in known:
                 raise ConfigError(
-                    f"optimizer is a {kind} whose group {index} has a parameter of shape {tuple(parameter.shape)} that "
-                    f"is not the model's; build it over model.parameters(), or pass optimizer=lambda params: "
+                    f"optimizer is a {kind}, and its group {index} has a parameter of shape {tuple(parameter.shape)} "
+                    f"that is not the model's; build it over model.parameters(), or pass optimizer=lambda params: "
                     f"{kind}(params, ...)."
                 )
-    return {name: held[id(parameter)] for name, parameter in named.items()}
+    return {name: group_of[id(parameter)] for name, parameter in named.items()}
 
 
 def _refuse_parallel_lists(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a group option with an entry for each parameter, as LoRA-FA's ``names``: buckets have another order."""
+    """Refuses a group option with an entry for each parameter, as LoRA-FA's ``names``: buckets have another order."""
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            beside = isinstance(value, list) and len(value) == len(group["params"]) and name not in _OF_TORCH
-            if beside and not any(isinstance(entry, int | float) for entry in value):
+            parallel = isinstance(value, list) and len(value) == len(group["params"]) and name not in _OF_TORCH
+            if parallel and not any(isinstance(entry, int | float) for entry in value):
                 raise ConfigError(
-                    f"optimizer is a {type(optimizer).__name__} whose group {index} has an entry of {name!r} for each "
-                    "parameter, and an engine gives its optimizer those that are trained, in an order of its own; "
-                    "choose an optimizer that reads each parameter alone."
+                    f"optimizer is a {type(optimizer).__name__}, and its group {index} has an entry of {name!r} for "
+                    "each parameter, but an engine passes only trained parameters, in an order of its own; "
+                    "choose an optimizer without such lists."
                 )
 
 
 def _group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a group; a scheduler that was made for the optimizer has moved lr away from ``initial_lr``."""
+    """Returns the options of a group; a scheduler over the optimizer has moved lr from ``initial_lr``."""
     options = {name: value for name, value in group.items() if name not in (*_OF_TORCH, "initial_lr")}
     return options | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
 
@@ -158,8 +157,8 @@ def _factory(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
     for name in _required(parameters):
         if name not in options:
             raise ConfigError(
-                f"optimizer is a {kind.__name__}, whose constructor needs {name}, which the optimizer does not keep "
-                f"among its defaults; pass optimizer=lambda params: {kind.__name__}(params, {name}=...)."
+                f"optimizer is a {kind.__name__}, and its constructor needs {name}, which its defaults lack; "
+                f"pass optimizer=lambda params: {kind.__name__}(params, {name}=...)."
             )
     return lambda groups: kind(groups, **options)
 
@@ -172,15 +171,16 @@ def _required(parameters: list[inspect.Parameter]) -> Iterator[str]:
 def assign_groups(
     model: nn.Module, config: OptimizerConfig | None
 ) -> tuple[Mapping[str, int], tuple[GroupOptions, ...]]:
-    """Return the group index of every trainable parameter, by its first name, and the options of each group.
+    """Returns the group index of every trainable parameter, by its first name, and the options of each group.
 
-    Of a list of optimizers, the first whose ``match`` has a name of the parameter takes it, and the last one the rest;
-    those that update matrices pass by what is none. Then its ``groups`` are tried in order, and the first match wins;
-    ``no_weight_decay`` then removes the decay. A pattern may match any alias of a tied parameter. Groups are numbered
-    by their first parameter.
+    In a list of optimizers, a parameter belongs to the first one with a ``match`` for one of its names, and otherwise
+    to the last one; optimizers of matrices skip all other parameters. Then the ``groups`` of that optimizer are tried
+    in order, and the first match wins; ``no_weight_decay`` then removes the decay. A pattern may match any alias of a
+    tied parameter. Groups are numbered by their first parameter.
 
     Raises:
-        ConfigError: a pattern matches no trainable parameter, or a matrix optimizer is left with what is no matrix.
+        ConfigError: a pattern matches no trainable parameter, or a matrix optimizer is last and a remaining parameter
+            is not a matrix.
     """
     config = config or OptimizerConfig()
     names, entries = _names(model), config.entries
@@ -198,7 +198,7 @@ def assign_groups(
 
 
 def included_frozen(model: nn.Module, config: OptimizerConfig | None) -> tuple[str, ...]:
-    """Return the names of the frozen parameters that ``optimizer.include_frozen`` matches.
+    """Returns the names of the frozen parameters that ``optimizer.include_frozen`` matches.
 
     Raises:
         ConfigError: a pattern matches no frozen parameter.
@@ -212,9 +212,9 @@ def included_frozen(model: nn.Module, config: OptimizerConfig | None) -> tuple[s
 
 @contextmanager
 def as_trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Context in which the parameters ``names`` require gradients, so that they are planned as trained ones.
+    """Makes the parameters ``names`` require gradients inside, so that they are planned as trained ones.
 
-    Afterwards those that were frozen are frozen again: an update leaves them until the user thaws them.
+    Afterwards they are frozen again if they were: an update skips them until the user thaws them.
     """
     before = dict(model.named_parameters(remove_duplicate=False)) if names else {}
     frozen = [name for name in names if not before[name].requires_grad]
@@ -222,7 +222,7 @@ def as_trainable(model: nn.Module, names: Collection[str]) -> Iterator[None]:
         before[name].requires_grad_(True)
     try:
         yield
-    finally:  # placing may have made other objects of them
+    finally:  # placement may have replaced the objects
         after = dict(model.named_parameters(remove_duplicate=False)) if frozen else {}
         for name in frozen:
             after[name].requires_grad_(False)
@@ -237,10 +237,10 @@ def _names(model: nn.Module, trainable: bool = True) -> dict[str, list[str]]:
 
 
 def _taken(model: nn.Module, names: Mapping[str, list[str]], config: OptimizerConfig) -> dict[str, int]:
-    """The number of the optimizer that takes each parameter."""
+    """Returns the number of the optimizer of each parameter."""
     shapes, last = {name: tuple(p.shape) for name, p in model.named_parameters()}, len(config.before)
     taken = {name: last for name in names}
-    for number, entry in reversed(list(enumerate(config.before))):
+    for number, entry in reversed(list(enumerate(config.before))):  # so that the first match overwrites later ones
         globs = [(f"optimizer[{number}].match", pattern) for pattern in entry.patterns]
         refuse_unmatched(globs, [alias for aliases in names.values() for alias in aliases], "trainable parameter")
         fits = [name for name in names if entry.type not in MATRIX_OPTIMIZERS or len(shapes[name]) == 2]
@@ -248,14 +248,14 @@ def _taken(model: nn.Module, names: Mapping[str, list[str]], config: OptimizerCo
     idle = [number for number in range(last) if number not in taken.values()]
     if idle:
         raise ConfigError(
-            f"optimizer[{idle[0]}].match: earlier entries take all parameters that it matches, or they are no "
-            "matrices, which its type needs; move it up, or leave it out."
+            f"optimizer[{idle[0]}].match: earlier entries take all parameters that it matches, or they are not the "
+            "matrices that its type needs; move it up, or leave it out."
         )
     others = [name for name, number in taken.items() if number == last and len(shapes[name]) != 2]
     if config.type in MATRIX_OPTIMIZERS and others:
         raise ConfigError(
-            f"optimizer: {config.type} updates matrices, and {others[0]!r} of shape {list(shapes[others[0]])} is none; "
-            f'give a list whose last entry takes the rest, such as [{{"match": "*.weight", "type": "{config.type}"}}, '
+            f"optimizer: {config.type} updates matrices, but {others[0]!r} of shape {list(shapes[others[0]])} is not "
+            f'one; add a last entry for the others, such as [{{"match": "*.weight", "type": "{config.type}"}}, '
             '{"type": "AdamW"}].'
         )
     return taken

@@ -1,16 +1,16 @@
 """Dtypes of a run: computation, accumulation, master, moments, wire.
 
-fp32            parameters as given (fp32 or fp64), gradients and moments likewise, no second copy; a parameter that
-                was given in 16 bits stays so in forward, and has fp32 sums, master and moments as below
+fp32            parameters as passed (fp32 or fp64), gradients and moments likewise, no second copy; a parameter that
+                was passed in 16 bits stays so in forward, and has fp32 sums, master and moments as below
 bf16, fp16      parameters in 16 bits, gradients summed in fp32, fp32 master and moments (Kalamkar et al. 2019,
                 Micikevicius et al. 2018)
 bf16 alone      parameters are their own master, gradients are summed in bf16, moments in fp32 or bf16; updates are
                 computed in fp32 and rounded stochastically (Zamirai et al. 2020)
-keep_fp32       modules that stay in fp32 under any of these, beside the tensors that a model marks as fp32 itself
+keep_fp32       modules that stay in fp32 under any of these, in addition to tensors that the model marks as fp32
 torch_autocast  fp32 or bf16 as above, and every forward inside torch.autocast, which casts inputs of matrix products
                 and computes softmax, norms and losses in fp32
 
-Inputs and buffers stay as given in all of them, unless ``cast_forward_inputs`` and ``buffer_dtype`` say otherwise.
+Inputs and buffers keep their dtype in all of them, unless ``cast_forward_inputs`` or ``buffer_dtype`` is set.
 """
 
 from collections.abc import Collection, Mapping
@@ -49,35 +49,35 @@ class Widths(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of one run."""
+    """Dtypes of one run."""
 
     compute: torch.dtype | None
-    """Dtype of parameters in forward; None leaves them as given."""
+    """Dtype of parameters in forward; None leaves them unchanged."""
     wire: torch.dtype | None
     """Dtype of gradients while they are reduced; None: the dtype of accumulation."""
     kept: KeptFp32 = field(default_factory=KeptFp32)
     """Modules and tensors that stay in fp32."""
     master: bool = True
-    """Narrow parameters have an fp32 master, and gradients are summed in fp32."""
+    """True: 16-bit parameters have an fp32 master, and gradients are summed in fp32."""
     narrow_moments: bool = False
-    """Without a master: moments have the dtype of the parameter."""
+    """True: without a master, moments have the dtype of the parameter."""
     autocast: torch.dtype | None = None
-    """Dtype of torch.autocast around every forward; None leaves the user's own as it is."""
+    """Dtype of torch.autocast around every forward; None leaves the user's autocast unchanged."""
     inputs: torch.dtype | None = None
-    """Dtype of floating inputs of forward; None leaves each as it is."""
+    """Dtype of floating inputs of forward; None leaves all unchanged."""
     buffers: torch.dtype | None = None
-    """Dtype of floating buffers in a 16-bit run; None leaves each as it is."""
+    """Dtype of floating buffers in a 16-bit run; None leaves all unchanged."""
     operands: OperandCasts | None = field(default=None, compare=False)
-    """Casts of operands in the model's own code; None: it makes its own."""
+    """Casts of operands in the model's own code; None adds no casts."""
 
     def forward(self, device: torch.device, whole: bool = True) -> AbstractContextManager[Any]:
-        """Context of a forward on ``device``, of the ``whole`` model or of a stage."""
+        """Returns the context of a forward on ``device``, of the ``whole`` model or of a stage."""
         if self.operands is not None:
             return self.operands.forward(whole)
         return nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     def parameter(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Dtype in which the parameter ``name`` takes part in forward.
+        """Returns the dtype of the parameter ``name`` in forward.
 
         Raises:
             PlanError: this run cannot train a parameter of this dtype.
@@ -91,7 +91,7 @@ class Precision:
             return self.frozen(name, given)
         if given not in (torch.float32, torch.float64, *_HALF):
             raise PlanError(
-                f"parameter {name!r} is {str(given).removeprefix('torch.')}, in which torch cannot train it; give the "
+                f"parameter {name!r} is {str(given).removeprefix('torch.')}, a dtype that torch cannot train; pass the "
                 "model as float32 (model.float())."
             )
         if given in _HALF and self.kept.modules:
@@ -102,19 +102,19 @@ class Precision:
         return given
 
     def frozen(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Dtype of a frozen parameter; types other than floating stay as given."""
+        """Returns the dtype of a frozen parameter; types other than floating stay unchanged."""
         if self.compute is None or not given.is_floating_point:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.compute
 
     def buffer(self, name: str, given: torch.dtype) -> torch.dtype:
-        """Dtype of a buffer."""
+        """Returns the dtype of a buffer."""
         if self.compute is None or not given.is_floating_point:
             return given
         return torch.promote_types(given, torch.float32) if name in self.kept.tensors else self.buffers or given
 
     def widths(self, dtype_name: str) -> Widths:
-        """Dtypes that belong to a parameter whose dtype in forward has this name."""
+        """Returns the dtypes that belong to a parameter with this name of its dtype in forward."""
         narrow: torch.dtype = getattr(torch, dtype_name)
         wide = torch.promote_types(narrow, torch.float32)
         if narrow == wide:
@@ -125,7 +125,7 @@ class Precision:
 
 
 def half_note(model: nn.Module, precision: Precision) -> str | None:
-    """What an fp32 run does with parameters that were given in 16 bits; None if there are none."""
+    """Describes the treatment of parameters that an fp32 run received in 16 bits; None if there are none."""
     if precision.compute is not None:
         return None
     found = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad and p.dtype in _HALF}
@@ -136,12 +136,12 @@ def half_note(model: nn.Module, precision: Precision) -> str | None:
     lost = "; without a loss scale small gradients are lost: fp16.enabled has one" * (torch.float16 in found)
     return (
         f"precision: {name} is {short}, so it computes in {short} with an fp32 master and fp32 moments, and inputs are "
-        f"passed as they are; model.float() trains it in fp32{lost}"
+        f"passed unchanged; model.float() trains it in fp32{lost}"
     )
 
 
 def make_precision(config: Config, model: nn.Module) -> Precision:
-    """The dtypes that a configuration asks for.
+    """Returns the dtypes that a configuration asks for.
 
     Raises:
         ConfigError: a pattern of ``keep_fp32`` matches no module, or splits a shared tensor.
@@ -174,7 +174,7 @@ def place_rest(
     absent: Collection[str] = (),
     placed: Collection[str] = (),
 ) -> None:
-    """Move buffers and frozen parameters outside of flat buckets to their device and dtype.
+    """Moves buffers and frozen parameters outside of flat buckets to their device and dtype.
 
     ``absent`` parameters belong to other stages and become placeholders; ``placed`` parameters are in buckets.
     """

@@ -3,15 +3,15 @@
     bf16  --> | to fp32 -> the module's own forward, parameters in fp32 -> to bf16 | --> bf16
     999.3 --> the model's own code, in fp32 --> | to bf16 -> nn.Linear with bf16 parameters | --> bf16
 
-In fp32 stay the modules that ``keep_fp32`` names, with their submodules, and BatchNorm. The casts are part of the
+The modules that ``keep_fp32`` names, with their submodules, and BatchNorm stay in fp32. The casts are part of the
 module's ``forward``, so that code around the module (pipeline stages, recomputation, hooks) sees values in the dtype of
 the computation. Tensors that a model marks as fp32 itself (transformers: ``_keep_in_fp32_modules_strict``) get no such
 casts, since that model's code makes them.
 
 torch computes a linear layer, a convolution or a normalization in one dtype. A model that computes with fp32 inputs or
-buffers hands fp32 tensors to such layers, so these layers cast them (FSDP2: ``cast_forward_inputs`` of each wrapped
+buffers passes fp32 tensors to such layers, so these layers cast them (FSDP2: ``cast_forward_inputs`` of each wrapped
 module; torch.autocast: casts of each operator). Layers that the model marks as fp32 cast 16-bit inputs to fp32. Modules
-whose forward is the user's own get what they are given.
+with a forward of the user's own receive their inputs unchanged.
 """
 
 import re
@@ -37,12 +37,12 @@ class KeptFp32:
     modules: tuple[str, ...] = ()
     """Names of the outermost modules that the patterns match; each module object once."""
     tensors: frozenset[str] = frozenset()
-    """Names of the parameters and buffers in these modules, and of those that are marked, including all aliases."""
+    """Names of the parameters and buffers in these modules, and of the marked ones, including all aliases."""
     marked: frozenset[str] = frozenset()
     """Names of the parameters and buffers that the model marks as fp32 itself."""
 
     def within(self, module: str) -> "KeptFp32":
-        """The part inside ``module``, with the names that it has there."""
+        """Returns the part inside ``module``, with names relative to it."""
 
         def inside(names: Iterable[str]) -> Iterator[str]:
             return (name[len(module) + 1 :] for name in names if is_inside(name, module))
@@ -51,7 +51,7 @@ class KeptFp32:
 
 
 def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
-    """The modules and tensors that ``keep_fp32`` names.
+    """Finds the modules and tensors that ``keep_fp32`` names.
 
     Raises:
         ConfigError: a pattern matches no module, or a parameter is shared with a module that is not kept.
@@ -68,10 +68,11 @@ def find_fp32_modules(model: nn.Module, patterns: Sequence[str]) -> KeptFp32:
 
 
 def marked_tensors(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
-    """Names of the parameters and buffers that a model marks as fp32 in a run of dtype ``compute``, with all aliases.
+    """Returns the names, with aliases, of parameters and buffers that a model marks as fp32 in a run of dtype
+    ``compute``.
 
-    The marks are those of transformers: a list that holds in bf16 and fp16, and one that holds in fp16. A pattern, in
-    which * stands for anything, is searched in the names below the module that has the list.
+    The marks are those of transformers: one list for bf16 and fp16, and one for fp16. A pattern, in which * matches
+    anything, is searched in the names below the module that has the list.
     """
     lists = ["_keep_in_fp32_modules_strict"] + ["_keep_in_fp32_modules"] * (compute == torch.float16)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -85,9 +86,9 @@ def marked_tensors(model: nn.Module, compute: torch.dtype) -> frozenset[str]:
 
 
 def running_statistics(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules with running statistics (BatchNorm).
+    """Returns the names of the modules with running statistics (BatchNorm).
 
-    The statistics are sums of many small steps and stay in fp32, and torch's kernels want the weights in their dtype.
+    The statistics are sums of many small steps and stay in fp32; torch's kernels need the weights in the same dtype.
     """
     named = [(name, module._buffers.get("running_mean")) for name, module in model.named_modules() if name]
     return tuple(name for name, mean in named if mean is not None)
@@ -100,13 +101,13 @@ def _refuse_shared(tensors: Sequence[tuple[str, Tensor]], kept: frozenset[str]) 
         if (name in kept) != (other in kept):
             inside, outside = (name, other) if name in kept else (other, name)
             raise ConfigError(
-                f"keep_fp32: {inside!r} is the same tensor as {outside!r}, whose module is not kept in fp32; name both "
-                "modules, or neither."
+                f"keep_fp32: {inside!r} is the same tensor as {outside!r}, which is outside the modules kept in fp32; "
+                "name both modules, or neither."
             )
 
 
 def keep_in_fp32(model: nn.Module, names: Collection[str], compute: torch.dtype, patches: ForwardPatches) -> None:
-    """Cast the inputs of these modules to fp32 and their outputs back to ``compute``."""
+    """Casts the inputs of these modules to fp32 and their outputs back to ``compute``."""
     note = f"runs in fp32: inputs are cast from {str(compute).removeprefix('torch.')}, and outputs back"
     for module in map(model.get_submodule, names):
         wrapped = _in_fp32(module, vars(module).get("forward"), compute)
@@ -136,7 +137,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def put_casts(model: nn.Module, kept: KeptFp32, compute: torch.dtype | None, patches: ForwardPatches) -> None:
-    """Put every cast of a 16-bit run on the modules of ``model``; do nothing if ``compute`` is None."""
+    """Puts every cast of a 16-bit run on the modules of ``model``; does nothing if ``compute`` is None."""
     if compute is None:
         return
     keep_in_fp32(model, kept.modules, compute, patches)
@@ -148,7 +149,7 @@ def put_casts(model: nn.Module, kept: KeptFp32, compute: torch.dtype | None, pat
 
 
 def _torch_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """The layers of torch's own that have parameters, with the names of these."""
+    """Yields the layers of torch that have parameters, with the names of these."""
     for path, module in model.named_modules():
         names = [f"{path}.{name}" if path else name for name, p in module._parameters.items() if p is not None]
         if names and _is_torch_layer(module):
@@ -156,14 +157,14 @@ def _torch_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 
 
 def _is_torch_layer(module: nn.Module) -> bool:
-    """Whether the forward is torch's own, or that of a layer which the engine has put in its place."""
+    """Returns True if the forward is torch's own, or belongs to a layer that the engine put in its place."""
     own = (base for base in type(module).__mro__ if "forward" in vars(base))
     owner = next(base for base in own if not base.__module__.startswith("engine."))
     return owner is not nn.Module and (owner.__module__.startswith("torch.nn.") or is_conv1d(module))
 
 
 def _cast_inputs(layer: nn.Module, given: tuple[torch.dtype, ...], dtype: torch.dtype, patches: ForwardPatches) -> None:
-    """Let ``layer`` cast inputs of the dtypes ``given`` to ``dtype``."""
+    """Lets ``layer`` cast inputs of the dtypes ``given`` to ``dtype``."""
     short = str(dtype).removeprefix("torch.")
     forward = _casting(vars(layer).get("forward"), given, dtype)
     patches.replace_forward(layer, PatchLayer.FP32, forward, f"casts inputs to {short}, the dtype of its parameters")

@@ -1,12 +1,12 @@
-"""Frozen weights in fewer bits: those that a run holds as codes (``quantize_frozen``), as QLoRA does (Dettmers et al.
-2023), and those that bitsandbytes already holds as codes.
+"""Frozen weights in fewer bits: codes that a run makes (``quantize_frozen``), as QLoRA does (Dettmers et al. 2023), and
+codes that bitsandbytes made.
 
-``quantize_frozen`` takes those of linear layers and stacks of experts, without heads, whose logits a loss reads,
-without embeddings and what is tied to one, and without adapters, which may be frozen for a while and trained again.
+``quantize_frozen`` quantizes the weights of linear layers and stacks of experts. It leaves out heads, whose logits a
+loss reads, embeddings and weights tied to one, and adapters, which may be frozen for a while and trained again.
 
-The scales and the layout of bitsandbytes' codes are known to its own layers alone. On data ranks up to ZeRO 2 every
-rank holds them whole, and its layers compute as they do in one process. Elsewhere weights are cut, or their memory is
-replaced between uses, which these layers do not expect.
+Only bitsandbytes' own layers can read the scales and the layout of its codes. On data ranks up to ZeRO 2 every rank
+stores them whole, and its layers compute as in one process. Elsewhere weights are sharded, or their memory is replaced
+between uses, which these layers do not support.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,11 +25,11 @@ from engine.parallel.tensor.deferred_linear import is_linear
 from engine.precision.dtypes import Precision
 
 _ADAPTERS = ("*.lora_*", "*.modules_to_save.*", "*.original_module.*")
-"""PEFT's names of what it trains, and of what it has put a trained copy beside."""
+"""PEFT's names of trained weights, and of weights that have a trained copy."""
 
 
 def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
-    """The weights by first name, and how they are held; reads names, shapes and flags only.
+    """Finds the weights by first name, with their formats; reads only names, shapes and flags.
 
     Raises:
         ConfigError: a pattern of ``skip`` matches no frozen parameter, or checkpoints would store frozen ones.
@@ -40,66 +40,66 @@ def find_quantized(model: nn.Module, config: Config) -> dict[str, WeightFormat]:
         return {}
     if config.checkpoint.frozen:
         raise ConfigError(
-            "quantize_frozen with checkpoint.frozen true, and a checkpoint has no exact copy of weights that are held "
-            "as codes; set checkpoint.frozen to false, which stores what is trained and leaves the base to the model."
+            "quantize_frozen with checkpoint.frozen true, but a checkpoint has no exact copy of weights that are "
+            "stored as codes; set checkpoint.frozen to false, which stores only trained parameters."
         )
     frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     given = [(f"quantize_frozen.skip[{index}]", pattern) for index, pattern in enumerate(settings.skip)]
     refuse_unmatched(given, frozen, "frozen parameter")
-    heads, held = _heads(model), WeightFormat(settings.dtype, settings.block_size)
+    heads, form = _heads(model), WeightFormat(settings.dtype, settings.block_size)
     found = {
-        names[0]: held
+        names[0]: form
         for names, holders in _holders(model)
         if all(_fits(*holder, heads) for holder in holders)
         and not any(fnmatchcase(name, pattern) for name in names for pattern in (*settings.skip, *_ADAPTERS))
     }
     if not found:
         raise PlanError(
-            f"quantize_frozen.dtype {settings.dtype!r}, and the model has no frozen weight of a linear layer beside "
-            "its heads, embeddings and adapters; freeze the base (requires_grad_(False), or PEFT's get_peft_model), or "
+            f"quantize_frozen.dtype {settings.dtype!r}, but the model has no frozen weight of a linear layer except "
+            "heads, embeddings and adapters; freeze the base (requires_grad_(False), or PEFT's get_peft_model), or "
             "leave quantize_frozen out."
         )
     return found
 
 
 def refuse_outside_reads(table: ShardTable) -> None:
-    """Refuse weights that are read where no layer makes a matrix of their codes.
+    """Refuses weights that code outside their layer reads, since only layers dequantize their codes.
 
     Raises:
-        PlanError: names the first one.
+        PlanError: names the first such weight.
     """
     for row in table:
         if row.quantized is not None and row.in_glue:
             raise PlanError(
-                f"quantize_frozen: the code around the blocks reads {row.name!r} beside its layer, where it is not "
-                f'made of its codes; name it in skip: {{"quantize_frozen": {{"skip": [{row.name!r}]}}}}.'
+                f"quantize_frozen: code outside its layer reads {row.name!r}, but only the layer dequantizes it; "
+                f'name it in skip: {{"quantize_frozen": {{"skip": [{row.name!r}]}}}}.'
             )
 
 
 def round_frozen(model: nn.Module, config: Config) -> None:
-    """Give the frozen weights of a model of one process the values that codes of them stand for."""
+    """Rounds the frozen weights of a model of one process to the values that their codes represent."""
     parameters = dict(model.named_parameters())
-    for name, held in find_quantized(model, config).items():
+    for name, weight_format in find_quantized(model, config).items():
         values = parameters[name].data
-        form = QuantizedShape(format=held, shape=tuple(values.shape))
+        form = QuantizedShape(format=weight_format, shape=tuple(values.shape))
         parameters[name].data = dequantize(quantize(values, form), form, values.dtype)
 
 
 def quantized_note(model: nn.Module, found: Mapping[str, WeightFormat], precision: Precision) -> list[str]:
-    """A line of the plan about them."""
+    """Returns a line of the plan about the quantized weights."""
     if not found:
         return []
-    named, held = dict(model.named_parameters()), next(iter(found.values()))
+    named, form = dict(model.named_parameters()), next(iter(found.values()))
     before = sum(named[name].numel() * precision.frozen(name, named[name].dtype).itemsize for name in found)
-    after = sum(QuantizedShape(format=held, shape=tuple(named[name].shape)).bytes for name in found)
+    after = sum(QuantizedShape(format=form, shape=tuple(named[name].shape)).bytes for name in found)
     return [
-        f"quantize_frozen: {len(found)} frozen weights in {held.kind}, blocks of {held.block} columns: {after:,} bytes "
+        f"quantize_frozen: {len(found)} frozen weights in {form.kind}, blocks of {form.block} columns: {after:,} bytes "
         f"in place of {before:,}, from {next(iter(found))}; a layer dequantizes its own in forward and in backward"
     ]
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[list[str], list[tuple[nn.Module, str]]]]:
-    """All names and holders of every frozen floating parameter of at least two dims."""
+    """Yields all names and owning modules of every frozen floating parameter of at least two dims."""
     found: dict[int, tuple[list[str], list[tuple[nn.Module, str]]]] = {}
     for path, module in model.named_modules():
         for local, parameter in module._parameters.items():
@@ -133,45 +133,46 @@ _FORMATS = {"Params4bit": "nf4", "Int8Params": "int8"}
 
 
 class _Held(NamedTuple):
-    """A weight that is held as codes."""
+    """Weight that bitsandbytes stores as codes."""
 
     name: str
     parameter: nn.Parameter
     instead: str
-    """The format of ``quantize_frozen`` that takes its place."""
+    """The format of ``quantize_frozen`` that replaces it."""
 
 
 def refuse_foreign_codes(model: nn.Module, config: Config) -> None:
-    """Refuse what would compute with codes of bitsandbytes as if they were values, or store them without scales.
+    """Refuses settings that would compute with codes of bitsandbytes as values, or store them without scales.
 
     Raises:
-        ConfigError: the configuration cuts, gathers, quantizes or stores them.
+        ConfigError: the configuration shards, gathers, quantizes or stores them.
         PlanError: they have a dtype of values.
     """
-    held = next(_found(model), None)
-    if held is None:
+    weight = next(_found(model), None)
+    if weight is None:
         return
-    if held.parameter.dtype.is_floating_point:
+    if weight.parameter.dtype.is_floating_point:
         raise PlanError(
-            f"the weight {held.name!r} of bitsandbytes is {str(held.parameter.dtype).removeprefix('torch.')}, which "
-            "may be codes or values; load the model with bnb_4bit_quant_storage=torch.uint8, onto its device."
+            f"the weight {weight.name!r} of bitsandbytes is {str(weight.parameter.dtype).removeprefix('torch.')}, "
+            "which may be codes or values; load the model with bnb_4bit_quant_storage=torch.uint8, onto its device."
         )
     asked = _asked(config)
     if asked is not None:
         raise ConfigError(
-            f"{asked}, and the weight {held.name!r} is held as codes of bitsandbytes, which only its own layers read, "
+            f"{asked}, but the weight {weight.name!r} is stored as codes that only bitsandbytes' layers read, and only "
             "whole; load the model without quantization_config, or call model.dequantize() before adapters are added, "
-            f'and give "quantize_frozen": {{"dtype": "{held.instead}"}}.'
+            f'and give "quantize_frozen": {{"dtype": "{weight.instead}"}}.'
         )
     if config.checkpoint.frozen:
         raise ConfigError(
-            f"checkpoint.frozen is true, and the weight {held.name!r} is held as codes of bitsandbytes, whose scales "
-            'no checkpoint has; give "checkpoint": {"frozen": false}, which stores what is trained.'
+            f"checkpoint.frozen is true, but the weight {weight.name!r} is stored as codes of bitsandbytes, and a "
+            'checkpoint has no scales for them; give "checkpoint": {"frozen": false}, which stores only trained '
+            "parameters."
         )
 
 
 def _asked(config: Config) -> str | None:
-    """What the configuration does with weights that needs more than whole ones in their place."""
+    """Returns the setting that needs more than whole weights at their original place; None if there is none."""
     if config.tp > 1:
         return f"parallel.tensor is {config.tp}"
     if config.pp > 1:

@@ -1,8 +1,8 @@
-"""The loss scale of fp16 training (Micikevicius et al. 2018, section 3.2), pure Python; DeepSpeed's rules and names.
+"""Loss scale of fp16 training (Micikevicius et al. 2018, section 3.2), pure Python; DeepSpeed's rules and names.
 
-Small gradients vanish in fp16, so backward runs on a loss times a scale, and the update divides by the scale.
-A dynamic scale doubles after a window of good steps and halves when gradients overflow, except that the first
-``hysteresis`` - 1 overflows are forgiven. A step with an overflow is skipped in both cases.
+Small gradients vanish in fp16, so backward runs on a loss times a scale, and the update divides by the scale. A dynamic
+scale doubles after a window of good steps and halves when gradients overflow, except that the first ``hysteresis`` - 1
+overflows are forgiven. A step with an overflow is skipped in both cases.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from engine.config.sections import Fp16Config
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """The loss scale of one step and the counters that decide the next; ``after`` gives the scale of the next step."""
+    """Loss scale of one step and the counters that decide the next; ``after`` returns the scale of the next step."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -20,7 +20,7 @@ class LossScale:
     hysteresis: int = 1
     smallest: float = 1.0
     consecutive: bool = False
-    """Every good step resets ``forgiven``; otherwise only a full window of good steps does."""
+    """True: every good step resets ``forgiven``; False: only a full window of good steps does."""
     forgiven: int = 0
     """Overflows forgiven since the scale last grew."""
     good: int = 0
@@ -28,11 +28,11 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """The scale is dynamic and above its minimum."""
+        """True if the scale is dynamic and above its minimum."""
         return self.dynamic and self.value > self.smallest
 
     def after(self, overflow: bool) -> "LossScale":
-        """The scale of the next step."""
+        """Returns the scale of the next step."""
         if not self.dynamic:
             return self
         if overflow:
@@ -46,7 +46,7 @@ class LossScale:
 
 
 def make_loss_scale(config: Fp16Config) -> LossScale:
-    """The loss scale of the first step; 1 without fp16."""
+    """Returns the loss scale of the first step; 1 without fp16."""
     if not config.enabled:
         return LossScale()
     if config.loss_scale:

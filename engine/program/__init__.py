@@ -1,1 +1,1 @@
-"""The program of one microbatch: the batch, the model call and the loss."""
+"""Program of one microbatch: the batch, the model call and the loss."""

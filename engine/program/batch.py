@@ -1,4 +1,4 @@
-"""Batches: a tensor, a tuple or list, or a mapping of batches; values of other types stay as they are."""
+"""Batches: a tensor, a tuple or list, or a mapping of batches; values of other types are left unchanged."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -17,17 +17,17 @@ BatchPath = tuple[str | int, ...]
 
 
 def map_tensors(tree: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Apply ``change`` to every tensor of a nested batch; mappings become plain dicts."""
+    """Applies ``change`` to every tensor of a nested batch; mappings become plain dicts."""
     return change_tensors(tree, lambda _, tensor: change(tensor))
 
 
 def cast_floats(tree: Batch, dtype: torch.dtype | None) -> Batch:
-    """Return the batch with its floating tensors in ``dtype``; None leaves each as it is."""
+    """Returns the batch with its floating tensors in ``dtype``; None leaves all dtypes unchanged."""
     return map_tensors(tree, lambda one: one if dtype is None or not one.is_floating_point() else one.to(dtype))
 
 
 def change_tensors(tree: Batch, change: Callable[[BatchPath, Tensor], Tensor], path: BatchPath = ()) -> Batch:
-    """Apply ``change(path, tensor)`` to every tensor of a nested batch; mappings become plain dicts."""
+    """Applies ``change(path, tensor)`` to every tensor of a nested batch; mappings become plain dicts."""
     if isinstance(tree, Tensor):
         return change(path, tree)
     if isinstance(tree, Mapping):
@@ -38,11 +38,13 @@ def change_tensors(tree: Batch, change: Callable[[BatchPath, Tensor], Tensor], p
 
 
 def _like(tree: Any, parts: list[Any]) -> Any:
-    return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)  # a namedtuple takes its parts singly
+    return (
+        type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    )  # a namedtuple takes its parts as separate arguments
 
 
 def tensors_by_path(tree: Batch, path: BatchPath = ()) -> Iterator[tuple[BatchPath, Tensor]]:
-    """Every tensor of a nested batch."""
+    """Yields every tensor of a nested batch with its path."""
     if isinstance(tree, Tensor):
         yield path, tree
     elif isinstance(tree, Mapping):
@@ -54,29 +56,29 @@ def tensors_by_path(tree: Batch, path: BatchPath = ()) -> Iterator[tuple[BatchPa
 
 
 def named_tensors(tree: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nested batch with the expression that reaches it."""
+    """Yields every tensor of a nested batch with the expression that reaches it."""
     return ((expression(path), tensor) for path, tensor in tensors_by_path(tree))
 
 
 def expression(path: BatchPath) -> str:
-    """``batch['key'][0]`` for the path ('key', 0)."""
+    """Returns the expression of a path: ``batch['key'][0]`` for ('key', 0)."""
     return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
 def count_tokens(microbatch: Batch) -> int:
-    """Elements of ``input_ids``, or rows if the batch has no ``input_ids``."""
+    """Counts the elements of ``input_ids``, or the rows of a batch without ``input_ids``."""
     if is_text(microbatch):
         return int(microbatch["input_ids"].numel())
     return next((tensor.shape[0] for _, tensor in named_tensors(microbatch) if tensor.ndim), 1)
 
 
 def is_text(microbatch: Batch) -> bool:
-    """The batch has ``input_ids``, so its tokens can be counted."""
+    """Returns True if the batch has ``input_ids``, so that its tokens can be counted."""
     return isinstance(microbatch, Mapping) and isinstance(microbatch.get("input_ids"), Tensor)
 
 
 def call_model(model: nn.Module, microbatch: Batch) -> Any:
-    """``model(**batch)``, ``model(*batch)`` or ``model(batch)``, by the type of the batch."""
+    """Calls ``model(**batch)``, ``model(*batch)`` or ``model(batch)``, by the type of the batch."""
     if isinstance(microbatch, Mapping):
         return model(**microbatch)
     if isinstance(microbatch, tuple | list):
@@ -85,7 +87,7 @@ def call_model(model: nn.Module, microbatch: Batch) -> Any:
 
 
 def join_outputs(outputs: list[Any]) -> Any:
-    """Join the outputs of microbatches into one: tensors along dim 0, scalars stacked, sequences entry by entry.
+    """Joins the outputs of microbatches into one: tensors along dim 0, scalars stacked, sequences entry by entry.
 
     Sequences of different lengths have an entry for each row or picture (SmolVLM's ``pooler_output``), and are chained.
     """

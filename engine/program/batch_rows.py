@@ -1,8 +1,8 @@
-"""The rows of a batch: how it is cut into microbatches, and which of its tensors are not rows.
+"""Rows of a batch: their division into microbatches, and the tensors without rows.
 
 rows       tensors with micro x accumulation rows on each data rank; every microbatch gets its own
-whole      tensors that every microbatch gets as they are (one row of position ids, weights of classes): named by
-           the user, or known from the example, whose rows they do not have; 0-dim tensors always
+whole      tensors that every microbatch gets unchanged (one row of position ids, weights of classes): named by the
+           user, or recognized in the example, since they lack its number of rows; 0-dim tensors always
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ Name = str | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRows:
-    """Which tensors are cut into microbatches. By default all that have a dim."""
+    """Selection of the tensors that are split into microbatches. By default all tensors with a dim."""
 
     whole: frozenset[Name] = frozenset()
     learnt: frozenset[BatchPath] = frozenset()
@@ -28,9 +28,9 @@ class BatchRows:
 
     @staticmethod
     def of(whole: Name | Sequence[Name], example: Batch, micro: int) -> "BatchRows":
-        """Rows of batches like ``example``, of which the user has named tensors that are ``whole``.
+        """Builds the selection for batches like ``example``; the user names the tensors that stay ``whole``.
 
-        An example without a tensor of ``micro`` rows tells nothing.
+        An example without a tensor of ``micro`` rows adds nothing.
         """
         leading = {path: tensor.shape[0] for path, tensor in tensors_by_path(example) if tensor.ndim}
         others = {path for path, rows in leading.items() if rows != micro} if micro in leading.values() else ()
@@ -38,17 +38,17 @@ class BatchRows:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence about the tensors that are whole, if there are any."""
-        told = [f"batch[{name!r}]" for name in self.whole] + [expression(path) for path in self.learnt]
-        return (f"batch: every microbatch gets the whole of {', '.join(sorted(set(told)))}",) if told else ()
+        """One sentence about the tensors that stay whole, if there are any."""
+        whole = [f"batch[{name!r}]" for name in self.whole] + [expression(path) for path in self.learnt]
+        return (f"batch: every microbatch gets the whole of {', '.join(sorted(set(whole)))}",) if whole else ()
 
     def is_whole(self, path: BatchPath) -> bool:
-        """True if the tensor at ``path`` goes to every microbatch as it is."""
+        """Returns True if every microbatch gets the tensor at ``path`` unchanged."""
         named = path[0] in self.whole if path else False
         return named or path in self.learnt or any(isinstance(key, str) and key in self.whole for key in path)
 
     def take_microbatches(self, batch: Batch | Iterator[Batch], micro: int, count: int) -> list[Batch]:
-        """Split a batch into ``count`` microbatches of ``micro`` rows, or pull them from an iterator.
+        """Splits a batch into ``count`` microbatches of ``micro`` rows, or pulls them from an iterator.
 
         Raises:
             EngineError: a wrong number of rows (names the tensor), a batch without tensors, an iterable that is not an
@@ -66,7 +66,7 @@ class BatchRows:
         return [self.take_rows(batch, index * micro, micro) for index in range(count)]
 
     def split(self, batch: Batch, micro: int) -> list[Batch]:
-        """Split a batch of any number of rows into microbatches of ``micro`` rows; the last one may have fewer.
+        """Splits a batch of any number of rows into microbatches of ``micro`` rows; the last one may have fewer.
 
         Raises:
             EngineError: the batch has no row, or its tensors have different numbers of rows.
@@ -75,21 +75,21 @@ class BatchRows:
             raise EngineError(f"the batch is a {type(batch).__name__}; give a tensor, tuple or dict.")
         rows = self.count(batch)
         if not rows:
-            raise EngineError("the batch has no row; give tensors whose leading dim is the number of rows.")
+            raise EngineError("the batch has no row; give tensors with the number of rows as their leading dim.")
         self._check(batch, rows, str(rows))
         return [self.take_rows(batch, start, micro) for start in range(0, rows, micro)]
 
     def count(self, batch: Batch) -> int:
-        """Number of rows of a batch: the leading dim of its first tensor that is cut; 0 without one."""
+        """Counts the rows of a batch: the leading dim of its first tensor that is split; 0 without such a tensor."""
         cut = (tensor for path, tensor in tensors_by_path(batch) if tensor.ndim and not self.is_whole(path))
         return next((tensor.shape[0] for tensor in cut), 0)
 
     def whole_names(self, batch: Batch) -> list[str]:
-        """The tensors of a batch that are not cut, as the expressions that reach them; 0-dim ones left out."""
+        """Lists the tensors of a batch that are not split, as expressions, without 0-dim tensors."""
         return [expression(path) for path, tensor in tensors_by_path(batch) if tensor.ndim and self.is_whole(path)]
 
     def take_rows(self, batch: Batch, start: int, count: int) -> Batch:
-        """Rows ``start`` to ``start + count``; scalars, whole tensors and values of other types stay unchanged."""
+        """Returns rows ``start`` to ``start + count``; scalars, whole tensors and other values stay unchanged."""
 
         def cut(path: BatchPath, tensor: Tensor) -> Tensor:
             return tensor[start : start + count] if tensor.ndim and not self.is_whole(path) else tensor
@@ -109,26 +109,26 @@ class BatchRows:
         )
 
     def _check_names(self, batch: Batch) -> None:
-        """Refuse a name that is nearly one of the batch's; one that is missing may be in another batch (pictures)."""
+        """Refuses a name that is nearly a name of the batch; an absent name may belong to another batch (pictures)."""
         found = {key for path, _ in tensors_by_path(batch) for key in path}
         for name in self.whole - found:
             near = get_close_matches(str(name), map(str, found - self.whole), 1)
             if near:
                 raise EngineError(
-                    f"whole names {name!r}, and the batch has no tensor of that name; did you mean {near[0]!r}?"
+                    f"whole names {name!r}, but the batch has no tensor of that name; did you mean {near[0]!r}?"
                 )
 
     def _check(self, batch: Batch, rows: int, rule: str) -> None:
         self._check_names(batch)
         cut = [(path, t) for path, t in tensors_by_path(batch) if t.ndim and not self.is_whole(path)]
         if not cut:
-            raise EngineError(f"the batch holds no tensor with a leading dim; give tensors of {rule} rows.")
+            raise EngineError(f"the batch has no tensor with a leading dim; give tensors of {rule} rows.")
         for path, tensor in cut:
             if tensor.shape[0] != rows:
                 name = path[-1] if path else "..."
                 raise EngineError(
                     f"{expression(path)} has leading dim {tensor.shape[0]}, but a data rank's share has {rule} rows; "
-                    "change the loader or the sizes in the configuration, or, if the tensor has no rows of the batch, "
-                    f"pass whole=[{name!r}] to engine.initialize, or to what takes engine_config, and every microbatch "
-                    "gets the whole of it."
+                    "change the loader or the sizes in the configuration; if the tensor has no rows of the batch, pass "
+                    f"whole=[{name!r}] to engine.initialize (or with engine_config), so that every microbatch gets all "
+                    "of it."
                 )

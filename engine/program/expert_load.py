@@ -1,11 +1,11 @@
-"""How many rows each expert of a mixture of experts is given: where experts are, and who counts.
+"""Expert load: rows routed to each expert of a mixture of experts, counted on the ranks that store them.
 
 A router sends each row to some of the experts of its layer. Two forms are found, of any class:
 
-stack   a module that owns matrices [experts, ., .] and is called with (rows, numbers of experts, ...)
-list    a ModuleList or ModuleDict named "...expert...", whose members are called with their own rows
+stack   a module that owns matrices [experts, ., .] and is called with (rows, numbers of experts, ...) list    a
+ModuleList or ModuleDict named "...expert...", whose members are called with their own rows
 
-Attention may own matrices [width, heads, .] too; a stack has one of ``WORDS`` in its name or those of its arguments.
+Attention may own matrices [width, heads, .] too; a stack has one of ``WORDS`` in its name or in its arguments' names.
 """
 
 import inspect
@@ -32,15 +32,15 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 class ExpertStack(NamedTuple):
-    """The experts of one layer."""
+    """Experts of one layer."""
 
     name: str
-    """Of the module that holds them."""
+    """Name of the module that owns them."""
     experts: int
 
 
 def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
-    """Every module of ``model`` that holds experts, in its order. Reads shapes alone.
+    """Finds every module of ``model`` that owns experts, in order. Reads only shapes.
 
     Raises:
         ConfigError: there is none.
@@ -57,10 +57,10 @@ def find_experts(model: nn.Module) -> tuple[ExpertStack, ...]:
 
 
 def _held_by(name: str, module: nn.Module) -> int:
-    """The number of experts that a module holds itself; 0 if none."""
+    """Returns the number of experts that a module itself owns; 0 if none."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        alike = len({type(child) for child in module.children()}) == 1 and len(module) > 1
-        return len(module) if alike and "expert" in name.rpartition(".")[2].lower() else 0
+        uniform = len({type(child) for child in module.children()}) == 1 and len(module) > 1
+        return len(module) if uniform and "expert" in name.rpartition(".")[2].lower() else 0
     names = [*inspect.signature(module.forward).parameters]
     named = any(word in text.lower() for word in WORDS for text in (name, type(module).__name__, *names[1:]))
     if type(module).__module__.startswith("torch.nn.") or len(names) < 2 or not named:
@@ -70,10 +70,10 @@ def _held_by(name: str, module: nn.Module) -> int:
 
 
 class ExpertCounter:
-    """Counts on this rank while ``counting`` is open; a forward that is repeated in backward counts once.
+    """Counter of rows on this rank while ``counting`` is open; a forward that is repeated in backward counts once.
 
-    Tensor ranks route the same rows, or parts of one sequence: each row counts on the first rank that holds it, so the
-    sum over the world is that over all rows. ``rank``: the index of this one on the axis tp.
+    Tensor ranks route the same rows, or parts of one sequence: each row counts on the first rank that stores it, so the
+    sum over the world is the sum over all rows. ``rank`` is this rank's index on the axis tp.
     """
 
     def __init__(self, stacks: Sequence[ExpertStack], device: torch.device, rank: int = 0) -> None:
@@ -82,11 +82,11 @@ class ExpertCounter:
         self._told: set[str] = set()
 
     def zeros(self) -> Tensor:
-        """Counts of a step so far, fp64 [experts of all layers]."""
+        """Returns the counts at the start of a step, fp64 [experts of all layers]."""
         return torch.zeros(sum(stack.experts for stack in self._stacks), dtype=torch.float64, device=self._device)
 
     def install(self, model: nn.Module, patches: ForwardPatches) -> None:
-        """Look at the calls of the experts of ``model``, before anything is put around them that may run them twice."""
+        """Wraps the forwards of the experts of ``model``, before patches that may run a forward twice are installed."""
         start = 0
         for stack in self._stacks:
             module = model.get_submodule(stack.name)
@@ -99,7 +99,7 @@ class ExpertCounter:
 
     @contextmanager
     def counting(self, into: Tensor | None) -> Iterator[None]:
-        """Context of a forward whose rows are added to ``into``; None: they are not counted."""
+        """Adds the rows of the forwards inside to ``into``; None counts nothing."""
         before, self._into = self._into, into
         try:
             yield
@@ -108,7 +108,7 @@ class ExpertCounter:
 
     @staticmethod
     def _watch(module: nn.Module, see: Callable[[Any, Any], None], patches: ForwardPatches) -> None:
-        """Count where the module runs; a hook would also be called where another pipeline stage runs it."""
+        """Counts in the module's own forward; a hook would also be called where another pipeline stage runs it."""
         own: Callable[..., Any] = module.forward
         look = torch.compiler.disable(see)  # type: ignore[no-untyped-call]
 
@@ -134,17 +134,18 @@ class ExpertCounter:
         if counts is None and stack.name not in self._told:
             self._told.add(stack.name)
             logger.warning(
-                "%s holds %d experts and was called without their numbers, an integer tensor beside the rows; its "
+                "%s has %d experts and was called without their numbers, an integer tensor next to the rows; its "
                 "expert load stays 0.",
                 stack.name,
                 stack.experts,
             )
 
     def _by_expert(self, values: Sequence[Any], experts: int) -> Tensor | None:
-        """Rows of each expert that count here, fp64 [experts], of the arguments of a stack. The host does not wait.
+        """Counts the rows of each expert on this rank, fp64 [experts], from a stack's arguments. The host does not
+        wait.
 
-        Numbers of experts, of any shape, name one expert each; those outside of 0 to experts - 1 stand for none. One
-        integer for each expert, where there are not just as many rows, says how many rows it has.
+        An integer tensor of any shape names one expert per element; numbers outside 0 to experts - 1 name none. A
+        tensor of one integer for each expert has their numbers of rows, unless the number of rows is the same.
         """
         for value in values:
             if isinstance(value, list | tuple) and len(value) == experts and all(type(count) is int for count in value):
@@ -153,23 +154,25 @@ class ExpertCounter:
         if chosen is None:
             return None
         rows, own = _first_rows(values), self._own(chosen, chosen.ndim)
-        held = chosen.local if isinstance(chosen, GlobalTensor) else chosen
+        local = chosen.local if isinstance(chosen, GlobalTensor) else chosen
         if not own.any():
-            return torch.zeros(experts, dtype=torch.float64, device=held.device)
+            return torch.zeros(experts, dtype=torch.float64, device=local.device)
         if tuple(chosen.shape) == (experts,) and (rows is None or prod(rows.shape[:-1]) != experts):
-            return held.double()
-        numbers = held.long()
+            return local.double()
+        numbers = local.long()
         if not own.all():
-            numbers = numbers.where(torch.from_numpy(own).to(held.device), experts)
+            numbers = numbers.where(torch.from_numpy(own).to(local.device), experts)
         numbers = numbers.where((numbers >= 0) & (numbers < experts), experts).flatten()
         counts = torch.zeros(experts + 1, dtype=torch.float64, device=numbers.device)
         return counts.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.float64))[:experts]
 
     def _own(self, given: Tensor, dims: int) -> NDArray[np.bool_]:
-        """Which elements of the first ``dims`` dims count on this tensor rank: those that no rank before it holds."""
+        """Returns the mask of elements, over the first ``dims`` dims, that no earlier tensor rank stores; these count
+        here."""
         if not isinstance(given, GlobalTensor):
             return np.full(tuple(given.shape[:dims]), self._rank == 0)
-        holders = np.full(tuple(given.local.shape[:dims]), -1, dtype=np.int64)  # bits of all ranks
+        # a bit for each rank that stores an element; the lowest bit is the first of these ranks
+        holders = np.full(tuple(given.local.shape[:dims]), -1, dtype=np.int64)
         for dim, index in enumerate(given.sets[:dims]):
             if index is not None:
                 holders &= index.holders[index.ranks[self._rank]].reshape([-1 if n == dim else 1 for n in range(dims)])
@@ -177,5 +180,5 @@ class ExpertCounter:
 
 
 def _first_rows(values: Sequence[Any]) -> Tensor | None:
-    """The first floating tensor, [..., width]."""
+    """Returns the first floating tensor, [..., width]."""
     return next((v for v in values if isinstance(v, Tensor) and v.dtype.is_floating_point and v.ndim), None)

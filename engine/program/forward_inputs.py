@@ -1,11 +1,11 @@
-"""What the model's forward is given of a microbatch.
+"""Inputs of the model's forward: the part of a microbatch that forward receives.
 
-Without ``loss_fn`` it is everything, since the model computes the loss. With it, the user says it by ``inputs``, or it
-follows from the signature of forward; what that cannot tell apart is refused:
+Without ``loss_fn`` it is everything, since the model computes the loss. With it, the user states the inputs with
+``inputs``, or they follow from the signature of forward; ambiguous batches are refused:
 
     forward(x)                 (x, y) -> x                   {"x": x, "y": y} -> x=x
     forward(x, mask)           (x, mask, y) -> x, mask
-    forward(x, mask=None)      (x, y) is refused: is y the mask, or what loss_fn compares with?
+    forward(x, mask=None)      (x, y) is refused: y may be the mask or the targets of loss_fn
                                ({"x": x}, y) -> x=x
     forward(*args)             everything
 """
@@ -26,7 +26,7 @@ from engine.program.batch_rows import Name
 from engine.program.loss import LossFunction
 
 Inputs = Name | Sequence[Name] | Callable[[Batch], Any]
-"""Names of the parts that forward is given, or a function from a microbatch to what ``forward`` is called with."""
+"""Names of the parts that forward receives, or a function from a microbatch to the inputs of forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,15 @@ class ForwardSignature:
     """Parameters of a forward."""
 
     required: tuple[str, ...] = ()
-    """Names of those that can be given by position and have no default."""
+    """Names of positional parameters without a default."""
     positional: tuple[str, ...] | None = None
-    """Names of those that can be given by position; None for ``*args``."""
+    """Names of positional parameters; None for ``*args``."""
     keywords: frozenset[str] | None = None
-    """Names of those that can be given by keyword; None for ``**kwargs``."""
+    """Names of keyword parameters; None for ``**kwargs``."""
 
     @staticmethod
     def of(model: nn.Module) -> "ForwardSignature":
-        """Read the signature; one that cannot be read takes everything."""
+        """Reads the signature of forward; a signature that cannot be read accepts everything."""
         try:
             parameters = list(inspect.signature(model.forward).parameters.values())
         except (TypeError, ValueError):
@@ -59,20 +59,20 @@ class ForwardSignature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInputs:
-    """The part of a microbatch that forward is called with. By default everything."""
+    """Part of a microbatch that forward receives. By default everything."""
 
     stated: Inputs | None = None
     signature: ForwardSignature = field(default_factory=ForwardSignature)
-    """Takes everything unless a loss function computes the loss and the user has not stated the inputs."""
+    """Accepts everything unless a loss function computes the loss and the user has not stated the inputs."""
 
     @staticmethod
     def of(model: nn.Module, separate_loss: bool, stated: Inputs | None) -> "ForwardInputs":
-        """Inputs of a run; ``separate_loss``: a loss function is given the microbatch too."""
+        """Builds the inputs of a run; with ``separate_loss``, a loss function also receives the microbatch."""
         follows = separate_loss and stated is None
         return ForwardInputs(stated=stated, signature=ForwardSignature.of(model) if follows else ForwardSignature())
 
     def take(self, microbatch: Batch) -> Batch:
-        """The part of a microbatch that forward is called with.
+        """Returns the part of a microbatch that forward receives.
 
         Raises:
             EngineError: the part does not follow from the signature of forward.
@@ -86,7 +86,7 @@ class ForwardInputs:
         return microbatch
 
     def rest(self, microbatch: Batch) -> list[Any]:
-        """The parts that forward is not given; none where ``inputs`` is a function, which may take anything of them."""
+        """Lists the parts that forward does not receive; none if ``inputs`` is a function, which may use any part."""
         if callable(self.stated):
             return []
         if isinstance(microbatch, Mapping):
@@ -101,7 +101,7 @@ class ForwardInputs:
         return list(microbatch[len(given) if isinstance(given, tuple | list) else 1 :])
 
     def note(self, microbatch: Batch) -> str:
-        """One sentence about what forward is not given; empty if it is given everything."""
+        """Returns one sentence about the parts that forward does not receive; empty if it receives everything."""
         given = self.take(microbatch)
         if not isinstance(microbatch, Mapping | tuple | list) or given is microbatch:
             return ""
@@ -110,7 +110,7 @@ class ForwardInputs:
             return f"batch: {_listed(rest)} {'go' if rest[1:] else 'goes'} to loss_fn, not to forward" if rest else ""
         parts = len(given) if isinstance(given, tuple | list) else 1
         of_parts = f"{parts} of the {len(microbatch)} parts of a batch"
-        return f"batch: forward is given {of_parts}, loss_fn all" if parts < len(microbatch) else ""
+        return f"batch: forward gets {of_parts}, loss_fn all" if parts < len(microbatch) else ""
 
     def _take_stated(self, microbatch: Batch) -> Batch:
         if callable(self.stated):
@@ -122,7 +122,7 @@ class ForwardInputs:
             return tuple(microbatch[name] for name in names)
         except (KeyError, IndexError, TypeError) as error:
             raise EngineError(
-                f"inputs names {', '.join(map(repr, names))}, and the batch {_described(microbatch)}; name parts of it."
+                f"inputs names {', '.join(map(repr, names))}, but the batch {_described(microbatch)}; name parts of it."
             ) from error
 
     def _matching(self, microbatch: Mapping[str, Any]) -> Batch:
@@ -132,8 +132,8 @@ class ForwardInputs:
         missing = [name for name in self.signature.required if name not in given]
         if missing or not given:
             raise EngineError(
-                f"the batch {_described(microbatch)}, and forward takes {_listed(self.signature.positional or ())}; "
-                "name the keys as forward does, or say by inputs= of engine.initialize what it is given."
+                f"the batch {_described(microbatch)}, but forward takes {_listed(self.signature.positional or ())}; "
+                "name the keys as forward does, or pass inputs= to engine.initialize to select them."
             )
         return given if len(given) < len(microbatch) else microbatch
 
@@ -148,9 +148,9 @@ class ForwardInputs:
         if required == most:
             return tuple(microbatch[:most])
         raise EngineError(
-            f"the batch {_described(microbatch)} and loss_fn is given all of them, but forward takes {required} to "
-            f"{most} ({_listed(positional)}), so it is not known which are for forward; pass inputs=(0,) to "
-            "engine.initialize if it is the first alone, inputs=(0, 1) for the first two, or give a dict."
+            f"the batch {_described(microbatch)} and loss_fn gets all of them, but forward takes {required} to "
+            f"{most} ({_listed(positional)}), so its inputs are ambiguous; pass inputs=(0,) to engine.initialize "
+            "for the first part only, inputs=(0, 1) for the first two, or give a dict."
         )
 
 
@@ -166,7 +166,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchLoss:
-    """A loss of ``torch.nn`` on the output and on the one tensor of the batch that forward is not given."""
+    """Loss of ``torch.nn`` on the output and on the one tensor of the batch that forward does not receive."""
 
     loss: Callable[..., Any]
     inputs: ForwardInputs
@@ -174,17 +174,18 @@ class TorchLoss:
     def __call__(self, output: Any, batch: Batch) -> Any:
         rest = self.inputs.rest(batch)
         if len(rest) != 1 or not isinstance(rest[0], Tensor):
-            found = "1 part, which is no tensor" if len(rest) == 1 else f"{len(rest)} parts" if rest else "no part"
+            found = "1 part, not a tensor," if len(rest) == 1 else f"{len(rest)} parts" if rest else "no part"
             raise EngineError(
-                f"loss_fn={_name(self.loss)} of torch compares an output with targets, and the batch has {found} that "
-                "forward is not given; pass a function of (output, batch), such as "
+                f"loss_fn={_name(self.loss)} of torch compares an output with targets, but the batch has {found} that "
+                "forward does not get; pass a function of (output, batch), such as "
                 f"loss_fn=lambda output, batch: {_name(self.loss)}(output, batch[1]), or name the others by inputs=."
             )
         return call_user_code(self.loss, (output, rest[0]), {})
 
 
 def with_targets(loss_fn: LossFunction | None, inputs: ForwardInputs) -> LossFunction | None:
-    """``loss_fn`` as the engine calls it; a loss module or function of torch gets the targets in place of the batch."""
+    """Returns ``loss_fn`` as the engine calls it; a loss module or function of torch gets targets instead of the
+    batch."""
     inner: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     of_torch = isinstance(inner, _Loss) or getattr(inner, "__module__", None) == nn.functional.__name__
     return TorchLoss(loss_fn, inputs) if of_torch and loss_fn is not None else loss_fn

@@ -1,7 +1,7 @@
-"""The loss of a microbatch as (sum, weight).
+"""Loss of a microbatch as (sum, weight).
 
-A 0-dim mean is a sum of weight 1, so that every microbatch weighs the same. A ``loss_fn`` that returns
-(sum, weight) makes the global loss sum/weight exact for unequal token counts.
+A 0-dim mean is a sum of weight 1, so that every microbatch weighs the same. A ``loss_fn`` that returns (sum, weight)
+makes the global loss sum/weight exact for unequal token counts.
 """
 
 import inspect
@@ -30,23 +30,23 @@ class WeightedLoss(NamedTuple):
     weight: Tensor | float
     """Number of summed losses, for instance of tokens."""
     metrics: tuple[Tensor | float, ...] = ()
-    """Sum and weight of each further value, one after the other in the order of ``monitor.metrics``."""
+    """Sum and weight of each further value, alternating, in the order of ``monitor.metrics``."""
 
 
 def find_loss(
     output: Any, batch: Batch, loss_fn: LossFunction | None, names: Sequence[str] | None = None
 ) -> WeightedLoss:
-    """The loss of one microbatch.
+    """Returns the loss of one microbatch.
 
-    With ``loss_fn``: its result, a 0-dim tensor or (sum, weight), and behind it a dict of metrics by name, each a
-    number, a 0-dim tensor or (sum, weight). Without: ``output.loss``, ``output["loss"]``, a 0-dim output, or the one
-    0-dim floating tensor of a tuple.
+    With ``loss_fn``: its result, a 0-dim tensor or (sum, weight), optionally followed by a dict of metrics by name,
+    each a number, a 0-dim tensor or (sum, weight). Without: ``output.loss``, ``output["loss"]``, a 0-dim output, or the
+    one 0-dim floating tensor of a tuple.
 
-    ``names``: the metrics that the run averages; None leaves out whatever is returned.
+    ``names``: the metrics that the run averages; None ignores all returned metrics.
 
     Raises:
         EngineError: there is no loss, or it is not a 0-dim floating tensor; a metric is missing, is not named, or is
-            no number.
+            not a number.
     """
     if loss_fn is None:
         metrics: Mapping[str, Any] = {}
@@ -58,17 +58,17 @@ def find_loss(
 
 
 def _without_metrics(found: Any) -> tuple[Any, Mapping[str, Any]]:
-    """What loss_fn returned of the loss, and its metrics."""
+    """Splits the result of loss_fn into loss and metrics."""
     if isinstance(found, tuple) and len(found) > 1 and isinstance(found[-1], Mapping):
         return (found[0] if len(found) == 2 else found[:-1]), found[-1]
     return found, {}
 
 
 def with_metrics(loss: WeightedLoss, metrics: Mapping[str, Any], names: Sequence[str]) -> WeightedLoss:
-    """``loss`` with the metrics that a loop of the user's own gives beside it; one that is left out counts nothing.
+    """Returns ``loss`` with the metrics that a user's loop passes with it; an absent metric has weight 0.
 
     Raises:
-        EngineError: a metric is not named in ``monitor.metrics``, or is no number.
+        EngineError: a metric is not named in ``monitor.metrics``, or is not a number.
     """
     _check_named(metrics, names, "backward was given")
     nothing = dict.fromkeys(names, (0.0, 0.0))
@@ -79,7 +79,7 @@ def _check_named(metrics: Mapping[str, Any], names: Sequence[str], by: str) -> N
     if unnamed := sorted(set(metrics) - set(names)):
         raise EngineError(
             f'{by} the metric "{unnamed[0]}", which monitor.metrics does not name; add it there, so that all ranks '
-            "know of it, or leave it out."
+            "average it, or leave it out."
         )
 
 
@@ -94,7 +94,7 @@ def _summands(metrics: Mapping[str, Any], names: Sequence[str]) -> tuple[Tensor 
 
 
 def _pairs(metrics: Mapping[str, Any], names: Sequence[str], by: str) -> tuple[Tensor | float, ...]:
-    """Sum and weight of each metric; a plain value weighs 1."""
+    """Returns sum and weight of each metric; a plain value has weight 1."""
     pairs = [
         value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0) for value in map(metrics.get, names)
     ]
@@ -114,14 +114,14 @@ def _number(value: Any, name: str, by: str) -> Tensor | float:
 
 
 def check_pair(found: Any, what: str = "the {} given to backward") -> WeightedLoss:
-    """Convert a 0-dim loss, or (sum, weight), to :class:`WeightedLoss`; raise EngineError for anything else."""
+    """Converts a 0-dim loss, or (sum, weight), to :class:`WeightedLoss`; raises EngineError for anything else."""
     if isinstance(found, tuple) and len(found) == 2:
         return WeightedLoss(check_scalar(found[0], what.format("sum")), _check_weight(found[1], what.format("weight")))
     return WeightedLoss(check_scalar(found, what.format("loss")), 1.0)
 
 
 def check_scalar(loss: Any, what: str) -> Tensor:
-    """Return ``loss`` if it is a 0-dim floating tensor; raise EngineError about ``what`` otherwise."""
+    """Returns ``loss`` if it is a 0-dim floating tensor; raises EngineError about ``what`` otherwise."""
     if not isinstance(loss, Tensor):
         given = f"a {type(loss).__name__}"
     elif loss.ndim or not loss.is_floating_point():
@@ -142,11 +142,11 @@ def _check_weight(weight: Any, what: str) -> Tensor | float:
     if isinstance(weight, Real):
         return float(weight)
     given = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
-    raise EngineError(f"{what} is {given}; give a number or a 0-dim tensor beside the sum.")
+    raise EngineError(f"{what} is {given}; give a number or a 0-dim tensor with the sum.")
 
 
 def check_trainable(loss: Tensor) -> None:
-    """Refuse a loss from which no gradient can flow."""
+    """Refuses a loss from which no gradient can flow."""
     if not loss.requires_grad:
         raise EngineError(
             "the loss does not depend on any trainable parameter; check requires_grad, torch.no_grad and detach in "
@@ -155,7 +155,7 @@ def check_trainable(loss: Tensor) -> None:
 
 
 def has_loss(output: Any) -> bool:
-    """Whether an output contains something that is meant as a loss, good or bad."""
+    """Returns True if an output contains something that is meant as a loss, valid or invalid."""
     try:
         found = _loss_in(output)
     except EngineError:
@@ -188,14 +188,14 @@ _ARGUMENT = "gather_rows"
 
 
 class RowGather:
-    """Gathers rows over the ``ranks`` of axis dp; a plan, before ``open``, is made of shapes alone.
+    """Gather of rows over the ``ranks`` of axis dp; before ``open``, a plan computes only shapes.
 
-    forward    rows [b, ...] of each data rank -> [N*b, ...] on all of them           all-gather over dp
-    backward   every rank's gradient of all rows -> the sum for the own rows [b, ...]  reduce-scatter over dp
+    forward    rows [b, ...] of each data rank -> [N*b, ...] on all of them           all-gather over dp backward
+    every rank's gradient of all rows -> the sum for the own rows [b, ...]  reduce-scatter over dp
 
-    The engine's gradient is that of the mean of all ranks' losses (of sum over weight, if a loss is a pair). A row's
-    share in the losses of other ranks comes back through the sum, so nothing is left out and nothing counts twice, also
-    where each rank computes the loss of the whole batch.
+    The engine's gradient is that of the mean of all ranks' losses (of sum over weight, if a loss is a pair). The
+    reduce-scatter returns a row's share in the losses of other ranks, so every term counts exactly once, also if each
+    rank computes the loss of the whole batch.
     """
 
     def __init__(self, ranks: int = 1) -> None:
@@ -203,24 +203,24 @@ class RowGather:
         self.comm: Comm | None = None
 
     def open(self, comm: Comm) -> None:
-        """Communicate from now on."""
+        """Switches to communication over ``comm``."""
         self.comm = comm
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """See :meth:`engine.Engine.gather_rows`."""
+        """Gathers rows; see :meth:`engine.Engine.gather_rows`."""
         if not isinstance(rows, Tensor) or not rows.ndim:
             given = "a 0-dim tensor" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
             raise EngineError(
-                f"gather_rows was given {given}; give a tensor whose first dim are the rows of this rank."
+                f"gather_rows was given {given}; give a tensor with the rows of this rank along its first dim."
             )
         gathered: Tensor = rows if self.ranks == 1 else _GatherRows.apply(rows, self)  # type: ignore[no-untyped-call]
         return gathered
 
     def given_to(self, loss_fn: LossFunction | None) -> LossFunction | None:
-        """``loss_fn``, which gets this object if it has an argument ``gather_rows``."""
+        """Returns ``loss_fn`` with this object bound to its argument ``gather_rows``, if it has one."""
         try:
             named = loss_fn is not None and _ARGUMENT in inspect.signature(loss_fn).parameters
-        except (TypeError, ValueError):  # a callable that does not tell
+        except (TypeError, ValueError):  # a callable without a signature
             return loss_fn
         return partial(loss_fn, **{_ARGUMENT: self}) if loss_fn is not None and named else loss_fn
 

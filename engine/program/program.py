@@ -1,4 +1,4 @@
-"""The user's model and loss as one function of a microbatch: move, cast, call, find the loss.
+"""User's model and loss as one function of a microbatch: move, cast, call, find the loss.
 
 ``evaluating`` puts the model in eval mode inside a with statement.
 """
@@ -46,25 +46,25 @@ class Program:
     metrics: tuple[str, ...] = ()
     """Names of the further values that the loss function returns."""
     gather: RowGather = field(default_factory=RowGather)
-    """Gathers rows of all data ranks."""
+    """Gather of the rows of all data ranks."""
     copies: PinnedCopies = field(default_factory=PinnedCopies, compare=False)
 
     def move(self, batch: Batch) -> Batch:
-        """Copy of the batch on the device."""
+        """Copies the batch to the device."""
         return map_tensors(batch, lambda tensor: self.copies.bring(tensor, self.device))
 
     def cast(self, batch: Batch) -> Batch:
-        """Copy of the batch in the dtype of the computation; the loss function gets the batch without this cast."""
+        """Casts the batch to the dtype of the computation; the loss function gets the batch without this cast."""
         return cast_floats(batch, self.precision.inputs)
 
     def forward(self, microbatch: Batch) -> ForwardResult:
-        """Output and loss of one microbatch."""
+        """Returns output and loss of one microbatch."""
         moved = self.move(microbatch)
         output = self._run(moved)
         return ForwardResult(output, find_loss(output, moved, self.loss_fn, self.metrics))
 
     def planned_loss(self, microbatch: Batch) -> WeightedLoss:
-        """The loss of an example. An output without one, which is for a loop of the user's own, gets a stand-in.
+        """Returns the loss of an example; an output without a loss, for a user's own loop, gets a stand-in.
 
         The stand-in reads every floating tensor of the output, so that the plan brings all of them to the last stage.
         """
@@ -77,11 +77,11 @@ class Program:
             return find_loss(output, moved, self.loss_fn, self.metrics)
         found = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         if not found:
-            return find_loss(output, moved, None)  # which says what the model returned
+            return find_loss(output, moved, None)  # raises with the type of the output
         return WeightedLoss(torch.stack([leaf.float().square().mean() for leaf in found]).sum(), 1.0)
 
     def output(self, microbatch: Batch) -> Any:
-        """Output of one microbatch, which needs no labels."""
+        """Returns the output of one microbatch, which needs no labels."""
         return self._run(self.move(microbatch))
 
     def _run(self, moved: Batch) -> Any:
@@ -91,25 +91,25 @@ class Program:
             if "meta" in str(error) and (names := _meta_attributes(self.model)):
                 raise EngineError(
                     f"{names[0]} of the model is a tensor on the meta device that is neither a parameter nor a buffer, "
-                    "so nothing gives it values; make it a buffer (register_buffer), or build it in forward."
+                    "so it never gets values; make it a buffer (register_buffer), or build it in forward."
                 ) from error
             if self.precision.compute is None or not _MIXED_DTYPES.search(str(error)):
                 raise
             raise _mixed_dtypes(error, self.precision.compute) from error
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for one batch, or for the arguments of the model's own forward."""
+        """Returns the model's output for one batch, or for the arguments of the model's own forward."""
         if len(args) == 1 and not kwargs:
             return call_model(self.model, self.cast(self.move(args[0])))
         return self.model(*self.cast(self.move(args)), **self.cast(self.move(kwargs)))
 
     def on(self, device: torch.device) -> "Program":
-        """The same program on another device."""
+        """Returns the same program on another device."""
         return replace(self, device=device)
 
 
 def _meta_attributes(model: nn.Module) -> list[str]:
-    """Paths of the tensors without memory that modules keep as plain attributes, also in lists and dicts."""
+    """Lists the paths of tensors without memory that modules have as plain attributes, also in lists and dicts."""
     return [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()
@@ -122,7 +122,7 @@ def _meta_attributes(model: nn.Module) -> list[str]:
 _MIXED_DTYPES = re.compile(
     r"same dtype|dtypes match|expected scalar type|expected m1 and m2|should be the same|same type"
 )
-"""What torch says of an operation that is given tensors of two dtypes."""
+"""torch's messages about an operation on tensors of two dtypes."""
 
 
 _SHORT = MappingProxyType({torch.bfloat16: "bf16", torch.float16: "fp16"})
@@ -131,15 +131,15 @@ _SHORT = MappingProxyType({torch.bfloat16: "bf16", torch.float16: "fp16"})
 def _mixed_dtypes(error: RuntimeError, compute: torch.dtype) -> EngineError:
     narrow = str(compute).removeprefix("torch.")
     return EngineError(
-        f"the forward meets two dtypes ({first_line(error)}): weights are {narrow} in this run, and inputs, buffers "
-        "and tensors that the forward makes itself stay as wide as they are; cast them there (x.to(weight.dtype)), or "
+        f"the forward mixes two dtypes ({first_line(error)}): weights are {narrow} in this run, but inputs, buffers "
+        "and tensors that the forward creates keep their dtype; cast them there (x.to(weight.dtype)), or "
         f"set cast_forward_inputs to true, buffer_dtype to {_SHORT[compute]!r}, or keep_fp32 to the module's name."
     )
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, every module is in eval mode; afterwards each gets its own flag back, since flags may differ."""
+    """Puts every module in eval mode inside; afterwards each gets its own flag back, since flags may differ."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

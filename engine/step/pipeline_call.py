@@ -46,7 +46,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def cut_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], cut: BatchRows, rows: int | None) -> list[Arguments]:
-    """The arguments in parts of ``rows`` rows, of which the last may have fewer; one part where ``rows`` is None.
+    """Splits the arguments into parts of ``rows`` rows; the last part may have fewer. ``rows`` None: one part.
 
     Mappings become plain dicts.
 
@@ -69,10 +69,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def check_joins(trace: ModelTrace, part: Arguments) -> None:
-    """Refuse outputs that are not rows of the part: a mean over it, or a tensor that every row shares.
+    """Refuses outputs that are not rows of the part: a mean over it, or a tensor that all rows share.
 
     Raises:
-        EngineError: there is one.
+        EngineError: there is such an output.
     """
     rows = {tensor.shape[0] for _, tensor in tensors_by_path(part) if tensor.ndim}
     for leaf in trace.result.leaves:
@@ -87,14 +87,14 @@ def check_joins(trace: ModelTrace, part: Arguments) -> None:
         if not shape or shape[0] not in rows:
             what = f"a tensor of shape {shape}" if shape else "a number, such as the mean of a loss,"
             raise EngineError(
-                f"the model returns {what} for a part of a batch, and outputs of parts are joined by their rows; "
+                f"the model returns {what} for a part of a batch, but outputs of parts are joined by their rows; "
                 "compute the loss from the joined outputs, or leave train_micro_batch_size_per_gpu out of "
                 "engine_config, so that a batch is one part."
             )
 
 
 def joined_parts(outputs: Sequence[Any]) -> Any:
-    """The output of the batch: tensors are joined along dim 0, all else is that of the first part."""
+    """Joins the outputs of the parts: tensors along dim 0; all other values are those of the first part."""
     if len(outputs) == 1:
         return outputs[0]
     spec = pytree.tree_structure(outputs[0])

@@ -1,1 +1,1 @@
-"""``trine doctor``: whether training would start on these hosts, and how fast the links between its ranks are."""
+"""Command ``trine doctor``: checks that training would start on these hosts, and measures the links between ranks."""

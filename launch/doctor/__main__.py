@@ -1,4 +1,4 @@
-"""``torchrun -m engine.launch.doctor``: the command as a module, which a launcher starts on every rank."""
+"""Command ``torchrun -m engine.launch.doctor``: the doctor as a module, which a launcher starts on every rank."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from engine.launch.doctor.doctor_command import add_doctor_options, run_doctor
 
 
 def _start() -> None:
-    parser = ArgumentParser(prog="engine.launch.doctor", description="Whether training would start on these hosts.")
+    parser = ArgumentParser(prog="engine.launch.doctor", description="Check that training would start on these hosts.")
     add_doctor_options(parser)
     try:
         run_doctor(parser.parse_args())

@@ -1,8 +1,8 @@
-"""``trine doctor``: whether training would start here, and what the links between ranks carry.
+"""Command ``trine doctor``: checks that training would start here, and measures the links between ranks.
 
     torchrun --nproc_per_node 4 -m engine.launch.doctor config.json
 
-Rank 0 prints; all ranks end with the same status. A rank that cannot reach rank 0 speaks for itself.
+Rank 0 prints; all ranks end with the same status. A rank that cannot reach rank 0 prints its own message.
 """
 
 import json
@@ -37,27 +37,27 @@ _SECONDS = 30
 
 
 def add_doctor_options(command: ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Adds the arguments of ``trine doctor``."""
     about = "configuration of the training; without one, all ranks are data ranks"
     command.add_argument("config", type=Path, nargs="?", help=about)
-    about = f"seconds that ranks may take to answer (default {_SECONDS})"
+    about = f"time limit of a rank's answer (default {_SECONDS})"
     command.add_argument("--timeout", type=int, default=_SECONDS, metavar="SECONDS", help=about)
-    command.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found there, too")
+    command.add_argument("--json", type=Path, metavar="FILE", help="also write all results to this file")
 
 
 def run_doctor(options: Namespace) -> None:
-    """Examine, print, and exit with 1 if training would not start.
+    """Examines the ranks, prints the report, and exits with 1 if training would not start.
 
     Raises:
-        EngineError: no place for the result, or the variables of the launcher contradict each other.
+        EngineError: the result cannot be written, or the variables of the launcher contradict each other.
     """
     if options.timeout < 1:
-        raise ConfigError(f"--timeout {options.timeout} is below 1; give the seconds that a rank may take to answer.")
+        raise ConfigError(f"--timeout {options.timeout} is below 1; give the time limit of a rank's answer in seconds.")
     place = find_place(os.environ)
     rank = 0 if place is None else place.rank
     if rank == 0 and options.json is not None:
         _check_writable(options.json)
-    import engine.launch.doctor.joint  # noqa: F401  # with torch, for which seconds do not count
+    import engine.launch.doctor.joint  # noqa: F401  # with torch, whose import does not count against the limit
 
     problem = _wrong_variable()
     with _patience(options.timeout):
@@ -65,7 +65,7 @@ def run_doctor(options: Namespace) -> None:
             examination = _prepare(options.config, options.timeout, place, problem)
         seen = examination.run()
         failed = _conclude(examination, seen, options.json) if rank == 0 else _follow(examination, seen)
-    if examination.hung:  # what hangs would hold the process at its exit
+    if examination.hung:  # a hung thread would block the exit of the process
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(int(failed))
@@ -74,7 +74,7 @@ def run_doctor(options: Namespace) -> None:
 
 
 def _wrong_variable() -> str:
-    """What training would say of variables that it reads later on."""
+    """Returns the error that training would raise about variables that it reads later."""
     try:
         for name in ("TRINE_TIMEOUT_SECONDS", "TRINE_SHARED_MEMORY"):
             read_count(os.environ, name, 1)
@@ -85,8 +85,7 @@ def _wrong_variable() -> str:
 
 @contextmanager
 def _patience(seconds: int) -> Iterator[None]:
-    """Let everything that the engine starts wait for so long, and let nothing wait for a launcher's end of this
-    process: all ranks end together here."""
+    """Limits all waits of the engine, and removes waits for the launcher, since all ranks end together here."""
     before = {name: os.environ.pop(name, None) for name in ("TRINE_TIMEOUT_SECONDS", "TORCHELASTIC_RUN_ID")}
     os.environ["TRINE_TIMEOUT_SECONDS"] = str(seconds)
     try:
@@ -98,11 +97,11 @@ def _patience(seconds: int) -> Iterator[None]:
 
 @contextmanager
 def _limited_to(seconds: int, rank: int) -> Iterator[None]:
-    """End the process if the block takes longer: nothing else gets it out of a driver or a file system that hangs."""
+    """Ends the process if the block takes longer: nothing else escapes from a hung driver or file system."""
 
     def end() -> None:
-        told = f"rank {rank} ({socket.gethostname()}) has looked at its host for {seconds} s and sees no end"
-        words = f"{told}: a file system, a name server or the driver of a GPU hangs; --timeout waits longer."
+        slow = f"rank {rank} ({socket.gethostname()}) could not examine its host within {seconds} s"
+        words = f"{slow}: a file system, a name server or the driver of a GPU hangs; --timeout sets a longer limit."
         _tell_launcher(words)
         print(f"trine doctor: {words}", file=sys.stderr, flush=True)
         os._exit(1)
@@ -115,11 +114,11 @@ def _check_writable(path: Path) -> None:
     try:
         path.open("a", encoding="utf-8").close()
     except OSError as error:
-        raise EngineError(f"--json {path} cannot be written: {error.strerror}; give another place.") from error
+        raise EngineError(f"--json {path} cannot be written: {error.strerror}; give another path.") from error
 
 
 def _prepare(path: Path | None, seconds: int, place: Place | None, problem: str) -> "Examination":
-    """This rank's facts, and the error that training would begin with here."""
+    """Collects this rank's facts, and the error with which training would begin here."""
     import torch
 
     from engine.launch.doctor.joint import Examination
@@ -157,7 +156,7 @@ def _say_nothing(what: str) -> None:
 
 
 def _conclude(examination: "Examination", seen: Examined, path: Path | None) -> bool:
-    """Rank 0: print, write, and tell the others. Returns whether training would not start."""
+    """Prints, writes and sends the result on rank 0. Returns True if training would not start."""
     findings = find_all(seen)
     print("\n".join(report_lines(seen, findings)), flush=True)
     if path is not None:
@@ -169,39 +168,39 @@ def _conclude(examination: "Examination", seen: Examined, path: Path | None) -> 
 
 
 def result_json(seen: Examined, findings: Sequence[HostFinding]) -> dict[str, Any]:
-    """Everything, as plain values."""
+    """Returns all results as plain values."""
     starts = not any(finding.severity == "error" for finding in findings)
     return {"starts": starts, "findings": [asdict(finding) for finding in findings], **seen.to_json()}
 
 
 def _follow(examination: "Examination", seen: Examined) -> bool:
-    """Another rank: end as rank 0 says. Returns whether training would not start."""
-    told = examination.hear()
-    if told is None:
+    """Ends another rank with rank 0's verdict. Returns True if training would not start."""
+    verdict = examination.hear()
+    if verdict is None:
         own = examination.own
-        words = dict(seen.failed).get(own.rank, "") or f"rank 0 gave no word within {examination.seconds:g} s."
+        words = dict(seen.failed).get(own.rank, "") or f"rank 0 did not answer within {examination.seconds:g} s."
         if own.local_rank == 0:
             print(f"trine doctor: rank {own.rank} ({own.host.name}): {words}", file=sys.stderr, flush=True)
         _tell_launcher(words)
         return True
-    _tell_launcher(str(told["error"]))
-    return bool(told["error"])
+    _tell_launcher(str(verdict["error"]))
+    return bool(verdict["error"])
 
 
 def _tell_launcher(sentence: str) -> None:
-    """torchrun ends its summary with the sentence."""
+    """Writes the sentence where torchrun reads it for its summary."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if sentence and name:
-        with suppress(OSError):  # it was printed
+        with suppress(OSError):  # the sentence was printed already
             Path(name).write_text(torchrun_error(sentence), encoding="utf-8")
 
 
 _MOST_ROWS = 64
-"""Ranks and groups that are shown; the JSON file has all."""
+"""Maximal rows of a printed table; the JSON file has all."""
 
 
 def report_lines(seen: Examined, findings: Sequence[HostFinding]) -> Iterator[str]:
-    """The whole report."""
+    """Yields the lines of the whole report."""
     hosts = Hosts(seen.facts)
     grid = "" if seen.grid is None else f", {Grid(order=seen.order, **seen.grid).shape}"
     yield f"{_number(len(seen.facts), 'rank')} of {seen.size} on {_number(len(hosts.ranks), 'host')}{grid}"
@@ -219,7 +218,7 @@ def report_lines(seen: Examined, findings: Sequence[HostFinding]) -> Iterator[st
 
 
 def verdict_line(findings: Sequence[HostFinding]) -> str:
-    """Whether training would start."""
+    """Returns the last line of the report: the verdict with the numbers of errors and warnings."""
     errors = sum(finding.severity == "error" for finding in findings)
     warnings = len(findings) - errors
     counted = [_number(errors, "error")] * bool(errors) + [_number(warnings, "warning")] * bool(warnings)
@@ -274,7 +273,7 @@ def _coordinates(one: RankFacts, seen: Examined) -> tuple[str, ...]:
 
 
 def _axis_rows(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, ...]]:
-    """A line for each group; the slowest groups of each axis come first."""
+    """Yields a line for each group; the slowest groups of each axis come first."""
     yield ("axis", "ranks", "hosts", "over", "8 B", "expected", "large", "a rank sends", "expected")
     for figure in sorted(seen.axes, key=lambda figure: (figure.axis, figure.rate)):
         yield (
@@ -300,7 +299,7 @@ def _micros(seconds: float | None) -> str:
 
 
 def _pair_rows(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, ...]]:
-    """The slowest pairs of hosts first."""
+    """Yields a line for each pair of hosts, the slowest first."""
     yield ("hosts", "8 B", "one way", "expected")
     for pair in seen.pairs:
         expected = "-" if pair.expected_rate is None else in_megabytes(pair.expected_rate)

@@ -1,6 +1,7 @@
-"""The result of a doctor as plain data, as JSON and back: facts of every rank, and what was measured between them.
+"""Result of a doctor as plain data, to and from JSON: facts of every rank, and measurements between ranks.
 
-Facts of this rank and its host are taken here. Only ``with_gpus`` needs torch."""
+Facts of this rank and its host are collected here. Only ``with_gpus`` needs torch.
+"""
 
 import array
 import os
@@ -26,14 +27,14 @@ from engine.parallel.grid import Order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceFacts:
-    """A network interface of a host."""
+    """Network interface of a host."""
 
     name: str
     addresses: tuple[str, ...] = ()
     up: bool = True
     loopback: bool = False
     megabits: int | None = None
-    """Its speed in Mbit/s; None: it does not tell."""
+    """Speed in Mbit/s; None: unknown."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.megabits} Mbit/s)" if self.megabits else self.name
@@ -41,7 +42,7 @@ class InterfaceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """A GPU that a rank sees."""
+    """GPU that is visible to a rank."""
 
     name: str
     bytes: int
@@ -49,22 +50,22 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """A host, as one of its ranks sees it."""
+    """Host, from the view of one of its ranks."""
 
     name: str
     identity: str
     """Equal for ranks that can share memory."""
     versions: Mapping[str, str] = field(default_factory=dict)
     digest: str = ""
-    """Of the sources of the engine."""
+    """Digest of the engine's sources."""
     gpus: tuple[GpuFacts, ...] = ()
     gpu_problem: str = ""
-    """Why GPUs that are there cannot be used."""
+    """Reason why existing GPUs cannot be used."""
     interfaces: tuple[InterfaceFacts, ...] = ()
     named_addresses: tuple[str, ...] = ()
-    """What the host's name resolves to."""
+    """Addresses that the host's name resolves to."""
     route_address: str = ""
-    """Address from which it reaches the meeting point of the job."""
+    """Address from which it reaches the rendezvous of the job."""
     gloo_wish: str = ""
     """GLOO_SOCKET_IFNAME."""
     nccl_wish: str = ""
@@ -74,14 +75,13 @@ class HostFacts:
     shm_free: int = 0
     memory_free: int | None = None
     open_files: int | None = None
-    """Most files that a process may open; None: any number."""
+    """Limit of open files of a process; None: no limit."""
     locked_bytes: int | None = None
-    """Most memory that a process may lock; None: any amount."""
+    """Limit of locked memory of a process; None: no limit."""
     infiniband: bool = False
 
     def carrier(self) -> InterfaceFacts | None:
-        """The interface over which gloo sends: the one it is told to use, or that with an address of the host's
-        name."""
+        """Returns gloo's interface: the configured one, or the one with an address of the host's name."""
         if wanted := self.gloo_wish.split(",")[0]:
             return next((one for one in self.interfaces if one.name == wanted), None)
         for address in self.named_addresses:
@@ -93,31 +93,31 @@ class HostFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """A rank, and its host."""
+    """Rank, and its host."""
 
     rank: int
     local_rank: int
     pid: int
     device: str
-    """Such as ``cuda:1``; empty if the rank has none."""
+    """Device, such as ``cuda:1``; empty if the rank has none."""
     problem: str
-    """Why training would not start here, in a sentence; empty if it would."""
+    """Sentence with the reason why training would not start here; empty if it would."""
     host: HostFacts
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> "RankFacts":
-        """The inverse of ``asdict``."""
-        host = dict(told["host"])
+    def from_json(cls, facts: Mapping[str, Any]) -> "RankFacts":
+        """Builds the facts from the result of ``asdict``."""
+        host = dict(facts["host"])
         host["gpus"] = tuple(GpuFacts(**gpu) for gpu in host["gpus"])
         given = ({**one, "addresses": tuple(one["addresses"])} for one in host["interfaces"])
         host["interfaces"] = tuple(InterfaceFacts(**one) for one in given)
         host["named_addresses"] = tuple(host["named_addresses"])
-        return cls(**{**told, "host": HostFacts(**host)})
+        return cls(**{**facts, "host": HostFacts(**host)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockFigure:
-    """How far the clock of a host is ahead of that of rank 0."""
+    """Difference between the clock of a host and the clock of rank 0."""
 
     host: str
     seconds: float
@@ -127,82 +127,82 @@ class ClockFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisFigure:
-    """What one group of an axis of the grid has measured while all groups of the axis did the same."""
+    """Measurement of one group of an axis, while all groups of the axis did the same."""
 
     axis: str
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
-    """One: the axis stays on a host."""
+    """Hosts of the group; one if the group is within a host."""
     over: str
-    """What carries it."""
+    """Library and link, in words."""
     latency: float
     """Seconds of a call with 8 bytes."""
     payload: int
     """Bytes of the large call."""
     rate: float
-    """Bytes that a rank sends in a second."""
+    """Bytes that a rank sends per second."""
     expected_latency: float | None = None
     expected_rate: float | None = None
-    """Known of the link; None: nothing is known."""
+    """Rate that the link should reach; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairFigure:
-    """Messages to and fro between two hosts."""
+    """Measurement of messages in both directions between two hosts."""
 
     hosts: tuple[str, str]
     latency: float
     """Seconds in one direction."""
     rate: float
-    """Bytes a second in one direction."""
+    """Bytes per second in one direction."""
     expected_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """Everything that was seen until the end or until something failed."""
+    """All results until the end or until the first failure."""
 
     size: int
-    """Ranks of the job."""
+    """Number of ranks of the job."""
     facts: tuple[RankFacts, ...] = ()
-    """Of the ranks that have come, by rank."""
+    """Facts of the ranks that joined, by rank."""
     met: bool = False
-    """Whether rank 0 was where the ranks meet, and has waited for the others."""
+    """True if rank 0 reached the rendezvous and waited for the others."""
     grid: Mapping[str, int] | None = None
     """Sizes (pipeline, data, tensor); None: the configuration does not fit."""
     order: Order = "tp-dp-pp"
-    """Which ranks are neighbours."""
+    """Order of the axes, from the innermost."""
     seconds: float = 30.0
-    """Time that ranks were given to answer."""
+    """Time limit of an answer."""
     place: str = ""
-    """Where they meet, in words."""
+    """Rendezvous, in words."""
     shared_bytes: int = 0
-    """Memory that each tensor rank shares with those of its host."""
+    """Bytes that each tensor rank shares with the other tensor ranks of its host."""
     ranks_of_node: int = 0
-    """Processes that the launcher starts on each node; 0: it does not tell."""
+    """Processes that the launcher starts on each node; 0: unknown."""
     failed: tuple[tuple[int, str], ...] = ()
-    """(rank, its sentence) where training's own start or a measurement has failed."""
+    """(rank, sentence) for each failure of training's own start or of a measurement."""
     silent: tuple[int, ...] = ()
-    """Ranks that have come and later gave no answer."""
+    """Ranks that joined and later did not answer."""
     phase: str = ""
-    """What all ranks were in when something failed."""
+    """Phase of all ranks at the failure."""
     clocks: tuple[ClockFigure, ...] = ()
     axes: tuple[AxisFigure, ...] = ()
     pairs: tuple[PairFigure, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Returns plain values."""
         return asdict(self)
 
 
 @dataclass(slots=True)
 class Hosts:
-    """Names of hosts, and which ranks run where; hosts that are called alike get their addresses beside their names."""
+    """Names of hosts, and the ranks on each; hosts with equal names get their addresses appended."""
 
     facts: tuple[RankFacts, ...]
     of_rank: dict[int, str] = field(init=False)
     ranks: dict[str, list[RankFacts]] = field(init=False)
-    """By name, in the order of the first rank."""
+    """Ranks by name of the host, in the order of the first rank."""
 
     def __post_init__(self) -> None:
         first = {one.host.identity: one.host for one in reversed(self.facts)}
@@ -217,12 +217,12 @@ class Hosts:
             self.ranks.setdefault(self.of_rank[one.rank], []).append(one)
 
     def host(self, name: str) -> HostFacts:
-        """The facts of a host, as its first rank sees it."""
+        """Returns the facts of a host, from the view of its first rank."""
         return self.ranks[name][0].host
 
 
 def host_facts(variables: Mapping[str, str], target: str) -> HostFacts:
-    """What can be known without torch; ``target``: where the ranks meet."""
+    """Collects the facts that need no torch; ``target`` is the address of the rendezvous."""
     name, identity = socket.gethostname(), host_identity()
     size, free = _shared_memory()
     return HostFacts(
@@ -259,10 +259,10 @@ def _limit(kind: int) -> int | None:
 
 def _shared_memory() -> tuple[int | None, int]:
     try:
-        told = os.statvfs("/dev/shm")
+        file_system = os.statvfs("/dev/shm")
     except OSError:
         return None, 0
-    return told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
+    return file_system.f_blocks * file_system.f_frsize, file_system.f_bavail * file_system.f_frsize
 
 
 def _memory_free() -> int | None:
@@ -274,7 +274,7 @@ def _memory_free() -> int | None:
 
 
 def with_gpus(host: HostFacts, variables: Mapping[str, str], device: str) -> HostFacts:
-    """The facts with GPUs and NCCL, for which torch has to be asked; ``device``, that of this rank, is tried."""
+    """Returns the facts with GPUs and NCCL, which torch reports; ``device``, this rank's, is tested."""
     import torch
 
     if not torch.cuda.is_available():
@@ -282,8 +282,8 @@ def with_gpus(host: HostFacts, variables: Mapping[str, str], device: str) -> Hos
     problem, gpus = "", list[GpuFacts]()
     try:
         for index in range(torch.cuda.device_count()):
-            told = torch.cuda.get_device_properties(index)
-            gpus.append(GpuFacts(name=told.name, bytes=told.total_memory))
+            properties = torch.cuda.get_device_properties(index)
+            gpus.append(GpuFacts(name=properties.name, bytes=properties.total_memory))
         if device:
             torch.ones(8, device=device).sum().item()
     except (RuntimeError, AssertionError) as error:
@@ -293,7 +293,7 @@ def with_gpus(host: HostFacts, variables: Mapping[str, str], device: str) -> Hos
 
 
 def _unavailable(variables: Mapping[str, str]) -> str:
-    """Why torch uses no GPU although this host has one; empty if it has none or is told to use none."""
+    """Returns the reason why torch uses no GPU of this host; empty if there is none or the variables hide it."""
     import torch
 
     if variables.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1", "none") or not _has_gpu():
@@ -315,12 +315,12 @@ _FLAGS, _ADDRESS, _ETHTOOL = 0x8913, 0x8915, 0x8946
 """Requests SIOCGIFFLAGS, SIOCGIFADDR and SIOCETHTOOL of Linux."""
 _UP, _LOOPBACK = 1, 8
 _SETTINGS = struct.Struct("IIIHBBBBBBIIHBBI8x")
-"""``struct ethtool_cmd``: the first number is the command, 1 to read; speed stands in two halves."""
+"""``struct ethtool_cmd``: the first number is the command, 1 to read; speed is in two halves."""
 _UNKNOWN = 0xFFFFFFFF
 
 
 def network_interfaces() -> tuple[InterfaceFacts, ...]:
-    """All of them, with addresses and speed as far as they tell."""
+    """Returns all interfaces, with the addresses and speeds that are known."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         return tuple(_interface(asking, name) for _, name in socket.if_nameindex())
 
@@ -328,9 +328,9 @@ def network_interfaces() -> tuple[InterfaceFacts, ...]:
 def _interface(asking: socket.socket, name: str) -> InterfaceFacts:
     request = struct.pack("16s24x", name.encode())
     flags, addresses = 0, list[str]()
-    with suppress(OSError):  # it has gone
+    with suppress(OSError):  # the interface has gone
         (flags,) = struct.unpack_from("H", ioctl(asking, _FLAGS, request), 16)
-    with suppress(OSError):  # it has no address
+    with suppress(OSError):  # the interface has no address
         addresses.append(socket.inet_ntoa(ioctl(asking, _ADDRESS, request)[20:24]))
     return InterfaceFacts(
         name=name,
@@ -355,13 +355,13 @@ def _megabits(asking: socket.socket, name: str) -> int | None:
         ioctl(asking, _ETHTOOL, struct.pack("16sP16x", name.encode(), answer.buffer_info()[0]))
     except OSError:
         return None
-    told = _SETTINGS.unpack(answer)
-    speed = int(told[3]) | int(told[12]) << 16
+    settings = _SETTINGS.unpack(answer)
+    speed = int(settings[3]) | int(settings[12]) << 16
     return speed if 0 < speed < _UNKNOWN else None
 
 
 def addresses_of(name: str) -> tuple[str, ...]:
-    """Addresses of a host's name; none if nobody knows it."""
+    """Returns the addresses of a host's name; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:

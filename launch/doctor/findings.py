@@ -1,4 +1,4 @@
-"""From what was seen to findings: what keeps training from starting, and what will make it slow. Pure."""
+"""Findings from the results of an examination: obstacles to a start of training, and causes of slowness. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,29 +12,29 @@ from engine.parallel.comm.traffic import megabytes
 
 SKEW_SECONDS = 1.0
 _SMALL_SHM = 64 << 20
-"""What Docker gives a container that asks for nothing."""
+"""Docker's default size of /dev/shm."""
 _FILES = 128
-"""Open files of a rank, beside its connections to other ranks."""
+"""Open files of a rank, without its connections to other ranks."""
 _GROUPS = 4
-"""Groups of a rank, each with connections of its own: world, axes, messages between hosts."""
+"""Groups of a rank with separate connections: world, axes, messages between hosts."""
 _LOCKED = 64 << 20
 _MOST_SENTENCES = 4
-"""Of ranks that could not start: most often one is the cause, and the others have waited for it."""
+"""Maximal sentences about failed starts: usually one rank is the cause, and the others have waited for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFinding:
-    """Something to look at."""
+    """Finding about the job: an error or a warning."""
 
     severity: Literal["error", "warning"]
     """error: training would not start."""
     kind: str
-    """What it is about, in a word."""
+    """Topic, in a word."""
     sentence: str
 
 
 def find_all(seen: Examined) -> list[HostFinding]:
-    """All findings, errors first."""
+    """Returns all findings, errors first."""
     hosts = Hosts(seen.facts)
     found = [
         *_answers(seen, hosts),
@@ -59,13 +59,13 @@ def _warning(kind: str, sentence: str) -> HostFinding:
 
 
 def _answers(seen: Examined, hosts: Hosts) -> Iterator[HostFinding]:
-    """Ranks that have not come, and ranks that have come and fell silent."""
+    """Yields ranks that did not join, and ranks that joined and stopped answering."""
     came = {one.rank for one in seen.facts}
     if seen.met and (absent := [rank for rank in range(seen.size) if rank not in came]):
         yield _error(
             "absent",
-            f"{name_ranks(absent)} of {seen.size} did not come to {seen.place} within {seen.seconds:g} s"
-            f"{_node(absent, seen)}; see what they print, and start them with the same command and address.",
+            f"{name_ranks(absent)} of {seen.size} did not join at {seen.place} within {seen.seconds:g} s"
+            f"{_node(absent, seen)}; check their output, and start them with the same command and address.",
         )
     for name in dict.fromkeys(hosts.of_rank[rank] for rank in seen.silent):
         ranks = [rank for rank in seen.silent if hosts.of_rank[rank] == name]
@@ -73,13 +73,13 @@ def _answers(seen: Examined, hosts: Hosts) -> Iterator[HostFinding]:
         who = f"{name} ({name_ranks(ranks)})" if whole else f"{name_ranks(ranks)} on {name}"
         yield _error(
             "silent",
-            f"{who} came and gave no answer within {seen.seconds:g} s in: {seen.phase}; the host or its network is "
+            f"{who} joined but did not answer within {seen.seconds:g} s in: {seen.phase}; the host or its network is "
             "down, or the process hangs.",
         )
 
 
 def _node(absent: Sequence[int], seen: Examined) -> str:
-    """Which nodes of torchrun would start them."""
+    """Names the nodes of torchrun that would start them."""
     if not seen.ranks_of_node:
         return ""
     nodes = sorted({rank // seen.ranks_of_node for rank in absent})
@@ -87,19 +87,19 @@ def _node(absent: Sequence[int], seen: Examined) -> str:
 
 
 def _starts(seen: Examined, hosts: Hosts) -> Iterator[HostFinding]:
-    """What training itself would say, each sentence once."""
-    told: dict[str, list[int]] = {}
+    """Yields the errors of training's own start, each sentence once."""
+    ranks_of: dict[str, list[int]] = {}
     for rank, sentence in (*((one.rank, one.problem) for one in seen.facts), *seen.failed):
-        if sentence and rank not in told.get(sentence, ()):
-            told.setdefault(sentence, []).append(rank)
-    for sentence, ranks in list(told.items())[:_MOST_SENTENCES]:
+        if sentence and rank not in ranks_of.get(sentence, ()):
+            ranks_of.setdefault(sentence, []).append(rank)
+    for sentence, ranks in list(ranks_of.items())[:_MOST_SENTENCES]:
         if len(ranks) == seen.size:
             yield _error("start", sentence)
         else:
             names = ", ".join(dict.fromkeys(hosts.of_rank[rank] for rank in ranks if rank in hosts.of_rank))
             yield _error("start", f"{name_ranks(ranks)}{f' ({names})' * bool(names)}: {sentence}")
-    if more := sorted({rank for ranks in list(told.values())[_MOST_SENTENCES:] for rank in ranks}):
-        yield _error("start", f"{name_ranks(more)} could not start, either; --json has their words.")
+    if more := sorted({rank for ranks in list(ranks_of.values())[_MOST_SENTENCES:] for rank in ranks}):
+        yield _error("start", f"{name_ranks(more)} could not start either; --json writes their errors.")
 
 
 def _versions(facts: Sequence[RankFacts], hosts: Hosts) -> Iterator[HostFinding]:
@@ -121,7 +121,7 @@ def _versions(facts: Sequence[RankFacts], hosts: Hosts) -> Iterator[HostFinding]
 
 
 def _by_host(values: dict[int, str], hosts: Hosts) -> str:
-    """``1.0 on node0, node1 and 1.1 on node2``."""
+    """Groups hosts by value: ``1.0 on node0, node1 and 1.1 on node2``."""
     found: dict[str, dict[str, None]] = {}
     for rank, value in values.items():
         found.setdefault(value, {})[hosts.of_rank[rank]] = None
@@ -151,25 +151,25 @@ def _devices(facts: Sequence[RankFacts], hosts: Hosts) -> Iterator[HostFinding]:
         yield _warning("gpu", f"GPUs are {_by_host(models, hosts)}; every step waits for the slowest.")
     counts = {ranks[0].rank: str(len(ranks[0].host.gpus)) for ranks in hosts.ranks.values()}
     if len(set(counts.values())) > 1:
-        yield _warning("gpu", f"the number of GPUs is {_by_host(counts, hosts)}; the grid is laid over ranks in order.")
+        yield _warning("gpu", f"the number of GPUs is {_by_host(counts, hosts)}; the grid assigns ranks in order.")
 
 
 def _network(name: str, hosts: Hosts) -> Iterator[HostFinding]:
-    """Whether gloo and NCCL find an interface of the host that others reach."""
+    """Yields problems if gloo or NCCL finds no interface of the host that other hosts reach."""
     host, several = hosts.host(name), len(hosts.ranks) > 1
     there = ", ".join(one.name for one in host.interfaces)
     carrier = host.carrier()
     if host.gloo_wish and carrier is None:
         yield _error(
             "interface",
-            f"GLOO_SOCKET_IFNAME={host.gloo_wish} on {name} names no interface; it has {there}: give one of these.",
+            f"GLOO_SOCKET_IFNAME={host.gloo_wish} on {name} matches no interface; set it to one of {there}.",
         )
     elif carrier is not None and not carrier.up:
         yield _error("interface", f"{carrier.name} of {name}, over which gloo would send, is down; bring it up.")
     elif several and carrier is not None and carrier.loopback and not host.gloo_wish:
         yield _warning(
             "interface",
-            f"the name of {name} resolves to {host.named_addresses[0]}, which other hosts do not reach; put its "
+            f"the name of {name} resolves to {host.named_addresses[0]}, which other hosts cannot reach; put its "
             f"address into /etc/hosts, or set GLOO_SOCKET_IFNAME to one of {there}.",
         )
     elif several and carrier is None:
@@ -181,12 +181,13 @@ def _network(name: str, hosts: Hosts) -> Iterator[HostFinding]:
     if hosts.ranks[name][0].device.startswith("cuda") and not _nccl_finds(host):
         yield _error(
             "interface",
-            f"NCCL_SOCKET_IFNAME={host.nccl_wish} on {name} allows no interface; it has {there}: give one of these.",
+            f"NCCL_SOCKET_IFNAME={host.nccl_wish} on {name} allows no interface; set it to one of {there}.",
         )
 
 
 def _nccl_finds(host: HostFacts) -> bool:
-    """By NCCL's rules: beginnings of names, whole names after ``=``, those to avoid after ``^``."""
+    """Returns True if NCCL finds an interface, by its rules: prefixes, full names after ``=``, exclusions after
+    ``^``."""
     wish = host.nccl_wish
     wanted = wish.lstrip("^=").split(",")
     whole, avoid = "=" in wish[:2], wish.startswith("^")
@@ -198,10 +199,10 @@ def _limits(name: str, hosts: Hosts, seen: Examined) -> Iterator[HostFinding]:
     host, ranks = hosts.host(name), hosts.ranks[name]
     flight, shared = FILE_BYTES * len(ranks), seen.shared_bytes * len(ranks)
     if host.shm_bytes is None or host.shm_free < flight:
-        told = "is absent" if host.shm_bytes is None else f"has {megabytes(host.shm_free)} free"
+        state = "is absent" if host.shm_bytes is None else f"has {megabytes(host.shm_free)} free"
         yield _warning(
             "shm",
-            f"/dev/shm of {name} {told}, and the watchdog of {len(ranks)} ranks keeps {megabytes(flight)} there; "
+            f"/dev/shm of {name} {state}, but the watchdog of {len(ranks)} ranks needs {megabytes(flight)} there; "
             "make it larger (docker run --shm-size=8g).",
         )
     elif host.shm_bytes <= _SMALL_SHM:
@@ -213,20 +214,20 @@ def _limits(name: str, hosts: Hosts, seen: Examined) -> Iterator[HostFinding]:
     if host.memory_free is not None and host.memory_free < shared:
         yield _error(
             "memory",
-            f"{name} has {megabytes(host.memory_free)} of memory left, and its tensor ranks share {megabytes(shared)}; "
+            f"{name} has {megabytes(host.memory_free)} of free memory, but its tensor ranks share {megabytes(shared)}; "
             "end other processes, or set TRINE_SHARED_MEMORY=0.",
         )
     needed = _FILES + _GROUPS * seen.size
     if host.open_files is not None and host.open_files < needed:
         yield _warning(
             "files",
-            f"a process on {name} may open {host.open_files} files, and a rank of {seen.size} needs about {needed}; "
+            f"a process on {name} may open {host.open_files} files, but a rank of {seen.size} needs about {needed}; "
             "raise the limit (ulimit -n).",
         )
     if host.infiniband and host.gpus and host.locked_bytes is not None and host.locked_bytes < _LOCKED:
         yield _warning(
             "locked",
-            f"a process on {name} may lock {megabytes(host.locked_bytes)} of memory, and InfiniBand needs more; raise "
+            f"a process on {name} may lock {megabytes(host.locked_bytes)} of memory, but InfiniBand needs more; raise "
             "the limit (ulimit -l unlimited).",
         )
 
@@ -236,7 +237,7 @@ def _alike(hosts: Hosts) -> Iterator[HostFinding]:
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
         yield _warning(
             "name",
-            f"{names.count(name)} hosts are called {name}, so that reports cannot tell them apart; give each its own.",
+            f"{names.count(name)} hosts have the name {name}, so that reports cannot distinguish them; rename them.",
         )
 
 
@@ -246,26 +247,26 @@ def _clocks(seen: Examined) -> Iterator[HostFinding]:
             way = "ahead of" if clock.seconds > 0 else "behind"
             yield _warning(
                 "clock",
-                f"the clock of {clock.host} is {abs(clock.seconds):.1f} s {way} that of rank 0, and reports of the "
-                "watchdog are merged by clocks; let NTP set it.",
+                f"the clock of {clock.host} is {abs(clock.seconds):.1f} s {way} that of rank 0, but the watchdog "
+                "merges reports by clocks; let NTP set it.",
             )
 
 
 _SLOW = 0.5
-"""Of the speed that an interface tells, or of the median of the other pairs."""
+"""Slow is below this fraction of the interface's speed, or of the median of the other pairs."""
 _ROUGH = 0.1
-"""Of what is expected within a host, which is a rough figure."""
+"""Slow within a host is below this fraction of the expected rate, which is a rough figure."""
 
 
 def link_findings(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, str]]:
-    """(kind, sentence)."""
+    """Yields (kind, sentence) for each problem of a link."""
     yield from _wide_tensor(seen, hosts)
     yield from _slow_axes(seen)
     yield from _slowest_pair(seen.pairs)
 
 
 def in_megabytes(rate: float) -> str:
-    """Bytes a second as text."""
+    """Formats a rate in bytes per second."""
     return f"{rate / 1e9:.1f} GB/s" if rate >= 1e10 else f"{rate / 1e6:.{0 if rate >= 1e7 else 1}f} MB/s"
 
 
@@ -275,14 +276,14 @@ def _wide_tensor(seen: Examined, hosts: Hosts) -> Iterator[tuple[str, str]]:
         most = min(len(ranks) for ranks in hosts.ranks.values())
         yield (
             "axis",
-            f"tensor {name_ranks(wide[0].ranks)} are on several hosts ({', '.join(wide[0].hosts)}), and tensor "
-            f"parallelism waits for the network in every layer; give parallel.tensor a divisor of {most}, the number "
+            f"tensor {name_ranks(wide[0].ranks)} are on several hosts ({', '.join(wide[0].hosts)}), so that tensor "
+            f"parallelism waits for the network in every layer; set parallel.tensor to a divisor of {most}, the number "
             "of ranks of a host.",
         )
 
 
 def _slow_axes(seen: Examined) -> Iterator[tuple[str, str]]:
-    """The slowest group of each axis, if it is slow."""
+    """Yields the slowest group of each axis, if it is slow."""
     for axis in dict.fromkeys(figure.axis for figure in seen.axes):
         slowest = min((figure for figure in seen.axes if figure.axis == axis), key=_share)
         if slowest.expected_rate and _share(slowest) < (_SLOW if len(slowest.hosts) > 1 else _ROUGH):
@@ -299,7 +300,7 @@ def _share(figure: AxisFigure) -> float:
 
 
 def _slowest_pair(pairs: tuple[PairFigure, ...]) -> Iterator[tuple[str, str]]:
-    """Against the other pairs, or against the speed of the interface if there is only one."""
+    """Compares the slowest pair with the other pairs, or with the speed of the interface if it is the only one."""
     if not pairs:
         return
     slowest = min(pairs, key=lambda pair: pair.rate)
@@ -309,8 +310,8 @@ def _slowest_pair(pairs: tuple[PairFigure, ...]) -> Iterator[tuple[str, str]]:
         return
     first, second = slowest.hosts
     if not others:
-        told = f"{in_megabytes(slowest.rate)} of the {in_megabytes(usual)} that their interfaces should carry"
-        yield "pair", f"{first} and {second} send each other {told}; look at the link between them."
+        rates = f"{in_megabytes(slowest.rate)} of the {in_megabytes(usual)} that their interfaces should carry"
+        yield "pair", f"{first} and {second} send each other {rates}; check the link between them."
         return
     yield (
         "pair",
@@ -320,10 +321,10 @@ def _slowest_pair(pairs: tuple[PairFigure, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _common(slowest: PairFigure, pairs: tuple[PairFigure, ...]) -> str:
-    """The host of the slowest pair whose other pairs are all slow, too; most often its link is to blame."""
+    """Names the host of the slowest pair if all of its other pairs are slow too; usually its link is the cause."""
     fastest = max(pair.rate for pair in pairs)
     for host in slowest.hosts:
         own = [pair.rate for pair in pairs if host in pair.hosts]
         if len(pairs) > len(own) > 1 and max(own) < _SLOW * fastest:
-            return f"; all pairs with {host} are slow (at most {in_megabytes(max(own))}), so look at its link"
+            return f"; all pairs with {host} are slow (at most {in_megabytes(max(own))}), so check its link"
     return ""

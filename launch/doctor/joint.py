@@ -1,12 +1,12 @@
-"""The ranks of a job examine themselves together, as training would start; nobody waits for longer than it may.
+"""Joint examination of a job's ranks, along the steps of training's start; every wait has a limit.
 
-    facts    every rank           over the store of the job, with why training would not start there
+    facts    every rank           over the store of the job, with the reason why training would not start there
     start    if none has a reason the process group, and the groups of the grid, as ``engine.initialize`` makes them
     links    all ranks            clocks, axes, pairs of hosts
-    end      rank 0               says whether training would start; the others wait for that word
+    end      rank 0               decides whether training would start; the others wait for its verdict
 
-A thread does the work, and the process waits for it phase by phase: a library that hangs takes nobody along. When a
-phase fails or takes too long, every rank says so at the store, and rank 0 names those that do not.
+A thread does the work, and the process waits for it phase by phase, so that a hung library does not block the process.
+When a phase fails or takes too long, every rank reports it in the store, and rank 0 names the ranks that do not.
 """
 
 import json
@@ -32,22 +32,22 @@ from engine.parallel.comm.torch_backend import TorchBackend
 from engine.parallel.comm.world import World, meeting_point, open_store, open_world, prefixed, shares_memory
 
 _GRACE_SECONDS = 3.0
-"""How much longer than the work of a phase the process waits, and how long rank 0 waits for words of a failure."""
+"""Extra seconds that the process waits for a phase, and seconds that rank 0 waits for reports of a failure."""
 _MEETING_GRACE_SECONDS = 12.0
 """Extra seconds of a rendezvous: rank 0 reports the absent ranks to the others, and torch connects twice."""
 _LATE_SECONDS = 1.0
-"""How long rank 0 waits for facts of those who have come to a meeting where others are absent."""
+"""Seconds that rank 0 waits for facts of the present ranks of an incomplete rendezvous."""
 _POLL_SECONDS = 0.02
 
 
 @dataclass(slots=True, kw_only=True)
 class Examination:
-    """One rank's part; ``run`` is called once.
+    """One rank's part of the examination; ``run`` is called once.
 
     Args:
         own: the facts of this rank.
-        config: resolved for the job; None: there is none, and ``own`` says why.
-        tell: is told what is under way.
+        config: resolved for the job; None: there is none, and ``own`` has the reason.
+        tell: is called with the name of each phase.
     """
 
     world: World
@@ -57,11 +57,11 @@ class Examination:
     tell: Callable[[str], None]
     seen: Examined = field(init=False)
     failure: str = ""
-    """Why this rank could not go on, in a sentence."""
+    """Sentence with the reason why this rank could not continue."""
     hung: bool = False
-    """A phase has not ended, or has failed: what it holds cannot be released."""
+    """True: a phase has not ended, or has failed, so that its resources cannot be released."""
     _store: KeyStore | None = None
-    """For words of the doctor; None: this rank has not met the others."""
+    """Store for the doctor's own messages; None: this rank has not joined the others."""
     _phase: str = "reaching the meeting point"
     _deadline: float = 0.0
 
@@ -81,7 +81,7 @@ class Examination:
         )
 
     def run(self) -> Examined:
-        """Examine; on rank 0 the result is that of all ranks."""
+        """Examines; on rank 0 the result is that of all ranks."""
         ended = threading.Event()
         self._enter(self._phase, _MEETING_GRACE_SECONDS)
         threading.Thread(target=self._work, args=(ended,), daemon=True).start()
@@ -93,12 +93,12 @@ class Examination:
         if self._store is not None and not self._limited(roll, _GRACE_SECONDS + 1):
             self._store = None
         if self.failure and (self.own.rank or not self.seen.silent):
-            told = dict(self.seen.failed) | {self.own.rank: self.failure}
-            self.seen = replace(self.seen, failed=tuple(sorted(told.items())))
+            failed = dict(self.seen.failed) | {self.own.rank: self.failure}
+            self.seen = replace(self.seen, failed=tuple(sorted(failed.items())))
         return self.seen
 
     def say(self, verdict: Mapping[str, Any]) -> None:
-        """Rank 0: tell the other ranks how it ends, and wait until they have heard it, since the store may end here."""
+        """Sends rank 0's verdict to the other ranks, and waits until they have read it: the store may end here."""
         store, others = self._store, [one.rank for one in self.seen.facts if one.rank not in (0, *self.seen.silent)]
         if store is None or not others:
             return
@@ -114,7 +114,7 @@ class Examination:
         self._limited(speak, 2 * _GRACE_SECONDS)
 
     def hear(self) -> dict[str, Any] | None:
-        """Another rank: what rank 0 says at the end; None if it says nothing."""
+        """Returns rank 0's verdict on another rank; None if there is none."""
         store, heard = self._store, list[dict[str, Any]]()
         if store is None:
             return None
@@ -129,7 +129,7 @@ class Examination:
         return heard[0] if heard else None
 
     def _limited(self, call: Callable[[], None], seconds: float) -> bool:
-        """Call it in a thread, for so long; False: the store does not answer."""
+        """Runs ``call`` in a thread, for at most this time; returns False if the store does not answer."""
 
         def attempt() -> None:
             try:
@@ -143,7 +143,7 @@ class Examination:
         return not thread.is_alive()
 
     def _enter(self, phase: str, grace: float = _GRACE_SECONDS) -> None:
-        """Begin a phase, or a part of one."""
+        """Begins a phase, or a part of one."""
         self._deadline = time.monotonic() + self.seconds + grace
         if phase != self._phase and self.world.size > 1:
             self.tell(phase)
@@ -157,7 +157,7 @@ class Examination:
             self.failure = str(error) if isinstance(error, EngineError) else f"{self._phase}: {first_line(error)}."
         except Exception as error:
             self.hung = True
-            self.failure = f"{self._phase}: {type(error).__name__}: {first_line(error)}; this is a mistake of Trine's."
+            self.failure = f"{self._phase}: {type(error).__name__}: {first_line(error)}; this is a bug in Trine."
             raise
         finally:
             ended.set()
@@ -185,7 +185,7 @@ class Examination:
     # ------------------------------------------------------------------------------------------------ over the store
 
     def _meet(self, store: KeyStore) -> tuple[Rendezvous, str]:
-        """The rendezvous, and what has gone wrong in it: ranks that did not come, or other configurations."""
+        """Returns the rendezvous, and its problem: ranks that did not join, or different configurations."""
         self._enter("waiting for all ranks", _MEETING_GRACE_SECONDS)
         rendezvous = Rendezvous(store, self.own.rank, self.world.size, meeting_point(self.world), self.seconds)
         try:
@@ -197,19 +197,19 @@ class Examination:
         return rendezvous, "" if difference is None else str(difference_error(difference))
 
     def _exchange_facts(self, store: KeyStore, problem: str) -> tuple[bool, Hosts]:
-        """Give rank 0 the facts of all ranks; it tells them to all, and whether they may start."""
+        """Sends the facts to rank 0, which returns those of all ranks, and the decision to start."""
         self._enter("exchanging facts")
         store.set(f"facts/{self.own.rank}", json.dumps(asdict(self.own)))
         if self.own.rank == 0:
             self._gather_facts(store, problem)
         store.wait(["facts"], timedelta(seconds=self.seconds))
-        told = json.loads(store.get("facts"))
-        facts = tuple(RankFacts.from_json(one) for one in told["facts"])
+        message = json.loads(store.get("facts"))
+        facts = tuple(RankFacts.from_json(one) for one in message["facts"])
         self.seen = replace(self.seen, facts=facts)
-        return bool(told["starts"]), Hosts(facts)
+        return bool(message["starts"]), Hosts(facts)
 
     def _gather_facts(self, store: KeyStore, problem: str) -> None:
-        """Rank 0: read the facts of all ranks that have come, and tell them whether to start."""
+        """Reads the facts of all ranks that joined, on rank 0, and sends the decision to start."""
         waiting, facts = set(range(self.world.size)), list[RankFacts]()
         patience = _LATE_SECONDS if problem else self.seconds
         deadline = time.monotonic() + patience
@@ -226,29 +226,29 @@ class Examination:
         store.set("facts", json.dumps({"facts": [asdict(one) for one in facts], "starts": starts}))
 
     def _answer_roll(self) -> None:
-        """Say what this rank has failed in; or that it has ended well, as a rank may that has done its part early."""
+        """Reports this rank's failure, or an empty one, since a rank may have finished its part early."""
         assert self._store is not None
         self._store.set(f"ended/{self.own.rank}", self.failure)
-        self._store.check(["verdict"])  # waits for an answer, unlike the line above
+        self._store.check(["verdict"])  # waits for an answer of the store, unlike the line above
 
     def _call_roll(self) -> None:
-        """Rank 0 has failed: hear all that answer; the others are silent."""
+        """Collects the reports of all ranks that answer, after a failure of rank 0; the others are silent."""
         store = self._store
         assert store is not None
-        waiting, told = {one.rank for one in self.seen.facts} - {0}, {0: self.failure}
+        waiting, reports = {one.rank for one in self.seen.facts} - {0}, {0: self.failure}
         deadline = time.monotonic() + _GRACE_SECONDS
         while waiting and time.monotonic() < deadline:
             for rank in [rank for rank in sorted(waiting) if store.check([f"ended/{rank}"])]:
-                told[rank] = store.get(f"ended/{rank}").decode()
+                reports[rank] = store.get(f"ended/{rank}").decode()
                 waiting.remove(rank)
             time.sleep(_POLL_SECONDS * bool(waiting))
-        failed = () if waiting else tuple((rank, words) for rank, words in sorted(told.items()) if words)
+        failed = () if waiting else tuple((rank, words) for rank, words in sorted(reports.items()) if words)
         self.seen = replace(self.seen, silent=tuple(sorted(waiting)), failed=failed, phase=self._phase)
 
     # ------------------------------------------------------------------------------------------------ measurements
 
     def _measure(self, comm: Comm, shared: bool, host: TorchHostGroup, hosts: Hosts) -> None:
-        """Clocks, axes and pairs; rank 0 keeps them."""
+        """Measures clocks, axes and pairs; rank 0 stores the results."""
         names, leaders = list(hosts.ranks), [ranks[0].rank for ranks in hosts.ranks.values()]
         leads = self.own.rank in leaders and len(leaders) > 1
         self._enter("comparing clocks")
@@ -282,9 +282,9 @@ def _row(one: AxisTimes) -> list[Any]:
 
 
 def _gathered(host: TorchHostGroup, rows: Sequence[list[Any]]) -> list[Any]:
-    """The rows of all ranks, on rank 0."""
-    told = collect(host, json.dumps(list(rows)).encode())
-    return [row for text in told or [] for row in json.loads(text)]
+    """Returns the rows of all ranks, on rank 0."""
+    texts = collect(host, json.dumps(list(rows)).encode())
+    return [row for text in texts or [] for row in json.loads(text)]
 
 
 def _pair(times: PairTimes, names: Sequence[str], hosts: Hosts) -> PairFigure:

@@ -1,10 +1,10 @@
-"""Links between ranks, measured by what training uses: the axes of a grid, then one rank of each host with another.
+"""Measurements of links with training's own calls: the axes of a grid, then pairs of ranks, one rank of each host.
 
     round 1   A - F   B - E   C - D        every host is in one pair of a round, so pairs do not disturb each other;
     round 2   A - E   F - D   B - C        five rounds for six hosts: all but the first move on by one place
     ..
 
-Many hosts, of which all pairs would take too long, send to their neighbours in a ring.
+With many hosts all pairs would take too long, so hosts send to their neighbours in a ring.
 """
 
 import time
@@ -23,18 +23,18 @@ from engine.parallel.comm.traffic import sent_bytes
 from engine.parallel.grid import Axis, Grid
 
 MOST_HOSTS = 16
-"""Up to this number all pairs of hosts are measured."""
+"""Largest number of hosts for which all pairs are measured."""
 SMALL, PROBE, LARGE = 8, 1 << 16, 1 << 23
 """Bytes of messages: for the latency, to choose the size, and the largest."""
 PATIENCE = 0.1
-"""Seconds that the large messages may take, about, beside one that was larger than it should be."""
+"""Approximate seconds for the large messages, not counting one that was too large."""
 _STEP = 2
 _REPEATS = 5
 _CLOCK_REPEATS = 8
 
 
 def tournament(count: int) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of ``count`` hosts; in a round each host has one pair at most."""
+    """Returns rounds of pairs of ``count`` hosts; in a round each host has one pair at most."""
     if count < 2:
         return []
     if count > MOST_HOSTS:
@@ -52,9 +52,9 @@ def tournament(count: int) -> list[list[tuple[int, int]]]:
 
 
 def ladder(call: Callable[[int], float]) -> int:
-    """Make ``call`` with more and more bytes, as long as that is quick, then again; returns the bytes of the last ones.
+    """Doubles the bytes of ``call`` while it is quick, then repeats the last size, which it returns.
 
-    A small message tells little of a slow link, whose switches take it into a buffer.
+    A small message says little about a slow link, since switches buffer it.
 
     Args:
         call: returns the seconds that it took.
@@ -69,25 +69,25 @@ def ladder(call: Callable[[int], float]) -> int:
 
 
 class Stopwatch:
-    """Seconds that calls took, by size; the first of a size is left out if there are others."""
+    """Seconds of calls, by size; the first of a size is ignored if there are others."""
 
     def __init__(self) -> None:
         self._taken: dict[int, list[float]] = {}
 
     def note(self, size: int, seconds: float) -> float:
-        """Keep a time, and return it."""
+        """Records a time, and returns it."""
         self._taken.setdefault(size, []).append(seconds)
         return seconds
 
     def median(self, size: int) -> float:
-        """Of the times of a size."""
+        """Returns the median of the times of a size."""
         found = self._taken[size]
         return median(found[1:] or found)
 
 
 @dataclass(frozen=True, slots=True)
 class PairTimes:
-    """What two hosts have measured; the first one tells it."""
+    """Measurement of two hosts, reported by the first one."""
 
     hosts: tuple[int, int]
     latency: float
@@ -95,7 +95,7 @@ class PairTimes:
 
 
 def measure_pairs(group: HostGroup, leaders: Sequence[int]) -> list[PairTimes]:
-    """Play the tournament; every leader calls it, with the same leaders. Returns what this one has to tell.
+    """Plays the tournament; every leader calls it, with the same leaders. Returns the pairs that this leader reports.
 
     Raises:
         EngineError: a leader does not answer.
@@ -112,7 +112,7 @@ def measure_pairs(group: HostGroup, leaders: Sequence[int]) -> list[PairTimes]:
 
 
 def _gate(group: HostGroup, leaders: Sequence[int]) -> None:
-    """Nobody begins a round before all have ended the last one."""
+    """Delays the next round until all leaders have ended the last one."""
     first, *others = (_Partner(group, rank) for rank in leaders)
     if group.rank == leaders[0]:
         for other in others:
@@ -145,8 +145,8 @@ class _Partner:
 
 
 def _lead(other: _Partner) -> tuple[float, float]:
-    """(seconds of latency, bytes a second), each in one direction; the other end answers as many bytes as it is sent,
-    until it is told to expect none."""
+    """Measures (latency in seconds, bytes per second) in one direction; the other end echoes until it expects 0
+    bytes."""
     data, watch = memoryview(bytearray(LARGE)), Stopwatch()
 
     def ping(size: int) -> float:
@@ -171,9 +171,9 @@ def _follow(other: _Partner) -> None:
 
 
 def measure_clocks(group: HostGroup, leaders: Sequence[int]) -> list[tuple[float, float]]:
-    """(seconds ahead of the first leader, largest error) of the other leaders, on the first one; every leader calls it.
+    """Measures (seconds ahead of the first leader, largest error) of the others, on the first; all leaders call it.
 
-    As NTP does: the answer was written between question and arrival, and the shortest round trip says it best.
+    As in NTP: the answer was written between question and arrival, so the shortest round trip has the smallest error.
 
     Raises:
         EngineError: a leader does not answer.
@@ -207,7 +207,7 @@ _Call = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class AxisTimes:
-    """What a rank has measured of a group of an axis."""
+    """Measurement by a rank of a group of an axis."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -217,10 +217,10 @@ class AxisTimes:
 
 
 def measure_axes(comm: Comm, device: torch.device) -> Iterator[AxisTimes]:
-    """Measure each axis of several ranks; all groups of an axis at the same time, as in training.
+    """Measures each axis of several ranks; all groups of an axis at the same time, as in training.
 
     Raises:
-        EngineError: a rank does not come.
+        EngineError: a rank does not join.
     """
     meter, grid = _Meter(comm, device), comm.grid
     axes: list[Axis] = [*(axis for axis in reversed([*grid.sizes]) if axis != "pp"), *grid.data_axes]
@@ -236,7 +236,7 @@ def _reducing(comm: Comm, axis: Axis) -> _Call:
 
 
 def _measure_hops(meter: "_Meter") -> Iterator[AxisTimes]:
-    """Send and receive between neighbours of the pipeline: those behind even stages first, then the others."""
+    """Sends and receives between neighbours of the pipeline: first from even to odd stages, then from odd to even."""
     comm, line, here = meter.comm, meter.comm.grid.peers("pp"), meter.comm.grid.coord().pp
     links = [link for stage in range(len(line) - 1) for link in _both(stage)]
     comm.link(links)
@@ -273,15 +273,15 @@ def _following(comm: Comm, there: Link, back: Link) -> _Call:
 
 
 class _Meter:
-    """Times calls that several ranks make; how often and how large is agreed on by all ranks."""
+    """Timer of calls that several ranks make; all ranks agree on number and size of the calls."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self.comm, self._device = comm, device
         self._data = torch.zeros(LARGE // 4, device=device)
 
     def measure(self, axis: str, ranks: tuple[int, ...], op: str, call: _Call) -> AxisTimes:
-        """Latency and rate of ``call``; every rank of the world calls it, those outside with a call that does
-        nothing."""
+        """Measures latency and rate of ``call``; all ranks of the world call it, outsiders with a call without
+        effect."""
         watch = Stopwatch()
 
         def timed(size: int) -> float:
@@ -291,7 +291,7 @@ class _Meter:
             finish(self._device)
             return watch.note(size, time.perf_counter() - began)
 
-        self._slowest(0.0)  # all are here
+        self._slowest(0.0)  # waits for all ranks
         for _ in range(_SMALL_REPEATS):
             timed(SMALL)
         payload = ladder(lambda size: self._slowest(timed(size)))
@@ -299,16 +299,16 @@ class _Meter:
         return AxisTimes(axis, ranks, watch.median(SMALL), payload, sent / watch.median(payload))
 
     def _slowest(self, seconds: float) -> float:
-        """The largest of all ranks' numbers, once all have come."""
-        told = torch.tensor([seconds], dtype=torch.float64, device=self._device)
-        self.comm.all_reduce(told, "world", _LABEL, "max").wait()
-        return float(told)
+        """Returns the largest of all ranks' numbers, once all have arrived."""
+        largest = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        self.comm.all_reduce(largest, "world", _LABEL, "max").wait()
+        return float(largest)
 
 
 def axis_figures(
     times: Sequence[AxisTimes], grid: Grid, hosts: Hosts, device: torch.device, shared: bool
 ) -> list[AxisFigure]:
-    """What ranks have measured, by group, beside what is expected of each link; ``shared``: of memory by tensor ranks.
+    """Returns the measurements by group, with the expected rate of each link; ``shared``: tensor ranks share memory.
 
     A group is as slow as the slowest of its ranks.
     """
@@ -337,18 +337,18 @@ def axis_figures(
 
 
 def _at_once(axis: str, ranks: tuple[int, ...], other: tuple[int, ...], grid: Grid) -> bool:
-    """Whether two groups of an axis were measured at the same time."""
+    """Returns True if two groups of an axis were measured at the same time."""
     return axis != "pp" or (grid.coord(ranks[0]).pp - grid.coord(other[0]).pp) % 2 == 0
 
 
 def _sharing(names: Sequence[str], groups: Sequence[tuple[int, ...]], hosts: Hosts) -> int:
-    """How many groups share the network of the busiest of these hosts."""
+    """Counts the groups that share the network of the busiest of these hosts."""
     crossing = [places for group in groups if len(places := {hosts.of_rank[rank] for rank in group}) > 1]
     return max(1, *(sum(name in places for places in crossing) for name in names))
 
 
 def _expected(names: Sequence[str], sharing: int, hosts: Hosts, kind: str) -> tuple[str, float | None]:
-    """What carries a group, and the bytes a second that each of its ranks may send."""
+    """Returns library and link of a group, and the bytes per second that each of its ranks may send."""
     library = "NCCL" if kind == "cuda" else "gloo"
     if len(names) == 1:
         return f"{library} within the host", expected_link(kind)[1]

@@ -1,1 +1,1 @@
-"""``trine launch``: one command for a job here, over ssh, under Slurm or on Kubernetes; torchrun runs it."""
+"""Command ``trine launch``: starts a job on this host, over ssh, under Slurm or on Kubernetes; torchrun runs it."""

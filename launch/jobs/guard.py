@@ -1,12 +1,13 @@
-"""Runs torchrun on a host for as long as its launcher is there.
+"""Guard of torchrun on a host: runs it for as long as its launcher is connected.
 
-It is sent to the host as text and run there, so it imports nothing but Python's own modules.
+It is sent to the host as text and run there, so it imports only Python's own modules.
 
     launcher --ssh--> guard --> torchrun --> ranks
 
-The launcher says a word a line: ``beat`` every few seconds, ``TERM`` or ``INT`` to pass a signal on, ``KILL`` to end
+The launcher sends a word per line: ``beat`` every few seconds, ``TERM`` or ``INT`` to pass a signal on, ``KILL`` to end
 everything. A connection that is closed, or silent for too long, counts as TERM. No descendant outlives the guard: it
-adopts orphans, and ends them. Its status is torchrun's, 128 and more after a signal, and never 255, which is ssh's own.
+adopts orphans, and ends them. Its status is torchrun's, or 128 plus the signal's number, and never 255, which is ssh's
+own.
 """
 
 import contextlib
@@ -23,16 +24,16 @@ import time
 from typing import Any
 
 MARK = "\x1etrine-guard "
-"""Before a line of the error stream that is for the launcher alone."""
+"""Prefix of a line of the error stream that is only for the launcher."""
 SILENCE_SECONDS = 30.0
 AFTER_SECONDS = 1.4
-"""Which processes have that torchrun leaves behind, such as the watchdog's monitor with its report."""
+"""Time for processes that outlive torchrun, such as the watchdog's monitor with its report."""
 SET_CHILD_SUBREAPER = 36
 SET_PARENT_DEATH_SIGNAL = 1
 
 
 def watch_over_torchrun() -> None:
-    """Take the place of an older guard of the same job and host, run the wish and end with its status."""
+    """Replaces an older guard of the same job and host, runs the requested command and ends with its status."""
     wish = json.loads(sys.stdin.readline())
     libc = ctypes.CDLL(None)
     libc.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -59,11 +60,13 @@ def watch_over_torchrun() -> None:
     code = torchrun.wait()
     with contextlib.suppress(OSError):
         sys.stderr.flush()
-    os._exit(min(code, 254) if code >= 0 else 128 - code)  # a thread still reads the input: no tidy exit
+    os._exit(
+        min(code, 254) if code >= 0 else 128 - code
+    )  # a thread still reads the input, which would block a regular exit
 
 
 def _take_place(name: str) -> socket.socket:
-    """Hold a name that one process of this host can have; whoever has it ends first."""
+    """Binds a name that one process of a host can have; an older owner ends first."""
     place = socket.socket(socket.AF_UNIX)
     while True:
         try:
@@ -78,7 +81,7 @@ def _take_place(name: str) -> socket.socket:
 
 
 def _make_room(place: socket.socket, words: "queue.Queue[str]") -> None:
-    """End at once when a newer guard asks for the place, which sees by its closed connection that this one is gone."""
+    """Ends at once when a newer guard connects to the name; the newer one notices the closed connection."""
     held = []
     while True:
         held.append(place.accept()[0])
@@ -92,7 +95,7 @@ def _listen(words: "queue.Queue[str]") -> None:
 
 
 def _attend(torchrun: "subprocess.Popen[bytes]", words: "queue.Queue[str]", wish: dict[str, Any]) -> None:
-    """Return when torchrun has ended, by itself or because it was told to."""
+    """Returns when torchrun has ended, by itself or on request."""
     heard, deadline, met = time.monotonic(), float("inf"), False
     while torchrun.poll() is None:
         try:
@@ -113,7 +116,7 @@ def _attend(torchrun: "subprocess.Popen[bytes]", words: "queue.Queue[str]", wish
 
 
 def _connected(port: int) -> bool:
-    """Whether a process here is connected to that port of any host."""
+    """Returns True if a process here is connected to that port of any host."""
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with contextlib.suppress(OSError), open(table, encoding="ascii") as stream:
             for row in stream.readlines()[1:]:
@@ -124,7 +127,7 @@ def _connected(port: int) -> bool:
 
 
 def _end_descendants() -> None:
-    """Wait for what torchrun has left, then end it, kindly at first."""
+    """Waits for processes that torchrun left, then sends SIGTERM, then SIGKILL."""
     for number, seconds in ((0, AFTER_SECONDS), (signal.SIGTERM, 0.5), (signal.SIGKILL, 5.0)):
         end = time.monotonic() + seconds
         _kill(_descendants(), number)
@@ -139,7 +142,7 @@ def _kill(processes: list[int], number: int) -> None:
 
 
 def _descendants() -> list[int]:
-    """All processes below this one that still run."""
+    """Lists all processes below this one that still run."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):

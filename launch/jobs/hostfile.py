@@ -1,12 +1,12 @@
-"""Files that list hosts, as DeepSpeed and as MPI write them.
+"""Hostfiles, in the formats of DeepSpeed and of MPI.
 
 node0 slots=4      # DeepSpeed, Open MPI
 node1:4            # MPICH, Intel MPI
 user@node2         # as many ranks as it has GPUs
-node3 slots=4 gpu=h100   # further words of other launchers say nothing here
-[fe80::1]:4, fe80::2 slots=4   # IPv6; in brackets where a number of ranks follows a colon
+node3 slots=4 gpu=h100   # further words of other launchers are ignored
+[fe80::1]:4, fe80::2 slots=4   # IPv6; in brackets if a number of ranks follows a colon
 
-A job takes hosts and GPUs of them by ``--include`` and ``--exclude``:
+Options ``--include`` and ``--exclude`` select hosts and their GPUs:
 
 --include node0@node1:0,2    all of node0, and of node1 the GPUs 0 and 2
 --exclude node1:1@node2      all but GPU 1 of node1, and node2
@@ -30,26 +30,26 @@ _LINE = re.compile(rf"(?:{_NAME}|(?P<six>{_USER}{_SIX})(?:{_SLOTS.replace('slots
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A line of the file."""
+    """Host of a job, from a line of the file."""
 
     name: str
-    """As ssh takes it, maybe ``user@node0``."""
+    """Name for ssh, such as ``node0`` or ``user@node0``."""
     slots: int | None
-    """Ranks that it is to have."""
+    """Number of its ranks."""
     devices: tuple[int, ...] = ()
     """GPUs that its ranks may use; empty: all."""
 
     @property
     def address(self) -> str:
-        """As the other hosts resolve it."""
+        """Address of the host, as the other hosts resolve it."""
         return self.name.rpartition("@")[2]
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """All hosts, in the order of the file.
+    """Reads all hosts, in the order of the file.
 
     Raises:
-        LaunchError: it cannot be read, names no host, or some of its lines are wrong; all of them are told.
+        LaunchError: the file cannot be read, names no host, or has wrong lines; all of them are listed.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ def read_hostfile(path: Path) -> list[Host]:
         match = _LINE.fullmatch(line)
         if match is None:
             form = "NAME, NAME slots=N or NAME:N"
-            problems.append(LaunchError(f"{path}:{number}: {line!r} names no host; write {form}."))
+            problems.append(LaunchError(f"{path}:{number}: {line!r} is not a host; write {form}."))
             continue
         count = match["count"] or match["slots"] or match["sixes"]
         name = (match["name"] or match["six"]).replace("[", "").replace("]", "")
@@ -75,34 +75,34 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that say something, with their numbers."""
+    """Yields the lines with content, with their numbers."""
     for number, line in enumerate(text.splitlines(), 1):
-        if told := line.partition("#")[0].strip():
-            yield number, told
+        if content := line.partition("#")[0].strip():
+            yield number, content
 
 
 def _problems_of(host: Host, before: list[Host], place: str) -> Iterator[LaunchError]:
     if host.slots == 0:
-        yield LaunchError(f"{place}: {host.name} has 0 slots; a host has 1 rank or more, so take the line out.")
+        yield LaunchError(f"{place}: {host.name} has 0 slots; a host has at least 1 rank, so remove the line.")
     if any(host.address == other.address for other in before):
         yield LaunchError(f"{place}: {host.name} is listed twice; write it once, with all of its slots.")
 
 
 def chosen_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """The hosts that stay, with the GPUs that they may use.
+    """Returns the selected hosts, with the GPUs that they may use.
 
     Raises:
         LaunchError: both are given; one of them names a host that is not listed, or GPUs that it does not have, or
             leaves nothing.
     """
     if include is not None and exclude is not None:
-        raise LaunchError("--include and --exclude both choose hosts; give one of them.")
+        raise LaunchError("--include and --exclude both select hosts; give one of them.")
     if include is not None:
         wanted = _parse(include, "--include", hosts)
         return [_with(host, wanted[host.name]) for host in hosts if host.name in wanted]
     if exclude is not None:
         refused = _parse(exclude, "--exclude", hosts)
-        left = [kept for host in hosts if (kept := _kept(host, refused.get(host.name))) is not None]
+        left = [rest for host in hosts if (rest := _kept(host, refused.get(host.name))) is not None]
         if not left:
             raise LaunchError(f"--exclude {exclude} leaves no host; name fewer.")
         return left
@@ -110,25 +110,29 @@ def chosen_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None
 
 
 def _parse(text: str, option: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...]]:
-    """GPUs by the name of the host; empty for all of them."""
+    """Returns the GPUs by host name; empty for all GPUs."""
     known = {host.name: host for host in hosts}
     found: dict[str, tuple[int, ...]] = {}
     for part in _parts(text, known):
         name, listed = _named(part, known)
         numbers = listed.split(",") if listed is not None else []
         if name not in known:
-            raise LaunchError(f"{option} {text}: {name!r} is none of {', '.join(known)}; name hosts of this job.")
+            raise LaunchError(f"{option} {text}: {name!r} is not one of {', '.join(known)}; name hosts of this job.")
         if not all(number.strip().isdecimal() for number in numbers):
-            raise LaunchError(f"{option} {text}: {part!r} is no host with GPUs; write NAME or NAME:0,2, joined by @.")
+            raise LaunchError(
+                f"{option} {text}: {part!r} is not a host with GPUs; write NAME or NAME:0,2, joined by @."
+            )
         found[name] = tuple(sorted({int(number) for number in numbers}))
         slots = known[name].slots
         if slots is not None and found[name] and found[name][-1] >= slots:
-            raise LaunchError(f"{option} {text}: {name} has {slots} slots, from 0; it has no {found[name][-1]}.")
+            raise LaunchError(
+                f"{option} {text}: {name} has {slots} slots, counted from 0, and no slot {found[name][-1]}."
+            )
     return found
 
 
 def _parts(text: str, known: Collection[str]) -> Iterator[str]:
-    """Hosts of a list that ``@`` joins; one that the file names with its user has such a sign of its own."""
+    """Splits a list of hosts at ``@``; a host that the file names with its user contains such a sign itself."""
     words = text.split("@")
     while words:
         word = words.pop(0).strip()
@@ -140,7 +144,7 @@ def _parts(text: str, known: Collection[str]) -> Iterator[str]:
 
 
 def _named(part: str, known: Collection[str]) -> tuple[str, str | None]:
-    """The name of a host and its list of GPUs; colons of an IPv6 address belong to the name."""
+    """Splits a host into its name and its list of GPUs; colons of an IPv6 address belong to the name."""
     if (whole := part.replace("[", "").replace("]", "")) in known or ":" not in whole:
         return whole, None
     name, _, listed = whole.rpartition(":")
@@ -152,12 +156,12 @@ def _with(host: Host, devices: tuple[int, ...]) -> Host:
 
 
 def _kept(host: Host, refused: tuple[int, ...] | None) -> Host | None:
-    """What is left of a host; None for nothing."""
+    """Returns the rest of a host after an exclusion; None for nothing."""
     if refused is None:
         return host
     if not refused:
         return None
     if host.slots is None:
-        raise LaunchError(f"--exclude {host.name}:{refused[0]}: nothing tells the slots of {host.name}; write slots=N.")
+        raise LaunchError(f"--exclude {host.name}:{refused[0]}: the slots of {host.name} are unknown; write slots=N.")
     left = tuple(number for number in range(host.slots) if number not in refused)
     return _with(host, left) if left else None

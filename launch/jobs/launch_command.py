@@ -1,4 +1,4 @@
-"""``trine launch``: reads the options, says what is wrong with them, and starts or writes the job."""
+"""Command ``trine launch``: reads the options, reports all problems with them, and starts or writes the job."""
 
 import os
 import shlex
@@ -59,36 +59,36 @@ PLACES = {
     "namespace": ("kubernetes",),
     "max_restarts": ("kubernetes",),
 }
-"""Where an option means something; the others mean something everywhere."""
+"""Launch places of each option; options that are not listed apply everywhere."""
 POD_SECONDS = 600
-"""In which pods have to meet: some of them may first have to load the image."""
+"""Seconds within which pods have to join: some may first have to load the image."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 HERE = (*LOOPBACK, "worker-0")
-"""Names by which ``--include`` and ``--exclude`` mean this host."""
+"""Names of this host in ``--include`` and ``--exclude``."""
 FLAGS = {"local": "a job on this host", "ssh": "--hostfile", "slurm": "--slurm", "kubernetes": "--kubernetes"}
 
 
 def add_launch_options(command: ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Adds the arguments of ``trine launch``."""
     add = command.add_argument
-    add("--ranks-per-node", type=_count, metavar="N", help="ranks of a node; without: the number of its GPUs")
+    add("--ranks-per-node", type=_count, metavar="N", help="ranks of a node; default: the number of its GPUs")
     add("--nodes", metavar="N", help="number of nodes, or MIN:MAX for an elastic job")
-    add("--elastic", metavar="MIN:MAX", help="the job goes on while MIN nodes are left, and takes in up to MAX")
-    add("--export", action="append", default=[], metavar="NAME[=VALUE]", help="a variable of the ranks; repeatable")
-    add("--python", default=None, metavar="PATH", help="the interpreter of all hosts; without: this one")
-    add("--port", type=_count, metavar="N", help="where the nodes meet, on the first host; without: a free one")
-    add("--join-timeout", type=_count, metavar="SECONDS", help=f"in which all nodes have to meet ({JOIN_SECONDS})")
-    add("--grace", type=_count, metavar="SECONDS", help="for ranks to save a checkpoint after SIGTERM")
-    add("--dry-run", action="store_true", help="print what would be started or written, and do nothing")
-    add("--local-rank", action="store_true", help="give the script --local_rank=N, as the deepspeed launcher does")
-    add("--bind-cores", action="store_true", help="each rank runs on cores of its own, an equal part of the host's")
-    add("--bind-cores-to", metavar="LIST", help="the same with these cores of each host, such as 0-3,8")
+    add("--elastic", metavar="MIN:MAX", help="the job continues while MIN nodes are left, and accepts up to MAX")
+    add("--export", action="append", default=[], metavar="NAME[=VALUE]", help="variable of the ranks; repeatable")
+    add("--python", default=None, metavar="PATH", help="interpreter on all hosts; default: this one")
+    add("--port", type=_count, metavar="N", help="port of the rendezvous, on the first host; default: a free one")
+    add("--join-timeout", type=_count, metavar="SECONDS", help=f"time limit of the rendezvous ({JOIN_SECONDS})")
+    add("--grace", type=_count, metavar="SECONDS", help="time for ranks to save a checkpoint after SIGTERM")
+    add("--dry-run", action="store_true", help="print the command or file instead of starting or writing it")
+    add("--local-rank", action="store_true", help="pass --local_rank=N to the script, as the deepspeed launcher does")
+    add("--bind-cores", action="store_true", help="bind each rank to an equal share of the host's cores")
+    add("--bind-cores-to", metavar="LIST", help="bind ranks to shares of these cores, such as 0-3,8")
     form = command.add_mutually_exclusive_group()
-    form.add_argument("-m", "--module", action="store_true", help="the script is a module, as of python -m")
-    form.add_argument("--no-python", action="store_true", help="the script is a program, which no Python runs")
+    form.add_argument("-m", "--module", action="store_true", help="run the script as a module, as python -m does")
+    form.add_argument("--no-python", action="store_true", help="run the script as a program, without Python")
     chosen = "NAME or NAME:0,2 of GPUs, joined by @"
-    add("--include", metavar="HOSTS", help=f"run on these only: {chosen}; localhost is this host")
-    add("--exclude", metavar="HOSTS", help="run on all but these")
+    add("--include", metavar="HOSTS", help=f"run only on these: {chosen}; localhost is this host")
+    add("--exclude", metavar="HOSTS", help="run on all hosts but these")
     _add_places(command)
     add_deepspeed_options(command)
     add("script", help="the training script")
@@ -98,40 +98,40 @@ def add_launch_options(command: ArgumentParser) -> None:
 def _add_places(command: ArgumentParser) -> None:
     ssh = command.add_argument_group("over ssh")
     ssh.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts, one a line: node0 slots=4, or node0:4")
-    ssh.add_argument("--ssh", metavar="COMMAND", help='with its options, such as "ssh -p 2222"')
-    ssh.add_argument("--preflight-timeout", type=_count, metavar="SECONDS", help="for a host to answer (10)")
+    ssh.add_argument("--ssh", metavar="COMMAND", help='ssh with its options, such as "ssh -p 2222"')
+    ssh.add_argument("--preflight-timeout", type=_count, metavar="SECONDS", help="time limit of a host's answer (10)")
     slurm = command.add_argument_group("under Slurm")
     slurm.add_argument("--slurm", action="store_true", help="write a script for sbatch")
-    slurm.add_argument("--submit", action="store_true", default=None, help="and hand it over")
-    slurm.add_argument("--time", metavar="LIMIT", help="as sbatch takes it, such as 24:00:00")
+    slurm.add_argument("--submit", action="store_true", default=None, help="submit the script with sbatch")
+    slurm.add_argument("--time", metavar="LIMIT", help="time limit for sbatch, such as 24:00:00")
     slurm.add_argument("--partition", metavar="NAME")
     slurm.add_argument("--account", metavar="NAME")
-    processors = f"processors of a rank; without: {PROCESSORS_WITH_GPU} beside a GPU, else 1"
+    processors = f"processors of a rank; default: {PROCESSORS_WITH_GPU} for a rank with a GPU, else 1"
     slurm.add_argument("--cpus-per-rank", type=_count, metavar="N", help=processors)
-    slurm.add_argument("--sbatch", action="append", metavar="OPTION", help="another option, --sbatch=--qos=high")
+    slurm.add_argument("--sbatch", action="append", metavar="OPTION", help="further option, as in --sbatch=--qos=high")
     kubernetes = command.add_argument_group("on Kubernetes")
     kubernetes.add_argument("--kubernetes", choices=KINDS, help="write a JobSet, or a TrainJob of Kubeflow Trainer")
-    kubernetes.add_argument("--image", metavar="NAME", help="the container")
+    kubernetes.add_argument("--image", metavar="NAME", help="container image")
     kubernetes.add_argument("--namespace", metavar="NAME")
-    kubernetes.add_argument("--max-restarts", type=int, metavar="N", help="of the whole set (10)")
+    kubernetes.add_argument("--max-restarts", type=int, metavar="N", help="restarts of the whole set (10)")
     both = command.add_argument_group("under Slurm and on Kubernetes")
-    both.add_argument("--name", help="of the job; without: the script's")
-    both.add_argument("--gpus-per-node", type=int, metavar="N", help="without: one a rank; 0: none")
-    both.add_argument("--out", type=Path, metavar="FILE", help="what to write; without: NAME.sbatch or NAME.yaml")
+    both.add_argument("--name", help="name of the job; default: the script's")
+    both.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node; default: one per rank; 0: none")
+    both.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: NAME.sbatch or NAME.yaml")
 
 
 def _count(text: str) -> int:
-    """A whole number from 1."""
+    """Parses a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no whole number from 1")
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def launch(options: Namespace) -> int:
-    """Start or write the job; return its exit status.
+    """Starts or writes the job; returns its exit status.
 
     Raises:
-        LaunchError: all that is wrong, before anything is started.
+        LaunchError: all problems, before anything is started.
     """
     for line in options.became:
         print(f"trine launch: {line}.", file=sys.stderr)
@@ -141,7 +141,7 @@ def launch(options: Namespace) -> int:
     here = place == "ssh" and _names_this_host(options)
     request = _request(options, "local" if here else place)
     if here:
-        print(f"trine launch: {options.hostfile} names this host alone, so nothing goes over ssh.", file=sys.stderr)
+        print(f"trine launch: {options.hostfile} lists only this host, so ssh is not used.", file=sys.stderr)
         return _here(options, request, read_hostfile(options.hostfile)[0])
     match place:
         case "ssh":
@@ -164,7 +164,7 @@ def _place(options: Namespace) -> str:
     refuse_all(
         [
             LaunchError(
-                f"--{name.replace('_', '-')} means nothing to {FLAGS[place]}; it goes with "
+                f"--{name.replace('_', '-')} does not apply to {FLAGS[place]}; use it with "
                 f"{' or '.join(FLAGS[other] for other in PLACES[name])}."
             )
             for name in strange
@@ -175,26 +175,26 @@ def _place(options: Namespace) -> str:
 
 def _request(options: Namespace, place: str) -> JobRequest:
     if options.nodes is not None and options.elastic is not None:
-        raise LaunchError("--nodes and --elastic both say how many nodes there are; give one of them.")
+        raise LaunchError("--nodes and --elastic both set the number of nodes; give one of them.")
     nodes = NodeCount.parse(options.nodes, "--nodes") if options.nodes is not None else None
     if options.elastic is not None:
         nodes = NodeCount.parse(options.elastic, "--elastic", elastic=True)
     form: ScriptForm = "module" if options.module else "program" if options.no_python else "script"
     if place in ("local", "ssh") and form == "script" and not Path(options.script).is_file():
-        raise LaunchError(f"{options.script} is no file of {Path.cwd()}; give the path of the training script.")
+        raise LaunchError(f"{options.script} is not a file in {Path.cwd()}; give the path of the training script.")
     if options.bind_cores_to is not None:
         read_cores(options.bind_cores_to)
     passed = passed_on(os.environ) if place == "ssh" else {}
     if place in ("local", "ssh") and (found := environment_file()) is not None:
-        told = f"all hosts get {', '.join(found[1]) or 'nothing'} of {found[0]}"
+        note = f"all hosts get {', '.join(found[1]) or 'nothing'} of {found[0]}"
         if place == "local":
-            told = f"{found[0]} is read for jobs over ssh, as in DeepSpeed; --export NAME=VALUE gives a variable here"
-        print(f"trine launch: {told}.", file=sys.stderr)
+            note = f"{found[0]} is read only for jobs over ssh, as in DeepSpeed; --export NAME=VALUE sets variables"
+        print(f"trine launch: {note}.", file=sys.stderr)
         passed |= found[1] if place == "ssh" else {}
     return JobRequest(
         script=options.script,
         form=form,
-        # torchrun fills in its own variable, for each rank
+        # torchrun replaces its variable for each rank
         arguments=(*["--local_rank=${local_rank}"] * options.local_rank, *options.arguments),
         cores=options.bind_cores_to or ("" if options.bind_cores else None),
         python=options.python or ("python" if place == "kubernetes" else sys.executable),
@@ -210,7 +210,7 @@ def _request(options: Namespace, place: str) -> JobRequest:
 
 
 def _names_this_host(options: Namespace) -> bool:
-    """Whether the hostfile lists this host alone, and nothing asks for ssh or for more hosts."""
+    """Returns True if the hostfile lists only this host, and no option asks for ssh or for more hosts."""
     if options.ssh is not None or options.elastic is not None or options.nodes not in (None, "1"):
         return False
     hosts = read_hostfile(options.hostfile)
@@ -218,7 +218,7 @@ def _names_this_host(options: Namespace) -> bool:
 
 
 def _here(options: Namespace, request: JobRequest, listed: Host | None = None) -> int:
-    """Become torchrun: its streams, signals and exit status are then those of this process.
+    """Becomes torchrun: its streams, signals and exit status are then those of this process.
 
     ``listed``: this host as a file lists it.
     """
@@ -227,7 +227,7 @@ def _here(options: Namespace, request: JobRequest, listed: Host | None = None) -
     if not ranks:
         ranks = 1
         print(
-            "trine launch: nvidia-smi knows no GPU of this host, so 1 rank starts; --ranks-per-node N starts more.",
+            "trine launch: nvidia-smi lists no GPU of this host, so 1 rank starts; --ranks-per-node N starts more.",
             file=sys.stderr,
         )
     command, variables = torchrun_command(request, ranks, "1", None), torchrun_environment(request, host.devices)
@@ -243,7 +243,7 @@ def _here(options: Namespace, request: JobRequest, listed: Host | None = None) -
 
 
 def _this_host(options: Namespace, listed: Host | None) -> Host:
-    """This host and the GPUs of it that the job may use; slots are their number, None where there are none."""
+    """Returns this host with the GPUs that the job may use; slots are their number, None without GPUs."""
     gpus = listed.slots if listed is not None and listed.slots is not None else len(gpu_names())
     asked = [given.partition(":")[0] for given in (options.include, options.exclude) if given]
     names = (*HERE, socket.gethostname()) if listed is None else (listed.name,)
@@ -258,7 +258,7 @@ def _over_ssh(options: Namespace, request: JobRequest) -> int:
     hosts = chosen_hosts(read_hostfile(options.hostfile), options.include, options.exclude)
     if request.nodes is not None and request.nodes.most > len(hosts):
         raise LaunchError(
-            f"{request.nodes} nodes are asked for and {options.hostfile} lists {len(hosts)}; add hosts to it."
+            f"{request.nodes} nodes are requested, but {options.hostfile} lists {len(hosts)}; add hosts to it."
         )
     ssh = SshRequest(
         hostfile=options.hostfile,
@@ -278,7 +278,7 @@ def _over_ssh(options: Namespace, request: JobRequest) -> int:
 
 
 def _show_ssh(request: JobRequest, ssh: SshRequest) -> None:
-    """The lines that every host would run; what only the hosts know stands in capitals."""
+    """Prints the lines that every host would run, with placeholders in capitals for values that hosts provide."""
     words = {"@PORT@": "A_FREE_PORT_OF_" + ssh.hosts[0].name, "@RANKS@": "NUMBER_OF_GPUS"}
     nothing = {name: "" for name in ("python", "torch", "trine", "script", "engine", "engine_folder")}
     for host in ssh.hosts:
@@ -309,7 +309,7 @@ def _slurm(options: Namespace, request: JobRequest) -> int:
         return 0
     if options.submit:
         return submit(path)
-    print(f"{path} is written; submit it by: sbatch {path}")
+    print(f"{path} is written; submit it with: sbatch {path}")
     return 0
 
 
@@ -323,12 +323,12 @@ def _kubernetes(options: Namespace, request: JobRequest) -> int:
     )
     path = options.out or Path(f"{request.name}.yaml")
     if _written(options, path, manifest(request, wish)):
-        print(f"{path} is written; start it by: kubectl apply -f {path}")
+        print(f"{path} is written; start it with: kubectl apply -f {path}")
     return 0
 
 
 def _written(options: Namespace, path: Path, text: str) -> bool:
-    """Write the file of a job; with ``--dry-run`` print it instead, and return False."""
+    """Writes the file of a job; with ``--dry-run`` prints it instead, and returns False."""
     if options.dry_run:
         print(text, end="")
     else:

@@ -1,6 +1,6 @@
-"""What a host is: its versions, code, GPUs and a port; sent to every host and run there.
+"""Probe of a host: reports its versions, code, GPUs and a free port; sent to every host and run there.
 
-Its first line of input is the question, and it prints one line of JSON behind ``MARK``, whatever a login prints before.
+Its first line of input is the question. It prints one line of JSON after ``MARK``, since a login may print other lines.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ SOURCES = (".py", ".json")
 
 
 def gpu_names() -> list[str]:
-    """Name of each GPU that a process of this host may use, as ``nvidia-smi`` knows them; torch is not asked."""
+    """Returns the name of each GPU that a process of this host may use, from ``nvidia-smi``, without torch."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shutil.which("nvidia-smi") is None or given == "":
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    names = [line.strip() for line in told.stdout.splitlines() if line.strip()] if told.returncode == 0 else []
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    names = [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
     if given is None:
         return names
     seen = [word.strip() for word in given.split(",")]
@@ -36,7 +36,7 @@ def gpu_names() -> list[str]:
 
 
 def tell_facts() -> None:
-    """Answer the question that stands in the input."""
+    """Answers the question in the input."""
     question = json.loads(sys.stdin.readline())
     print(MARK + json.dumps(_answer(question)), flush=True)
 
@@ -72,7 +72,7 @@ def _version(package: str) -> str:
 
 
 def sources_digest(folder: "str | os.PathLike[str]") -> str:
-    """Of the names and bytes of all sources below ``folder``, links followed; empty where one cannot be read."""
+    """Returns the digest of names and bytes of all sources below ``folder``, with links; empty if one is unreadable."""
     found = [
         os.path.join(base, name)
         for base, _, names in os.walk(folder, followlinks=True)
@@ -89,7 +89,7 @@ def sources_digest(folder: "str | os.PathLike[str]") -> str:
 
 
 def _digest_of(path: str) -> str:
-    """Of what a file holds; empty where it cannot be read."""
+    """Returns the digest of a file's contents; empty if it cannot be read."""
     try:
         with open(path, "rb") as stream:
             return hashlib.sha256(stream.read()).hexdigest()
@@ -98,7 +98,7 @@ def _digest_of(path: str) -> str:
 
 
 def _free_port(wish: int | None) -> int:
-    """The port, or any free one for 0; 0 where it is taken or none was asked for."""
+    """Returns the port, or any free one for 0; 0 if it is taken or none was requested."""
     if wish is None:
         return 0
     with socket.socket() as listener:

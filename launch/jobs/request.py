@@ -1,6 +1,6 @@
-"""The request of ``trine launch``, apart from where it runs; options of the ``deepspeed`` launcher stand for it too.
+"""Request of ``trine launch``, independent of its place, including options of the ``deepspeed`` launcher.
 
-Each of those is taken as one of Trine's, without effect, or refused; a line before the job says which.
+Each of these options is accepted as one of Trine's, ignored, or refused; a line before the job reports it.
 """
 
 import fnmatch
@@ -16,11 +16,11 @@ from engine.errors import LaunchError
 ScriptForm = Literal["script", "module", "program"]
 """A file for Python, a module for ``python -m``, or a program that needs no Python."""
 PASSED_ON = ("PYTHONPATH", "OMP_NUM_THREADS", "NCCL_*", "GLOO_*", "TRINE_*")
-"""Variables that a host is given where the launcher has them; a glob stands for all that it matches."""
+"""Variables of the launcher that all hosts get, as names or globs."""
 
 
 def refuse_all(problems: Sequence[LaunchError]) -> None:
-    """Raise all problems as one error, a line each; nothing where there is none.
+    """Raises all problems as one error, a line each; does nothing without problems.
 
     Raises:
         LaunchError: there is one or more.
@@ -31,7 +31,7 @@ def refuse_all(problems: Sequence[LaunchError]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCount:
-    """How many nodes a job has: a number, or for an elastic job the fewest and the most."""
+    """Number of nodes of a job: one number, or minimum and maximum for an elastic job."""
 
     least: int
     most: int
@@ -39,17 +39,17 @@ class NodeCount:
 
     @classmethod
     def parse(cls, text: str, option: str, elastic: bool = False) -> Self:
-        """Read ``4`` or ``2:4``; ``elastic``: a range is asked for.
+        """Parses ``4`` or ``2:4``; with ``elastic``, only a range.
 
         Raises:
-            LaunchError: it is none.
+            LaunchError: it is not a number of nodes.
         """
         least, colon, most = text.partition(":")
         if not (least.isdecimal() and (most.isdecimal() if colon else not elastic)):
             form = "MIN:MAX, such as 2:4" if elastic else "a number of nodes, such as 4, or MIN:MAX, such as 2:4"
             raise LaunchError(f"{option} {text}: give {form}.")
         if not 1 <= int(least) <= int(most or least):
-            raise LaunchError(f"{option} {text}: a job has 1 node or more, and MAX is no less than MIN.")
+            raise LaunchError(f"{option} {text}: a job has at least 1 node, and MAX is at least MIN.")
         return cls(least=int(least), most=int(most or least), elastic=bool(colon))
 
     def __str__(self) -> str:
@@ -58,55 +58,57 @@ class NodeCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """The part of a command that every place understands."""
+    """Part of a command that applies to every place."""
 
     script: str
-    """A file, a module or a program, as ``form`` tells."""
+    """A file, a module or a program, by ``form``."""
     arguments: tuple[str, ...]
     python: str
     ranks_per_node: int | None
     nodes: NodeCount | None
     export: Mapping[str, str]
-    """Variables of the ranks: those of ``--export``, and over ssh those that are passed on anyway."""
+    """Variables of the ranks: from ``--export``, and over ssh also ``PASSED_ON``."""
     folder: Path
-    """Where the launcher was started."""
+    """Working directory of the launcher."""
     name: str
     port: int | None
     join_seconds: int
-    """In which all nodes have to meet."""
+    """Time limit of the rendezvous of all nodes."""
     form: ScriptForm = "script"
     cores: str | None = None
-    """Cores that the ranks of a host share, such as 0-3,8; empty: all of its cores; None: nothing binds ranks."""
+    """Cores that the ranks of a host share, such as 0-3,8; empty: all of its cores; None: ranks are not bound."""
     grace_seconds: int
-    """Which ranks have between SIGTERM and SIGKILL, to write a checkpoint."""
+    """Time of ranks between SIGTERM and SIGKILL, to write a checkpoint."""
 
     @property
     def elastic(self) -> bool:
-        """Whether nodes may come and go."""
+        """True if nodes may leave and join."""
         return self.nodes is not None and self.nodes.elastic
 
     def ranks(self, why: str) -> int:
-        """Ranks of a node, where nobody can count its GPUs.
+        """Returns the ranks of a node, for places where GPUs cannot be counted.
 
         Raises:
             LaunchError: the number was not given.
         """
         if self.ranks_per_node is None:
-            raise LaunchError(f"{why} needs --ranks-per-node N: nobody can count the GPUs of its nodes from here.")
+            raise LaunchError(
+                f"{why} needs --ranks-per-node N, since the GPUs of its nodes cannot be counted from here."
+            )
         return self.ranks_per_node
 
 
 def exported(wishes: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that ``--export NAME`` or ``NAME=VALUE`` ask for.
+    """Returns the variables of ``--export NAME`` or ``NAME=VALUE``.
 
     Raises:
-        LaunchError: a name that is no name, or that the launcher's environment lacks.
+        LaunchError: an invalid name, or a variable that the launcher's environment lacks.
     """
     found: dict[str, str] = {}
     for wish in wishes:
         name, given, value = wish.partition("=")
         if not name.isidentifier():
-            raise LaunchError(f"--export {wish}: {name!r} is no name of a variable; give NAME or NAME=VALUE.")
+            raise LaunchError(f"--export {wish}: {name!r} is not the name of a variable; give NAME or NAME=VALUE.")
         if not given and name not in environment:
             raise LaunchError(f"--export {name}: the launcher has no such variable; set it, or give {name}=VALUE.")
         found[name] = value if given else environment[name]
@@ -114,7 +116,7 @@ def exported(wishes: Iterable[str], environment: Mapping[str, str]) -> dict[str,
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that every host is given without being asked for."""
+    """Returns the variables that every host gets without ``--export``."""
     return {
         name: value
         for name, value in environment.items()
@@ -134,37 +136,37 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "--bind-cores": ("--bind_cores_to_rank",),
     "--bind-cores-to": ("--bind_core_list",),
 }
-"""Options of Trine, and how DeepSpeed spells them."""
+"""Options of Trine, with DeepSpeed's spellings."""
 IDLE = {
-    "--no_local_rank": "a script gets --local_rank only where --local-rank asks for it",
-    "--no_ssh_check": "hosts are asked before anything starts, within --preflight-timeout",
-    "--force_multi": "a hostfile is what makes a job run over ssh; --ssh ssh does so for this host alone",
-    "--quiet": "nothing is printed beside the job's own lines",
-    "-q": "nothing is printed beside the job's own lines",
+    "--no_local_rank": "a script gets --local_rank only with --local-rank",
+    "--no_ssh_check": "hosts are checked before anything starts, within --preflight-timeout",
+    "--force_multi": "a hostfile makes a job run over ssh; for this host alone, --ssh ssh does",
+    "--quiet": "only the job's own lines are printed",
+    "-q": "only the job's own lines are printed",
     "--elastic_training": "--elastic MIN:MAX makes a job elastic",
 }
-"""Flags without effect, and why nothing is lacking."""
+"""Flags without effect, with the reason."""
 IDLE_VALUES = {
     "--save_pid": "the launcher of one host becomes torchrun, whose process id is its own",
-    "--log_level": "TORCH_CPP_LOG_LEVEL and logging.getLogger('trine') say how much is told",
+    "--log_level": "TORCH_CPP_LOG_LEVEL and logging.getLogger('trine') set the level of messages",
 }
 REFUSED = {
     "--launcher_args": 'give the options of ssh in --ssh "ssh ...", and those of sbatch in --sbatch=OPTION',
     "--enable_each_rank_log": "redirect by torchrun on each host: torchrun --redirects 3 --log-dir FOLDER",
     "--autotuning": "trine plan MODEL --search finds a layout",
     "--venv_script": "give --python PATH of the environment's interpreter",
-    "--master_addr": "the nodes meet on the first host of --hostfile; by hand, start torchrun on each host",
+    "--master_addr": "the rendezvous is on the first host of --hostfile; by hand, start torchrun on each host",
     "--node_rank": "give --hostfile, or start torchrun --node-rank N on each host by hand",
     "--min_elastic_nodes": "give --elastic MIN:MAX",
     "--max_elastic_nodes": "give --elastic MIN:MAX",
 }
-"""Options with a value that name something which is done otherwise here."""
+"""Options with a value, and their replacements here."""
 LAUNCHERS = {"pdsh": "--hostfile", "ssh": "--hostfile"}
 ENVIRONMENT_FILE = ".deepspeed_env"
 
 
 def add_deepspeed_options(command: ArgumentParser) -> None:
-    """Take DeepSpeed's spellings beside those of Trine, which are there already; helps do not show them."""
+    """Adds DeepSpeed's spellings of options that are defined already; ``--help`` does not show them."""
     command.set_defaults(became=[], refused=[])
     known = command._option_string_actions
     for ours, spellings in TAKEN.items():
@@ -185,7 +187,7 @@ def add_deepspeed_options(command: ArgumentParser) -> None:
 
 
 class _Told(Action):
-    """An option that leaves a sentence."""
+    """Option that records a sentence."""
 
     def __init__(self, *args: Any, why: str = "", ours: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -222,23 +224,21 @@ class _Launcher(_Told):
         if value in LAUNCHERS:
             options.became.append(f"{option} {value}: without effect, since {LAUNCHERS[value]} runs a job over ssh")
         else:
-            instead = (
-                "give --slurm" if value == "slurm" else "start the script by mpirun or srun itself, which it knows"
-            )
-            options.refused.append(LaunchError(f"{option} {value} is none of trine launch; {instead}."))
+            instead = "give --slurm" if value == "slurm" else "start the script with mpirun or srun, which it supports"
+            options.refused.append(LaunchError(f"{option} {value} is not a launcher of trine launch; {instead}."))
 
 
 def drop_one_node(options: Namespace) -> None:
-    """Drop what DeepSpeed gives on one host without meaning: one node of one."""
+    """Ignores ``--nodes 1`` without a place for nodes, which DeepSpeed's users pass for one host."""
     if options.nodes == "1" and options.hostfile is None and not options.slurm and options.kubernetes is None:
         options.nodes = None
 
 
 def environment_file() -> tuple[Path, dict[str, str]] | None:
-    """The variables of ``.deepspeed_env``, here or in the home folder, which DeepSpeed gives to all hosts.
+    """Reads the variables of ``.deepspeed_env``, here or in the home folder, which DeepSpeed passes to all hosts.
 
     Raises:
-        LaunchError: one of its lines is no NAME=VALUE.
+        LaunchError: one of its lines is not NAME=VALUE.
     """
     name = environ.get("DS_ENV_FILE", ENVIRONMENT_FILE)
     path = next((folder / name for folder in (Path.cwd(), Path.home()) if (folder / name).is_file()), None)
@@ -254,6 +254,6 @@ def _pairs(path: Path, lines: Sequence[str]) -> list[tuple[str, str]]:
         name, equals, value = text.partition("=")
         if text and not text.startswith("#"):
             if not (equals and name.strip().isidentifier()):
-                raise LaunchError(f"{path}:{number}: {text!r} is no NAME=VALUE; mend the line, or take it out.")
+                raise LaunchError(f"{path}:{number}: {text!r} is not NAME=VALUE; correct or remove the line.")
             found.append((name.strip(), value))
     return found

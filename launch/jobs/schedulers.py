@@ -1,12 +1,12 @@
-"""Files for a scheduler.
+"""Job files for schedulers.
 
 Slurm        a batch script: one torchrun a node, a checkpoint before the time limit, then the job queued again
 Kubernetes   manifests: a JobSet, or a TrainJob of Kubeflow Trainer v2 with the runtime that it needs
 
 A JobSet ``jobset.x-k8s.io/v1alpha2`` gives its pods the DNS names ``<set>-<job>-<job index>-<pod index>.<set>`` by a
 headless service. A ``TrainJob`` of ``trainer.kubeflow.org/v1alpha1`` fills the container ``node`` of the job that is
-labelled as the trainer; a volume can only be in its runtime, in all versions alike, since 2.2 has renamed the fields
-that patch one.
+labelled as the trainer. A volume can only be in its runtime for all versions, since 2.2 has renamed the fields that
+patch one.
 """
 
 import json
@@ -25,29 +25,29 @@ from engine.launch.jobs.request import JobRequest
 from engine.launch.jobs.torchrun import RendezvousEndpoint, shell_line, torchrun_command, torchrun_environment
 
 WRITTEN = "# Written by trine launch"
-"""Files with this line are replaced by the next one."""
+"""Mark of written files; only files with this line are overwritten."""
 
 
 def write_job_file(path: Path, text: str) -> None:
-    """Write a file of the launcher, never over one that somebody else has written.
+    """Writes a file of the launcher, but never over a file that the launcher has not written.
 
     Raises:
         LaunchError: there is another file, or it cannot be written.
     """
     try:
         if path.exists() and WRITTEN not in path.read_text(encoding="utf-8", errors="replace"):
-            raise LaunchError(f"{path} exists, and trine launch has not written it; give another --out, or move it.")
+            raise LaunchError(f"{path} exists, but trine launch has not written it; give another --out, or move it.")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise LaunchError(f"{path} cannot be written ({error.strerror}); give another --out.") from error
 
 
 SECONDS_BEFORE_THE_END = 60
-"""Between the end of the time for checkpoints and the time limit: torchrun and srun end in it."""
+"""Seconds between the deadline of checkpoints and the time limit, in which torchrun and srun end."""
 PROCESSORS_WITH_GPU = 8
-"""Of a rank: Python, the threads of NCCL, and workers that read data. Nodes with GPUs have as many for each."""
+"""Processors of a rank with a GPU: Python, NCCL's threads and workers that read data; GPU nodes have that many."""
 _PORT = "$((20000 + SLURM_JOB_ID % 10000))"
-"""Below the range from which Linux takes ports of its own accord, and another one for each job of a node."""
+"""Port below Linux's ephemeral range, different for each job of a node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class SlurmRequest:
 
 
 def slurm_script(request: JobRequest, slurm: SlurmRequest) -> str:
-    """The text of the script.
+    """Returns the text of the script.
 
     Raises:
         LaunchError: nodes or ranks were not given.
@@ -97,7 +97,7 @@ def slurm_script(request: JobRequest, slurm: SlurmRequest) -> str:
 
 
 def _processors(slurm: SlurmRequest, ranks: int, gpus: int) -> list[str]:
-    """How the one task of a node, which is torchrun with all ranks, gets more than the one processor of sbatch."""
+    """Returns sbatch's option for the processors of a node's one task, torchrun with all ranks; its default is one."""
     given = {option.partition("=")[0].partition(" ")[0] for option in slurm.more}
     if given & {"--cpus-per-task", "-c", "--cpus-per-gpu", "--exclusive"}:
         return []
@@ -136,13 +136,13 @@ port={port}
 export head port
 
 # Slurm sends TERM to this shell before the time limit. The ranks get it through srun and torchrun, finish their step,
-# commit a checkpoint and end; then the job is queued again, and goes on from there.
+# commit a checkpoint and end; then the job is queued again, and continues from there.
 limit=no
 step=
 forward() {{ limit=yes; [ -z "$step" ] || kill -TERM "$step" 2>/dev/null; }}
 trap forward TERM
 
-# srun does not take over how many processors a task has, and would bind all ranks of a node to those of one
+# srun does not inherit the processors of a task, and would bind all ranks of a node to those of one
 processors=${{SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}}
 srun --kill-on-bad-exit={kill} --cpus-per-task="$processors" --cpu-bind=none bash -c {torchrun} &
 step=$!
@@ -163,26 +163,26 @@ exit "$status"
 
 
 def submit(path: Path) -> int:
-    """Hand the script to Slurm; the exit status is that of sbatch.
+    """Submits the script to Slurm; returns the exit status of sbatch.
 
     Raises:
         LaunchError: there is no sbatch.
     """
     if shutil.which("sbatch") is None:
-        raise LaunchError(f"--submit: there is no sbatch here; on a login node of the cluster: sbatch {path}.")
+        raise LaunchError(f"--submit: there is no sbatch here; on a login node of the cluster, run: sbatch {path}.")
     sys.stdout.flush()
     return subprocess.run(["sbatch", str(path)], check=False).returncode
 
 
 KINDS = ("jobset", "trainer")
 PORT = 29500
-"""Of the store; Kubeflow Trainer opens this one."""
+"""Port of the store; Kubeflow Trainer opens this one."""
 NODE = "node"
-"""Name of the job and of its container, which Kubeflow Trainer looks for."""
+"""Name of the job and of its container, which Kubeflow Trainer expects."""
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
 SECONDS_AFTER_GRACE = 30
 LONGEST_NAME = 40
-"""The names of pods are longer by their indices, and end at 63 letters."""
+"""Limit of the name: pods append their indices, and may have 63 letters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,10 +197,10 @@ class KubernetesRequest:
 
 
 def manifest(request: JobRequest, wish: KubernetesRequest) -> str:
-    """The text of the file.
+    """Returns the text of the file.
 
     Raises:
-        LaunchError: image, nodes or ranks are missing, or the name is none.
+        LaunchError: image, nodes or ranks are missing, or the name is invalid.
     """
     if not wish.image:
         raise LaunchError("--kubernetes needs --image NAME: a container with Python, torch, Trine and the script.")
@@ -208,8 +208,8 @@ def manifest(request: JobRequest, wish: KubernetesRequest) -> str:
         raise LaunchError("--kubernetes needs --nodes N, or --nodes MIN:MAX for an elastic job.")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", request.name) or len(request.name) > LONGEST_NAME:
         raise LaunchError(
-            f"--name {request.name}: Kubernetes takes up to {LONGEST_NAME} lower-case letters, digits and hyphens, a "
-            "letter first; give another --name."
+            f"--name {request.name}: Kubernetes accepts up to {LONGEST_NAME} lower-case letters, digits and hyphens, "
+            "beginning with a letter; give another --name."
         )
     documents = _jobset(request, wish) if wish.kind == "jobset" else _train_job(request, wish)
     return f"{WRITTEN}; `kubectl apply -f` takes it.\n" + "---\n".join(
@@ -218,7 +218,7 @@ def manifest(request: JobRequest, wish: KubernetesRequest) -> str:
 
 
 def _command(request: JobRequest, ranks: int) -> list[str]:
-    """Of every pod; its index tells whether it has the store."""
+    """Returns the command of every pod; the pod's index decides whether it has the store."""
     meeting = RendezvousEndpoint(
         address=f"{request.name}-{NODE}-0-0.{request.name}",
         port=request.port or PORT,
@@ -257,7 +257,7 @@ def _pod(request: JobRequest, container: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set(wish: KubernetesRequest, job: Mapping[str, Any], labels: Mapping[str, str]) -> Any:
-    """The part that a JobSet and the template of a runtime share."""
+    """Returns the part that a JobSet and the template of a runtime share."""
     template = {**({"metadata": {"labels": dict(labels)}} if labels else {}), "spec": dict(job)}
     return {
         "failurePolicy": {"maxRestarts": wish.max_restarts},
@@ -267,7 +267,7 @@ def _set(wish: KubernetesRequest, job: Mapping[str, Any], labels: Mapping[str, s
 
 
 def _job(request: JobRequest, wish: KubernetesRequest, pod: Mapping[str, Any]) -> dict[str, Any]:
-    """Static: a pod that fails restarts the set. Elastic: it alone is replaced, and the others go on meanwhile."""
+    """Returns the job: a failing pod restarts a static set; in an elastic one only the pod is replaced."""
     most = request.nodes.most if request.nodes is not None else 1
     return {
         "completionMode": "Indexed",
@@ -328,7 +328,7 @@ def _train_job(request: JobRequest, wish: KubernetesRequest) -> list[dict[str, A
 
 
 def _yaml(value: Any, indent: str = "") -> Iterator[str]:
-    """Lines of a value; texts are written as JSON does, which YAML reads alike."""
+    """Yields the lines of a value; texts are written as JSON, which is also YAML."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _entry(f"{indent}{key}:", inner, f"{indent}  ")

@@ -1,12 +1,10 @@
-"""torchrun on hosts that ssh reaches: how it is started, what it prints, and what it is told.
+"""Job over ssh: starts torchrun on the hosts, shows its output, and controls its end.
 
-``HostRun`` is one host as the launcher sees it, ``Running`` all of them, and ``SshJob`` decides when they end:
+``HostRun`` is one host from the view of the launcher, ``Running`` all of them, and ``SshJob`` decides when they end:
 
-a host ends with 0        it is done; the others go on
-with an error             the job ends everywhere
-its ssh ends (LOST)       the job ends everywhere; an elastic one goes on while enough hosts are left
-.. and it had the store   an elastic job starts anew on the hosts that are left, which meet at the next one
-a lost host answers       it is taken in again
+a host ends with 0        it is done; the others continue with an error             the job ends everywhere its ssh ends
+(LOST)       the job ends everywhere; an elastic one continues while enough hosts are left .. and it had the store   an
+elastic job restarts on the remaining hosts, with the store on the next one a lost host answers       it joins again
 """
 
 import contextlib
@@ -45,43 +43,43 @@ from engine.reporting.failure_message import is_consequence
 
 BEAT_SECONDS = 5.0
 NO_MEETING = ("RendezvousTimeoutError", "RendezvousConnectionError")
-"""How torchrun says that its nodes have not met."""
+"""torchrun's errors if its nodes have not joined."""
 KILLED = 128 + signal.SIGKILL
 _KEPT = 60
-"""Lines of the error stream that are kept for a reason."""
+"""Number of the last lines of the error stream that are searched for a reason."""
 _STORE_GONE = re.compile(rb"\[W\S* \S+ TCPStore\.cpp:\d+\] |W.* The node '.*' has failed to shutdown the rendezvous ")
-"""A torchrun whose job is done says so where the first host, which has the store, has ended before it."""
+"""Messages of a finished torchrun after the first host, which has the store, has ended before it."""
 _ITS_FRAMES = re.compile(rb"Exception raised from |frame #\d+: |<omitting python frames>|\s*$")
 
 
 class Screen:
-    """What all hosts print, line by line, behind their names."""
+    """Output of all hosts, line by line, prefixed with their names."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     def show(self, stream: IO[bytes], host: str, line: bytes) -> None:
-        """A line of a host."""
+        """Prints a line of a host."""
         with self._lock, contextlib.suppress(BrokenPipeError):
             stream.write(f"[{host}] ".encode() + line.rstrip(b"\r\n") + b"\n")
             stream.flush()
 
     def say(self, text: str) -> None:
-        """A line of the launcher itself."""
+        """Prints a line of the launcher itself."""
         with self._lock:
             print(f"trine launch: {text}", file=sys.stderr, flush=True)
 
 
 class HostRun:
-    """torchrun on a host, and what it has said of itself."""
+    """torchrun on a host, with its output."""
 
     def __init__(self, host: Host, command: list[str], wish: Mapping[str, Any], screen: Screen) -> None:
         self.host = host
         self.joined = False
-        """Whether it has reached the store."""
+        """True once it has reached the store."""
         self.no_meeting = False
         self._held: list[bytes] = []
-        """Lines that are shown if the host ends with an error."""
+        """Lines that are printed only if the host ends with an error."""
         self._screen = screen
         self._errors: list[str] = []
         self._process = subprocess.Popen(
@@ -89,7 +87,7 @@ class HostRun:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the launcher's, which passes it on
+            start_new_session=True,  # the launcher receives Ctrl-C, and passes it on
         )
         self._write(guard_input(wish))
         pairs = ((self._process.stdout, sys.stdout.buffer), (self._process.stderr, sys.stderr.buffer))
@@ -115,7 +113,7 @@ class HostRun:
             self._screen.show(target, self.host.name, line)
 
     def say(self, word: str) -> None:
-        """A word for the guard."""
+        """Sends a word to the guard."""
         self._write(f"{word}\n".encode())
 
     def _write(self, given: bytes) -> None:
@@ -125,7 +123,7 @@ class HostRun:
                 self._process.stdin.flush()
 
     def status(self) -> int | None:
-        """How it ended, once all that it printed is shown; None while it runs."""
+        """Returns the exit status, once all output is printed; None while it runs."""
         code = self._process.poll()
         if code is not None:
             for reader in self._readers:
@@ -137,24 +135,24 @@ class HostRun:
 
     @property
     def taken_down(self) -> bool:
-        """Whether the rank that torchrun calls the root cause here blames another one, or was ended by a signal."""
+        """True if torchrun's root cause here blames another rank, or was ended by a signal."""
         root = "".join(self._errors).rpartition("Root Cause")[2]
         return is_consequence(root) or re.search(r"exitcode +: -15\b", root) is not None
 
     @property
     def reason(self) -> str:
-        """Why ssh has ended, in its words."""
-        return failure_message(self._errors) or "without a word"
+        """ssh's own message about its end."""
+        return failure_message(self._errors) or "without a message"
 
     def abandon(self) -> None:
-        """End ssh itself; the guard on the host sees that nobody is there."""
+        """Ends ssh itself; the guard on the host then notices the closed connection."""
         self._process.kill()
         self._process.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPlace:
-    """Where the hosts meet, and for which time they do."""
+    """Rendezvous of the hosts, with the number of its round."""
 
     first: Host
     port: int
@@ -162,20 +160,20 @@ class MeetingPlace:
     round: int = 0
 
     def moved(self, first: Host, port: int) -> "MeetingPlace":
-        """The same job with another host in the first place."""
+        """Returns the rendezvous of the same job with the store on another host."""
         return replace(self, first=first, port=port, round=self.round + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshPlan:
-    """What is started where."""
+    """Request, hosts and ssh of a job."""
 
     request: JobRequest
     ssh: SshRequest
     hosts: tuple[HostReply, ...]
 
     def wish(self, facts: HostReply, meeting: MeetingPlace) -> dict[str, Any]:
-        """What the guard of a host is asked to do."""
+        """Returns the request to the guard of a host."""
         rendezvous = RendezvousEndpoint(
             address=meeting.first.address,
             port=meeting.port,
@@ -194,12 +192,12 @@ class SshPlan:
         }
 
     def start(self, facts: HostReply, meeting: MeetingPlace, screen: Screen) -> HostRun:
-        """Start torchrun on a host."""
+        """Starts torchrun on a host."""
         return HostRun(facts.host, self.ssh.command(facts.host), self.wish(facts, meeting), screen)
 
 
 class Running:
-    """All hosts that run now, and how the launcher talks to them."""
+    """All hosts that currently run, and messages to them."""
 
     def __init__(self, plan: SshPlan, screen: Screen) -> None:
         self._plan = plan
@@ -208,11 +206,11 @@ class Running:
         self.runs: dict[Host, HostRun] = {}
 
     def start(self, facts: HostReply, meeting: MeetingPlace) -> None:
-        """Start a host."""
+        """Starts torchrun on a host."""
         self.runs[facts.host] = self._plan.start(facts, meeting, self._screen)
 
     def ended(self) -> list[tuple[HostRun, int]]:
-        """Hosts that have ended since the last call, which waits a little; those that run are told that we are here."""
+        """Waits briefly, sends beats to running hosts, and returns the hosts that have ended since the last call."""
         time.sleep(0.1)
         if time.monotonic() > self._beaten + BEAT_SECONDS:
             self._beaten = time.monotonic()
@@ -223,12 +221,12 @@ class Running:
         return found
 
     def say(self, word: str) -> None:
-        """A word for all guards."""
+        """Sends a word to all guards."""
         for run in self.runs.values():
             run.say(word)
 
     def end(self, seconds: float) -> list[tuple[HostRun, int]]:
-        """End all: kindly, then not, then without the host."""
+        """Ends all hosts: by TERM, then by KILL, then by ending ssh."""
         found: list[tuple[HostRun, int]] = []
         for word, wait in (("TERM", seconds), ("KILL", 10.0)):
             self.say(word)
@@ -243,30 +241,30 @@ class Running:
 
 
 RETRY_SECONDS = 2.0
-"""Between two tries of a lost host, each of which may take ``TRY_SECONDS``."""
+"""Seconds between two attempts to reach a lost host; an attempt may take ``TRY_SECONDS``."""
 TRY_SECONDS = 5.0
 FAILED_SECONDS = 15.0
-"""Which hosts have to end after another one has failed: no step can end then, but the watchdog can still tell why."""
+"""Seconds for hosts to end after another one has failed: no step can end, but the watchdog can still report why."""
 HURRY_SECONDS = 1.0
-"""Signals within this time are one: Ctrl-C reaches the launcher once, schedulers may send several."""
+"""Signals within this time count as one: Ctrl-C sends one, but schedulers may send several."""
 
 
 class AskedToStop:
-    """Signals that the launcher was sent."""
+    """Signals that the launcher received."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self._last = float("-inf")
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Remember one."""
+        """Records a signal."""
         if time.monotonic() - self._last > HURRY_SECONDS:
             self.numbers.append(number)
         self._last = time.monotonic()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Within the block SIGTERM and SIGINT end the job, not the launcher."""
+        """Makes SIGTERM and SIGINT end the job instead of the launcher inside this context."""
         before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -277,44 +275,44 @@ class AskedToStop:
 
 @dataclass(slots=True)
 class JobEnd:
-    """How the job ends."""
+    """Result of the job."""
 
     code: int = 0
     words: str = ""
 
     @property
     def given(self) -> bool:
-        """Whether it is known."""
+        """True if the result is known."""
         return bool(self.words)
 
 
 class SshJob:
-    """The job from its start to its end."""
+    """Job from its start to its end."""
 
     def __init__(self, plan: SshPlan, meeting: MeetingPlace, absent: Mapping[Host, str] | None = None) -> None:
-        """``absent``: hosts that an elastic job starts without, and why; they are tried again."""
+        """Takes ``absent``, the hosts that an elastic job starts without, with the reasons; they are tried again."""
         self._plan = plan
         self._meeting = meeting
         self._screen = Screen()
         self._running = Running(plan, self._screen)
         self._absent = absent or {}
         self._lost = dict.fromkeys(self._absent, time.monotonic() + RETRY_SECONDS)
-        """When each is to be tried again."""
+        """Lost hosts, with the time of the next attempt."""
         self._tries: dict[Host, Future[Answer]] = {}
         self._pool = ThreadPoolExecutor(max(1, min(16, len(plan.hosts))))
         self._verdict = JobEnd()
         self._done = 0
         self._facts = {facts.host: facts for facts in plan.hosts}
-        """Of all hosts, lost or not."""
+        """Facts of all hosts, lost or not."""
 
     def run(self) -> int:
-        """Start all hosts; return the exit status of the first that failed, else 0."""
+        """Starts all hosts; returns the exit status of the first that failed, else 0."""
         stop = AskedToStop()
         try:
             with stop.listening():
                 for facts in self._plan.hosts:
                     self._running.start(facts, self._meeting)
-                begin = f"{len(self._plan.hosts)} hosts begin, and it is tried again."
+                begin = f"{len(self._plan.hosts)} hosts start without it, and it is tried again."
                 for host, reason in self._absent.items():
                     self._screen.say(f"{host.name} does not answer ({reason}); {begin}")
                 while self._running.runs and not self._verdict.given:
@@ -333,16 +331,18 @@ class SshJob:
         meeting = self._meeting
         for run, code in self._running.ended():
             if self._verdict.given or self._meeting is not meeting:
-                break  # it belongs to what has ended meanwhile
+                break  # the run belongs to a round that has ended meanwhile
             if code == 0:
                 self._done += 1
             elif self._plan.request.elastic and self._done and (code == LOST or run.no_meeting):
+                # a host has finished, so the rendezvous is closed: a host that is lost or late is no failure
                 self._say_too_late(run, code)
             elif not self._plan.request.elastic:
                 self._fail(run, code)
             elif code == LOST:
                 self._go_on_without(run.host, run.reason)
             elif run.host != self._meeting.first and (gone := self._store_is_gone()):
+                # torchrun notices the loss of the store before ssh notices the loss of its host
                 self._go_on_without(self._meeting.first, gone)
             else:
                 self._fail(run, code)
@@ -352,7 +352,7 @@ class SshJob:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _fail(self, run: HostRun, code: int) -> None:
-        """The job ends because of this host, or of one that is lost at the same time and is the cause."""
+        """Ends the job because of this host, or of a host that is lost at the same time and is the cause."""
         missing = [other.host for other in self._running.runs.values() if not other.joined]
         missing += [] if run.joined else [run.host]
         others = self._running.end(FAILED_SECONDS)
@@ -361,12 +361,13 @@ class SshJob:
             self._say_too_late(run, code)
             return
         lost = [other for other, ended in [(run, code), *others] if ended == LOST]
+        # hosts whose ranks were ended or blame another rank only report the consequence
         first, self._verdict.code = next(
             ((other, ended) for other, ended in [(run, code), *others] if ended and not other.taken_down), (run, code)
         )
         if lost:
             self._verdict.words = "; ".join(
-                f"{other.host.name} was lost, its ssh connection ended ({other.reason})" for other in lost
+                f"{other.host.name} was lost: its ssh connection ended ({other.reason})" for other in lost
             )
         elif run.no_meeting and missing:
             self._verdict.words = "; ".join(self._did_not_join(host) for host in missing)
@@ -376,19 +377,19 @@ class SshJob:
             )
 
     def _say_too_late(self, run: HostRun, code: int) -> None:
-        """The job of the others is done; this host is no reason to call it failed."""
-        what = f"was lost ({run.reason})" if code == LOST else "came back"
-        self._screen.say(f"{run.host.name} {what} when others had ended well.")
+        """Reports a host that failed after the others had finished; the job counts as done."""
+        event = f"was lost ({run.reason})" if code == LOST else "came back"
+        self._screen.say(f"{run.host.name} {event} after other hosts had finished.")
 
     def _did_not_join(self, host: Host) -> str:
         first, seconds = self._meeting.first, self._plan.request.join_seconds
         return (
             f"{host.name} did not join the others within {seconds} s: it has not reached port {self._meeting.port} of "
-            f"{first.name}; a firewall, another network or a slow start of torch keeps it away (--join-timeout)"
+            f"{first.name}; look for a firewall, another network or a slow start of torch (--join-timeout)"
         )
 
     def _stop(self, stop: AskedToStop) -> None:
-        """Pass the signal on and wait; a second one ends everything at once."""
+        """Passes the signal on and waits; a second signal ends everything at once."""
         name = signal.Signals(stop.numbers[0]).name
         self._running.say(name.removeprefix("SIG"))
         deadline = time.monotonic() + self._plan.request.grace_seconds + 5
@@ -409,7 +410,7 @@ class SshJob:
     # -- an elastic job -----------------------------------------------------------------------------------------------
 
     def _go_on_without(self, host: Host, reason: str) -> None:
-        """Leave out a host that is lost, if enough are left."""
+        """Drops a lost host, and continues if enough hosts are left."""
         nodes = self._plan.request.nodes
         least = nodes.least if nodes is not None else 1
         if run := self._running.runs.pop(host, None):
@@ -419,38 +420,38 @@ class SshJob:
         if left < least:
             self._running.end(FAILED_SECONDS)
             self._verdict.code = LOST
-            self._verdict.words = f"{host.name} was lost ({reason}), and of {least} hosts or more only {left} are left"
+            self._verdict.words = f"{host.name} was lost ({reason}), and only {left} of at least {least} hosts are left"
             return
-        self._screen.say(f"{host.name} was lost ({reason}); {left} hosts go on, and it is tried again.")
+        self._screen.say(f"{host.name} was lost ({reason}); {left} hosts continue, and it is tried again.")
         if host == self._meeting.first:
             self._start_anew()
 
     @property
     def _left(self) -> list[HostReply]:
-        """Hosts that are not lost; torchrun may have ended on some of them, because the store is."""
+        """Hosts that are not lost; torchrun may have ended on some of them, because the store has."""
         return [facts for host, facts in self._facts.items() if host not in self._lost]
 
     def _store_is_gone(self) -> str:
-        """Why the host with the store does not answer; empty if it does."""
+        """Returns the reason why the host with the store does not answer; empty if it does."""
         first = self._meeting.first
         answer = ask(self._plan.ssh, first, question_for(self._plan.request, self._plan.ssh, None))
         return answer.reason if answer.facts is None else ""
 
     def _start_anew(self) -> None:
-        """End torchrun everywhere and start it again, with the store on the next host that answers."""
+        """Ends torchrun everywhere and restarts it, with the store on the next host that answers."""
         left = self._left
         self._running.end(FAILED_SECONDS)
         for facts in left:
             if port := free_port(self._plan.request, self._plan.ssh, facts.host):
                 self._meeting = self._meeting.moved(facts.host, port)
-                self._screen.say(f"{facts.host.name} has the store now; torchrun starts anew on {len(left)} hosts.")
+                self._screen.say(f"{facts.host.name} has the store now; torchrun restarts on {len(left)} hosts.")
                 for host in left:
                     self._running.start(host, self._meeting)
                 return
-        self._verdict.code, self._verdict.words = LOST, "no host that is left gives a port to meet at"
+        self._verdict.code, self._verdict.words = LOST, "no remaining host provides a port for the rendezvous"
 
     def _try_lost_hosts(self) -> None:
-        """Ask lost hosts now and then, beside the job, and take in those that answer."""
+        """Asks lost hosts periodically, in the background, and adds those that answer."""
         for host, due in list(self._lost.items()):
             if host not in self._tries and time.monotonic() > due:
                 question = question_for(self._plan.request, self._plan.ssh, None)
@@ -461,7 +462,7 @@ class SshJob:
                 self._take_in(host, self._tries.pop(host).result())
 
     def _take_in(self, host: Host, answer: Answer) -> None:
-        """Start torchrun on a host that is back, if it is what it was."""
+        """Starts torchrun on a host that is back, if it has not changed."""
         if answer.facts is None:
             if not answer.lost:
                 self._screen.say(str(unanswered(self._plan.ssh, host, answer)))
@@ -469,7 +470,7 @@ class SshJob:
         facts = HostReply(host=host, **answer.facts)
         known = self._facts.get(host, self._plan.hosts[0])
         if problems := list(differences(facts, known, self._plan.request.script)):
-            self._screen.say(f"{host.name} answers again and is another one: {problems[0]}")
+            self._screen.say(f"{host.name} answers again but differs from before: {problems[0]}")
             return
         del self._lost[host]
         self._facts.setdefault(host, facts)

@@ -1,4 +1,4 @@
-"""The command line of torchrun for each place, and what makes it elastic. torchrun stays the engine underneath.
+"""Command line and environment of torchrun for each place, and its options for elastic jobs.
 
 ``ELASTIC_ENVIRONMENT`` is for every torchrun of an elastic job, also one started by hand.
 """
@@ -13,33 +13,33 @@ from engine.launch.jobs.request import JobRequest
 
 JOIN_SECONDS = 60
 ELASTIC_CONF = MappingProxyType({"last_call_timeout": "1", "keep_alive_interval": "1", "keep_alive_max_attempt": "3"})
-"""Nodes are waited for 1 s more once the fewest are there, and a silent one is left out after 3 s, not after 15."""
+"""Rendezvous settings: wait 1 s more once MIN nodes joined; drop a silent node after 3 s instead of 15."""
 MAX_RESTARTS = "--max-restarts=100"
 ELASTIC_ENVIRONMENT = MappingProxyType({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-"""torch otherwise keeps the address of rank 0's first store: a node that joins later has it, and waits forever."""
+"""Otherwise torch caches the address of rank 0's first store, and a node that joins later waits for it forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousEndpoint:
-    """Where the nodes of a job meet."""
+    """Rendezvous of the nodes of a job."""
 
     address: str
-    """Of the node that has the store, as all nodes resolve it."""
+    """Address of the node with the store, as all nodes resolve it."""
     port: int | str
     identity: str
     is_host: str
-    """"1" on that node and "0" elsewhere: torch's own guess fails for names that a node does not know itself by."""
+    """"1" on that node and "0" elsewhere: torch's own guess fails for a name that its node cannot resolve to itself."""
     local_address: str | None = None
-    """Of this node, as the others resolve it."""
+    """Address of this node, as the others resolve it."""
 
     @property
     def endpoint(self) -> str:
-        """Address and port; colons of an IPv6 address stand in brackets."""
+        """Address and port; an IPv6 address is in brackets."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
 def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: RendezvousEndpoint | None) -> list[str]:
-    """``python -m torch.distributed.run ... script arguments``; without ``meeting``: on this host alone."""
+    """Returns ``python -m torch.distributed.run ... script arguments``; without ``meeting``, for this host only."""
     here = ["--standalone"]
     if request.port is not None:
         here = ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{request.port}"]
@@ -61,7 +61,7 @@ def torchrun_command(request: JobRequest, ranks: int, nodes: str, meeting: Rende
 
 
 def _program(request: JobRequest) -> list[str]:
-    """The program of a rank, in torchrun's words for its form."""
+    """Returns the program of a rank, as torchrun's arguments for its form."""
     if request.cores is None:
         return [*{"script": [], "module": ["--module"], "program": ["--no-python"]}[request.form], request.script]
     runs = {"script": [request.python, "-u"], "module": [request.python, "-u", "-m"], "program": []}[request.form]
@@ -70,7 +70,7 @@ def _program(request: JobRequest) -> list[str]:
 
 
 def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> dict[str, str]:
-    """Variables of torchrun: what the user exports, what makes it elastic, and how long its ranks may save.
+    """Returns the variables of torchrun: the user's exports, settings of elastic jobs, and the time for a last save.
 
     ``devices``: GPUs of the host that its ranks may use; empty: all.
     """
@@ -80,7 +80,7 @@ def torchrun_environment(request: JobRequest, devices: Sequence[int] = ()) -> di
 
 
 def shell_line(command: Sequence[str], variables: Mapping[str, str] | None = None) -> str:
-    """The command for a shell; ``variables``: what it is to fill in, by a word of the command such as ``@HEAD@``."""
+    """Returns the command for a shell; ``variables`` maps words of it, such as ``@HEAD@``, to shell expressions."""
     line = shlex.join(command)
     for word, value in (variables or {}).items():
         line = line.replace(word, value)

@@ -1,1 +1,1 @@
-"""``trine plan``: what a run would hold, send and take on GPUs that are not here."""
+"""Command ``trine plan``: memory, traffic and time of a run on absent GPUs."""

@@ -1,12 +1,12 @@
-"""``trine plan --calibrate``: measures what the GPU at hand reaches, and writes a hardware file for ``--gpu``.
+"""Calibration ``trine plan --calibrate``: measures the rates of this machine's GPU, and writes a file for ``--gpu``.
 
-    products    square ones of growing width w: their seconds for each FLOP are 1 / R x (1 + w0 / w), a straight line
+    products    square ones of growing width w: their seconds per FLOP are 1 / R x (1 + w0 / w), a straight line
     attention   causal, forward, by the FLOPs that it executes
-    passes      a copy of more bytes than any cache holds
-    links       taken from what ``trine doctor --json FILE`` has measured on the ranks of a job, by axis
+    passes      a copy of more bytes than any cache stores
+    links       read from the file of ``trine doctor --json FILE`` about the ranks of a job, by axis
 
-On a GPU of a known kind the data sheet stays and the shares are measured; on other GPUs the rates are measured and the
-shares of them are 1. What was not measured is copied from that kind, or from h100, and says so.
+For a known kind of GPU the data sheet stays and its shares are measured; for other GPUs the rates are measured and
+their shares are 1. Values that were not measured are copied from that kind, or from h100, with a note.
 """
 
 import json
@@ -25,17 +25,17 @@ from engine.planning.cost_model.hardware import FOLDER, known_gpus, spec_of
 
 REPEATS = 5
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
-"""Of the products."""
+"""Widths of the products."""
 COPIED = 1 << 31
-"""Bytes of the pass."""
+"""Bytes of the copy."""
 TOKENS, HEADS, HEAD_WIDTH = 8192, 32, 128
-"""Of the attention."""
+"""Sizes of the attention."""
 FALLBACK = "h100"
-"""Kind of GPU whose file lends what was not measured of an unknown kind."""
+"""Kind of GPU that provides the unmeasured values of an unknown kind."""
 
 
 def calibrate(path: Path, links: Path | None = None) -> None:
-    """Measure, write ``path`` and say what is in it.
+    """Measures, writes ``path`` and prints its measured entries.
 
     Raises:
         ConfigError: there is no GPU, or a file cannot be read or written.
@@ -44,8 +44,8 @@ def calibrate(path: Path, links: Path | None = None) -> None:
     found = find_accelerator()
     if found is None:
         raise ConfigError(
-            f"--calibrate {path}: it measures a GPU, and this machine has none; run it on a machine with the GPUs that "
-            "are to train."
+            f"--calibrate {path} measures a GPU, but this machine has none; run it on a machine with the GPUs of "
+            "the training."
         )
     device = torch.device(found)
     name = device_name(device)
@@ -58,7 +58,7 @@ def calibrate(path: Path, links: Path | None = None) -> None:
     try:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--calibrate {path} cannot be written: {error.strerror}; give another place.") from None
+        raise ConfigError(f"--calibrate {path} cannot be written: {error.strerror}; give another path.") from None
     print(f"{path}: {name}, the rest as {base}")
     for key, entry in (*content.items(), *content["reached"].items()):
         if isinstance(entry, Mapping) and str(entry.get("source", "")).startswith("measured"):
@@ -66,12 +66,12 @@ def calibrate(path: Path, links: Path | None = None) -> None:
 
 
 def gpu_kind_of(name: str) -> str | None:
-    """The known kind of GPU in a vendor's name."""
+    """Returns the known kind of GPU in a vendor's name."""
     return next((kind for kind in known_gpus() if kind in name.lower().replace(" ", "")), None)
 
 
 def filled(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """The file of a known kind as the start of another one."""
+    """Returns the file of a known kind as a starting point for another one."""
     for entry in (*content.values(), *content["reached"].values()):
         if isinstance(entry, dict) and "source" in entry:
             entry["source"] = f"not measured, as in the file of its kind: {entry['source']}"
@@ -79,7 +79,7 @@ def filled(content: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _put(content: dict[str, Any], key: str, value: float, source: str, known: bool) -> None:
-    """Keep a measured rate: as a share of a known data sheet, or as the rate itself with the share 1."""
+    """Stores a measured rate: as a share of a known data sheet, or as the rate itself with the share 1."""
     rates = {"product": "bf16_rate", "memory": "memory_rate", "link": "link_rate", "network": "network_rate"}
     entry = {"value": value, "source": f"measured: {source}"}
     if key in ("product_half",):
@@ -102,7 +102,7 @@ _Entry = tuple[str, float, str]
 
 
 def measured(device: torch.device) -> list[_Entry]:
-    """What this device reaches alone."""
+    """Measures this device alone."""
     dtype = torch.bfloat16
     times = {width: _product_seconds(width, device, dtype) for width in WIDTHS}
     rate, half = line_of(times)
@@ -125,7 +125,7 @@ def measured(device: torch.device) -> list[_Entry]:
 
 
 def line_of(times: Mapping[int, float]) -> tuple[float, float]:
-    """(FLOPs a second of endless width, width at which half of it is reached) from seconds by width.
+    """Returns (FLOPs per second at infinite width, width at which half of it is reached) from seconds by width.
 
     2 w^3 / seconds = R w / (w + w0), so w / rate is the line (w + w0) / R; least squares.
     """
@@ -144,7 +144,7 @@ def _product_seconds(width: int, device: torch.device, dtype: torch.dtype) -> fl
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of one call, the median of a few; each is long enough for the clock."""
+    """Returns the seconds of one call, the median of a few; each repetition is long enough for the clock."""
     call()
     finish(device)
     began = time.perf_counter()
@@ -162,7 +162,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def link_entries(axes: Sequence[Mapping[str, Any]]) -> list[_Entry]:
-    """Links from the axes of a doctor: the fastest group within a host, the slowest between hosts."""
+    """Returns the links from the axes of a doctor: the fastest group within a host, the slowest between hosts."""
     found: list[_Entry] = []
     for inside, rate, latency in ((True, "link", "link_latency"), (False, "network", "network_latency")):
         groups = [axis for axis in axes if (len(axis["hosts"]) == 1) == inside and axis["rate"] > 0]
@@ -180,5 +180,5 @@ def _axes(path: Path) -> list[Mapping[str, Any]]:
         return list(read["axes"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"--links {path} holds no axes; write it with torchrun -m engine.launch.doctor config.json --json {path}."
+            f"--links {path} has no axes; write it with torchrun -m engine.launch.doctor config.json --json {path}."
         ) from None

@@ -1,4 +1,4 @@
-"""``trine compile MODEL CONFIG``, ``trine compile train.py``: compiles the kernels of a step before the first one."""
+"""Command ``trine compile MODEL CONFIG`` or ``trine compile train.py``: compiles the kernels of a step ahead of it."""
 
 import os
 import time
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from engine.launch.verifier.script_run import ScriptCall
 
 _EVERY = 10.0
-"""Seconds between two lines about how far it is."""
+"""Seconds between two lines of progress."""
 _UNUSED = {"nodes": None, "memory": None, "batch": None, "price": None, "top": None, "estimate": True}
-"""Options of ``trine plan`` that a compilation does not have."""
+"""Options of ``trine plan`` that ``trine compile`` lacks."""
 
 
 class StepSubject(NamedTuple):
-    """What is trained."""
+    """Model, configuration and request of a step."""
 
     planned: "PlannedModel"
     config: Config
@@ -37,10 +37,10 @@ class StepSubject(NamedTuple):
 
 
 def add_compile_options(command: ArgumentParser) -> None:
-    """Add the arguments of ``trine compile``."""
+    """Adds the arguments of ``trine compile``."""
     command.add_argument("model", nargs="?", metavar="MODEL", help=(
-        "Hugging Face folder or config.json, module:function, or nothing: the built-in decoder of the sizes below; or "
-        "a script train.py that calls engine.initialize, which is run up to there, its arguments behind two dashes"
+        "Hugging Face folder or config.json, or module:function; or a script train.py, run up to its call of "
+        "engine.initialize, with its arguments after two dashes; default: the built-in decoder of the sizes below"
     ))  # fmt: skip
     command.add_argument("config", nargs="?", metavar="CONFIG", help="configuration of the run; not for a script")
     command.add_argument("overrides", nargs="*", metavar="KEY=VALUE | -- ARGUMENTS", help=(
@@ -48,19 +48,21 @@ def add_compile_options(command: ArgumentParser) -> None:
     ))  # fmt: skip
     command.add_argument("--world", type=int, default=1, help="number of GPUs (processes) of the run (default 1)")
     command.add_argument("--gpu", help="a100, b200, h100 or h200 (default: the GPU here, else h100)")
-    command.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="of compilers (default: all cores)")
+    command.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="compiler processes (default: all cores)"
+    )
     add_sizes(command)
     command.set_defaults(**_UNUSED)
 
 
 def run_compile(options: Namespace) -> None:
-    """Note the kernels of a step, and compile those that Triton's cache lacks.
+    """Notes the kernels of a step, and compiles those that Triton's cache lacks.
 
     Raises:
         EngineError: the model, the configuration or the GPU is refused; there is no Triton.
     """
     if options.processes < 1:
-        raise ConfigError(f"--processes {options.processes}: compilers are 1 or more; give such a number.")
+        raise ConfigError(f"--processes {options.processes}: give a number of at least 1.")
     name, gpu = _gpu(options.gpu)
     began = time.perf_counter()
     options.gpu = "h100" if options.gpu is None else options.gpu  # its rates are not read
@@ -70,12 +72,12 @@ def run_compile(options: Namespace) -> None:
 
 
 def _gpu(given: str | None) -> "tuple[str, GpuShape]":
-    """The name of the GPU in the table of kernels, and what launches depend on of it."""
+    """Returns the name of the GPU in the table of kernels, and its properties that launches depend on."""
     from engine.kernels.dispatch import has_triton, is_interpreted
 
     if not has_triton() or is_interpreted():
         why = "TRITON_INTERPRET=1 is set" if has_triton() else "Triton is not installed"
-        raise PlanError(f"trine compile fills Triton's cache, and {why}; give it an environment that compiles kernels.")
+        raise PlanError(f"trine compile fills Triton's cache, but {why}; use an environment that compiles kernels.")
     import torch
 
     from engine.kernels.device import compiles_triton, device_name, find_accelerator
@@ -96,7 +98,8 @@ def _noted(options: Namespace, name: str, gpu: "GpuShape") -> "list[NotedKernel]
 
 
 def note_subject(subject: StepSubject, name: str, gpu: "GpuShape") -> "list[NotedKernel]":
-    """Return the kernels that a step launches on ``gpu``, of all pipeline ranks; ``name`` is as the table has it."""
+    """Returns the kernels that a step launches on ``gpu``, of all pipeline ranks; ``name``: of the GPU, in the
+    table."""
     from engine.kernels.gpu.warm_cache import noted_launches
 
     found: dict[NotedKernel, None] = {}
@@ -116,7 +119,7 @@ def _subjects(options: Namespace) -> Iterator[StepSubject]:
         return
     asked = read_request(options)
     if asked.config is None:
-        raise ConfigError("CONFIG is not given; it decides which kernels a step launches, so give its JSON file.")
+        raise ConfigError("CONFIG is not given, but it decides the kernels of a step; give its JSON file.")
     planned = build_model(asked.model)
     yield StepSubject(planned, load_config(asked.config, asked.world).for_accelerators(), Request(planned.loss_fn))
 
@@ -146,7 +149,7 @@ def _of_call(call: "ScriptCall", name: str, config: Config) -> StepSubject:
 
     rows = call.example if call.rows is None else call.rows
     if rows is None:
-        raise PlanError(f"MODEL {name} has given no batch to its engine; pass example_batch to engine.initialize.")
+        raise PlanError(f"MODEL {name} passes no batch to its engine; pass example_batch to engine.initialize.")
     model = call.model if isinstance(call.model, nn.Module) else build_named(name, call.model)
     row = map_tensors(rows, lambda rows: rows[:1].to("meta"))
     planned = PlannedModel(model=model, loss_fn=call.loss_fn, row=row, styles=None)
@@ -154,7 +157,7 @@ def _of_call(call: "ScriptCall", name: str, config: Config) -> StepSubject:
 
 
 def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
-    """Yield a rank of each pipeline rank that no other one is like."""
+    """Yields one rank of each class of equal pipeline ranks."""
     from engine.dry_run.dry_run_rank import DryRunRank
     from engine.dry_run.rank_forecast import PlannedKernels, RankLikeness
     from engine.program.batch import map_tensors
@@ -172,7 +175,7 @@ def _ranks(subject: StepSubject, name: str) -> Iterator[Any]:
 
 
 def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
-    """Compile in ``processes`` what Triton's cache lacks, and say how far it is and what it took."""
+    """Compiles the kernels that Triton's cache lacks, in ``processes``, and prints progress and times."""
     from engine.kernels.gpu.warm_cache import compile_kernel, is_compiled
 
     if not noted:
@@ -185,19 +188,19 @@ def compile_noted(noted: "Sequence[NotedKernel]", processes: int) -> None:
         print(f"compiled   nothing: all {there} are in Triton's cache, {cache_folder()}")
         return
     count = min(processes, len(left))
-    told, seconds = began, 0.0
+    printed, seconds = began, 0.0
     with ProcessPoolExecutor(count, get_context("spawn")) as pool:
         for done, job in enumerate(as_completed([pool.submit(compile_kernel, kernel) for kernel in left]), 1):
             seconds += job.result().seconds
-            if time.perf_counter() - told > _EVERY:
-                told = time.perf_counter()
+            if time.perf_counter() - printed > _EVERY:
+                printed = time.perf_counter()
                 print(f"compiled   {done} of {len(left)}", flush=True)
     words = f"{seconds:.1f} s of {count} processes in {time.perf_counter() - began:.1f} s"
     print(f"compiled   {len(left)} kernels, {words}; {there} were in Triton's cache, {cache_folder()}")
 
 
 def cache_folder() -> str:
-    """Return the folder of Triton's cache."""
+    """Returns the folder of Triton's cache."""
     from triton import knobs
 
     return str(knobs.cache.dir)

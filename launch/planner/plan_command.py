@@ -1,4 +1,4 @@
-"""``trine plan``: plans a run on GPUs that are not here, says what it holds and costs, and searches the best layout."""
+"""Command ``trine plan``: plans a run on absent GPUs, reports its memory and cost, and searches the best layout."""
 
 import ctypes
 import gc
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from engine.planning.plan import Plan
 
 MOST_ACTIONS = 12_000
-"""Forwards of all stages and microbatches in the whole plans of a search together, a millisecond each."""
+"""Limit of forwards in all complete plans of a search, over stages and microbatches; one takes a millisecond."""
 
 
 SLOW_SECONDS = 5.0
-"""After which a part of the work is said."""
+"""Time after which progress is printed."""
 OBJECTS = 50_000
-"""New objects after which Python looks for cycles during a plan, in place of 700."""
+"""New objects that trigger Python's cycle collector during a plan, instead of 700."""
 TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**30), (-3, 2**25)
-"""Parameters of glibc's mallopt, and their values in bytes; the second one has its largest."""
+"""Parameters of glibc's mallopt, with their values in bytes; the second value is the largest allowed."""
 
 
 def run_plan(options: Namespace) -> None:
-    """Run the command.
+    """Runs ``trine plan``.
 
     Raises:
         EngineError: the request, the model or the configuration is wrong; one sentence.
@@ -63,7 +63,7 @@ def run_plan(options: Namespace) -> None:
         return
     asked = read_request(options)
     config = None if asked.config is None else load_config(asked.config, asked.world).for_accelerators()
-    quiet = open_console(0)  # says what takes long
+    quiet = open_console(0)  # prints the progress of slow parts
     _keep_freed_memory()
     try:
         with _collecting_seldom():
@@ -74,9 +74,9 @@ def run_plan(options: Namespace) -> None:
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """Inside, Python looks for cycles seldom: a plan imports half a million objects that stay, which each look visits.
+    """Makes Python's cycle collector run rarely: a plan imports half a million objects, which each collection visits.
 
-    What holds much memory in cycles, such as a proof, looks for them itself.
+    Code with much memory in cycles, such as a proof, collects them itself.
     """
     before = gc.get_threshold()
     gc.set_threshold(OBJECTS, *before[1:])
@@ -88,9 +88,9 @@ def _collecting_seldom() -> Iterator[None]:
 
 
 def _keep_freed_memory() -> None:
-    """Let the C library keep what is freed, until the process ends: the masks of each forward on shapes come and go.
+    """Makes the C library retain freed memory until the process ends, for the masks of each forward on shapes.
 
-    The system would take their pages back and clear them again for the next ones, a tenth of the time of a plan.
+    Otherwise the system would reclaim and clear their pages each time, a tenth of the time of a plan.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:  # glibc
@@ -109,7 +109,7 @@ def _run(asked: PlanAsked, config: Config | None, options: Namespace) -> None:
 
 
 def _planned(asked: PlanAsked, config: Config | None) -> Planned:
-    """The whole plan of the configuration, or of the fastest layout that fits."""
+    """Returns the complete plan of the configuration, or of the fastest layout that fits."""
     model = _Model(asked, config)
     if config is None:
         return _chosen(asked, model)
@@ -123,7 +123,7 @@ def _planned(asked: PlanAsked, config: Config | None) -> Planned:
 
 
 def _chosen(asked: PlanAsked, model: "_Model") -> Planned:
-    """The fastest layout that fits once it is counted, or the smallest of MOST_COUNTED of which none does."""
+    """Returns the fastest layout that fits once counted; if none of MOST_COUNTED fits, the smallest of them."""
     search = _searched(asked, model.workload(None), None)
     if not search.ranked:
         raise ConfigError(_nothing_fits(search, asked))
@@ -146,13 +146,13 @@ def _chosen(asked: PlanAsked, model: "_Model") -> Planned:
 
 
 def _with_change(made: Planned, search: SearchResult, choice: LayoutChoice) -> Planned:
-    """A plan that does not fit, with the nearest layout that does as far as is known."""
+    """Returns a plan that does not fit, with the nearest layout that does by current knowledge."""
     likely = replace(search, ranked=choice.likely())
     return replace(made, change=nearest(likely, made.costs.layout), smallest=search.smallest)
 
 
 def _choice(model: "_Model", search: SearchResult) -> LayoutChoice:
-    """The layouts of a search in turn, as far as samples of the model's blocks let them fit."""
+    """Returns an iterator of the layouts of a search that are likely to fit, by samples of the model's blocks."""
     from engine.launch.planner.planned_model import working_of
 
     limit = USABLE * model.asked.gpu.memory_bytes
@@ -162,7 +162,7 @@ def _choice(model: "_Model", search: SearchResult) -> LayoutChoice:
 def _costed(
     asked: PlanAsked, model: "_Model", config: Config, settings: dict[str, Any], counts: bool = True
 ) -> Planned:
-    """``counts``: activations are counted on shapes where that takes seconds; else they are estimated."""
+    """Plans and estimates costs; ``counts``: activations are counted on shapes if that takes seconds."""
     from engine.planning.step_time.plan_costs import plan_costs, planned_layout
 
     plan = model.plan(config)
@@ -183,11 +183,11 @@ def _costed(
 
 
 def _counted(model: "_Model", made: Planned, searches: bool = False) -> Planned:
-    """The plan with its activations counted in place of estimates, where that takes seconds."""
+    """Returns the plan with counted activations instead of estimates, if counting takes seconds."""
     from engine.launch.planner.planned_model import counted_costs
 
     if reason := model.why_not_counted(made.plan, searches):
-        sampled = ", at the scale of blocks that were counted" * (model.samples.of(made.costs.layout) is not None)
+        sampled = ", scaled to counted blocks" * (model.samples.of(made.costs.layout) is not None)
         return replace(made, counted=f"activations and buffers are estimates{sampled}: {reason}")
     costs, words = counted_costs(made.costs, made.plan, model.built, made.asked.gpu)
     return replace(made, costs=costs, counted=words, fits=costs.fullest.total <= made.asked.gpu.memory_bytes)
@@ -201,12 +201,12 @@ def _searched(asked: PlanAsked, work: Workload, config: Config | None) -> Search
 
 
 def _usual_rows(world: int, work: Workload) -> int:
-    """As many rows as give STEP_TOKENS tokens, a multiple of the ranks."""
+    """Returns the rows of STEP_TOKENS tokens, as a multiple of the ranks."""
     return max(1, round(STEP_TOKENS / work.context / world)) * world
 
 
 def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None:
-    """All layouts by closed forms, whole plans of the best, the winner as a configuration."""
+    """Ranks all layouts by closed forms, plans the best completely, and prints the winner as a configuration."""
     model = _Model(asked, config)
     found = _searched(asked, model.workload(config), config)
     if not found.ranked:
@@ -217,7 +217,7 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
     if config is not None or not any(first and one.fits and one.costs.layout == first.layout for one in planned):
         planned = [*_plain(asked, model, config, planned), *planned]
     if not planned:
-        raise PlanError(f"the engine can run none of the fastest layouts; the first: {model.refused[0]}")
+        raise PlanError(f"the engine refuses all of the fastest layouts; the first: {model.refused[0]}")
     if options.out is not None:
         _write(options.out, planned[0].settings)
     if options.json:
@@ -226,14 +226,14 @@ def _search(asked: PlanAsked, config: Config | None, options: Namespace) -> None
         return
     print(search_text(found, planned))
     print(
-        json.dumps(planned[0].settings, indent=2) if options.out is None else f"{options.out} holds its configuration"
+        json.dumps(planned[0].settings, indent=2) if options.out is None else f"its configuration is in {options.out}"
     )
 
 
 def _plain(asked: PlanAsked, model: "_Model", config: Config | None, finalists: list[Planned]) -> list[Planned]:
-    """What the command plans without ``--search``, if that is better than all finalists.
+    """Returns the plan of the command without ``--search``, if it is better than all finalists.
 
-    A finalist may stand in its place: those of a search are fewer, and long pipelines keep estimates of their memory.
+    A finalist may replace it: a search has fewer candidates, and long pipelines keep estimates of their memory.
     """
     try:
         made = _chosen(asked, model) if config is None else _costed(asked, model, config, dict(asked.config or {}))
@@ -244,18 +244,18 @@ def _plain(asked: PlanAsked, model: "_Model", config: Config | None, finalists: 
 
 
 class _Finals(NamedTuple):
-    """What all finalists of a search share."""
+    """Common inputs of all finalists of a search."""
 
     asked: PlanAsked
     model: "_Model"
     base: Mapping[str, Any] | None
-    """The given configuration, of which a layout replaces what it decides."""
+    """Given configuration; a layout replaces the keys that it decides."""
 
 
 def _fitting(finals: _Finals, found: SearchResult, top: int) -> list[Planned]:
-    """Whole plans of the best layouts, the fastest first that fits once it is counted.
+    """Returns complete plans of the best layouts, beginning with the fastest that fits once counted.
 
-    Plans are counted until that is so, and further layouts are planned where all finalists turn out to be too large.
+    Counts plans until one fits, and plans further layouts if all finalists turn out too large.
     """
     planned = list(_finalists(finals, found, top))
     choice = _choice(finals.model, found)
@@ -281,12 +281,13 @@ def _fit_and_fast(one: Planned) -> tuple[bool, float]:
 
 
 def _finalists(finals: _Finals, found: SearchResult, top: int) -> Iterator[Planned]:
-    """Whole plans of the best layouts, at most two of a grid; those that the engine refuses give way to others."""
+    """Yields complete plans of the best layouts that the engine accepts, at most two of a grid."""
     left, grids, actions = top, dict[tuple[int, int, int], int](), 0
     for one in found.ranked:
         layout = one.layout
         grid = (layout.dp, layout.tp, layout.pp)
         length = layout.pp * layout.virtual * layout.microbatches
+        # further layouts of a grid differ little, and long rows of actions take long to plan
         if left == 0 or grids.get(grid, 0) == 2 or (actions and actions + length > MOST_ACTIONS):
             continue
         settings = settings_of(layout, finals.base)
@@ -307,24 +308,22 @@ def _nothing_fits(found: SearchResult, asked: PlanAsked) -> str:
     need, have = found.smallest.memory.total / 2**30, asked.gpu.memory_bytes / 2**30
     return (
         f"no layout fits: of {found.tried:,} on {asked.world} GPUs the smallest ({found.smallest.layout}) needs "
-        f"{need:.1f} GiB of a GPU{offload_text(found.smallest)}, which has {have:.1f}; give more GPUs, ones with more "
-        "memory, or a configuration that offloads."
+        f"{need:.1f} GiB{offload_text(found.smallest)}, but a GPU has {have:.1f}; give more GPUs, GPUs with more "
+        "memory, or a configuration with offload."
     )
 
 
 def _write(path: Any, settings: dict[str, Any]) -> None:
     if not settings:
-        raise ConfigError(
-            f"--out {path}: the configuration was given, so there is nothing to write; leave one of them out."
-        )
+        raise ConfigError(f"--out {path} with a given configuration: there is nothing to write; leave one of them out.")
     try:
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written: {error.strerror}; give another place.") from None
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}; give another path.") from None
 
 
 def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The configuration of ``layout``; what it does not decide is taken from ``base``."""
+    """Returns the configuration of ``layout``; keys that it does not decide come from ``base``."""
     given = dict(base or {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
     parallel = {"data": layout.dp, "tensor": layout.tp, "pipeline": layout.pp, "order": layout.order}
     more: dict[str, Any] = {}
@@ -346,7 +345,7 @@ def settings_of(layout: TrainingLayout, base: Mapping[str, Any] | None = None) -
 
 
 class _Model:
-    """The model, built when it is first needed: sizes that are known need no torch."""
+    """Model that is built when first needed: known sizes need no torch."""
 
     def __init__(self, asked: PlanAsked, config: Config | None) -> None:
         self.refused: list[str] = []
@@ -358,18 +357,18 @@ class _Model:
 
     @property
     def built(self) -> "PlannedModel":
-        """On the meta device."""
+        """Model on the meta device."""
         if self._built is None:
             from engine.launch.planner.planned_model import build_model
 
             with say_if_slow("building the model on the meta device", 0, SLOW_SECONDS):
                 self._built = build_model(self.asked.model)
-            gc.freeze()  # what is imported by now stays: no look for cycles visits it
+            gc.freeze()  # excludes all current objects from later collections
         return self._built
 
     @property
     def samples(self) -> "SampledBlocks":
-        """What was counted of its blocks, under the given configuration or none."""
+        """Samples of its blocks, under the given configuration or none."""
         if self._samples is None:
             from engine.launch.planner.planned_model import SampledBlocks
 
@@ -380,13 +379,13 @@ class _Model:
         return self._samples
 
     def why_not_counted(self, plan: "Plan", searches: bool = False) -> str:
-        """Why activations of ``plan`` stay estimates; empty if they are counted."""
+        """Returns the reason why activations of ``plan`` remain estimates; empty if they are counted."""
         from engine.launch.planner.planned_model import why_not_counted
 
         return why_not_counted(plan, self.built, searches) if self.asked.counts else "--estimate was given"
 
     def workload(self, config: Config | None) -> Workload:
-        """From its sizes, or from a forward on shapes."""
+        """Returns the workload, from its sizes or from a forward on shapes."""
         if self.asked.model.shape is not None:
             return self.asked.model.shape.workload()
         config = config or load_config(settings_of(TrainingLayout()), 1)
@@ -397,7 +396,7 @@ class _Model:
         return self._workloads[dtypes]
 
     def plan(self, config: Config) -> "Plan":
-        """The plan that the engine would run."""
+        """Returns the plan that the engine would run."""
         grid = f"dp{config.dp} x tp{config.tp} x pp{config.pp}"
         with say_if_slow(f"the plan of {grid}, ZeRO {config.zero_optimization.stage}", 0, SLOW_SECONDS):
             return self.built.plan(config)

@@ -1,4 +1,4 @@
-"""What ``trine plan`` says: memory by kind, bytes by axis, seconds, rates, price, verdict; as text and as JSON."""
+"""Report of ``trine plan``: memory by kind, bytes by axis, seconds, rates, price, verdict; as text and as JSON."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 PICTURED = 16
-"""Most nodes that are shown one by one."""
+"""Maximal nodes that are drawn individually."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan with its costs."""
+    """Plan with its costs."""
 
     asked: PlanAsked
     plan: "Plan"
     costs: "PlanCosts"
     counted: str
-    """How activations were counted, in words; empty if they are estimates of the cost model."""
+    """Description of the count of activations; empty if they are estimates of the cost model."""
     settings: dict[str, Any]
-    """The configuration, where it was not given."""
+    """Configuration, if none was given."""
     fits: bool
     change: LayoutEstimate | None
-    """The nearest layout that fits, if this one does not and there is one."""
+    """Nearest layout that fits, if this one does not and there is one."""
     smallest: LayoutEstimate | None
-    """The layout that needs the least, if this one does not fit."""
+    """Layout with the least memory, if this one does not fit."""
     passed: tuple["PlanCosts", ...] = ()
-    """Layouts that were counted before and do not fit."""
+    """Layouts that were counted earlier and do not fit."""
 
 
 def as_text(planned: Planned) -> str:
-    """The banner of the plan, then its costs."""
+    """Returns the banner of the plan, then its costs."""
     from engine.reporting.banner import banner_text
 
     lines = [banner_text(planned.plan, "no device: a plan")]
@@ -54,7 +54,7 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
         yield (
             "rates",
             (
-                f"the shares of the data sheet that training reaches are those of {gpu.reached_of}, not measured on "
+                f"the fractions of the data sheet that training reaches are from {gpu.reached_of}, not measured on "
                 "this kind of GPU; trine plan --calibrate FILE measures them"
             ),
         )
@@ -69,7 +69,7 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
         yield "counted", planned.counted
     if planned.passed:
         tried = "; ".join(f"{one.layout}: {one.fullest.total / GIB:.1f} GiB" for one in planned.passed)
-        yield "passed", f"{len(planned.passed)} that fit in closed form and do not once counted: {tried}"
+        yield "passed", f"{len(planned.passed)} that fit in closed form but not once counted: {tried}"
     parts: dict[str, float] = {"computation": costs.time.computation, "bubble": costs.time.bubble}
     parts |= {axis: seconds for axis, seconds in costs.time.communication.items()}
     shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds >= 5e-4 * costs.time.total)
@@ -82,7 +82,7 @@ def _cost_lines(planned: Planned) -> Iterator[tuple[str, str]]:
         ),
     )
     if asked.dollars is not None:
-        yield "price", f"${_price(planned):,.2f} for a billion tokens at ${asked.dollars:g} a GPU and hour"
+        yield "price", f"${_price(planned):,.2f} for a billion tokens at ${asked.dollars:g} per GPU hour"
     if costs.crossing_seconds:
         yield (
             "warning",
@@ -119,7 +119,7 @@ def _verdict(planned: Planned) -> str:
             return text
         least = planned.smallest.memory.total / GIB if planned.smallest else 0.0
         return (
-            f"{text}; no layout of these GPUs does, the smallest needs {least:.1f} GiB{offload_text(planned.smallest)}"
+            f"{text}; no layout on these GPUs does, the smallest needs {least:.1f} GiB{offload_text(planned.smallest)}"
         )
     before, after = planned.costs.layout, planned.change.layout
     steps = ", ".join(
@@ -131,7 +131,7 @@ def _verdict(planned: Planned) -> str:
 
 
 def setting_text(name: str, value: Any) -> str:
-    """A value of a layout's setting in words: ``dp4 x tp2 x pp1`` in place of (4, 2, 1)."""
+    """Formats a value of a layout's setting: ``dp4 x tp2 x pp1`` for (4, 2, 1)."""
     match name, value:
         case "grid", (dp, tp, pp):
             return f"dp{dp} x tp{tp} x pp{pp}"
@@ -145,7 +145,7 @@ def setting_text(name: str, value: Any) -> str:
 
 
 def offload_text(smallest: LayoutEstimate | None) -> str:
-    """What the smallest layout needs of a GPU once its optimizer lies on the host."""
+    """Describes the memory of the smallest layout with its optimizer state on the host."""
     if smallest is None:
         return ""
     left = (smallest.memory.total - smallest.memory.optimizer) / GIB
@@ -153,7 +153,7 @@ def offload_text(smallest: LayoutEstimate | None) -> str:
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
-    """The same for programs; bytes, seconds."""
+    """Returns the same data for programs; bytes, seconds."""
     costs, asked = planned.costs, planned.asked
     plan = planned.plan
     traffic = plan.rank(0).traffic
@@ -195,7 +195,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
 
 
 def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
-    """The finalists, and why the first is first."""
+    """Describes the finalists, and the reasons for the first place."""
     lines = [f"{found.tried:,} layouts of {found.grids} grids in closed form, whole plans of {len(planned)}"]
     for one in planned:
         costs = one.costs
@@ -208,7 +208,7 @@ def search_text(found: SearchResult, planned: Sequence[Planned]) -> str:
 
 
 def _reasons(found: SearchResult, planned: Sequence[Planned]) -> Iterator[str]:
-    """Why the first is first, in three lines: where its time goes, what the next grid loses, how many fit."""
+    """Yields three lines about the first place: its time by part, the loss of the next grid, the number that fit."""
     best = planned[0].costs
     parts = _parts(best)
     shown = ", ".join(

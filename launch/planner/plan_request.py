@@ -1,4 +1,4 @@
-"""What ``trine plan`` was asked: the model, the machine, the batch. Read and checked without torch."""
+"""Request of ``trine plan``: the model, the machine, the batch. Read and checked without torch."""
 
 import json
 import re
@@ -15,28 +15,28 @@ from engine.planning.cost_model.hardware import GpuSpec, known_gpus, load_gpu
 from engine.planning.cost_model.workload import DecoderShape, decoder_shape_of, is_model_config
 
 STEP_TOKENS = 1 << 22
-"""Of a step for which nobody has said how many rows it has."""
+"""Tokens of a step whose rows are not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where the model comes from; exactly one of the first three."""
+    """Source of the model: exactly one of the first three fields."""
 
     folder: Path | None = None
-    """With a ``config.json`` of Hugging Face, or such a file, whatever its name."""
+    """Folder with a ``config.json`` of Hugging Face, or such a file of any name."""
     function: str | None = None
-    """``module:function`` that builds it."""
+    """``module:function`` that builds the model."""
     decoder: DecoderShape | None = None
     """Sizes of the built-in decoder."""
     shape: DecoderShape | None = None
-    """Sizes, where they are known without building it."""
+    """Sizes, if they are known without building the model."""
     context: int | None = None
-    """Tokens of a row, where they were given."""
+    """Tokens of a row, if given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAsked:
-    """The request of one command."""
+    """Request of one command."""
 
     model: ModelSource
     world: int
@@ -45,49 +45,49 @@ class PlanAsked:
     gpu: GpuSpec
     config: Mapping[str, Any] | None
     rows: int | None
-    """Of a step; None: those of the configuration, or as many as give STEP_TOKENS tokens."""
+    """Rows of a step; None: from the configuration, or the rows of STEP_TOKENS tokens."""
     dollars: float | None
-    """Of a GPU and hour."""
+    """Dollars per GPU hour."""
     counts: bool
-    """Activations are counted on shapes, where the model lets that be done."""
+    """True: activations are counted on shapes, if the model runs on them."""
 
 
 def add_plan_options(command: ArgumentParser) -> None:
-    """Add the arguments of ``trine plan``."""
+    """Adds the arguments of ``trine plan``."""
     command.add_argument("model", nargs="?", metavar="MODEL", help=(
-        "Hugging Face folder or config.json, module:function, or nothing: the built-in decoder of the sizes below"
+        "Hugging Face folder or config.json, or module:function; default: the built-in decoder of the sizes below"
     ))  # fmt: skip
     command.add_argument("config", nargs="?", metavar="CONFIG", help=(
-        "configuration of the run; without it the fastest layout that fits is planned"
+        "configuration of the run; default: plan the fastest layout that fits"
     ))  # fmt: skip
     command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=OVERRIDES_HELP)
     command.add_argument("--world", type=int, help="number of GPUs (processes)")
     command.add_argument(
-        "--nodes", metavar="NxG", help="nodes x GPUs of each, such as 16x8 (default: as the GPU is sold)"
+        "--nodes", metavar="NxG", help="nodes x GPUs of a node, such as 16x8 (default: the GPU's usual node)"
     )
     command.add_argument("--gpu", default="h100", help=f"{', '.join(known_gpus())}, or a JSON file (default h100)")
-    command.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU in GiB, in place of its own")
-    command.add_argument("--batch", type=int, metavar="ROWS", help="rows of a step, all ranks together")
-    command.add_argument("--price", type=float, metavar="DOLLARS", help="dollars of a GPU and hour")
+    command.add_argument("--memory", type=float, metavar="GIB", help="memory of a GPU in GiB (default: from --gpu)")
+    command.add_argument("--batch", type=int, metavar="ROWS", help="rows of a step, of all ranks")
+    command.add_argument("--price", type=float, metavar="DOLLARS", help="dollars per GPU hour")
     add_sizes(command)
     command.add_argument("--search", action="store_true", help="rank all grids x ZeRO x schedules x microbatches")
-    command.add_argument("--top", type=int, default=4, help="layouts whose whole plan is made in a search (default 4)")
+    command.add_argument("--top", type=int, default=4, help="layouts that a search plans completely (default 4)")
     command.add_argument("--out", type=Path, metavar="FILE", help="write the planned JSON configuration")
     command.add_argument("--estimate", action="store_true", help=(
-        "do not count activations of whole plans on shapes, which takes a minute or more for hundreds of modules"
+        "estimate activations; counting them on shapes takes minutes for hundreds of modules"
     ))  # fmt: skip
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_argument("--calibrate", type=Path, metavar="FILE", help=(
-        "measure products, attention and passes over memory on the GPU here, and write such a file for --gpu"
+        "measure matrix products, attention and memory on this machine's GPU, and write a file for --gpu"
     ))  # fmt: skip
     command.add_argument("--links", type=Path, metavar="FILE", help=(
-        "with --calibrate: what trine doctor --json FILE has measured of the links of a job, by axis"
+        "with --calibrate: the links of a job, as trine doctor --json FILE measured them"
     ))  # fmt: skip
 
 
 def add_sizes(command: ArgumentParser) -> None:
-    """Add the sizes of the built-in decoder."""
-    sizes = command.add_argument_group("sizes of the built-in decoder; --context also cuts the rows of any model")
+    """Adds the sizes of the built-in decoder."""
+    sizes = command.add_argument_group("sizes of the built-in decoder; --context also sets the row length of any model")
     for name, text in _SIZES.items():
         sizes.add_argument(f"--{name}", type=int, help=text)
 
@@ -103,28 +103,28 @@ _DEFAULTS = {"layers": 8, "width": 256, "heads": 4, "context": 128, "vocabulary"
 
 
 def read_request(options: Namespace) -> PlanAsked:
-    """The request, checked.
+    """Returns the checked request.
 
     Raises:
-        ConfigError, GridError: one sentence about what does not exist or does not fit.
+        ConfigError, GridError: one sentence about an input that does not exist or does not fit.
     """
     overrides = [word for word in (options.model, options.config, *options.overrides) if word and is_override(word)]
     model, config = (None if word and is_override(word) else word for word in (options.model, options.config))
     if model is not None and config is None and _is_run_config(model):
         model, config = None, model  # trine plan config.json: the built-in decoder
     if overrides and config is None:
-        raise ConfigError(f"{overrides[0]} changes a configuration, and none is given; give CONFIG before it.")
+        raise ConfigError(f"{overrides[0]} changes a configuration, but none is given; give CONFIG before it.")
     settings = None if config is None else load_raw(config, overrides)
     gpu = load_gpu(options.gpu)
     if options.memory is not None:
         if not 1 <= options.memory <= 4096:
-            raise ConfigError(f"--memory {options.memory:g}: a GPU has from 1 to 4096 GiB; give such a number.")
+            raise ConfigError(f"--memory {options.memory:g}: give the GiB of a GPU, from 1 to 4096.")
         gpu = replace(gpu, memory_bytes=options.memory * 2**30)
     known = None if settings is None else load_config(settings, options.world).parallel.gpus_per_node
     world, node = _sizes(options.world, options.nodes, known or int(gpu.gpus_per_node))
     for flag in ("batch", "price", "top"):
         if (value := getattr(options, flag)) is not None and value <= 0:
-            raise ConfigError(f"--{flag} {value:g}: it must be above 0; give such a number, or leave it out.")
+            raise ConfigError(f"--{flag} {value:g} is not above 0; give a number above 0, or leave it out.")
     return PlanAsked(
         model=_model(model, options),
         world=world,
@@ -148,15 +148,15 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error}); give a folder or file that is whole.") from None
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); give an intact folder or file.") from None
 
 
 def _sizes(world: int | None, nodes: str | None, usual: int) -> tuple[int, int]:
-    """The GPUs, and those of a node."""
+    """Returns the number of GPUs, and the GPUs of a node."""
     if nodes is not None:
         read = re.fullmatch(r"([1-9]\d*)[x*]([1-9]\d*)", nodes)
         if read is None:
-            raise GridError(f"--nodes {nodes}: it is nodes x GPUs of each; write it as 16x8.")
+            raise GridError(f"--nodes {nodes}: it is not nodes x GPUs of a node; write it as 16x8.")
         count, usual = int(read[1]), int(read[2])
         if world is not None and world != count * usual:
             raise GridError(
@@ -164,9 +164,9 @@ def _sizes(world: int | None, nodes: str | None, usual: int) -> tuple[int, int]:
             )
         world = count * usual
     if world is None:
-        raise GridError("neither --world nor --nodes is given; a plan is for a number of GPUs, so give --world N.")
+        raise GridError("neither --world nor --nodes is given, but a plan needs the number of GPUs; give --world N.")
     if world < 1:
-        raise GridError(f"--world {world}: a plan is for 1 GPU or more; give such a number.")
+        raise GridError(f"--world {world}: a plan needs at least 1 GPU; give such a number.")
     if world > usual and world % usual:
         raise GridError(
             f"--world {world} does not fill nodes of {usual} GPUs; give a multiple of {usual}, or other --nodes NxG."
@@ -194,14 +194,14 @@ def _model(name: str | None, options: Namespace) -> ModelSource:
         )
         return ModelSource(decoder=shape, shape=shape, context=shape.context)
     if odd := [f"--{size}" for size in _SIZES if size != "context" and given[size] is not None]:
-        raise ConfigError(f"{', '.join(odd)} is for the built-in decoder, and MODEL is {name}; leave one of them out.")
+        raise ConfigError(f"{', '.join(odd)} is for the built-in decoder, but MODEL is {name}; leave one of them out.")
     path = Path(name)
     if path.is_dir() or path.suffix == ".json":
         return _from_folder(path, given["context"])
     if re.fullmatch(r"[\w.]+:\w+", name):
         return ModelSource(function=name, context=given["context"])
     raise ConfigError(
-        f"MODEL {name} is no folder, no .json file and no module:function; give one of them, or sizes such as --layers."
+        f"MODEL {name} is neither a folder, a .json file nor module:function; give one of these, or --layers."
     )
 
 
@@ -210,11 +210,11 @@ def _from_folder(path: Path, context: int | None) -> ModelSource:
     if not file.is_file() and file == path:
         raise ConfigError(f"{path} does not exist; give the folder of a Hugging Face model, or its config.json.")
     if not file.is_file():
-        raise ConfigError(f"{path} has no config.json, which says what the model is; give the folder of a whole model.")
+        raise ConfigError(f"{path} has no config.json, which describes the model; give the folder of a complete model.")
     raw = _json(file)
     if not is_model_config(raw):
         raise ConfigError(
-            f"{file} describes no model (it has no model_type); give the config.json of a Hugging Face model."
+            f"{file} does not describe a model (it has no model_type); give the config.json of a Hugging Face model."
         )
     text: Mapping[str, Any] = raw.get("text_config") or raw
     shape = decoder_shape_of(text)

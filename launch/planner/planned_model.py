@@ -1,14 +1,15 @@
-"""The model of a plan, on the meta device, and its activations, counted on shapes. Needs torch.
+"""Model of a plan, on the meta device, and its activations, counted on shapes. Needs torch.
 
-The model comes from a Hugging Face folder, a function, or sizes. Activations of a whole plan are counted where that
-takes seconds; else those of one more block, on a model of a few blocks without a pipeline, which takes a second:
+The model comes from a Hugging Face folder, a function, or sizes. Activations of a whole plan are counted if that takes
+seconds. Otherwise the activations of one more block are counted, on a model of a few blocks without a pipeline, in
+about a second:
 
-    blocks     | first | A A | last       plays a step, whose peak is counted; what lives more behind the last block
-                                          of a period than behind that of the period before is what a period keeps
+    blocks     | first | A A | last       plays a step, whose peak is counted; the increase of live bytes from the end
+                                          of one period to the end of the next is the activations of a period
     layouts    with the same tensor ranks, sequence parallelism and recomputation share a sample
 
-So a layout whose whole plan takes long to count has an estimate that rests on the code of the model, and the first
-layout that is counted whole is most often the one that fits.
+A layout whose whole plan takes long to count thus has an estimate based on the code of the model, and the first layout
+that is counted completely is usually the one that fits.
 """
 
 import logging
@@ -63,31 +64,31 @@ KNOWN_STYLES: Mapping[str, Mapping[str, str]] = {
         "lm_head": "vocabulary",
     },
 }  # fmt: skip
-"""Tensor plans of families whose search would take long; the search finds the same ones."""
+"""Tensor plans of families with a slow search, which finds the same plans."""
 KNOWN_NOTE = "tensor: the known plan of this family, not searched here; training searches and proves its own"
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "olmo2", "smollm3", "granite")
 _ON_META = "build it without reading or computing values, under torch.device('meta')"
 WIDE = 1024
-"""Width from which a known plan takes the place of the search."""
+"""Width from which a known plan replaces the search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedModel:
-    """A model whose parameters have shapes alone, and what a plan of it needs besides."""
+    """Model with parameters that have only shapes, and the other inputs of its plan."""
 
     model: nn.Module
     loss_fn: LossFunction | None
     row: Batch
     """One row of a batch, on the meta device."""
     styles: Mapping[str, str] | None
-    """A tensor plan that needs no search; None: it is searched."""
+    """Known tensor plan; None: the plan is searched."""
     searched: dict[Hashable, FoundStyles] = field(default_factory=dict, repr=False, compare=False)
-    """What searches have found: plans that differ in nothing that a search depends on share one."""
+    """Results of searches; plans share one if all inputs of the search are equal."""
     programs: dict[Hashable, SearchedProgram] = field(default_factory=dict, repr=False, compare=False)
-    """What searches for several numbers of tensor ranks share."""
+    """Programs that searches for several numbers of tensor ranks share."""
 
     def plan(self, config: Config) -> Plan:
-        """The plan that the engine would run."""
+        """Returns the plan that the engine would run."""
         styles = self.styles if config.tp > 1 and config.parallel.tensor_plan == "auto" else None
         if styles is not None:
             config = replace(config, parallel=replace(config.parallel, tensor_plan=styles, prove_plan=False))
@@ -104,19 +105,19 @@ class PlannedModel:
         return replace(plan, notes=(*notes, KNOWN_NOTE))
 
     def plan_shorter(self, shorter: nn.Module, plan: Plan) -> Plan:
-        """The plan of a copy with fewer blocks, under the configuration and with the styles of ``plan``."""
+        """Returns the plan of a copy with fewer blocks, under the configuration and with the styles of ``plan``."""
         styles = None if plan.tensor is None else _present(shorter, plan.tensor.patterns)
         made = replace(self, model=shorter, styles=styles).plan(plan.config)
         return replace(made, config=plan.config)
 
     def shortened(self, shorter: nn.Module, config: Config) -> "PlannedModel":
-        """The same of a copy with fewer blocks, with the styles that the whole model has under ``config``."""
+        """Returns the same for a copy with fewer blocks, with the styles of the whole model under ``config``."""
         if self.styles is not None or not needs_search(config):
             return replace(self, model=shorter)
         return replace(self, model=shorter, styles=_present(shorter, self._search(config).patterns))
 
     def called(self) -> set[int] | None:
-        """Ids of the modules that a forward on shapes calls; None if it needs values."""
+        """Returns the ids of the modules that a forward on shapes calls; None if the forward needs values."""
         program = Program(self.model, self.loss_fn, Precision(None, None), torch.device("meta"))
         called = CalledModules()
         try:
@@ -129,11 +130,11 @@ class PlannedModel:
         return called.all
 
     def workload(self, config: Config) -> Workload:
-        """The workload, from one forward on shapes."""
+        """Returns the workload, from one forward on shapes."""
         return traced_workload(self._program(config), self.row)
 
     def _search(self, config: Config) -> FoundStyles:
-        """The tensor plan of a configuration; rows of a microbatch and the rest of the grid do not change it."""
+        """Searches the tensor plan of a configuration; rows of a microbatch and other axes do not change it."""
         program, parallel = self._program(config), config.parallel
         key = config.tp, parallel.sequence_parallel, parallel.tensor_proof, program.precision
         if key not in self.searched:
@@ -143,7 +144,7 @@ class PlannedModel:
         return self.searched[key]
 
     def _example(self, config: Config) -> Batch:
-        """One microbatch."""
+        """Returns one microbatch on the meta device."""
         return map_tensors(self.row, lambda row: row.new_empty((config.micro, *row.shape[1:])))
 
     def _program(self, config: Config) -> Program:
@@ -151,10 +152,10 @@ class PlannedModel:
 
 
 def build_model(source: ModelSource) -> PlannedModel:
-    """Build the model on the meta device.
+    """Builds the model on the meta device.
 
     Raises:
-        PlanError: it cannot be built there; says why.
+        PlanError: it cannot be built there, with the reason.
     """
     if source.decoder is not None:
         return _decoder(source.decoder)
@@ -190,12 +191,12 @@ def _token_row(model: nn.Module, source: ModelSource, name: str) -> Batch:
     context = source.context or (source.shape.context if source.shape else None)
     context = context or getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if config is None or not isinstance(context, int):
-        raise PlanError(f"MODEL {name} does not say what its rows are; return (module, rows) from it.")
+        raise PlanError(f"MODEL {name} does not define its rows; return (module, rows) from it.")
     return _tokens(context)
 
 
 def _made(source: ModelSource) -> Any:
-    """What the function returns, or the model of the folder."""
+    """Returns the result of the function, or the model of the folder."""
     return find_function(source.function)() if source.function else _of_folder(source.folder or Path())
 
 
@@ -204,7 +205,7 @@ def _of_folder(folder: Path) -> nn.Module:
     kind = huggingface_class(config)
     if kind is None:
         raise PlanError(
-            f"MODEL {folder} is a {config.model_type}, for which transformers has no class of its own; give "
+            f"MODEL {folder} is a {config.model_type}, but transformers has no class for it; give "
             "module:function that returns the module."
         )
     model: nn.Module = kind(config).train()
@@ -212,7 +213,7 @@ def _of_folder(folder: Path) -> nn.Module:
 
 
 def _switch_cache_off(model: nn.Module) -> None:
-    """As in training: a block is not alone with a cache of keys and values, so no tensor plan would be found for it."""
+    """Switches the cache of keys and values off, as in training: with it no block is isolated for a tensor plan."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None) is True:
@@ -220,22 +221,22 @@ def _switch_cache_off(model: nn.Module) -> None:
 
 
 def _present(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """The styles whose patterns match a module or a parameter."""
+    """Returns the styles with patterns that match a module or a parameter."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     return {pattern: style for pattern, style in styles.items() if any(fnmatchcase(name, pattern) for name in names)}
 
 
 MOST_LEAVES = 2000
-"""Modules without children of a model whose plan is counted."""
+"""Limit of leaf modules for counting a plan on shapes."""
 MOST_SEARCHED = 400
-"""Of them times pipeline ranks, each of which traces all of them and plays its stages, in a search: some 40 ms each."""
+"""Limit of leaf modules x pipeline ranks in a search: each rank traces all of them, at about 40 ms each."""
 
 MOST_SILENT = 150
-"""Modules that are run on shapes without a word: a few seconds."""
+"""Leaf modules up to which a run on shapes prints no progress: a few seconds."""
 
 
 def why_not_counted(plan: Plan, planned: PlannedModel, searches: bool = False) -> str:
-    """Why the activations of ``plan`` stay estimates; empty if they are counted.
+    """Returns the reason why the activations of ``plan`` remain estimates; empty if they are counted.
 
     Args:
         searches: the plan is one of several, so that a long pipeline of a deep model keeps the estimate too.
@@ -244,7 +245,7 @@ def why_not_counted(plan: Plan, planned: PlannedModel, searches: bool = False) -
     if searches and leaves * plan.config.pp > MOST_SEARCHED:
         return (
             f"a search does not run {leaves:,} modules on {plan.config.pp} pipeline ranks on shapes; the plan of this "
-            "configuration alone does"
+            "configuration without --search does"
         )
     return f"{leaves:,} modules are too many to run on shapes" if leaves > MOST_LEAVES else ""
 
@@ -254,9 +255,9 @@ def _leaves(planned: PlannedModel) -> int:
 
 
 def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> tuple[PlanCosts, str]:
-    """The costs with what lives on each pipeline rank in place of activations and buffers; and words about that.
+    """Returns the costs with live bytes of each pipeline rank instead of estimates, and a description.
 
-    A model that does not run on shapes keeps the estimate; the words say so.
+    A model that does not run on shapes keeps the estimate, and the description says why.
     """
     leaves = _leaves(planned)
     if leaves > MOST_SILENT:
@@ -269,7 +270,7 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
     before, quiet.disabled = quiet.disabled, True
     try:
         found = list(_forecasts(plan, planned, gpu))
-    except Exception as error:  # the model's own code may raise anything on shapes; a line of the plan says it
+    except Exception as error:  # the model's own code may raise anything on shapes; a line of the plan reports it
         if is_own_mistake(error):
             raise
         return costs, f"activations and buffers are estimates: on shapes the model raises {first_line(error)}"
@@ -290,7 +291,7 @@ def counted_costs(costs: PlanCosts, plan: Plan, planned: PlannedModel, gpu: GpuS
 
 
 def kernels_of(config: Config, gpu: GpuSpec) -> PlannedKernels | None:
-    """What ``gpu`` would choose; None where the configuration wants the reference operators."""
+    """Returns the kernels that ``gpu`` would choose; None if the configuration selects the reference operators."""
     return None if config.kernels == "reference" else PlannedKernels(config.kernels, gpu.name)
 
 
@@ -307,12 +308,12 @@ def _forecasts(plan: Plan, planned: PlannedModel, gpu: GpuSpec) -> Iterator[Rank
 
 
 class SampledBlocks:
-    """Samples of a model, made when they are first asked for.
+    """Samples of a model's blocks, made on first use.
 
     Args:
         planned: the model.
         config_of: the configuration of a layout.
-        gpu: decides which operators have kernels.
+        gpu: decides the operators that have kernels.
     """
 
     def __init__(self, planned: PlannedModel, config_of: Callable[[TrainingLayout], Config], gpu: GpuSpec) -> None:
@@ -326,9 +327,9 @@ class SampledBlocks:
         self._samples: dict[Hashable, BlockSample | None] = {}
 
     def of(self, layout: TrainingLayout, fresh: bool = True) -> BlockSample | None:
-        """The sample of ``layout``.
+        """Returns the sample of ``layout``.
 
-        None if the model has no run of alike blocks, does not run on shapes, or holds less with more blocks.
+        None if the model has no run of equal blocks, does not run on shapes, or has fewer live bytes with more blocks.
 
         ``fresh``: make it if there is none yet.
         """
@@ -355,18 +356,18 @@ class SampledBlocks:
             if is_own_mistake(error):
                 raise
             return None
-        if period < 0:  # code whose forwards depend on those before them; the estimate stays
+        if period < 0:  # forwards that depend on earlier forwards; the estimate stays
             return None
         return BlockSample(kept=period / run.period, around=max(0.0, peak - periods * period))
 
     @property
     def _periods(self) -> int:
-        """Periods of the short model: one is enough where other blocks are in front of it."""
+        """Number of periods of the short model: one is enough if other blocks precede the run."""
         return 1 if self._run is not None and self._run.start else 2
 
     @cached_property
     def _short(self) -> nn.Module | None:
-        """The short model, which plans and rehearsals leave as it is; None if no run is longer."""
+        """Short model, which plans and dry runs leave unchanged; None if no run is longer."""
         if self._run is None or self._run.periods <= self._periods:
             return None
         model = self._planned.model
@@ -375,7 +376,7 @@ class SampledBlocks:
         return shorten(model, self._run, self._periods)
 
     def _rank(self, model: nn.Module, config: Config) -> DryRunRank:
-        """The only rank of a short model."""
+        """Returns the only rank of a short model."""
         short = self._planned.shortened(model, config)
         plan = short.plan(config)
         example = map_tensors(short.row, lambda row: row.new_empty((1, *row.shape[1:])))
@@ -384,7 +385,7 @@ class SampledBlocks:
 
 
 def working_of(samples: SampledBlocks, work: Workload) -> Working:
-    """Bytes of activations and buffers of a layout: its closed form, at the scale of the sample."""
+    """Returns a function of a layout's bytes of activations and buffers: its closed form, scaled to the sample."""
 
     def working(one: LayoutEstimate, fresh: bool) -> float | None:
         layout, closed = one.layout, working_bytes(work, one.layout)[0]

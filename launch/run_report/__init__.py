@@ -1,1 +1,1 @@
-"""``trine report``: what the ranks of a run have recorded, as one page that needs nothing else."""
+"""Command ``trine report``: the records of a run's ranks as one self-contained page."""

@@ -1,4 +1,4 @@
-"""Small charts as inline SVG: curves over steps, heat maps, and both of the load of experts.
+"""Charts as inline SVG: curves over steps, heat maps, and charts of expert load.
 
 Colours and fonts are those of the page.
 """
@@ -14,12 +14,12 @@ from typing import Any, Final, NamedTuple
 WIDTH, HEIGHT = 360, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 24
 _POINTS = 300
-"""Points of a curve; of more, the lowest and highest of each stretch are drawn."""
+"""Maximal points of a curve; of a longer one, the lowest and highest of each stretch are drawn."""
 _TIPS = 80
-"""Points of a curve that have tooltips."""
+"""Maximal points of a curve with tooltips."""
 
 Form = Callable[[float], str]
-"""A number as text, for an axis."""
+"""Format of a number, for an axis."""
 
 
 class Curve(NamedTuple):
@@ -30,12 +30,12 @@ class Curve(NamedTuple):
 
     @property
     def last(self) -> float | None:
-        """The newest value."""
+        """Newest value."""
         return next((y for _, y in reversed(self.points) if y is not None), None)
 
 
 class _Frame(NamedTuple):
-    """The ranges of both axes."""
+    """Ranges of both axes."""
 
     left: float
     right: float
@@ -50,10 +50,10 @@ class _Frame(NamedTuple):
 
 
 def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -> str:
-    """A figure of one or more curves; with one, its newest value stands beside the title.
+    """Returns a figure of one or more curves; the newest value of a single curve is next to the title.
 
     Args:
-        form: how values are written.
+        form: formats values.
         zero: the axis of values begins at 0.
     """
     found = [(x, y) for curve in curves for x, y in curve.points if y is not None]
@@ -75,7 +75,7 @@ def chart(title: str, curves: Sequence[Curve], form: Form, zero: bool = False) -
 
 
 def figure(title: str, shown: str, picture: str) -> str:
-    """A picture under its title; ``shown`` stands beside that."""
+    """Returns a picture under its title; ``shown`` is next to the title."""
     head = f"<figcaption>{escape(title)}<b>{escape(shown)}</b></figcaption>"
     return f'<figure class="chart">{head}{picture}</figure>'
 
@@ -118,7 +118,7 @@ def _curve(curve: Curve, number: int, frame: _Frame, form: Form) -> list[str]:
 
 
 def _thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
-    """At most about ``_POINTS`` points that keep every peak."""
+    """Returns at most about ``_POINTS`` points that keep every peak."""
     if len(points) <= _POINTS:
         return list(points)
     stretch = math.ceil(2 * len(points) / _POINTS)
@@ -132,7 +132,7 @@ def _thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, 
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten that span a range, about four of them."""
+    """Returns about four multiples of 1, 2 or 5 times a power of ten that span a range."""
     if high - low <= abs(high) * 1e-12:
         low, high = (low - abs(low) * 0.5, high + abs(high) * 0.5) if low else (0.0, 1.0)
     rough = (high - low) / 4
@@ -144,9 +144,9 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 _MAP_LEFT, _MAP_RIGHT, _MAP_TOP, _MAP_BOTTOM = 44, 6, 4, 22
 _LOWEST, _HIGHEST, _ROW = 164, 400, 3.0
-"""Heights of the cells together, and the height of a row where there are many."""
+"""Bounds of the total height of cells, and the height of a row if there are many."""
 BOUNDS: Final = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
-"""Shares of the mean at which the colour changes; the middle one is even."""
+"""Shares of the mean at which the colour changes; the middle colour is even."""
 _WORDS: Final = ("under 1/4", "under 1/2", "under 4/5", "even", "over 5/4", "over 2", "over 4")
 KEYS: Final = (
     '<p class="keys">times the mean of a layer: '
@@ -158,22 +158,22 @@ KEYS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatMap:
-    """Rows from top to bottom, columns from left to right."""
+    """Heat map with rows from top to bottom, columns from left to right."""
 
     title: str
     cells: Sequence[Sequence[float]]
-    """Of each row: shares of the mean, 1 is even."""
+    """Shares of the mean by row, 1 is even."""
     rows: Sequence[str]
     """Names of the rows."""
     tips: Sequence[str]
-    """A sentence on each row, shown under the mouse."""
+    """Tooltip of each row."""
     columns: Sequence[float]
-    """Ascending numbers of the columns."""
+    """Numbers of the columns, ascending."""
     across: str
     """Name of the columns."""
 
     def drawn(self, shown: str) -> str:
-        """The figure; ``shown`` stands beside its title."""
+        """Returns the figure; ``shown`` is next to its title."""
         height = min(_HIGHEST, max(_LOWEST, _ROW * len(self.cells)))
         high = height / len(self.cells)
         size = f"{WIDTH} {_MAP_TOP + height + _MAP_BOTTOM:.0f}"
@@ -192,7 +192,7 @@ class HeatMap:
         return (WIDTH - _MAP_LEFT - _MAP_RIGHT) / len(self.columns)
 
     def _levels(self, high: float) -> list[str]:
-        """One path for the cells of each colour; neighbours in a row are one rectangle."""
+        """Returns one path for the cells of each colour; neighbours in a row are one rectangle."""
         paths: list[list[str]] = [[] for _ in _WORDS]
         for place, row in enumerate(self.cells):
             levels = [bisect_right(BOUNDS, value) for value in row]
@@ -231,21 +231,21 @@ class HeatMap:
 
 
 _COLUMNS = 48
-"""Columns of a heat map over steps; of more steps, neighbours are added up."""
+"""Maximal columns of a heat map over steps; of more steps, neighbours are summed."""
 _LAYERS = 6
-"""Layers that have a heat map over steps of their own."""
+"""Maximal layers with their own heat map over steps."""
 _RECENT = 0.1
-"""Part of the logged steps that counts as the newest."""
+"""Fraction of the logged steps that counts as the newest."""
 
 
 class _Layer(NamedTuple):
-    """The experts of one layer."""
+    """Experts of one layer."""
 
     name: str
     short: str
     steps: Sequence[int]
     rows: Sequence[Sequence[int]]
-    """Of each step: the rows of each expert."""
+    """Rows of each expert, by step."""
     recent: Sequence[float]
     """Share of each expert in the newest steps, over the mean."""
 
@@ -256,7 +256,7 @@ class _Layer(NamedTuple):
 
 
 def expert_charts(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """(figures, a legend and a sentence below them) of the logged steps; empty if no rows were counted."""
+    """Returns (figures, legend and sentence below them) of the logged steps; empty if no rows were counted."""
     layers = list(_layers([row for row in steps if row.get("expert_load")]))
     if not layers:
         return "", ""
@@ -271,7 +271,7 @@ def expert_charts(steps: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def _layers(rows: Sequence[Mapping[str, Any]]) -> Iterator[_Layer]:
-    """The layers that were given any rows, in the order of the model."""
+    """Yields the layers that received any rows, in the order of the model."""
     names = list(dict.fromkeys(name for row in rows for name in row["expert_load"]))
     for name, short in zip(names, _shortened(names), strict=True):
         size = next(len(row["expert_load"][name]) for row in reversed(rows) if name in row["expert_load"])
@@ -284,7 +284,7 @@ def _layers(rows: Sequence[Mapping[str, Any]]) -> Iterator[_Layer]:
 
 
 def _shortened(names: Sequence[str]) -> list[str]:
-    """Names without the parts with which all of them begin and end: ``model.layers.3.mlp.experts`` is 3."""
+    """Returns names without their common beginning and end: ``model.layers.3.mlp.experts`` becomes 3."""
     parts = [name.split(".") for name in names]
     if len(names) < 2:
         return [str(place) for place in range(len(names))]
@@ -299,13 +299,13 @@ def _summed(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _shares(counts: Sequence[int]) -> list[float]:
-    """Over the mean."""
+    """Returns counts divided by their mean."""
     total = sum(counts) or 1
     return [count * len(counts) / total for count in counts]
 
 
 def _imbalance(layers: Sequence[_Layer]) -> str:
-    """The busiest expert over the mean of its layer, by step."""
+    """Charts the busiest expert over the mean of its layer, by step."""
     found: dict[int, list[float]] = {}
     for layer in layers:
         for step, counts in zip(layer.steps, layer.rows, strict=True):
@@ -318,7 +318,7 @@ def _imbalance(layers: Sequence[_Layer]) -> str:
 
 
 def _by_layer(layers: Sequence[_Layer]) -> str:
-    """All experts of all layers in the newest steps."""
+    """Charts all experts of all layers in the newest steps."""
     most = max(len(layer.recent) for layer in layers)
     tips = [
         f"{layer.name}: {_times(min(layer.recent))} to {_times(layer.worst)} times the mean, "
@@ -337,7 +337,7 @@ def _by_layer(layers: Sequence[_Layer]) -> str:
 
 
 def _over_steps(layer: _Layer) -> str:
-    """The experts of one layer, step by step."""
+    """Charts the experts of one layer, step by step."""
     stretch = -(-len(layer.steps) // _COLUMNS)
     starts = range(0, len(layer.steps), stretch)
     columns = [_shares(_summed(layer.rows[start : start + stretch])) for start in starts]

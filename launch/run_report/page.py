@@ -1,4 +1,4 @@
-"""The page: sections in the order in which a reader asks. It refers to nothing outside of itself."""
+"""Page of a run: sections in the order of a reader's questions. It refers to nothing outside of itself."""
 
 import json
 import time
@@ -21,18 +21,18 @@ MIB = 2**20
 
 
 class PageSection(NamedTuple):
-    """A part of the page."""
+    """Section of the page."""
 
     name: str
-    """Its anchor."""
+    """Anchor of the section."""
     title: str
     lead: str
-    """A sentence on what is shown and how it was measured."""
+    """Sentence about the content and its measurement."""
     body: str
 
 
 def page(run: RecordedRun) -> str:
-    """The whole page as HTML."""
+    """Returns the whole page as HTML."""
     sections = [part for part in (make(run) for make in _SECTIONS) if part.body]
     if run.warnings:
         sections = [sections[-1], *sections[:-1]]
@@ -82,7 +82,7 @@ def _tile(name: str, value: str, below: str) -> str:
 def _warnings(run: RecordedRun) -> PageSection:
     items = "".join(f"<li>{escape(text)}</li>" for text in run.warnings)
     body = f'<ul class="warnings">{items}</ul>' if items else '<p class="empty">none</p>'
-    return PageSection("warnings", "Warnings", "Notes of the plan, and what is missing in the record.", body)
+    return PageSection("warnings", "Warnings", "Notes of the plan, and gaps in the record.", body)
 
 
 def _training(run: RecordedRun) -> PageSection:
@@ -105,7 +105,7 @@ def _training(run: RecordedRun) -> PageSection:
 
 
 def _metrics(run: RecordedRun) -> dict[str, Curve]:
-    """Values of monitor.metrics."""
+    """Returns the values of monitor.metrics."""
     names = dict.fromkeys(name for row in run.steps for name in row.get("metrics", {}))
     return {name: Curve(name, [(r["step"], r.get("metrics", {}).get(name)) for r in run.steps]) for name in names}
 
@@ -117,9 +117,9 @@ def _is_expert(name: str) -> bool:
 def _experts(run: RecordedRun) -> PageSection:
     curves = [curve for name, curve in _metrics(run).items() if _is_expert(name)]
     counted, below = expert_charts(run.steps)
-    own = chart("of monitor.metrics", curves, _short, zero=True) if curves else ""
+    own = chart("values of monitor.metrics", curves, _short, zero=True) if curves else ""
     lead = (
-        "Rows that each expert was given in the logged steps, over all microbatches and data ranks; 1 is the mean of "
+        "Rows that each expert received in the logged steps, over all microbatches and data ranks; 1 is the mean of "
         "its layer. Newest: the last tenth of the logged steps."
     )
     lead = lead if counted else "Values of monitor.metrics whose names begin with expert."
@@ -128,9 +128,9 @@ def _experts(run: RecordedRun) -> PageSection:
 
 
 def _waits(run: RecordedRun) -> PageSection:
-    lead = "Seconds in which ranks waited for communication since training began, of their seconds in training steps."
+    lead = "Seconds of waiting for communication since training began, and all seconds in training steps."
     if not any(rank.waits is not None for rank in run.ranks):
-        return PageSection("waits", "Waits by axis", lead, '<p class="empty">not measured: no watchdog watched</p>')
+        return PageSection("waits", "Waits by axis", lead, '<p class="empty">not measured: the watchdog was off</p>')
     rows = [row for row in run.steps if row.get("waits") is not None]
     axes = wait_axes(run.ranks)
     sums = [Curve(axis, [(row["step"], row["waits"].get(axis, 0.0)) for row in rows]) for axis in axes]
@@ -143,7 +143,7 @@ def _waits(run: RecordedRun) -> PageSection:
 
 
 def _each_step(curve: Curve) -> Curve:
-    """Milliseconds of a step, of seconds so far; a new start, whose seconds begin at 0, leaves a gap."""
+    """Returns milliseconds per step from cumulative seconds; a new start, whose seconds begin at 0, leaves a gap."""
     found: list[tuple[float, float | None]] = []
     for (before, earlier), (step, later) in pairwise(curve.points):
         if earlier is not None and later is not None and step > before:
@@ -152,17 +152,14 @@ def _each_step(curve: Curve) -> Curve:
 
 
 def _bytes(run: RecordedRun) -> PageSection:
-    lead = (
-        "What all recorded ranks together sent in their last recorded step, by ring convention, "
-        "beside what the plan says."
-    )
+    lead = "Bytes that all recorded ranks sent in their last recorded step, by ring convention, and the planned bytes."
     return PageSection("bytes", "Bytes", lead, f'<div class="panel tall">{traffic_table(run)}</div>')
 
 
 def _memory(run: RecordedRun) -> PageSection:
     measured = {
         "resident": "the measured peak is all resident memory of the process, libraries included",
-        "allocated": "the measured peak is what the allocator of the GPU gave out, activations included",
+        "allocated": "the measured peak is memory allocated on the GPU, activations included",
     }
     lead = f"Planned: weights, gradients and optimizer state on the device; {measured.get(run.ranks[0].memory, '')}."
     return PageSection("memory", "Memory", lead, f'<div class="panel tall">{memory_table(run.ranks)}</div>')
@@ -177,15 +174,15 @@ def _schedule(run: RecordedRun) -> PageSection:
         '<p class="empty">not measured: the last step was not a train_batch, or a rank has no record of it</p>'
     )  # fmt: skip
     lead = (
-        "Predicted: every action starts as soon as it can, backwards take twice a forward. As run: the last recorded "
-        "step of the first pipeline, on the clocks of its hosts; waits count as idle."
+        "Predicted: every action starts as soon as it can, and a backward takes as long as two forwards. As run: "
+        "the last recorded step of the first pipeline, on the clocks of its hosts; waits count as idle."
     )
     picture = f'<div class="panel schedule">{_inline(svg(panels, 1100))}</div>'
     return PageSection("schedule", "Schedule and bubble", lead, picture + table)
 
 
 def _inline(picture: str) -> str:
-    """A picture within HTML, where it has no namespace of its own."""
+    """Returns a picture for use within HTML, where it has no namespace of its own."""
     return picture.replace(' xmlns="http://www.w3.org/2000/svg"', "")
 
 
@@ -229,10 +226,10 @@ def _thousands(value: float) -> str:
 
 
 def write_report(folder: Path, out: Path | None) -> None:
-    """Read a run and write its page, and the trace of profiled steps, ``trace.json``, beside it.
+    """Reads a run and writes its page, and next to it ``trace.json``, the trace of profiled steps.
 
     Args:
-        folder: the folder that ``monitor.report`` of the run names.
+        folder: the ``monitor.report`` folder of the run.
         out: file of the page; None: ``report.html`` in that folder.
 
     Raises:
@@ -253,13 +250,13 @@ def write_report(folder: Path, out: Path | None) -> None:
 
 
 def _lost(traces: Sequence[RankTrace]) -> str:
-    """What is missing in traces."""
+    """Describes the missing events of traces."""
     lost = sum(trace.lost for trace in traces)
     return f"; {lost} events of long steps were overwritten before they were read" if lost else ""
 
 
 def traffic_table(run: RecordedRun) -> str:
-    """Bytes sent in the last recorded step, summed over the recorded ranks, by axis and label."""
+    """Returns a table of bytes sent in the last recorded step, summed over the recorded ranks, by axis and label."""
     sums: dict[tuple[str, str], list[int]] = {}
     for row in (row for rank in run.ranks for row in rank.sent):
         planned, measured = sums.setdefault((row.axis, row.label), [0, 0])
@@ -282,7 +279,7 @@ KEYS = '<span class="key k0">planned</span><span class="key k1">measured</span>'
 
 
 def memory_table(ranks: Sequence[RecordedRank]) -> str:
-    """Planned state and measured peak of each rank."""
+    """Returns a table of planned state and measured peak of each rank."""
     kinds = list(dict.fromkeys(kind for rank in ranks for kind, count in rank.state.items() if count))
     hosted = any(rank.host_bytes for rank in ranks)
     most = max(max(rank.peak_bytes, sum(rank.state.values())) for rank in ranks) or 1
@@ -298,12 +295,12 @@ def memory_table(ranks: Sequence[RecordedRank]) -> str:
 
 
 def wait_axes(ranks: Iterable[RecordedRank]) -> list[str]:
-    """Axes on which any rank has waited."""
+    """Returns the axes on which any rank has waited."""
     return sorted({axis for rank in ranks for axis, seconds in (rank.waits or {}).items() if seconds})
 
 
 def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
-    """Seconds of waiting of each rank by axis, and their share of its seconds in steps."""
+    """Returns a table of each rank's seconds of waiting by axis, and their share of its seconds in steps."""
     axes = wait_axes(ranks)
     rows = []
     for rank in (rank for rank in ranks if rank.waits is not None):
@@ -319,7 +316,7 @@ def waits_by_rank(ranks: Sequence[RecordedRank]) -> str:
 
 
 def bubble_table(run: RecordedRun, predicted: float) -> str:
-    """Idle share of each pipeline in the last recorded step, beside the predicted one."""
+    """Returns a table of the idle share of each pipeline in the last recorded step, measured and predicted."""
     found = run.timelines()
     rows = [
         [
@@ -333,11 +330,11 @@ def bubble_table(run: RecordedRun, predicted: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """A table of finished cells.
+    """Returns a table of finished cells.
 
     Args:
         head: HTML of the headings.
-        right: columns whose headings stand to the right.
+        right: columns with right-aligned headings.
     """
     to_right = set(right)
     heads = "".join(f"<th{RIGHT * (n in to_right)}>{text}</th>" for n, text in enumerate(head))
@@ -353,22 +350,22 @@ def _placed(row: Sequence[str], right: Collection[int]) -> list[str]:
 
 
 def cell(text: str) -> str:
-    """A cell of text."""
+    """Returns a cell of text."""
     return f"<td>{escape(text)}</td>"
 
 
 def whole_number(count: int) -> str:
-    """A cell of a whole number."""
+    """Returns a cell of a whole number."""
     return cell(f"{count:,}")
 
 
 def amount(count: int) -> str:
-    """A cell of bytes, the exact number as its tooltip."""
+    """Returns a cell of bytes, with the exact number as its tooltip."""
     return f'<td class="r" title="{count} bytes">{megabytes(count)}</td>'
 
 
 def bars(lines: Sequence[Sequence[tuple[int, float]]]) -> str:
-    """A cell of bars, one above the other, each of pieces (colour, share of the width)."""
+    """Returns a cell of stacked bars, each made of pieces (colour, share of the width)."""
     drawn = (
         "".join(f'<i class="k{colour % 6}" style="width:{min(share, 1.0):.2%}"></i>' for colour, share in pieces)
         for pieces in lines

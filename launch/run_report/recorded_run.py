@@ -1,4 +1,4 @@
-"""The record of a run: read, checked, and put together; its profiled steps as one trace. Needs no torch.
+"""Record of a run: read, checked and merged; its profiled steps as one trace. Needs no torch.
 
 The trace is a file for ui.perfetto.dev: a process for each rank, a track for each kind of work.
 
@@ -8,7 +8,7 @@ rank 0   steps      |------------------ step 3 ------------------|
          pp send       | forward | ..
 
 The format is Chrome's (Trace Event Format). Time 0 is the end of the all-reduce that aligned the clocks; the ranks of
-one host share a clock, so the first of them that came out of it says when that was.
+one host share a clock, so the first of them to leave it marks that time.
 """
 
 import json
@@ -25,7 +25,7 @@ from engine.reporting.record_format import FORMAT, STEPS, rank_file, schedule_of
 
 
 class SentBytes(NamedTuple):
-    """Bytes that a rank sent for one label on one axis in its last recorded step; None: not planned, or not sent."""
+    """Bytes sent by a rank for one label on one axis in its last recorded step; None: not planned, or not sent."""
 
     axis: str
     label: str
@@ -35,7 +35,7 @@ class SentBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRank:
-    """What one rank has recorded."""
+    """Record of one rank."""
 
     rank: int
     place: Mapping[str, int]
@@ -45,37 +45,37 @@ class RecordedRank:
     written: float
     """Seconds since 1970."""
     memory: str
-    """What ``peak_bytes`` counts: "allocated" on a GPU, "resident" on the host."""
+    """Measure of ``peak_bytes``: "allocated" on a GPU, "resident" on the host."""
     peak_bytes: int
     state: Mapping[str, int]
     """Planned bytes of weights, gradients and optimizer state on the device, by kind."""
     host_bytes: int
-    """Planned bytes of state in the memory of the host, with offload."""
+    """Planned bytes of state in host memory, with offload."""
     sent: tuple[SentBytes, ...]
     in_steps: float
     """Seconds in training steps."""
     waits: Mapping[str, float] | None
-    """Seconds of waiting by axis; None where no watchdog watched."""
+    """Seconds of waiting by axis; None without a watchdog."""
     spans: tuple[Span, ...] | None
-    """Actions of the last recorded step, in seconds since 1970; None if a user's own loop has made it."""
+    """Actions of the last recorded step, in seconds since 1970; None for a step of a user's own loop."""
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> "RecordedRank":
-        """The rank that a file tells of."""
-        spans = told["spans"]
+    def of(cls, record: Mapping[str, Any]) -> "RecordedRank":
+        """Builds the record of a rank from its file."""
+        spans = record["spans"]
         return cls(
-            rank=int(told["rank"]),
-            place={axis: int(index) for axis, index in told["place"].items()},
-            host=str(told["host"]),
-            step=int(told["step"]),
-            written=float(told["written"]),
-            memory=str(told["memory"]),
-            peak_bytes=int(told["peak_bytes"]),
-            state={kind: int(count) for kind, count in told["state"].items()},
-            host_bytes=sum(map(int, told["host_state"].values())),
-            sent=tuple(_sent(row) for row in told["traffic"]),
-            in_steps=float(told["in_steps"]),
-            waits=None if told["waits"] is None else {axis: float(s) for axis, s in told["waits"].items()},
+            rank=int(record["rank"]),
+            place={axis: int(index) for axis, index in record["place"].items()},
+            host=str(record["host"]),
+            step=int(record["step"]),
+            written=float(record["written"]),
+            memory=str(record["memory"]),
+            peak_bytes=int(record["peak_bytes"]),
+            state={kind: int(count) for kind, count in record["state"].items()},
+            host_bytes=sum(map(int, record["host_state"].values())),
+            sent=tuple(_sent(row) for row in record["traffic"]),
+            in_steps=float(record["in_steps"]),
+            waits=None if record["waits"] is None else {axis: float(s) for axis, s in record["waits"].items()},
             spans=None if spans is None else tuple(Span(Action.parse(a), float(b), float(e)) for a, b, e in spans),
         )
 
@@ -87,24 +87,24 @@ def _sent(row: Mapping[str, Any]) -> SentBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What all ranks of a run have recorded."""
+    """Records of all ranks of a run."""
 
     name: str
     steps: Sequence[Mapping[str, Any]]
-    """The logged steps; those that were trained again after a resume count once."""
+    """Logged steps; steps that were repeated after a resume count once."""
     ranks: Sequence[RecordedRank]
-    """Ascending; those of other hosts may be missing."""
+    """Records in ascending order of rank; records of other hosts may be missing."""
     size: int
-    """Ranks of the run."""
+    """Number of ranks of the run."""
     facts: Mapping[str, Any]
-    """Grid, plan, notes, configuration and environment, as rank 0 told them."""
+    """Grid, plan, notes, configuration and environment, as rank 0 recorded them."""
     schedule: Schedule
     notes: tuple[str, ...]
-    """What was found while reading."""
+    """Problems found while reading."""
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader should know: notes of the plan, and what is wrong or missing in the record."""
+        """Notes of the plan, and problems and gaps of the record."""
         return [*map(str, self.facts["notes"]), *self.notes, *self._skipped(), *self._late(), *self._deviations()]
 
     def _skipped(self) -> Iterator[str]:
@@ -127,7 +127,7 @@ class RecordedRun:
             yield f"Planned and sent bytes differ on {len(off)} rank{'s' * (len(off) > 1)}: {_few(off)}."
 
     def timelines(self) -> dict[str, StepTimeline]:
-        """The last recorded step of each pipeline whose ranks all recorded it, by its place in words."""
+        """Returns the last recorded step of each pipeline with complete records, by its grid position in words."""
         found: dict[str, StepTimeline] = {}
         places = {(_outside_pipeline(rank), rank.place["pp"]): rank for rank in self.ranks}
         length = len(self.schedule.per_rank)
@@ -146,20 +146,20 @@ def _few(words: Sequence[str]) -> str:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Read a folder that ``monitor.report`` of a run named.
+    """Reads a folder of a run's ``monitor.report``.
 
     Raises:
         EngineError: there is no such folder, no run has recorded there, or a file is damaged.
     """
     if not folder.is_dir():
         raise EngineError(
-            f"there is no folder {folder}; give the folder that monitor.report of a run names, or --out of train.py."
+            f"there is no folder {folder}; give the monitor.report folder of a run, or --out of train.py."
         )
     first = told_by(folder / rank_file(0))
     if first is None:
         raise EngineError(
-            f"{folder} has no {rank_file(0)}: no run has recorded there; give the folder that monitor.report of a run "
-            "names, or --out of train.py."
+            f"{folder} has no {rank_file(0)}, so no run has recorded there; give the monitor.report folder of a run, "
+            "or --out of train.py."
         )
     try:
         size, schedule = int(first["ranks"]), schedule_of(first["run"]["schedule"])
@@ -180,16 +180,16 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def told_by(path: Path) -> dict[str, Any] | None:
-    """The object in a file of a rank; None without one.
+    """Returns the object in a file of a rank; None without a file.
 
     Raises:
         EngineError: the file is damaged, or of another version.
     """
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if told["format"] != FORMAT:
-            raise ValueError(f"format {told['format']}, and this version reads format {FORMAT}")
-        return dict(told)
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != FORMAT:
+            raise ValueError(f"format {record['format']}, but this version reads format {FORMAT}")
+        return dict(record)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -197,59 +197,61 @@ def told_by(path: Path) -> dict[str, Any] | None:
 
 
 def _rank(path: Path) -> Iterator[RecordedRank]:
-    told = told_by(path)
+    record = told_by(path)
     try:
-        if told is not None:
-            yield RecordedRank.of(told)
+        if record is not None:
+            yield RecordedRank.of(record)
     except (KeyError, TypeError, ValueError, AttributeError, EngineError) as error:
         raise damaged_file(path, error) from error
 
 
 def damaged_file(path: Path, error: Exception) -> EngineError:
-    """The error of a file that does not hold what it should."""
-    what = f"{type(error).__name__}: {error}".rstrip(".")
-    return EngineError(f"{path} cannot be read ({what}); it may be damaged: restore it, or train a step more.")
+    """Returns the error about a damaged file."""
+    cause = f"{type(error).__name__}: {error}".rstrip(".")
+    return EngineError(f"{path} cannot be read ({cause}); it may be damaged: restore it, or train another step.")
 
 
 _NUMBERS = ("loss", "lr", "grad_norm", "seconds", "tokens_per_second", "peak_bytes", "bytes_sent", "loss_scale")
 
 
 def _steps(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """The logged steps, and what was found in them. A line that a killed run has cut short is left out."""
+    """Returns the logged steps, and notes about them. A line that a killed run has cut short is ignored."""
     kept: list[dict[str, Any]] = []
     cut = again = 0
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except ValueError:  # of a start that ended while it wrote
+        except ValueError:  # from a start that ended during the write
             cut += 1
             continue
         try:
             row = _checked(row)
         except (KeyError, TypeError) as error:
             raise damaged_file(
-                path, ValueError(f"line {number} is no step, {type(error).__name__}: {error}")
+                path, ValueError(f"line {number} is not a step, {type(error).__name__}: {error}")
             ) from error
         while kept and (kept[-1]["step"] > row["step"] or (kept[-1]["step"] == row["step"] and not row["skipped"])):
             kept.pop()
             again += 1
         kept.append(row)
-    notes = [f"{again} logged steps were trained again after a resume; the last time counts."] * bool(again)
-    notes += [f"{cut} line{'s' * (cut > 1)} of {path.name} cannot be read: a run has ended while it wrote."] * bool(cut)
+    notes = [f"{again} logged steps were repeated after a resume; the last time counts."] * bool(again)
+    notes += [f"{cut} line{'s' * (cut > 1)} of {path.name} cannot be read: a run has ended during the write."] * bool(
+        cut
+    )
     return kept, tuple(notes)
 
 
 def _checked(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A logged step whose numbers are numbers.
+    """Returns a logged step after checking its numbers.
 
     Raises:
-        KeyError, TypeError: it is none.
+        KeyError, TypeError: it is not a logged step.
     """
     numbers = {name: _number(row[name]) for name in _NUMBERS}
     load = row.get("expert_load", {})
     if not isinstance(load, dict) or not all(map(_are_counts, load.values())):
-        raise TypeError("expert_load holds something else than lists of whole numbers")
+        raise TypeError("expert_load contains something other than lists of whole numbers")
     return {**row, **numbers, "step": int(row["step"]), "skipped": bool(row["skipped"])}
 
 
@@ -258,14 +260,14 @@ def _are_counts(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """A number, or None for one that was not finite."""
+    """Returns a number, or None for one that was not finite."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise TypeError(f"{value!r} is not a number")
     return value
 
 
 def _outside_pipeline(rank: RecordedRank) -> str:
-    """The coordinates of a rank along all axes but that of the pipeline, in words."""
+    """Describes the coordinates of a rank along all axes except the pipeline's."""
     nouns = {axis.name: axis.noun for axis in AXES}
     return ", ".join(f"{nouns.get(axis, axis)} {index}" for axis, index in rank.place.items() if axis != "pp")
 
@@ -275,7 +277,7 @@ _MICROSECOND = 1e3
 
 
 class TraceSlice(NamedTuple):
-    """Something that took time, in nanoseconds of the clock of its host."""
+    """Event with a duration, in nanoseconds of the clock of its host."""
 
     track: str
     name: str
@@ -285,20 +287,20 @@ class TraceSlice(NamedTuple):
 
 
 class RankTrace(NamedTuple):
-    """The trace of one rank."""
+    """Trace of one rank."""
 
     rank: int
     title: str
     host: str
     zero: int
-    """When the clocks were aligned."""
+    """Time of the alignment of the clocks."""
     lost: int
-    """Events that the flight recorder had overwritten before they were read."""
+    """Events that the flight recorder overwrote before they were read."""
     slices: Sequence[TraceSlice]
 
 
 def read_traces(folder: Path, size: int) -> list[RankTrace]:
-    """The traces of a run, by rank; none if no step was profiled.
+    """Reads the traces of a run, by rank; none if no step was profiled.
 
     Raises:
         EngineError: a file is damaged.
@@ -306,32 +308,34 @@ def read_traces(folder: Path, size: int) -> list[RankTrace]:
     found = []
     for rank in range(size):
         path = folder / trace_file(rank)
-        told = told_by(path)
+        record = told_by(path)
         try:
-            if told is not None and int(told["ranks"]) == size:  # not of an earlier start on another grid
-                found.append(_trace(told))
+            if record is not None and int(record["ranks"]) == size:  # excludes an earlier start on another grid
+                found.append(_trace(record))
         except (KeyError, TypeError, ValueError) as error:
             raise damaged_file(path, error) from error
     return found
 
 
-def _trace(told: Mapping[str, Any]) -> RankTrace:
-    place = ", ".join(f"{axis} {int(index)}" for axis, index in told["place"].items())
-    steps = [TraceSlice("steps", f"step {step}", int(begun), int(ended), {}) for step, begun, ended in told["steps"]]
-    actions = [TraceSlice("actions", str(token), int(begun), int(ended), {}) for token, begun, ended in told["actions"]]
-    newest = max((ended for _, _, ended in told["steps"]), default=0)
+def _trace(record: Mapping[str, Any]) -> RankTrace:
+    place = ", ".join(f"{axis} {int(index)}" for axis, index in record["place"].items())
+    steps = [TraceSlice("steps", f"step {step}", int(begun), int(ended), {}) for step, begun, ended in record["steps"]]
+    actions = [
+        TraceSlice("actions", str(token), int(begun), int(ended), {}) for token, begun, ended in record["actions"]
+    ]
+    newest = max((ended for _, _, ended in record["steps"]), default=0)
     return RankTrace(
-        rank=int(told["rank"]),
-        title=f"rank {told['rank']} ({place}) on {told['host']}",
-        host=str(told["host"]),
-        zero=int(told["zero"]),
-        lost=int(told["lost"]),
-        slices=[*steps, *actions, *(_event(event, int(newest)) for event in told["events"])],
+        rank=int(record["rank"]),
+        title=f"rank {record['rank']} ({place}) on {record['host']}",
+        host=str(record["host"]),
+        zero=int(record["zero"]),
+        lost=int(record["lost"]),
+        slices=[*steps, *actions, *(_event(event, int(newest)) for event in record["events"])],
     )
 
 
 def _event(event: Mapping[str, Any], newest: int) -> TraceSlice:
-    """A collective or message; what had not ended when it was read lasts until the newest step ended."""
+    """Returns a collective or message as a slice; an unfinished one lasts until the end of the newest step."""
     kind, axis, begun = str(event["kind"]), str(event["axis"]), int(event["begun"])
     facts = {"bytes": int(event["bytes"]), "dtype": str(event["dtype"]), "stream": str(event["stream"])}
     if int(event["peer"]) >= 0:
@@ -341,7 +345,7 @@ def _event(event: Mapping[str, Any], newest: int) -> TraceSlice:
 
 
 def perfetto(traces: Sequence[RankTrace]) -> str:
-    """Text of a JSON file, one event a line."""
+    """Returns the text of a JSON file, one event per line."""
     zeros: dict[str, int] = {}
     for trace in traces:
         zeros[trace.host] = min(trace.zero, zeros.get(trace.host, trace.zero))
@@ -364,7 +368,7 @@ def _events(trace: RankTrace, zero: int) -> Iterator[dict[str, Any]]:
 
 
 def _tracks(slices: Sequence[TraceSlice]) -> Iterator[tuple[str, list[TraceSlice]]]:
-    """Slices by track; what overlaps stands on further tracks, since a viewer draws nested slices only."""
+    """Yields slices by track; overlapping slices get further tracks, since a viewer draws only nested slices."""
     for track in dict.fromkeys(one.track for one in slices):
         lanes: list[list[TraceSlice]] = []
         for one in sorted((one for one in slices if one.track == track), key=lambda one: one.begun):

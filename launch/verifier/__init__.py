@@ -1,1 +1,1 @@
-"""``trine verify``: a model and a configuration, cut to a small size, against one process."""
+"""Command ``trine verify``: compares a model and a configuration, at a small size, with one process."""

@@ -1,10 +1,10 @@
-"""A script of the user's, run up to its first use of an engine: what it gives to ``engine.initialize``, and its rows.
+"""Run of a user's script up to its first use of an engine: records its calls of ``engine.initialize``, and its rows.
 
-    engine.initialize(...)      is noted, and answered with a stand-in
-    eng.train_batch(batch)      gives the rows, and ends the script; so does everything else that needs an engine
-    eng.grid, eng.module        are there, since samplers and optimizers read them
+    engine.initialize(...)      is recorded, and returns a stand-in
+    eng.train_batch(batch)      provides the rows, and ends the script; so does everything else that needs an engine
+    eng.grid, eng.module        exist, since samplers and optimizers read them
 
-A second call of ``initialize`` (teacher and student) is noted like the first one. Nothing is trained or written.
+A second call of ``initialize`` (teacher and student) is recorded like the first one. Nothing is trained or written.
 """
 
 import runpy
@@ -27,38 +27,38 @@ from engine.program.batch import Batch, map_tensors
 
 
 class _EndOfScript(BaseException):
-    """Ends a script; no ``except Exception`` of its own keeps it."""
+    """End of a script; an ``except Exception`` of the script does not catch it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ScriptCall:
-    """One call of ``engine.initialize``."""
+    """Call of ``engine.initialize``."""
 
     model: Any
     config: Any
     loss_fn: Any
     more: Mapping[str, Any]
-    """Further arguments that a comparison takes."""
+    """Further arguments for a comparison."""
     rows: Batch | None
-    """Some rows with content; None: the script has given none."""
+    """Some rows with content; None: the script has passed none."""
     notes: tuple[str, ...] = ()
     example: Batch = None
-    """A microbatch as it was given; on the meta device it has shapes alone."""
+    """Microbatch as it was passed; on the meta device it has only shapes."""
 
 
 @dataclass(slots=True)
 class _Calls:
-    """Answers every call of a script."""
+    """Handler of all calls of a script."""
 
     resolve: Callable[[Any], Config]
     found: list[ScriptCall] = field(default_factory=list)
 
     def answer(self, arguments: Mapping[str, Any]) -> "EngineStandIn":
-        """Note a call."""
+        """Records a call."""
         optimizer, scheduler = arguments["optimizer"], arguments["lr_scheduler"]
         own = isinstance(optimizer, torch.optim.Optimizer)
         given = {"optimizer": optimizer, "lr_scheduler": scheduler} if not own else {}
-        notes = ("the optimizer of the script is bound to its model; the configured one is compared",) if own else ()
+        notes = ("the script's optimizer is bound to its model; the configured one is compared",) if own else ()
         call = ScriptCall(
             model=arguments["model"],
             config=arguments["config"],
@@ -73,7 +73,7 @@ class _Calls:
 
 
 class EngineStandIn:
-    """What a script gets in place of an engine; the first use that needs one ends the script."""
+    """Stand-in for an engine in a script; the first use that needs an engine ends the script."""
 
     def __init__(self, call: ScriptCall, resolve: Callable[[Any], Config]) -> None:
         self._call, self._resolve = call, resolve
@@ -81,12 +81,12 @@ class EngineStandIn:
 
     @property
     def grid(self) -> Grid:
-        """As rank 0 sees it."""
+        """Grid from the view of rank 0."""
         config = self._resolve(self._call.config)
         return config.grid(0)
 
     def train_batch(self, batch: Any) -> None:
-        """Keep the rows, and end the script."""
+        """Stores the rows, and ends the script."""
         given = next(batch) if isinstance(batch, Iterator) else batch
         self._call.rows = _with_content(given) or self._call.rows
         raise _EndOfScript
@@ -104,7 +104,7 @@ class EngineStandIn:
 
 
 def _with_content(batch: Any) -> Batch | None:
-    """The batch on the host; None unless it has at least two rows with content."""
+    """Returns the batch on the host; None unless it has at least two rows with content."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     rows = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
     if not tensors or min(rows) < 2 or len(rows) > 1 or any(tensor.is_meta for tensor in tensors):
@@ -113,13 +113,13 @@ def _with_content(batch: Any) -> Batch | None:
 
 
 def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[Any], Config]) -> list[ScriptCall]:
-    """Run a script up to its first use of an engine.
+    """Runs a script up to its first use of an engine.
 
     Args:
         resolve: reads its configuration for a number of processes.
 
     Raises:
-        PlanError: it fails before, or never calls ``engine.initialize``.
+        PlanError: it fails earlier, or never calls ``engine.initialize``.
     """
     calls = _Calls(resolve)
     try:
@@ -131,7 +131,7 @@ def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[A
         if not calls.found and error.code not in (None, 0):
             raise PlanError(
                 f"{script} exits with {error.code} before it calls engine.initialize; give the arguments of the script "
-                f"behind two dashes: trine verify {script} -- ARGUMENTS."
+                f"after two dashes: trine verify {script} -- ARGUMENTS."
             ) from None
     except EngineError:
         raise
@@ -139,7 +139,7 @@ def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[A
         when = "after" if calls.found else "before"
         raise PlanError(
             f"{script} raises {type(error).__name__} {when} engine.initialize: {first_line(error)}; give a script that "
-            "starts as one process, its arguments behind two dashes."
+            "starts as one process, with its arguments after two dashes."
         ) from error
     if not calls.found:
         raise PlanError(
@@ -150,7 +150,7 @@ def calls_of_script(script: Path, arguments: Sequence[str], resolve: Callable[[A
 
 @contextmanager
 def _started_as(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Inside, the process looks as if Python had started the script."""
+    """Makes the process look as if Python had started the script."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))

@@ -1,7 +1,7 @@
-"""The trials of ``trine verify``: a model that can be built again and again with rows for it, and configurations.
+"""Trials of ``trine verify``: a model that can be built repeatedly, with rows for it, and configurations.
 
 as asked         dp2 x tp2 x pp2, ZeRO 2, full recomputation     off by 3e-2
-tensor off       dp2 x  1  x pp2, ZeRO 2, full recomputation     equal          <- what brings it in
+tensor off       dp2 x  1  x pp2, ZeRO 2, full recomputation     equal          <- the cause
 pipeline off     dp2 x tp2 x  1 , ZeRO 2, full recomputation     off by 3e-2
 """
 
@@ -48,26 +48,26 @@ from engine.program.loss import LossFunction
 from engine.verify import Parity, verify
 
 TOKENS = 16
-"""Of a row."""
+"""Tokens of a row."""
 SEED = 7
-"""Of the rows."""
+"""Seed of the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model under test."""
+    """Model under test."""
 
     words: str
-    """What it is, for the first line."""
+    """Description for the first line."""
     build: Callable[[], nn.Module]
     loss_fn: LossFunction | None
     rows: Batch
-    """Some rows, from which batches are drawn; each tensor has them in its first dim."""
+    """Rows from which batches are drawn, in the first dim of each tensor."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of :func:`engine.verify.verify`."""
 
     def batches(self, count: int, size: int) -> list[Batch]:
-        """``count`` batches of ``size`` rows, drawn with replacement, the same on every call."""
+        """Draws ``count`` batches of ``size`` rows with replacement, the same on every call."""
         chance = torch.Generator().manual_seed(SEED)
         rows = len(next(leaf for leaf in tree_leaves(self.rows) if isinstance(leaf, Tensor)))
         draws = [torch.randint(rows, (size,), generator=chance) for _ in range(count)]
@@ -75,10 +75,10 @@ class Subject:
 
 
 def of_function(name: str) -> Subject:
-    """``module:function``, which returns the model, or (model, rows), or (model, rows, loss_fn); built as it is.
+    """Builds the model of ``module:function`` (returns model, (model, rows) or (model, rows, loss_fn)), unchanged.
 
     Raises:
-        PlanError: there is no such function, it raises, or it gives no model or no rows.
+        PlanError: there is no such function, it raises, or it returns no model or no rows.
     """
     function = find_function(name)
 
@@ -90,12 +90,12 @@ def of_function(name: str) -> Subject:
         rows = _tokens_for(model, name)
     _check_rows(rows, name)
     elements = sum(parameter.numel() for parameter in model.parameters())
-    words = f"{name}, {type(model).__name__} as it is, {elements:,} parameters"
+    words = f"{name}, {type(model).__name__} unchanged, {elements:,} parameters"
     return Subject(words=words, build=lambda: parts()[0], loss_fn=loss_fn, rows=rows)
 
 
 def of_folder(folder: Path, tensor: int, layers: int) -> Subject:
-    """A model of a Hugging Face folder or its ``config.json``, shrunk; its weights are not read.
+    """Builds the model of a Hugging Face folder or its ``config.json``, shrunk; its weights are not read.
 
     Raises:
         PlanError: the model cannot be built at this size.
@@ -107,14 +107,14 @@ def of_folder(folder: Path, tensor: int, layers: int) -> Subject:
     if not has_language_model_head(kind, config):
         named = f", {kind.__name__}," if kind is not None else ""
         raise PlanError(
-            f"MODEL {folder} is a {config.model_type}{named} without a language model head, so it has no loss of its "
-            "own; give module:function that returns (module, rows, loss_fn)."
+            f"MODEL {folder} is a {config.model_type}{named} without a language model head, so it computes no "
+            "loss; give module:function that returns (module, rows, loss_fn)."
         )
     return _shrunk(kind, config, str(folder), (tensor, layers))
 
 
 def _shrunk(kind: Any, config: Any, name: str, sizes: tuple[int, int]) -> Subject:
-    """A class of transformers at toy widths; ``sizes``: tensor ranks and blocks."""
+    """Builds a class of transformers at toy widths; ``sizes``: tensor ranks and blocks."""
     shrink(config, *sizes)
 
     def build() -> nn.Module:
@@ -129,7 +129,7 @@ def _shrunk(kind: Any, config: Any, name: str, sizes: tuple[int, int]) -> Subjec
 def _tokens_for(model: nn.Module, name: str) -> Batch:
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(vocabulary, int):
-        raise PlanError(f"MODEL {name} does not say what its rows are; return (module, some rows of a batch) from it.")
+        raise PlanError(f"MODEL {name} does not define its rows; return (module, some rows of a batch) from it.")
     return _token_rows(vocabulary)
 
 
@@ -143,19 +143,19 @@ def _check_rows(rows: Batch, name: str) -> None:
     lengths = {len(tensor) if tensor.dim() else 0 for tensor in tensors}
     if len(lengths) != 1 or lengths <= {0, 1} or any(tensor.is_meta for tensor in tensors):
         raise PlanError(
-            f"MODEL {name} gives first dims of {sorted(lengths)}; return at least two rows with content, as many in "
-            "every tensor."
+            f"MODEL {name} returns first dims of {sorted(lengths)}; return at least two rows with content, the same "
+            "number in every tensor."
         )
 
 
 def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
-    """What a script gave to ``engine.initialize``: a model of transformers shrunk, any other one as it is.
+    """Builds the model of a call of ``engine.initialize``: a model of transformers shrunk, any other one unchanged.
 
     Args:
         sizes: tensor ranks and blocks of a model that is shrunk.
 
     Raises:
-        PlanError: the model cannot be built again, or nothing says what its rows are.
+        PlanError: the model cannot be built again, or its rows are unknown.
     """
     model = build_named(name, call.model) if not isinstance(call.model, nn.Module) else call.model
     config = getattr(model, "config", None)
@@ -166,14 +166,14 @@ def of_call(call: ScriptCall, name: str, sizes: tuple[int, int]) -> Subject:
         built = model.cpu()
         rows = call.rows if call.rows is not None else _tokens_for(model, name)
         elements = sum(parameter.numel() for parameter in built.parameters())
-        words = f"{type(model).__name__} of {name}, as it is, {elements:,} parameters"
+        words = f"{type(model).__name__} of {name}, unchanged, {elements:,} parameters"
         subject = Subject(words=words, build=lambda: deepcopy(built), loss_fn=None, rows=rows)
     _check_rows(rows, name)
     return replace(subject, loss_fn=call.loss_fn, rows=rows, more=call.more)
 
 
 def _folded(rows: Batch) -> Batch:
-    """Rows for a model that has shrunk: few tokens, of few kinds; -100 stays."""
+    """Returns rows for a shrunk model: few tokens, of few kinds; -100 stays."""
 
     def fold(tensor: Tensor) -> Tensor:
         short = tensor[:, :TOKENS] if tensor.dim() > 1 else tensor
@@ -183,10 +183,10 @@ def _folded(rows: Batch) -> Batch:
 
 
 HEAD = 8
-"""Elements of a head; rotary embeddings take halves of it."""
+"""Elements of a head; rotary embeddings split it in halves."""
 VOCABULARY, POSITIONS, WINDOW = 128, 64, 8
 CHOSEN = 2
-"""Experts that a token goes to, at most."""
+"""Maximal experts of a token."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",
            "decoder_layers")  # fmt: skip
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
@@ -209,14 +209,13 @@ _MOST: Mapping[str, int] = MappingProxyType({
 
 
 def shrink(config: Any, tensor: int, layers: int) -> None:
-    """Shrink a Hugging Face configuration in place, so that ``tensor`` ranks can share its heads and experts.
+    """Shrinks a Hugging Face configuration in place, so that ``tensor`` ranks can share its heads and experts.
 
-    What decides on the path of the forward stays: activations, norms, biases, ties, kinds of attention, whether keys
-    are shared by heads, the pattern of layers. Widths, numbers of heads, experts and layers, vocabulary and positions
-    shrink.
+    Settings that decide the path of the forward stay: activations, norms, biases, ties, kinds of attention, shared key
+    heads, the pattern of layers. Widths, numbers of heads, experts and layers, vocabulary and positions shrink.
 
     Args:
-        layers: as many blocks, or as it has.
+        layers: maximal number of blocks.
     """
     for name in getattr(config, "sub_configs", {}):
         if (inner := getattr(config, name, None)) is not None:
@@ -246,7 +245,7 @@ def shrink(config: Any, tensor: int, layers: int) -> None:
 
 
 class _Sizes:
-    """The numbers of a configuration; a name that it does not have, or that is None there, is left alone."""
+    """Numbers of a configuration; a name that is absent or None there is not changed."""
 
     def __init__(self, config: Any) -> None:
         self._config, self._known = config, set(config.to_dict())
@@ -256,7 +255,7 @@ class _Sizes:
         return next((value for value in values if _is_number(value)), None)
 
     def set(self, names: tuple[str, ...], value: int, most: bool = False) -> None:
-        """Set those that are there; ``most``: only where they are larger."""
+        """Sets the names that exist; ``most``: only if they are larger."""
         for name in names:
             before: Any = getattr(self._config, name, None) if name in self._known else None
             if _is_number(before) and not (most and before <= value):
@@ -268,7 +267,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _heads(found: _Sizes, tensor: int) -> tuple[int, int]:
-    """(key heads, query heads): equal where they were, else two query heads for each key head."""
+    """Returns (key heads, query heads): equal if they were equal, else two query heads for each key head."""
     heads, keys = found.first(_HEADS) or 1, found.first(_KEYS)
     least = max(2, tensor)
     if keys is None or keys == heads:
@@ -277,14 +276,14 @@ def _heads(found: _Sizes, tensor: int) -> tuple[int, int]:
 
 
 def _drop_nothing(config: Any) -> None:
-    """Without dropout, whose masks inside sharded layers are not those of one process."""
+    """Switches dropout off, since its masks inside sharded layers differ from those of one process."""
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
 
 
 def _shorten_lists(config: Any, before: int | None, layers: int) -> None:
-    """Lists with an entry for each layer lose those of the layers that are gone."""
+    """Shortens lists with an entry for each layer by the removed layers."""
     for name, value in config.to_dict().items():
         if isinstance(value, list) and before is not None and len(value) == before and before > layers:
             setattr(config, name, value[:layers])
@@ -293,19 +292,19 @@ def _shorten_lists(config: Any, before: int | None, layers: int) -> None:
 Chosen = TypeVar("Chosen", bound=OptimizerConfig)
 
 MOST_DATA = 2
-"""Data ranks of a trial; more of them repeat what two do."""
+"""Data ranks of a trial; further ones would repeat these two."""
 MICROBATCHES = 4
 CLIP = 0.05
-"""A norm that every gradient exceeds, for configurations that clip."""
+"""Norm below that of every gradient, for configurations that clip."""
 EPS = 1e-5
-"""Of Adam: with a smaller one, a gradient that is zero but for rounding makes full steps."""
+"""Adam's eps: with a smaller one, a gradient that is zero except for rounding makes full steps."""
 
 
 def small_config(config: Config) -> Config:
-    """The configuration of the first trial: its grid with at most two data ranks, few microbatches, in fp32.
+    """Returns the configuration of the first trial: its grid with at most two data ranks, few microbatches, in fp32.
 
-    Shard groups are two of two data ranks each.
-    What a run keeps, shows or watches is off, since nothing of it changes a number.
+    Shard groups become two groups of two data ranks each. Checkpoints, monitors and watchdogs are off, since they
+    change no number.
     """
     optimizer = config.optimizer
     if optimizer is not None:
@@ -326,14 +325,14 @@ def small_config(config: Config) -> Config:
 
 
 def _steadied(optimizer: Chosen) -> Chosen:
-    """The optimizer with what keeps a rounding error as small as it is."""
-    kept = {"eps": EPS} if {"betas", "eps"} <= optimizer.params.keys() else {}
+    """Returns the optimizer with settings that do not amplify rounding errors."""
+    steady = {"eps": EPS} if {"betas", "eps"} <= optimizer.params.keys() else {}
     exact = {"ns_dtype": "fp32"} if "ns_dtype" in optimizer.params else {}
-    return replace(optimizer, params=FrozenMap({**optimizer.params, **kept, **exact}))
+    return replace(optimizer, params=FrozenMap({**optimizer.params, **steady, **exact}))
 
 
 def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
-    """Each thing that the configuration uses, and the configuration without it."""
+    """Yields each feature that the configuration uses, with the configuration without it."""
     parallel, (dp, tp, pp) = config.parallel, (config.dp, config.tp, config.pp)
     parts = replace(parallel, sequence_parallel=False, sequence_parallel_regather=False)
     line = replace(parallel, schedule="1f1b", virtual_stages=1)
@@ -360,7 +359,7 @@ def switched_off(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def train_both_ways(subject: Subject, config: Config, steps: int) -> Parity:
-    """Train on the grid of ``config``, its ranks being threads of this process, and in one process of plain torch.
+    """Trains on the grid of ``config``, with threads of this process as ranks, and in one process of plain torch.
 
     Raises:
         EngineError: as :func:`engine.initialize` and a step raise it.
@@ -369,12 +368,12 @@ def train_both_ways(subject: Subject, config: Config, steps: int) -> Parity:
     batches = subject.batches(steps, config.train_batch_size)
     ranks = config.grid(0).world_size
     found = verify(subject.build, config, batches, subject.loss_fn, threads=ranks, **subject.more)
-    assert found is not None  # ranks that are threads all answer
+    assert found is not None  # thread ranks all return a result
     return found
 
 
 def _resized(config: Config, parallel: ParallelConfig, grid: tuple[int, int, int]) -> Config:
-    """The configuration on a grid of data x tensor x pipeline ranks, with sizes of a batch that fit it."""
+    """Returns the configuration on a grid of data x tensor x pipeline ranks, with fitting batch sizes."""
     zero = config.zero_optimization
     node, shards = zero.zero_hpz_partition_size, zero.shard_size
     near = node if isinstance(node, str) or not node or (shards or grid[0]) % node == 0 else 1

@@ -1,4 +1,4 @@
-"""``trine verify MODEL CONFIG``, ``trine verify train.py``: does a configuration train a model as one process does?"""
+"""Command ``trine verify MODEL CONFIG`` or ``trine verify train.py``: checks that training equals one process's."""
 
 import logging
 from argparse import ArgumentParser, Namespace
@@ -17,33 +17,35 @@ if TYPE_CHECKING:
     from engine.verify import Parity
 
 BOUNDS = (1e-6, 1e-5, 1e-5)
-"""Of losses and norms, relative, and of weights, absolute."""
+"""Bounds of losses and norms, relative, and of weights, absolute."""
 
 
 def add_verify_options(command: ArgumentParser) -> None:
-    """Add the arguments of ``trine verify``."""
+    """Adds the arguments of ``trine verify``."""
     command.add_argument("model", metavar="MODEL", help=(
-        "Hugging Face folder or config.json, which is shrunk; or module:function that returns the model, or "
-        "(model, rows), or (model, rows, loss_fn), and is taken as it is; or a script train.py that calls "
-        "engine.initialize, which is run up to there, its arguments behind two dashes"
+        "Hugging Face folder or config.json, which is shrunk; or module:function that returns model, (model, rows) "
+        "or (model, rows, loss_fn), used unchanged; or a script train.py, run up to its call of "
+        "engine.initialize, with its arguments after two dashes"
     ))  # fmt: skip
     command.add_argument("config", nargs="?", metavar="CONFIG", help="configuration of the run; not for a script")
     command.add_argument("arguments", nargs="*", metavar="KEY=VALUE | -- ARGUMENTS", help=(
         f"{OVERRIDES_HELP}; or arguments of a script"
     ))  # fmt: skip
-    command.add_argument("--world", type=int, help="number of processes, where the configuration does not say it")
+    command.add_argument("--world", type=int, help="number of processes, if the configuration does not set it")
     command.add_argument("--steps", type=int, default=3, help="optimizer steps (default 3)")
     command.add_argument(
-        "--layers", type=int, help="blocks that a Hugging Face model keeps (default: 2 a pipeline rank, or one a stage)"
+        "--layers",
+        type=int,
+        help="blocks of a shrunk Hugging Face model (default: 2 per pipeline rank, or one per stage)",
     )
     command.add_argument("--weights", action="store_true", help="print the deviation of every weight")
 
 
 def run_verify(options: Namespace) -> int:
-    """Print the deviations and the verdict; 0 if the configuration trains as one process.
+    """Prints the deviations and the verdict; returns 0 if the configuration trains as one process.
 
     Raises:
-        EngineError: the model, the configuration or their meeting is refused; what a run would raise.
+        EngineError: the model, the configuration or their combination is refused; the error that a run would raise.
     """
     with _without_banners():
         return _verify(options)
@@ -51,13 +53,13 @@ def run_verify(options: Namespace) -> int:
 
 def _verify(options: Namespace) -> int:
     if options.steps < 1:
-        raise ConfigError(f"--steps {options.steps}: a comparison takes 1 or more; give such a number.")
+        raise ConfigError(f"--steps {options.steps}: give a number of at least 1.")
     if options.model.endswith(".py"):
         return max(_verify_call(options, call) for call in _calls(options))
     if options.config is None:
-        raise ConfigError("CONFIG is not given; a model is verified for a configuration, so give its JSON file.")
+        raise ConfigError("CONFIG is not given, but a model is verified for a configuration; give its JSON file.")
     if other := [word for word in options.arguments if not is_override(word)]:
-        raise ConfigError(f"{other[0]} is for no script: MODEL is {options.model}; leave it out.")
+        raise ConfigError(f"{other[0]} is an argument of a script, but MODEL is {options.model}; leave it out.")
     asked = _configured(load_raw(options.config, options.arguments), options.world)
     _check_source(options.model)
     from engine.launch.verifier import trials  # imports torch
@@ -75,7 +77,7 @@ def _calls(options: Namespace) -> "list[ScriptCall]":
     given = ([] if options.config is None else [options.config]) + options.arguments
     found = calls_of_script(script, given, lambda config: _configured(config, options.world))
     if len(found) > 1:
-        print(f"script     calls engine.initialize {len(found)} times; each call is verified by itself")
+        print(f"script     calls engine.initialize {len(found)} times; each call is verified separately")
     return found
 
 
@@ -108,7 +110,7 @@ def _compare(options: Namespace, subject: "Subject", config: Config) -> int:
     if parity.holds(*BOUNDS):
         print("verdict    trains as one process")
         return 0
-    print("verdict    DIFFERS from one process; with one thing switched off:")
+    print("verdict    DIFFERS from one process; with one feature switched off:")
     for name, other in trials.switched_off(config):
         print(f"           {name:<28}{_verdict(options.model, subject, other, options.steps)}")
     return 1
@@ -116,7 +118,7 @@ def _compare(options: Namespace, subject: "Subject", config: Config) -> int:
 
 @contextmanager
 def _without_banners() -> Iterator[None]:
-    """Nobody asks for what the engine says of toys."""
+    """Silences the engine's log below errors, since banners of toy models are not of interest."""
     logger = logging.getLogger("trine")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -145,7 +147,7 @@ def _verdict(name: str, subject: "Subject", config: Config, steps: int) -> str:
         parity = _trained(name, subject, config, steps)
     except EngineError as error:
         return f"refused: {error}"
-    return "equal: it brings the deviation in" if parity.holds(*BOUNDS) else f"differs: {parity}"
+    return "equal: it causes the deviation" if parity.holds(*BOUNDS) else f"differs: {parity}"
 
 
 def _subject(options: Namespace, config: Config) -> "Subject":
@@ -157,7 +159,7 @@ def _subject(options: Namespace, config: Config) -> "Subject":
 
 
 def _layers(options: Namespace, config: Config) -> int:
-    """Blocks that a model keeps which is shrunk."""
+    """Returns the number of blocks of a shrunk model."""
     blocks: int = options.layers or config.pp * max(2, config.parallel.virtual_stages)
     return blocks
 
@@ -173,11 +175,11 @@ def _check_source(name: str) -> None:
 
 
 def _world_of(config: Config) -> int:
-    """The world of a configuration that gives all axes."""
+    """Returns the world size of a configuration that sets all axes."""
     world = 1
     for axis, size in axis_sizes(config.parallel).items():
         if size == "auto":
-            raise ConfigError(f'parallel.{axis} is "auto": it follows from the number of processes; give --world N.')
+            raise ConfigError(f'parallel.{axis} is "auto", which depends on the number of processes; give --world N.')
         world *= size
     return world
 

@@ -137,15 +137,15 @@ def test_another_version_on_one_host(
     assert words in sentence and " on node1; " in sentence
 
 
-SILENT = "came and gave no answer within 3 s in: "
+SILENT = "joined but did not answer within 3 s in: "
 
 
 @pytest.mark.parametrize(
     ("phase", "each", "words"),
     [
         ("measuring the axes", 1, f"node1 (rank 1) {SILENT}measuring"),
-        wide("", 1, "rank 1 of 3 did not come to node0:29500 within 3 s, of node 1 counted from 0"),
-        wide("", 2, "ranks 2, 3 of 6 did not come to node0:29500 within 3 s, of node 1 counted from 0"),
+        wide("", 1, "rank 1 of 3 did not join at node0:29500 within 3 s, of node 1 counted from 0"),
+        wide("", 2, "ranks 2, 3 of 6 did not join at node0:29500 within 3 s, of node 1 counted from 0"),
         wide("starting the process group", 1, f"node1 (rank 1) {SILENT}"),
         wide("measuring pairs", 2, f"node1 (ranks 2, 3) {SILENT}measuring pairs of hosts"),
     ],

@@ -76,5 +76,5 @@ def test_verify_trains_threads_on_the_device_that_it_is_given(run_ranks: RunRank
 
 
 def test_verify_refuses_a_device_that_no_threads_share() -> None:
-    with pytest.raises(GridError, match=r"device='cuda' and no threads.*give threads=N"):
+    with pytest.raises(GridError, match=r"device='cuda' without threads.*give threads=N"):
         verify(models.decoder, config_for(1, 0), models.batches_for("decoder", 16), loss_sum, device="cuda")

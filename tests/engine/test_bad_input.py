@@ -34,9 +34,8 @@ def test_wrong_leading_dim_names_the_key() -> None:
     batch["labels"] = batch["labels"][:6]
     assert message(train(batch)) == (
         "batch['labels'] has leading dim 6, but a data rank's share has micro x accumulation = 2 x 4 = 8 rows; "
-        "change the loader or the sizes in the configuration, or, if the tensor has no rows of the batch, pass "
-        "whole=['labels'] to engine.initialize, or to what takes engine_config, and every microbatch gets the whole of "
-        "it."
+        "change the loader or the sizes in the configuration; if the tensor has no rows of the batch, pass "
+        "whole=['labels'] to engine.initialize (or with engine_config), so that every microbatch gets all of it."
     )
 
 
@@ -53,7 +52,7 @@ def test_microbatch_of_wrong_size_in_an_iterator() -> None:
 
 
 def test_batch_without_tensors() -> None:
-    assert "the batch holds no tensor with a leading dim; give tensors of" in message(train({"a": 1}))
+    assert "the batch has no tensor with a leading dim; give tensors of" in message(train({"a": 1}))
 
 
 def test_loss_that_is_no_scalar() -> None:
@@ -174,7 +173,7 @@ def test_models_that_cannot_be_trained() -> None:
             "train_batch: the model has no trainable parameter; set requires_grad on what is to be trained before "
             "engine.initialize, or call eval_batch or predict."
         )
-    assert "'tokens.weight' is float8_e4m3fn, in which torch cannot train it" in message(
+    assert "'tokens.weight' is float8_e4m3fn, a dtype that torch cannot train" in message(
         start(models.decoder().to(torch.float8_e4m3fn)), engine.PlanError
     )
     kept = CONFIG | {"keep_fp32": ["*norm*"]}

@@ -448,7 +448,7 @@ def three_calls(grid: str) -> list[str]:
 def test_calls_that_come_too_early_or_cannot_be(run_ranks: RunRanks, grid: str) -> None:
     (first, second) = run_ranks(three_calls, 2, grid)
     assert first == second
-    early = "the plan needs a batch, and no batch has been given yet; pass example_batch=... to engine.initialize, or"
+    early = "the plan needs a batch, but none has been passed yet; pass example_batch=... to engine.initialize, or"
     assert all(text.startswith(early) for text in first[:4])
     assert first[-1] == "train_batch under torch.no_grad, which records no gradients; call it outside of no_grad."
     if grid == "pp2":

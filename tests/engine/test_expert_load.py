@@ -254,7 +254,7 @@ def test_numbers_of_no_expert_count_for_none(caplog: pytest.LogCaptureFixture) -
     assert not caplog.records
     nothing = trained(Router(None))
     assert dict(nothing.expert_load) == {"stack": (0, 0, 0)} and nothing.expert_imbalance is None
-    assert "stack holds 3 experts and was called without their numbers" in caplog.text
+    assert "stack has 3 experts and was called without their numbers" in caplog.text
 
 
 def test_a_model_without_experts_is_one_sentence() -> None:

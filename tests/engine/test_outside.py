@@ -89,7 +89,7 @@ def test_nothing_runs_after_close() -> None:
     for name, call in CALLS.items():
         with pytest.raises(engine.EngineError) as caught:
             call(eng)
-        assert str(caught.value).startswith(f"{name} after close(), which has given back the engine's parts; build a")
+        assert str(caught.value).startswith(f"{name} after close(), which released the engine's parts; build a")
     eng.close()
     assert eng.step_count == 1 and eng.plan.groups, "what is only read stays readable"
 

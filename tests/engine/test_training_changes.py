@@ -194,7 +194,7 @@ def test_rates_by_hand_are_overridden_by_a_schedule_and_the_log_says_so_once(cap
     assert rates == sorted(rates) and max(rates) < 0.01
     told = [record.message for record in caplog.records if "by hand" in record.message]
     assert told == [
-        "the learning rate of optimizer group 0 was set to 0.5 by hand, but the schedule sets it anew before each "
+        "the learning rate of optimizer group 0 was set to 0.5 by hand, but the schedule sets it again before each "
         "update; leave the scheduler out to set rates by hand."
     ]
 

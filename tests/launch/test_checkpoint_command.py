@@ -55,7 +55,7 @@ def test_info_tells_what_a_checkpoint_holds(run: Path, capsys: pytest.CaptureFix
     assert "master F32 of 1,6" in lines["optimizer"]
     assert lines["data"] == "position 32, seed 0, windows 1000"
     assert "model " in lines["files"] and "in 2, optim " in lines["files"] and "in 1, state " in lines["files"]
-    assert lines["beside"] == "it  step-00000002, step-00000003, step-00000009.tmp-dead"
+    assert lines["also"] == "there step-00000002, step-00000003, step-00000009.tmp-dead"
 
 
 def test_info_of_one_step_and_of_a_folder_of_train_py(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ def test_a_script_elsewhere_finds_a_module_of_this_folder(
     (tmp_path / f"{name}.py").write_text(f"from {HERE} import with_rows as build\n")
     monkeypatch.chdir(tmp_path)
     assert main(["init", f"{name}:build", "--out", "beside"]) == 0 and main(["init", f"{name}:build"]) == 0
-    line = f"sys.path.insert(0, {json.dumps(str(tmp_path))})  # where {name} lies"
+    line = f"sys.path.insert(0, {json.dumps(str(tmp_path))})  # the folder of {name}"
     assert line in (tmp_path / "beside" / SCRIPT).read_text().splitlines()
     assert "sys.path" not in (tmp_path / SCRIPT).read_text(), "Python looks beside the script"
     if run:
@@ -135,5 +135,8 @@ def test_what_is_no_model_is_one_sentence(
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / CONFIG).write_text("mine")
     assert main(["init", f"{HERE}:alone", "--out", str(tmp_path)]) == 1
-    assert "engine.json exists and is kept; remove it, or give --out another folder." in capsys.readouterr().err
+    assert (
+        "engine.json exists and is not overwritten; remove it, or pass another folder with --out."
+        in capsys.readouterr().err
+    )
     assert (tmp_path / CONFIG).read_text() == "mine" and not (tmp_path / SCRIPT).exists()

@@ -119,7 +119,7 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     first.write_text(json.dumps(told | {"ranks": 2}))
     page = written(tmp_path, capsys)
     Outline(page)
-    assert "1 logged steps were trained again" in page
+    assert "1 logged steps were repeated" in page
     assert "1 line of steps.jsonl cannot be read" in page
     assert "1 of 2 ranks have no record here: 1." in page
     assert len(read_run(tmp_path).steps) == 2
@@ -129,10 +129,10 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("files", "said"),
     [
         (None, "there is no folder"),
-        ({}, "has no rank-00000.json: no run has recorded there"),
+        ({}, "has no rank-00000.json, so no run has recorded there"),
         ({"rank-00000.json": "{"}, "rank-00000.json cannot be read (JSONDecodeError"),
         ({"rank-00000.json": "[]"}, "rank-00000.json cannot be read (TypeError"),
-        ({"rank-00000.json": '{"format": 99}'}, "format 99, and this version reads format 1"),
+        ({"rank-00000.json": '{"format": 99}'}, "format 99, but this version reads format 1"),
         ({"rank-00000.json": '{"format": 1, "ranks": 1, "run": null}'}, "cannot be read (TypeError"),
     ],
     ids=["no folder", "no run", "cut", "a list", "newer", "no facts"],
@@ -225,8 +225,8 @@ def test_traces_of_hosts_are_put_on_one_clock(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("monitor", "watchdog", "said"),
     [
-        ({"profile": "5", "report": "run"}, {}, 'is no range of steps; give "A:B"'),
-        ({"profile": "5:3", "report": "run"}, {}, "is no range of steps"),
+        ({"profile": "5", "report": "run"}, {}, 'is not a range of steps; give "A:B"'),
+        ({"profile": "5:3", "report": "run"}, {}, "is not a range of steps"),
         ({"profile": "3:5"}, {}, "without monitor.report"),
         ({"profile": "3:5", "report": "run"}, {"enabled": False}, "flight recorder"),
     ],

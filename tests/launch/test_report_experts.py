@@ -92,4 +92,4 @@ def test_damaged_counts_are_one_sentence(load: str, tmp_path: Path, capsys: pyte
     steps.write_text(re.sub(r'"expert_load": \{.*?\}', f'"expert_load": {load}', row) + "\n")
     assert main(["report", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    assert "steps.jsonl cannot be read (ValueError: line 1 is no step" in said
+    assert "steps.jsonl cannot be read (ValueError: line 1 is not a step" in said

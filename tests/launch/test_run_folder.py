@@ -46,9 +46,9 @@ def test_a_run_goes_on_and_records_its_last_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"corpus": OTHER}, "text digest 0123456789abcdef, and this start has text digest f0123456789abcde"),
-        ({"shape": DecoderConfig(layers=3, width=32)}, "layers 2, and this start has layers 3"),
-        ({"seed": 2}, "seed 1, and this start has seed 2"),
+        ({"corpus": OTHER}, "text digest 0123456789abcdef, but this start has text digest f0123456789abcde"),
+        ({"shape": DecoderConfig(layers=3, width=32)}, "layers 2, but this start has layers 3"),
+        ({"seed": 2}, "seed 1, but this start has seed 2"),
     ],
 )
 def test_another_run_is_refused_in_one_sentence(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -100,7 +100,7 @@ def test_fresh_is_refused_where_checkpoints_would_stay(tmp_path: Path) -> None:
     (elsewhere / "step-00000003").mkdir(parents=True)
     config = settings(out, checkpoint={"folder": str(elsewhere)})
     begin(out, config, fresh=True)
-    with pytest.raises(EngineError, match="elsewhere of the configuration has checkpoints"):
+    with pytest.raises(EngineError, match=r"would continue from checkpoints in checkpoint\.folder .*elsewhere"):
         open_run(options(out, fresh=True), config, TEXT, SHAPE)
     assert not (tmp_path / "run.1").exists()
 
@@ -138,16 +138,14 @@ def test_the_log_is_cut_back_to_the_checkpoint(tmp_path: Path, given: str, made:
         said = go_on(options(tmp_path, steps=99), made)
         writer.write(rows(made + 1))
     assert log.read_text() == left + rows(made + 1)
-    assert said == (
-        [f"{cut} lines after step {made} are removed from {log}: these steps are trained again"] if cut else []
-    )
+    assert said == ([f"{cut} lines after step {made} are removed from {log}: these steps are repeated"] if cut else [])
 
 
 def test_a_finished_run_is_told(tmp_path: Path) -> None:
     assert go_on(options(tmp_path, steps=8), 7) == []
     for made in (8, 9):
         (said,) = go_on(options(tmp_path, steps=8), made)
-        assert said.startswith("nothing to train: ") and f"has made {made} steps, and --steps asks for 8" in said
+        assert said.startswith("nothing to train: ") and f"has made {made} steps, and --steps is 8" in said
 
 
 def test_progress_counts_the_steps_before_this_start(capsys: pytest.CaptureFixture[str]) -> None:

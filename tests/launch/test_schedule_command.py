@@ -53,8 +53,8 @@ rank 0 |F0 F1  .  . B0 B0 F2 B1 B1  . B2 B2
 rank 1 | . F0 B0 B0 F1 B1 B1 F2 B2 B2  .  .
 stages                 2: 0 1, by rank
 idle share (bubble)    25.0%
-time of the step       12, where the forward of a slice takes 1, its backward 2 (split: 1 + 1)
-most activations held  2 1 slices, by rank
+time of the step       12, if the forward of a slice takes 1 and its backward 2 (split: 1 + 1)
+peak of activations    2 1 slices, by rank
 messages sent          3 3, by rank
 """
     assert run(capsys, "1f1b", "--ranks", "2", "--microbatches", "3", "--width", "80") == text
@@ -67,8 +67,8 @@ rank 0 |0F0   .   . 3F0 3I0 3W0   . 0I0 0W0
 rank 1 |  . 1F0 2F0   .   . 2I0 1I0 2W0 1W0
 stages                 4: 0+3 1+2, by rank
 idle share (bubble)    33.3%
-time of the step       4.5, where the forward of a slice takes 1, its backward 2 (split: 1 + 1)
-most activations held  1 1 slices, by rank
+time of the step       4.5, if the forward of a slice takes 1 and its backward 2 (split: 1 + 1)
+peak of activations    1 1 slices, by rank
 messages sent          2 2, by rank
 """
     assert run(capsys, v_shape, "--width", "80") == text
@@ -79,13 +79,13 @@ def test_without_words_it_is_1f1b_on_four_ranks(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(("words", "times"), [
-    (["--backward", "3"], "1, its backward 3 (split: 1.5 + 1.5)"),
-    (["--input", "1.5"], "1, its backward 2.5 (split: 1.5 + 1)"),
-    (["--weight", "0.5", "--backward", "2"], "1, its backward 2 (split: 1 + 0.5)"),
-    (["--forward", "2", "--transfer", "0.25"], "2, its backward 2 (split: 1 + 1), a transfer 0.25"),
+    (["--backward", "3"], "1 and its backward 3 (split: 1.5 + 1.5)"),
+    (["--input", "1.5"], "1 and its backward 2.5 (split: 1.5 + 1)"),
+    (["--weight", "0.5", "--backward", "2"], "1 and its backward 2 (split: 1 + 0.5)"),
+    (["--forward", "2", "--transfer", "0.25"], "2 and its backward 2 (split: 1 + 1), a transfer 0.25"),
 ])  # fmt: skip
 def test_times(capsys: pytest.CaptureFixture[str], words: list[str], times: str) -> None:
-    assert f"where the forward of a slice takes {times}\n" in run(capsys, *words)
+    assert f"if the forward of a slice takes {times}\n" in run(capsys, *words)
 
 
 def test_times_change_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,8 +165,8 @@ def test_a_kind_has_its_usual_stages(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    (["--compare", "gpipe"], "--compare shows the figures of all kinds; leave out gpipe, or --compare."),
-    (["--compare", "--tokens"], "--compare shows the figures of all kinds; leave out --tokens, or --compare."),
+    (["--compare", "gpipe"], "--compare prints the figures of all kinds; leave out gpipe, or --compare."),
+    (["--compare", "--tokens"], "--compare prints the figures of all kinds; leave out --tokens, or --compare."),
     (["no.txt"], "schedule no.txt: No such file or directory; give the path of a file of actions."),
     (["--svg", "/no/x.svg", "--tokens", "--ranks", "0"],
      "schedule 1f1b over 0 stages and 8 microbatches is empty; give at least one of each."),
@@ -174,7 +174,7 @@ def test_a_kind_has_its_usual_stages(capsys: pytest.CaptureFixture[str]) -> None
     (["--weight", "nan"], "--weight nan is not a duration; give a number, 0 or more."),
     (["--transfer", "-1"], "--transfer -1 is not a duration; give a number, 0 or more."),
     (["--compare", "--ranks", "0"], "is empty; give at least one of each"),
-    (["--world", "4"], "--world fills in sizes of a configuration; give --config too, or leave --world out."),
+    (["--world", "4"], "--world completes the sizes of a configuration; give --config too, or leave --world out."),
     (["gpipe", "--virtual-stages", "2"], "it holds one stage on each rank; set virtual_stages to 1."),
     (["zb-h9"], "schedule 'zb-h9' does not exist; choose "),
     (["--config", "no.json"], "no.json: no such file;"),
@@ -238,7 +238,7 @@ def test_the_order_of_a_kind_follows_the_times(capsys: pytest.CaptureFixture[str
     path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6,
                                 "parallel": parallel}))  # fmt: skip
     shown = run(capsys, "--config", path, "--world", "4")
-    assert "takes 1, its backward 3 (split: 2 + 1), a transfer 0.2" in shown
+    assert "takes 1 and its backward 3 (split: 2 + 1), a transfer 0.2" in shown
     assert shown == run(capsys, "zb-h1", "--ranks", "4", "--microbatches", "6", "--virtual-stages", "4", "--input", "2",
                         "--transfer", "0.2")  # fmt: skip
     assert "a transfer" not in run(capsys, "--config", path, "--world", "4", "--transfer", "0")

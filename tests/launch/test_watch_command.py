@@ -85,9 +85,7 @@ def test_the_latest_dead_jobs_are_listed_and_the_others_counted(
 
 def test_a_folder_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path)]) == 1
-    assert (
-        f"{tmp_path} has no watchdog_report.json: no job that reports there has stood still" in capsys.readouterr().err
-    )
+    assert f"{tmp_path} has no watchdog_report.json, so no job that reports there has hung" in capsys.readouterr().err
     (tmp_path / "watchdog_report.json").write_text("{}")
     assert main(["watch", str(tmp_path)]) == 1
     assert "cannot be read (KeyError: 'views'); it may be damaged." in capsys.readouterr().err

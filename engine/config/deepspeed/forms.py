@@ -31,10 +31,10 @@ from engine.config.wording import shown_value
 _COMPRESSED: Mapping[str, tuple[str, str]] = MappingProxyType(
     dict.fromkeys(("onebitadam", "zerooneadam"), ("AdamW", "Adam")) | {"onebitlamb": ("Lamb", "LAMB")}
 )
-"""DeepSpeed's names of optimizers whose messages are compressed: our name of what they approximate, and a reader's."""
+"""DeepSpeed's names of optimizers with compressed messages: type and readable name of the approximated optimizer."""
 _FOUR_BITS = (
     "zero_optimization.zero_quantized_gradients with zero_quantized_gradients_bits 4 and "
-    "zero_gradient_error_feedback takes the place of its messages"
+    "zero_gradient_error_feedback compresses messages instead"
 )
 _LAUNCHER = (
     "compute_environment", "num_machines", "num_processes", "machine_rank", "main_process_ip",
@@ -56,7 +56,7 @@ Notes = list[str]
 
 
 def rewritten(given: Mapping[str, Any], problems: Problems) -> tuple[dict[str, Any], Notes]:
-    """The configuration in its present form, and a note for each form that was another."""
+    """Returns the configuration in its present form, and a note for each form that was rewritten."""
     raw, notes = dict(given), Notes()
     for form in _FORMS:
         form(raw, problems, notes)
@@ -70,15 +70,15 @@ def _accelerate(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     del raw["deepspeed_config"]
     del raw["distributed_type"]
     notes.append("distributed_type: acts as a configuration of DeepSpeed with the keys in deepspeed_config.")
-    notes.append("deepspeed_config: acts as the keys of DeepSpeed that Accelerate makes of it.")
+    notes.append("deepspeed_config: acts as the keys of DeepSpeed that Accelerate derives from it.")
     for key in [key for key in raw if key in _LAUNCHER]:
         del raw[key]
-        notes.append(f"{key}: accepted, changes nothing here; the launcher says which processes there are.")
+        notes.append(f"{key}: accepted, changes nothing here; the launcher sets the processes.")
     for key, value in plugin.items():
         if key in _UNREAD:
             notes.append(f"deepspeed_config.{key}: accepted, changes nothing here; only Accelerate reads it.")
         elif key == "deepspeed_config_file":
-            problems.add(f"deepspeed_config.{key}", "names another file; give that one as the configuration.")
+            problems.add(f"deepspeed_config.{key}", "names another file; give that file as the configuration.")
         elif key in _PLUGIN:
             put_at(raw, _PLUGIN[key], value)
         else:
@@ -108,7 +108,7 @@ def _amp(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     if not _switched_on(given, "amp", problems):
         return
     if "torch_autocast" in raw:
-        problems.add("amp", "given beside torch_autocast, which it acts as here; keep torch_autocast.")
+        problems.add("amp", "given with torch_autocast, which it acts as here; keep torch_autocast.")
     raw["torch_autocast"] = {"enabled": True}
     notes.append("amp: acts as torch_autocast in bfloat16, which needs no loss scale; Apex is not used.")
 
@@ -121,7 +121,7 @@ def _sequence_parallel(raw: dict[str, Any], problems: Problems, notes: Notes) ->
     move(raw, "parallel.tensor", ranks, key, problems)
     put_at(raw, "parallel.sequence_parallel", True)
     notes.append(
-        f"{key}: acts as parallel.tensor {ranks} with parallel.sequence_parallel; each of these ranks is given whole "
+        f"{key}: acts as parallel.tensor {ranks} with parallel.sequence_parallel; each of these ranks reads whole "
         "sequences, and the engine shards them."
     )
 
@@ -138,11 +138,11 @@ def _wandb(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     move(raw, "monitor.wandb", project, "wandb.project", problems)
     notes.append(f"wandb: acts as monitor.wandb {shown_value(project)}.")
     for key in (key for key in ("team", "group") if read[key]):
-        notes.append(f"wandb.{key}: accepted, changes nothing here; the environment variable {_WANDB[key]} names it.")
+        notes.append(f"wandb.{key}: accepted, changes nothing here; the environment variable {_WANDB[key]} sets it.")
 
 
 _WANDB: Mapping[str, str] = MappingProxyType({"project": "", "team": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP"})
-"""Keys of the section, and the variables from which Weights & Biases reads the same."""
+"""Keys of the section, and the environment variables of Weights & Biases for them."""
 
 
 def _elasticity(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
@@ -155,12 +155,12 @@ def _elasticity(raw: dict[str, Any], problems: Problems, notes: Notes) -> None:
     ignored = given.get("ignore_non_elastic_batch_info") is True
     for key, value in (("train_batch_size", found.rows), ("train_micro_batch_size_per_gpu", found.micro)):
         if raw.get(key, value) != value and not ignored:
-            problems.add(key, f"{shown_value(raw[key])} beside elasticity, which asks for {value}; keep one of them.")
+            problems.add(key, f"{shown_value(raw[key])} with elasticity, which asks for {value}; keep one of them.")
         raw[key] = value
     raw.pop("gradient_accumulation_steps", None)
     notes.append(
         f"elasticity: acts as train_batch_size {found.rows}, which most numbers of GPUs divide, in microbatches of "
-        f"{found.micro}; a checkpoint goes on with any of them."
+        f"{found.micro}; a checkpoint resumes on any of them."
     )
 
 
@@ -168,7 +168,9 @@ def _switched_on(section: object, at: str, problems: Problems) -> bool:
     if section is None or section is False:
         return False
     if not isinstance(section, Mapping):
-        problems.add(at, f"{shown_value(section)} is no object; DeepSpeed's section is an object, or leave it out.")
+        problems.add(
+            at, f"{shown_value(section)} is not an object; give DeepSpeed's section as an object, or leave it out."
+        )
         return False
     return Flag().read(section.get("enabled", False), f"{at}.enabled", problems) is True
 
@@ -210,11 +212,11 @@ class ElasticBatch(NamedTuple):
 
 
 def elastic_batch(section: Mapping[str, Any], problems: Problems) -> ElasticBatch | None:
-    """The batch of an ``elasticity`` section; None if a value is wrong, which is then noted.
+    """Returns the batch of an ``elasticity`` section; None after noting a wrong value.
 
-    Candidates are multiples of each microbatch, and of their common multiple, by a number with many divisors. The one
-    wins that most numbers of GPUs divide into whole microbatches. The smallest microbatch is taken, which divides the
-    batch for every one of these numbers.
+    Candidates are multiples of each microbatch, and of their common multiple, by a number with many divisors. The
+    candidate wins that most numbers of GPUs divide into whole microbatches. The smallest microbatch is taken, which
+    divides the batch for every such number of GPUs.
     """
     most = _read(_SIZE, section, "max_train_batch_size", 2000, problems)
     micros = _read(ListOf(each=_SIZE, noun="a list of rows"), section, "micro_batch_sizes", [2, 4, 6], problems)
@@ -239,12 +241,12 @@ def _read(rule: Any, section: Mapping[str, Any], key: str, default: object, prob
 
 
 def _multiple(base: int, most: int) -> int:
-    """The largest multiple of ``base`` up to ``most`` by a highly composite number."""
+    """Returns the largest multiple of ``base`` up to ``most`` by a highly composite number."""
     return base * max(number for number in _HIGHLY_COMPOSITE if number <= most // base)
 
 
 def _worlds(rows: int, micros: Sequence[int], low: int, high: int) -> Iterable[int]:
-    """Numbers of GPUs that divide the batch into whole microbatches."""
+    """Yields the numbers of GPUs that divide the batch into whole microbatches."""
     for micro in micros:
         if rows % micro == 0:
             yield from (gpus for gpus in range(low, min(high, rows // micro) + 1) if rows // micro % gpus == 0)
@@ -263,7 +265,7 @@ class LayerDrop:
     gamma: float = setting(0.001, Real(low=0), required=True)
 
     def kept(self, steps: int) -> float:
-        """The probability after so many steps; DeepSpeed's falls from the third step on."""
+        """Returns the probability after so many steps; DeepSpeed's falls from the third step on."""
         return (1 - self.theta) * math.exp(-self.gamma * max(0, steps - 1)) + self.theta
 
 
@@ -294,7 +296,7 @@ class Curriculum:
     schedule_config: CurriculumSchedule = setting(CurriculumSchedule(), Section(cls=CurriculumSchedule), required=True)
 
     def difficulty(self, step: int) -> int:
-        """The difficulty of a step; the first one is 1."""
+        """Returns the difficulty of a step; the first step is 1."""
         schedule = self.schedule_config
         if self.schedule_type == "fixed_discrete":
             assert schedule.difficulty is not None and schedule.max_step is not None
@@ -309,13 +311,13 @@ class Curriculum:
 
 @dataclass(frozen=True, slots=True)
 class ForwardKeywords:
-    """What a configuration adds to every forward of training."""
+    """Keyword arguments that a configuration adds to every forward of training."""
 
     layer_drop: LayerDrop | None = None
     curriculum: Curriculum | None = None
 
     def at(self, steps: int) -> dict[str, Any]:
-        """The keyword arguments after so many steps, skipped ones too."""
+        """Returns the keyword arguments after so many steps, skipped ones included."""
         given: dict[str, Any] = {}
         if self.layer_drop is not None:
             given |= {"progressive_layer_drop": True, "pld_theta": self.layer_drop.kept(steps)}
@@ -325,7 +327,7 @@ class ForwardKeywords:
 
 
 def read_keywords(raw: Mapping[str, Any], problems: Problems) -> ForwardKeywords:
-    """Read both sections, where they are enabled; what is wrong in them is noted."""
+    """Reads both sections if they are enabled, and notes their mistakes."""
     drop, curriculum = raw.get("progressive_layer_drop"), raw.get("curriculum_learning")
     read = None
     if _enabled(curriculum):
@@ -338,7 +340,7 @@ def read_keywords(raw: Mapping[str, Any], problems: Problems) -> ForwardKeywords
 
 
 def _enabled(section: object) -> bool:
-    """Whether a section is an object that is on; others are answered where keys are treated."""
+    """Returns True if a section is an object that is on; the table of keys treats all others."""
     return isinstance(section, Mapping) and section.get("enabled") is True
 
 
@@ -355,7 +357,7 @@ def _check(given: Curriculum, problems: Problems) -> None:
     if given.max_difficulty < given.min_difficulty:
         problems.add(
             "curriculum_learning.max_difficulty",
-            f"{given.max_difficulty} is below min_difficulty {given.min_difficulty}; the difficulty rises.",
+            f"{given.max_difficulty} is below min_difficulty {given.min_difficulty}; give at least that, as it rises.",
         )
     if given.schedule_type != "fixed_discrete" or problems.touch(at):
         return
@@ -363,7 +365,7 @@ def _check(given: Curriculum, problems: Problems) -> None:
     if not ends or len(levels) != len(ends) + 1:
         problems.add(
             f"{at}.difficulty",
-            f"has {len(levels)} entries beside {len(ends)} of max_step; give one more, for the steps after the last.",
+            f"has {len(levels)} entries for {len(ends)} of max_step; give one more, for the steps after the last.",
         )
     elif list(levels) != sorted(levels) or list(ends) != sorted(ends):
-        problems.add(f"{at}.difficulty", "falls, or max_step does; give both in rising order.")
+        problems.add(f"{at}.difficulty", "is not in rising order, or max_step is not; sort both.")

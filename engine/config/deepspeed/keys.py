@@ -1,4 +1,4 @@
-"""The table of DeepSpeed's own keys: each is honored, noted as without effect, or refused with the reason. Pure data.
+"""Table of DeepSpeed's own keys: each is honored, noted as without effect, or refused with the reason. Pure data.
 
 Keys that Trine shares with DeepSpeed are declared in ``sections`` instead. The table covers DeepSpeed 0.19 and the
 older spellings that its files still use.
@@ -15,17 +15,17 @@ from engine.config.wording import join_path
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A key without effect here; a note says so, except for values in ``idle``."""
+    """Key without effect here; a note reports it, except for values in ``idle``."""
 
     reason: str
     idle: tuple[object, ...] = ()
     rule: Rule | None = None
-    """What the value has to be, for a key whose words a user may mistype."""
+    """Rule of the value, for a key with words that a user may mistype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A key that is harmless at these values; any other value asks for something that Trine does not do."""
+    """Key that is harmless at these values; any other value asks for something that Trine does not do."""
 
     allowed: tuple[object, ...]
     reason: str
@@ -33,9 +33,9 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A key that is honored under another name.
+    """Key that is honored under another name.
 
-    Values in ``idle`` ask for nothing; ``becomes`` maps values to ours, or is what every other value means.
+    Values in ``idle`` ask for nothing; ``becomes`` maps values to ours, or is our value for all other values.
     """
 
     target: str
@@ -46,22 +46,22 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A section that is harmless while its switch is off; its other keys are then ignored."""
+    """Section that is harmless while its switch is off; its other keys are then ignored."""
 
     reason: str
     switch: str = "enabled"
     off: tuple[object, ...] = (False, None)
     noted: bool = False
-    """Training is the same without it: a note says what to use instead."""
+    """Training is the same without it: a note names the replacement."""
     passed: bool = False
-    """``engine.deepspeed`` acts on it (``read_keywords``): a note says how."""
+    """``engine.deepspeed`` acts on it (``read_keywords``); a note explains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WithMode:
-    """A key about recomputed activations, which by itself recomputes nothing: harmless at ``idle``, else noted.
+    """Key about recomputed activations, which by itself recomputes nothing: harmless at ``idle``, else noted.
 
-    Beside a mode, one with a ``target`` sets that key of ours to ``becomes``.
+    In a section with a mode, a key with a ``target`` sets that key of ours to ``becomes``.
     """
 
     idle: tuple[object, ...]
@@ -85,10 +85,10 @@ _NOTED = MappingProxyType({
         _NO_EFFECT: "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_python_gc"
                     " vocabulary_size graph_harvesting aio",
         "your data loader decides": "dataloader_drop_last",
-        "DeepSpeed reads it nowhere, though its log of a configuration has such names": "comms_config monitor_config"
+        "DeepSpeed reads it nowhere; only its log of a configuration has such names": "comms_config monitor_config"
                    " activation_checkpointing_config aio_config autotuning_config checkpoint_config compile_config"
                    " flops_profiler_config nebula_config",
-        "the environment variable of that name says which GPUs a process sees": "cuda_visible_devices",
+        "the environment variable of that name selects the GPUs of a process": "cuda_visible_devices",
     },
     "zero_optimization": {
         _OWN_PLAN: "overlap_comm contiguous_gradients reduce_scatter allgather_partitions"
@@ -106,10 +106,10 @@ _NOTED = MappingProxyType({
                     " fast_sharding_for_leaf_module"
                     " save_muon_momentum_buffer_in_memory enable_sanity_checks",
         _ALWAYS: "ignore_unused_parameters compute_grad_norm",
-        "save_pretrained writes whole weights when asked": "stage3_gather_16bit_weights_on_model_save"
+        "save_pretrained writes whole weights": "stage3_gather_16bit_weights_on_model_save"
                    " gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
     },
-    "torch_autocast": {"torch's own list of operators says what is cast": "lower_precision_safe_modules"},
+    "torch_autocast": {"torch's own list of operators decides the casts": "lower_precision_safe_modules"},
     "zero_optimization.offload_optimizer": {
         _NO_EFFECT: "pipeline_read pipeline_write fast_init super_offload"
                     " cpuadam_cores_perc",
@@ -136,13 +136,13 @@ _NOTED = MappingProxyType({
     },
     "pipeline": {
         _OWN_PLAN: "pipe_partitioned grad_partitioned",
-        "recomputation here is never re-entrant, which computes the same": "use_reentrant",
+        "recomputation here is never re-entrant, with the same result": "use_reentrant",
     },
     "tensor_parallel": {
         "Trine finds the styles from the model, or reads parallel.tensor_plan": "preset_model dtype partition_config"
                    " injection_policy_tuple tp_grain_size keep_module_on_host replace_with_kernel_inject",
         _OWN_PLAN: "tp_overlap_comm",
-        "a head and its loss are cut by vocabulary where the plan finds it": "vocab_parallel_lm_head"
+        "the tensor plan shards a head and its loss over the vocabulary where it can": "vocab_parallel_lm_head"
                    " vocab_parallel_ce_backend",
     },
     "tensor_parallel.tp": {"Trine finds the styles from the model": "tp_grain_size"},
@@ -160,10 +160,10 @@ _NOTED = MappingProxyType({
 
 _OFF = (False, None)
 _CURRICULUM = "Trine does not change the data; order or cut it in your data loader"
-_SCRIPT = "in DeepSpeed too, only a call in the script makes use of it, which has to stand before engine.initialize"
+_SCRIPT = "as in DeepSpeed, only a call in the script applies it; make that call before engine.initialize"
 _LOGGERS = "Trine writes monitor.jsonl, csv, tensorboard, wandb and mlflow; use those"
-_GRID = "parallel.tensor says how many ranks share a layer; remove it"
-_EXPERTS = "there is no expert axis: the ranks of parallel.tensor and ZeRO share experts, which trains the same"
+_GRID = "parallel.tensor sets the number of ranks that shard a layer; remove it"
+_EXPERTS = "there is no expert axis: tensor ranks and ZeRO shard the experts, with the same training result"
 _OTHER_ADAM = "AdamW and Adam here are torch's; pass optimizer=... to engine.initialize"
 
 _TECHNIQUES = ("weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning", "head_pruning",
@@ -198,7 +198,7 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     "compression_training": {"layer_reduction": Feature(_SCRIPT, noted=True)},
     "zero_optimization": {
         "zero_quantized_nontrainable_weights": Noted(
-            "quantize_frozen holds frozen weights in 8 or 4 bits, and stage 3 then gathers their codes", _OFF
+            "quantize_frozen stores frozen weights in 8 or 4 bits, and stage 3 then gathers their codes", _OFF
         ),
         "zeropp_loco_param": Noted("zero_optimization.zero_gradient_error_feedback keeps residuals", (None,)),
         "cpu_offload_use_pin_memory": Moved(
@@ -212,9 +212,9 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         )),
         "mics_shard_size": Moved("zero_optimization.shard_size", Int(low=1), (-1, None)),
         "mics_hierarchical_params_gather": Noted(
-            "zero_optimization.zero_hpz_partition_size gathers within nodes where a shard group lies on several", _OFF
+            "zero_optimization.zero_hpz_partition_size gathers within nodes where a shard group spans several", _OFF
         ),
-        "zenflow": Noted("every step updates every parameter, at once", (None,)),
+        "zenflow": Noted("every step updates every parameter", (None,)),
     },
     "fp16": {
         "fp16_master_weights_and_grads": Only(_OFF, "fp16 training keeps fp32 copies here; remove it"),
@@ -238,7 +238,7 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
     },
     "pipeline": {
         "stages": Moved("parallel.pipeline", Int(low=1), (None, "auto")),
-        "partition": Noted("DeepSpeed reads it nowhere; parallel.balance says what stages share equally",
+        "partition": Noted("DeepSpeed reads it nowhere; parallel.balance sets the measure that stages share equally",
                            ("best", "auto", None)),
         "seed_layers": Noted("DeepSpeed reads it nowhere; PipelineModule(seed_layers=True) seeds layers", _OFF),
         "activation_checkpoint_interval": Moved("activation_checkpointing.mode", Int(low=0), (0, None), "full"),
@@ -248,7 +248,7 @@ _TREATED: Mapping[str, Mapping[str, Treatment]] = MappingProxyType({
         "number_checkpoints": WithMode((None, 0), "each block is a checkpoint; every n-th only with mode selective"
                                        " and every"),
         "contiguous_memory_optimization": WithMode(_OFF, "torch's allocator places the activations"),
-        "cpu_checkpointing": WithMode(_OFF, "it is about what recomputed blocks keep",
+        "cpu_checkpointing": WithMode(_OFF, "it concerns the inputs of recomputed blocks",
                                       "activation_checkpointing.inputs", "host"),
     },
     "checkpoint": {
@@ -295,4 +295,4 @@ DERIVED: Mapping[str, str] = MappingProxyType({
                     "derived from the other sizes here"),
     "zero_optimization.reduce_bucket_size": "Trine's own size here",
 })  # fmt: skip
-"""Keys of Trine's for which "auto", as files for the Hugging Face Trainer write it, has one meaning: which one."""
+"""Trine's keys with one possible meaning of "auto", as files for the Hugging Face Trainer write it: that meaning."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's own keys in a configuration: honored, noted as without effect, or refused, as ``keys`` says."""
+"""Translation of DeepSpeed's own keys: honored, noted as without effect, or refused, as ``keys`` lists."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real as RealNumber
@@ -15,7 +15,7 @@ from engine.config.wording import join_path, kind, shown_value
 def translate(
     raw: Mapping[str, Any], ours: frozenset[str], problems: Problems
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the config without DeepSpeed's own keys, and one note for each key without effect.
+    """Returns the config without DeepSpeed's own keys, and one note for each key without effect.
 
     ``ours`` are the dotted paths of Trine's keys. Unknown keys stay in the config, for the reader to report.
     """
@@ -29,18 +29,18 @@ def translate(
 
 
 _NO_MODE = (
-    "The section recomputes nothing by itself, here as in DeepSpeed: calls of torch.utils.checkpoint in the model do, "
-    'or "mode": "full" beside it'
+    "The section alone recomputes nothing, as in DeepSpeed: call torch.utils.checkpoint in the model, "
+    'or add "mode": "full" to it'
 )
 
 
 def _has_mode(section: Mapping[str, Any]) -> bool:
-    """Whether a section about recomputed activations asks for any."""
+    """Returns True if a section about recomputed activations asks for any."""
     return section.get("mode") in ("full", "selective", "offload")
 
 
 class _Walk:
-    """One pass over a raw config that removes the keys of the table."""
+    """Pass over a raw config that removes the keys of the table."""
 
     def __init__(self, ours: frozenset[str], problems: Problems) -> None:
         self.notes: list[str] = []
@@ -51,36 +51,36 @@ class _Walk:
         self._problems = problems
 
     def section(self, raw: Mapping[str, Any], at: str) -> dict[str, Any]:
-        """Return the part of an object that is ours."""
-        kept: dict[str, Any] = {}
+        """Returns the keys of an object that are ours."""
+        ours: dict[str, Any] = {}
         for key, value in raw.items():
             path = join_path(at, key)
             if path in TABLE:
                 self._treat(path, value, TABLE[path], raw)
             elif value == "auto" and path in DERIVED:
                 self.notes.append(
-                    f'{path}: "auto", which elsewhere the Hugging Face Trainer fills in, is {DERIVED[path]}.'
+                    f'{path}: "auto", which the Hugging Face Trainer fills in elsewhere, is {DERIVED[path]}.'
                 )
             elif path in LOGS:
                 self._log(path, value)
             elif isinstance(value, Mapping) and path in self._theirs:
                 self.section(value, path)
             elif isinstance(value, Mapping) and path in self._sections:
-                kept[key] = self.section(value, path)
+                ours[key] = self.section(value, path)
             elif path in self._theirs and path not in self._ours:
                 self._not_an_object(path, value)
             elif at in self._theirs:
                 self._problems.unknown(at, key, _level(at))
             elif path != "$schema":
-                kept[key] = value
-        return kept
+                ours[key] = value
+        return ours
 
     def apply_moves(self, own: dict[str, Any]) -> None:
-        """Write moved values to their new keys, unless the user gave another value there."""
+        """Writes moved values to their new keys, unless the user gave another value there."""
         for target, origin, value in self._moves:
             move(own, target, value, origin, self._problems)
 
-    def _treat(self, path: str, value: object, treatment: Treatment, beside: Mapping[str, Any]) -> None:
+    def _treat(self, path: str, value: object, treatment: Treatment, section: Mapping[str, Any]) -> None:
         match treatment:
             case Noted(reason, idle, rule):
                 if not _among(value, idle) and (rule is None or rule.read(value, path, self._problems) is not None):
@@ -88,10 +88,10 @@ class _Walk:
             case WithMode(idle, reason, target, becomes):
                 if _among(value, idle):
                     return
-                if target and _has_mode(beside):
+                if target and _has_mode(section):
                     self._moves.append((target, path, becomes))
                     return
-                self._note(path, reason if _has_mode(beside) else f"{reason}. {_NO_MODE}")
+                self._note(path, reason if _has_mode(section) else f"{reason}. {_NO_MODE}")
             case Only(allowed, reason):
                 if not _among(value, allowed):
                     self._problems.add(path, f"{shown_value(value)} is not supported; {reason}.")
@@ -114,8 +114,8 @@ class _Walk:
         at, given = join_path(path, feature.switch), value[feature.switch]
         if feature.passed and given is True:
             self.notes.append(
-                f"{at}: accepted; engine.deepspeed passes {feature.reason} to the model's forward in training, and "
-                "without it a script gives them to eng(...) itself."
+                f"{at}: accepted; engine.deepspeed passes {feature.reason} to the model's forward in training; "
+                "without it, a script passes them to eng(...) itself."
             )
             return None
         if feature.noted and isinstance(given, type(feature.off[0])):
@@ -130,11 +130,12 @@ class _Walk:
         elsewhere = other_engines_word(path)
         hint = f" Did you mean {' or '.join(sorted(same))}?" if same else f" As a size, {elsewhere}." * bool(elsewhere)
         self._problems.add(
-            path, f"{shown_value(value)} is {kind(value)}; DeepSpeed's section is an object, or leave it out.{hint}"
+            path,
+            f"{shown_value(value)} is {kind(value)}; give DeepSpeed's section as an object, or leave it out.{hint}",
         )
 
     def _log(self, path: str, value: object) -> None:
-        """Convert DeepSpeed's folder and job name to a log of ours."""
+        """Converts DeepSpeed's folder and job name to one of our logs."""
         if not isinstance(value, Mapping):
             return self._not_an_object(path, value)
         read = {}
@@ -156,7 +157,7 @@ class _Walk:
 
 
 def _parents(paths: Iterable[str]) -> Iterator[str]:
-    """Yield the paths of all sections around these keys; "" is the top level."""
+    """Yields the paths of all sections around these keys; "" is the top level."""
     for path in paths:
         while path:
             path = path.rpartition(".")[0]
@@ -169,7 +170,7 @@ def _level(at: str) -> tuple[str, ...]:
 
 
 def _among(value: object, allowed: tuple[object, ...]) -> bool:
-    """Return whether ``value`` is one of these; 1 does not equal true."""
+    """Returns True if ``value`` is one of these; 1 does not equal true."""
     if value is not None and not isinstance(value, (str, RealNumber)):
         return False
     return any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in allowed)
@@ -182,9 +183,9 @@ def _uses_torch_adam(raw: Mapping[str, Any]) -> bool:
 
 
 def _settle_adam(own: dict[str, Any], torch_adam: bool, problems: Problems) -> None:
-    """Convert "Adam" to AdamW as DeepSpeed does, unless adam_w_mode is false.
+    """Converts "Adam" to AdamW as DeepSpeed does, unless adam_w_mode is false.
 
-    Its default decay is that of DeepSpeed's own Adam, 0, or with ``torch_adam`` that of torch's AdamW.
+    The default decay is 0, as in DeepSpeed's own Adam, or with ``torch_adam`` the decay of torch's AdamW.
     """
     section = own.get("optimizer")
     if isinstance(section, list):

@@ -65,7 +65,7 @@ def test_each_works_or_says_what_to_do(run_ranks: Callable[..., Any], parallel: 
         assert same
         for name, text in told.items():
             assert "eng.full_state_dict()" in text or "full_parameters" in text or "deepcopy(eng.module)" in name, text
-        assert told["copy.deepcopy(eng)"].startswith("an engine holds process groups")
+        assert told["copy.deepcopy(eng)"].startswith("an engine owns process groups")
         if stage < 3 and "pipeline" not in parallel:
             assert told["torch.save(eng.module)"].startswith("the Sequential is trained by an engine, whose hooks and")
             assert not told["copy.deepcopy(eng.module)"]

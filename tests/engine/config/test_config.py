@@ -218,7 +218,7 @@ def test_params_are_read_only() -> None:
         ),
         (
             {"optimizer": {"params": {"betas": [0.9, 1]}}},
-            "optimizer.params.betas: [0.9, 1] holds 1, which is not "
+            "optimizer.params.betas: [0.9, 1] contains 1, which is not "
             "below 1; give a list of two numbers from 0 to below 1.",
         ),
         ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, None),

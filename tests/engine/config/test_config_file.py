@@ -161,13 +161,13 @@ def test_deepspeeds_keys_are_overridden_before_they_are_translated(tmp_path: Pat
     [
         ("optimizer.params.epss=1", "optimizer.params.epss: unknown key. Did you mean optimizer.params.eps?"),
         ("seed=-1", "seed: -1 is below 0; give"),
-        ("seed.low=1", "seed.low: seed is a number, which holds no low; give seed itself."),
-        ("keep_fp32.3=x", "keep_fp32.3: 3 is no place in a list of 1; give a number below 1."),
+        ("seed.low=1", "seed.low: seed is a number, which has no low; give seed itself."),
+        ("keep_fp32.3=x", "keep_fp32.3: 3 is not an index of a list of 1; give a number below 1."),
         (
             'scheduler={"type": "LinearLR", "type": "LinearLR"}',
             "scheduler.type: given twice in one object; keep one of them.",
         ),
-        ("--lr=1", '"--lr=1" is no override; give KEY=VALUE, such as optimizer.params.lr=3e-4.'),
+        ("--lr=1", '"--lr=1" is not an override; give KEY=VALUE, such as optimizer.params.lr=3e-4.'),
     ],
 )
 def test_a_wrong_override_is_one_sentence(tmp_path: Path, word: str, sentence: str) -> None:

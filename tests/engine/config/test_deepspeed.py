@@ -153,11 +153,11 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
         ({"curriculum_learning": CURRICULUM | {"max_difficulty": 2}}, ("max_difficulty: 2 is below min_difficulty 8",)),
         (
             {"curriculum_learning": DISCRETE | {"schedule_config": {"difficulty": [8, 16], "max_step": [1, 2]}}},
-            ("schedule_config.difficulty: has 2 entries beside 2 of max_step",),
+            ("schedule_config.difficulty: has 2 entries for 2 of max_step",),
         ),
         (
             {"curriculum_learning": DISCRETE | {"schedule_config": {"difficulty": [16, 8], "max_step": [1]}}},
-            ("schedule_config.difficulty: falls",),
+            ("schedule_config.difficulty: is not in rising order",),
         ),
         ({"progressive_layer_drop": {"enabled": True, "theta": 2}}, ("theta: 2 is above 1", "gamma: missing")),
         ({"progressive_layer_drop": {"enabled": True, "tetha": 0.5}}, ("Did you mean progressive_layer_drop.theta",)),
@@ -170,20 +170,20 @@ def test_honoured(raw: dict[str, Any], expected: dict[str, Any]) -> None:
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
             ("offload_optimizer.ratio: 1.5 is above 1",),
         ),
-        ({"amp": {"enabled": True}, "torch_autocast": {"enabled": True}}, ("amp: given beside torch_autocast",)),
+        ({"amp": {"enabled": True}, "torch_autocast": {"enabled": True}}, ("amp: given with torch_autocast",)),
         ({"amp": {"enabled": True}, "fp16": {"enabled": True}}, ("torch_autocast.enabled: true while fp16.enabled",)),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "fp16.enabled instead")),
-        ({"elasticity": 4}, ("elasticity: 4 is no object",)),
+        ({"elasticity": 4}, ("elasticity: 4 is not an object",)),
         ({"elasticity": {"enabled": True, "micro_batch_sizes": []}}, ("micro_batch_sizes: an empty list;",)),
         ({"sequence_parallel_size": 2, "parallel": 4}, ("parallel: 4 is a number",)),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "a.json"}},
-            ("deepspeed_config.deepspeed_config_file: names another file; give that one as the configuration.",),
+            ("deepspeed_config.deepspeed_config_file: names another file; give that file as the configuration.",),
         ),
         ({"elasticity": {"enabled": True, "micro_batch_sizes": 4}}, ("elasticity.micro_batch_sizes: 4 is a number",)),
         (
             {"train_batch_size": 64, "elasticity": {"enabled": True, "micro_batch_sizes": [4]}},
-            ("train_batch_size: 64 beside elasticity, which asks for 1440; keep one of them.",),
+            ("train_batch_size: 64 with elasticity, which asks for 1440; keep one of them.",),
         ),
         ({"sequence_parallel_size": 0}, ("sequence_parallel_size: 0 is below 1",)),
         (
@@ -248,9 +248,9 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
         ),
         (
             {"activation_checkpointing": {"number_checkpoints": 4}},
-            "The section recomputes nothing by itself, here as in",
+            "The section alone recomputes nothing, as in DeepSpeed",
         ),
-        ({"activation_checkpointing": {"partition_activations": True}}, 'or "mode": "full" beside it.'),
+        ({"activation_checkpointing": {"partition_activations": True}}, 'or add "mode": "full" to it.'),
         ({"comet": {"enabled": True}}, "comet.enabled: accepted, changes nothing here; Trine writes monitor.jsonl,"),
         ({"checkpoint": {"tag_validation": "WARN"}}, "all ranks save under one tag, or none does."),
         (
@@ -268,20 +268,20 @@ def test_refused_with_reason(raw: dict[str, Any], parts: tuple[str, ...]) -> Non
         ),
         (
             {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
-            "quantize_frozen holds frozen weights in 8 or 4 bits, and stage 3 then gathers their codes",
+            "quantize_frozen stores frozen weights in 8 or 4 bits, and stage 3 then gathers their codes",
         ),
         (
             {"zero_optimization": {"mics_hierarchical_params_gather": True}},
-            "zero_optimization.zero_hpz_partition_size gathers within nodes where a shard group lies on several",
+            "zero_optimization.zero_hpz_partition_size gathers within nodes where a shard group spans several",
         ),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention: accepted, changes nothing here"),
         ({"expert_parallel": {"enabled": True}}, "there is no expert axis"),
         ({"compile": {"deepcompile": True}}, 'compiles blocks with "compile": true'),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "it is about what recomputed blocks keep"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "it concerns the inputs of recomputed blocks"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "gradients are summed in fp32"),
         (
             {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}},
-            "only a call in the script makes use of it",
+            "only a call in the script applies it",
         ),
     ],
 )
@@ -312,7 +312,7 @@ PLUGIN = {"zero_stage": 2, "gradient_clipping": 0.5, "zero3_init_flag": True}
         (
             {"wandb": {"enabled": True, "group": "nightly"}},
             {"monitor": {"wandb": "deepspeed"}},
-            "wandb.group: accepted, changes nothing here; the environment variable WANDB_RUN_GROUP names it.",
+            "wandb.group: accepted, changes nothing here; the environment variable WANDB_RUN_GROUP sets it.",
         ),
         (
             {"elasticity": {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [4, 8]}},

@@ -1,4 +1,4 @@
-"""Live storages of a real rank in a steady step, beside what a rehearsal of its plan says. Bodies of ranks."""
+"""Live storages of a real rank in a steady step, next to the forecast of a dry run of its plan. Bodies of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

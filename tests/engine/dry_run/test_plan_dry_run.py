@@ -1,4 +1,4 @@
-"""What is rehearsed once for alike ranks and blocks is what rehearsing each of them says, byte for byte."""
+"""One dry run for equal ranks and blocks equals the dry run of each of them, byte for byte."""
 
 from dataclasses import replace
 
@@ -76,7 +76,7 @@ def request_of(model: nn.Module) -> Request:
 
 
 @pytest.mark.parametrize("name", ["1f1b", *(wide(name) for name in PIPELINES if name != "1f1b")])
-def test_alike_ranks_are_rehearsed_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_alike_run_dry_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, model = PIPELINES[name], deep(4 if name == "1f1b" else 16)
     plan = planned(model, way)
     alone = [
@@ -157,9 +157,9 @@ def test_only_lines_are_continued() -> None:
     assert continued([*two[:2], replace(two[2], base=8)], 10) is None
 
 
-def test_a_model_with_few_or_uneven_blocks_is_rehearsed_whole() -> None:
+def test_a_model_with_few_or_uneven_blocks_runs_dry_whole() -> None:
     def never(one: nn.Module, its: Plan) -> DryRunStep:
-        raise AssertionError("rehearsed")
+        raise AssertionError("run dry")
 
     few = deep(sum(PERIODS))
     assert shortened_step(few, planned(few, Way()), never, never) is None  # type: ignore[arg-type]

@@ -105,7 +105,7 @@ def test_lists_give_each_group_its_momentum() -> None:
 
 def test_a_list_of_another_length_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="warmup_max_lr is a list of 2 numbers and the optimizer has 1 parameter group;"
+        ConfigError, match="warmup_max_lr is a list of 2 numbers, but the optimizer has 1 parameter group;"
     ):
         rate("WarmupLR", warmup_max_lr=[0.1, 0.2])
 
@@ -175,4 +175,4 @@ def test_a_schedule_that_is_shorter_than_the_run_keeps_its_last_rate_and_says_so
                 plain.step()
     assert found == pytest.approx(expected) and found[4:] == [found[4]] * 3
     (said,) = (record.getMessage() for record in caplog.records)
-    assert said.startswith("the OneCycleLR has ended: update 4 and those after it keep its last rate, ")
+    assert said.startswith("the OneCycleLR has ended: update 4 and all later ones use its last rate, ")

@@ -70,9 +70,9 @@ def test_groups_of_an_entry_are_for_its_own_parameters() -> None:
     [
         ([{"match": "nothing.*", "type": "SGD"}, {}], r"optimizer\[0\].match: 'nothing.\*' matches no trainable"),
         ([{"match": "*", "type": "SGD"}, {"match": "*.bias"}, {}], r"optimizer\[1\].match: earlier entries take all"),
-        ([{"match": "*.bias", "type": "Muon"}, {}], r"optimizer\[0\].match: .*or they are no matrices"),
-        ([{"match": "blocks.*", "type": "SGD"}, {"type": "Muon"}], "optimizer: Muon updates matrices, and '.*' of sh"),
-        ({"type": "Muon"}, "optimizer: Muon updates matrices, and '.*' of shape"),
+        ([{"match": "*.bias", "type": "Muon"}, {}], r"optimizer\[0\].match: .*or they are not the matrices"),
+        ([{"match": "blocks.*", "type": "SGD"}, {"type": "Muon"}], "optimizer: Muon updates matrices, but '.*' of sh"),
+        ({"type": "Muon"}, "optimizer: Muon updates matrices, but '.*' of shape"),
         ({"type": "SOAP"}, r"optimizer: SOAP updates .*, such as \[{\"match\": \"\*.weight\", \"type\": \"SOAP\"}, {"),
         (
             [{"match": "blocks.*", "no_weight_decay": ["tokens.*"]}, {}],
@@ -162,8 +162,8 @@ def test_what_cannot_be_taken_is_said() -> None:
     assert "is not the model's; build it over model.parameters()" in refusal(
         lambda model: torch.optim.AdamW(Net().parameters())
     )
-    assert "has made steps, whose state an engine cannot take" in refusal(stepped)
-    assert "whose constructor needs secret" in refusal(lambda model: Needy(model.parameters(), 0.1))
+    assert "has made steps, but an engine cannot use its state" in refusal(stepped)
+    assert "and its constructor needs secret" in refusal(lambda model: Needy(model.parameters(), 0.1))
     assert "keep one of them" in refusal(
         lambda model: torch.optim.AdamW(model.parameters()), optimizer={"no_weight_decay": ["*.bias"]}
     )
@@ -210,7 +210,7 @@ def test_a_scheduler_over_another_optimizer_is_refused() -> None:
     model = Net()
     one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     for optimizer, scheduler, text in (
-        (one, halved(other), "lr_scheduler is a StepLR over another optimizer than the one that is passed"),
+        (one, halved(other), "lr_scheduler is a StepLR over another optimizer than the passed one"),
         (None, halved(other), "or lr_scheduler=lambda optimizer: StepLR(optimizer, ...)."),
         (one, torch.optim.lr_scheduler.ReduceLROnPlateau(one), "lr_scheduler is a ReduceLROnPlateau, which needs a"),
     ):
@@ -256,7 +256,7 @@ def test_a_scheduler_that_the_user_steps_too_moves_once(built: bool, caplog: pyt
         assert set(made[0].state_dict()) == set(halved(torch.optim.SGD(Net().parameters(), lr=1)).state_dict())
     assert rates == [0.8, 0.4, 0.2] and made[0].get_last_lr() == [0.1]
     said = [each.getMessage() for each in caplog.records if "has no effect" in each.getMessage()]
-    assert len(said) == 1 and said[0].startswith("step() of the StepLR that was passed as lr_scheduler has no effect")
+    assert len(said) == 1 and said[0].startswith("step() of the StepLR passed as lr_scheduler has no effect")
     made[0].step()
     assert made[0].last_epoch == 4 and type(made[0]) is torch.optim.lr_scheduler.StepLR
 
@@ -274,10 +274,9 @@ def test_sections_that_code_replaces_are_noted_and_the_banner_names_what_runs() 
 
     notes, line = notes_and_line(sections, optimizer=sgd, lr_scheduler=lambda update: 1.0)
     assert notes == [
-        "optimizer: the one that is passed in code is used, so type and params of the section (Lion) have no effect; "
+        "optimizer: the one passed in code is used, so type and params of the section (Lion) have no effect; "
         "leave them out",
-        "scheduler: the one that is passed in code is used, so the section (WarmupLR) has no effect; leave one of them "
-        "out",
+        "scheduler: the one passed in code is used, so the section (WarmupLR) has no effect; leave one of them out",
     ]
     assert line == "given in code, 1 group, constant lr or given in code"
     groups = {"optimizer": {"groups": [{"params": ["0.*"], "lr": 0.2}]}}

@@ -157,5 +157,5 @@ def test_what_has_no_rows_is_refused() -> None:
                 eng.gather_rows(torch.tensor(3.0))
             return str(error.value)
 
-    expected = "gather_rows was given a 0-dim tensor; give a tensor whose first dim are the rows of this rank."
+    expected = "gather_rows was given a 0-dim tensor; give a tensor with the rows of this rank along its first dim."
     assert run_thread_ranks(2, told) == [expected] * 2

@@ -119,8 +119,8 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_grid(run_ranks: RunRanks, tm
     ("changes", "said"),
     [
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-         'zero_optimization.offload_optimizer.device: "cpu" with Lamb, whose norms of parameters meet on the device; '
-         "leave the offload out, or give AdamW."),
+         'zero_optimization.offload_optimizer.device: "cpu" with Lamb, whose parameter norms are reduced on the device'
+         "; leave the offload out, or give AdamW."),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
          "bf16.bf16_master_weights_and_grads: true with Lamb, whose updates are not rounded stochastically; leave it "
          "out, or give AdamW."),

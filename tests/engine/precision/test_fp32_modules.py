@@ -195,7 +195,7 @@ def test_a_pattern_that_matches_nothing_is_one_sentence(bf16: bool) -> None:
 def test_a_tied_parameter_half_kept_is_one_sentence() -> None:
     config = {"train_batch_size": 4, "bf16": {"enabled": True}, "keep_fp32": ["head"]}
     with pytest.raises(
-        ConfigError, match=r"^keep_fp32: 'head.weight' is the same tensor as 'tokens.weight', whose module"
+        ConfigError, match=r"^keep_fp32: 'head.weight' is the same tensor as 'tokens.weight', which is outside"
     ):
         engine.initialize(models.decoder(tied=True), config, loss_sum)
     with engine.initialize(models.decoder(tied=True), config | {"keep_fp32": ["head", "tokens"]}, loss_sum) as eng:

@@ -85,7 +85,7 @@ def test_keys_and_other_spellings() -> None:
         ),
         ({"quantize_frozen": {"block_size": 48}}, "quantize_frozen.block_size: 48 is not a block size; give 64, 128"),
         (config(skip=["blocks.2.*"]), r"quantize_frozen.skip[0]: 'blocks.2.*' matches no frozen parameter; similar"),
-        (config(checkpoint={}), "quantize_frozen with checkpoint.frozen true, and a checkpoint has no exact copy"),
+        (config(checkpoint={}), "quantize_frozen with checkpoint.frozen true, but a checkpoint has no exact copy"),
     ],
 )
 def test_mistakes_in_the_configuration(given: dict[str, Any], sentence: str) -> None:
@@ -96,9 +96,7 @@ def test_mistakes_in_the_configuration(given: dict[str, Any], sentence: str) -> 
 
 def test_a_model_without_a_frozen_base_is_refused() -> None:
     model = Model().requires_grad_(True)
-    with pytest.raises(
-        PlanError, match="and the model has no frozen weight of a linear layer beside its heads, embedd"
-    ):
+    with pytest.raises(PlanError, match="but the model has no frozen weight of a linear layer except heads, embedd"):
         engine.initialize(model, config())
 
 
@@ -198,14 +196,14 @@ def test_what_needs_more_than_whole_weights_is_refused(changes: dict[str, Any], 
         with pytest.raises(engine.ConfigError) as caught:
             refuse_foreign_codes(model(weight), config)
         assert str(caught.value) == (
-            f"{asked}, and the weight '0.weight' is held as codes of bitsandbytes, which only its own layers read, "
+            f"{asked}, but the weight '0.weight' is stored as codes that only bitsandbytes' layers read, and only "
             "whole; load the model without quantization_config, or call model.dequantize() before adapters are added, "
             f'and give "quantize_frozen": {{"dtype": "{format}"}}.'
         )
 
 
 def test_a_checkpoint_of_codes_without_scales_is_refused() -> None:
-    with pytest.raises(engine.ConfigError, match=r"checkpoint.frozen is true, and the weight '0.weight' is held as"):
+    with pytest.raises(engine.ConfigError, match=r"checkpoint.frozen is true, but the weight '0.weight' is stored as"):
         engine.initialize(model(), {**FOREIGN_BASE, "checkpoint": {}})
 
 

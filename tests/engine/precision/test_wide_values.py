@@ -191,7 +191,7 @@ def test_own_products_take_the_dtype_of_the_parameter() -> None:
 
 def test_own_code_that_torch_refuses_is_told_the_remedies_and_each_works() -> None:
     config = {"train_batch_size": 2} | BF16
-    with engine.initialize(Kept(), config) as eng, pytest.raises(EngineError, match="meets two dtypes") as told:
+    with engine.initialize(Kept(), config) as eng, pytest.raises(EngineError, match="mixes two dtypes") as told:
         eng.train_batch(torch.ones(2, 3))
     assert "set cast_forward_inputs to true, buffer_dtype to 'bf16', or keep_fp32 to" in str(told.value)
     with engine.initialize(Kept(), config | {"cast_forward_inputs": True}) as eng:

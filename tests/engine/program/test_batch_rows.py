@@ -53,11 +53,11 @@ def test_a_named_tensor_may_be_missing_from_a_batch() -> None:
 
 def test_names_and_sizes_that_do_not_fit() -> None:
     batch = {"x": torch.ones(4, 2), "positions": torch.ones(1, 2)}
-    with pytest.raises(EngineError, match=r"whole names 'position', and the batch has no .*did you mean 'positions'\?"):
+    with pytest.raises(EngineError, match=r"whole names 'position', but the batch has no .*did you mean 'positions'\?"):
         BatchRows(whole=frozenset(("position",))).take_microbatches(batch, 2, 2)
     with pytest.raises(EngineError, match=r"batch\['positions'\] has leading dim 1, .* pass whole=\['positions'\] to"):
         BatchRows().take_microbatches(batch, 2, 2)
-    with pytest.raises(EngineError, match="holds no tensor with a leading dim"):
+    with pytest.raises(EngineError, match="has no tensor with a leading dim"):
         BatchRows(whole=frozenset(("x", "positions"))).take_microbatches(batch, 2, 2)
 
 

@@ -95,12 +95,12 @@ def test_the_user_states_it(stated: Inputs, batch: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "batch", "stated", "words"),
     [
-        (Optional(), (1, 2), None, "forward takes 1 to 2 (x, mask), so it is not known which are for forward"),
-        (Keywords(), (1, 2), None, "pass inputs=(0,) to engine.initialize if it is the first alone"),
-        (One(), {"ids": 1}, None, "the batch has the keys 'ids', and forward takes x; name the keys as forward does"),
-        (One(), (1, 2), (0, 5), "inputs names 0, 5, and the batch has 2 parts; name parts of it."),
-        (One(), {"x": 1}, "y", "inputs names 'y', and the batch has the keys 'x'; name parts of it."),
-        (One(), (1, 2), "y", "inputs names 'y', and the batch has 2 parts"),
+        (Optional(), (1, 2), None, "forward takes 1 to 2 (x, mask), so its inputs are ambiguous"),
+        (Keywords(), (1, 2), None, "pass inputs=(0,) to engine.initialize for the first part only"),
+        (One(), {"ids": 1}, None, "the batch has the keys 'ids', but forward takes x; name the keys as forward does"),
+        (One(), (1, 2), (0, 5), "inputs names 0, 5, but the batch has 2 parts; name parts of it."),
+        (One(), {"x": 1}, "y", "inputs names 'y', but the batch has the keys 'x'; name parts of it."),
+        (One(), (1, 2), "y", "inputs names 'y', but the batch has 2 parts"),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(model: nn.Module, batch: Any, stated: Inputs | None, words: str) -> None:
@@ -111,7 +111,7 @@ def test_what_cannot_be_told_apart_is_refused(model: nn.Module, batch: Any, stat
 
 def test_what_forward_is_not_given_is_said() -> None:
     inputs = ForwardInputs.of(One(), separate_loss=True, stated=None)
-    assert inputs.note((1, 2)) == "batch: forward is given 1 of the 2 parts of a batch, loss_fn all"
+    assert inputs.note((1, 2)) == "batch: forward gets 1 of the 2 parts of a batch, loss_fn all"
     assert inputs.note({"x": 1, "y": 2}) == "batch: 'y' goes to loss_fn, not to forward"
     assert inputs.note({"x": 1, "y": 2, "z": 3}) == "batch: 'y', 'z' go to loss_fn, not to forward"
     assert inputs.note({"x": 1}) == inputs.note((1,)) == inputs.note(1) == ""
@@ -251,15 +251,15 @@ def output_of(parts: Any) -> Tensor:
     [
         (X, {}, "no part"),
         ((X, Y, Y), {}, "2 parts"),
-        ((X, {"y": Y}), {}, "1 part, which is no tensor"),
+        ((X, {"y": Y}), {}, "1 part, not a tensor,"),
         ((X, Y), {"inputs": output_of}, "no part"),
     ],
 )
 def test_what_the_batch_does_not_tell_is_refused(batch: Any, options: dict[str, Any], found: str) -> None:
     with pytest.raises(engine.EngineError) as caught:
         losses(nn.CrossEntropyLoss(), batch, **options)
-    began = "loss_fn=CrossEntropyLoss of torch compares an output with targets, and the batch has "
-    assert str(caught.value).startswith(f"{began}{found} that forward is not given; pass a function of (output, batch)")
+    began = "loss_fn=CrossEntropyLoss of torch compares an output with targets, but the batch has "
+    assert str(caught.value).startswith(f"{began}{found} that forward does not get; pass a function of (output, batch)")
     assert "loss_fn=lambda output, batch: CrossEntropyLoss(output, batch[1])" in str(caught.value)
 
 

@@ -55,14 +55,14 @@ ETHERNET_DOWN = InterfaceFacts(name="eth0", addresses=("10.0.0.1",), up=False)
 ERRORS: dict[str, tuple[Examined, str]] = {
     "absent": (
         examined(size=6),
-        "ranks 4, 5 of 6 did not come to node0:29400 within 30 s, of node 2 counted from 0; see what they print",
+        "ranks 4, 5 of 6 did not join at node0:29400 within 30 s, of node 2 counted from 0; check their output",
     ),
-    "absent-unknown-node": (examined(size=5, ranks_of_node=0), "rank 4 of 5 did not come to node0:29400 within 30 s; "),
+    "absent-unknown-node": (examined(size=5, ranks_of_node=0), "rank 4 of 5 did not join at node0:29400 within 30 s; "),
     "silent": (
         examined(silent=(2, 3), phase="measuring the axes"),
-        "node1 (ranks 2, 3) came and gave no answer within 30 s in: measuring the axes; the host or its network",
+        "node1 (ranks 2, 3) joined but did not answer within 30 s in: measuring the axes; the host or its network",
     ),
-    "silent-rank": (examined(silent=(3,), phase="x"), "rank 3 on node1 came and gave no answer within 30 s in: x; "),
+    "silent-rank": (examined(silent=(3,), phase="x"), "rank 3 on node1 joined but did not answer within 30 s in: x; "),
     "start": (spoilt(3, examined(), problem="local rank 1 has no GPU."), "rank 3 (node1): local rank 1 has no GPU."),
     "start-all": (examined(failed=tuple((rank, "parallel: wrong.") for rank in range(4))), "parallel: wrong."),
     "torch": (
@@ -79,16 +79,16 @@ ERRORS: dict[str, tuple[Examined, str]] = {
     "device": (spoilt(3, examined(), device="cuda:1"), "ranks compute on cpu on node0, node1 and cuda on node1; "),
     "gloo": (
         examined(host(0, gloo_wish="ib9"), host(1)),
-        "GLOO_SOCKET_IFNAME=ib9 on node0 names no interface; it has lo, eth0: give one of these.",
+        "GLOO_SOCKET_IFNAME=ib9 on node0 matches no interface; set it to one of lo, eth0.",
     ),
     "down": (examined(host(0, interfaces=(ETHERNET_DOWN,)), host(1)), "eth0 of node0, over which gloo would send, is "),
     "nccl-interface": (
         examined(host(0, gpus=(GPU,), nccl_wish="=eth"), host(1, gpus=(GPU,)), **GPUS),
-        "NCCL_SOCKET_IFNAME==eth on node0 allows no interface; it has lo, eth0",
+        "NCCL_SOCKET_IFNAME==eth on node0 allows no interface; set it to one of lo, eth0",
     ),
     "memory": (
         examined(host(0, memory_free=1 << 20), host(1), grid={"pp": 1, "dp": 2, "tp": 2}, shared_bytes=1 << 20),
-        "node0 has 1.0 MiB of memory left, and its tensor ranks share 2.0 MiB; ",
+        "node0 has 1.0 MiB of free memory, but its tensor ranks share 2.0 MiB; ",
     ),
 }
 WARNINGS: dict[str, tuple[Examined, str]] = {
@@ -110,26 +110,26 @@ WARNINGS: dict[str, tuple[Examined, str]] = {
     "counts": (examined(host(0, gpus=(GPU, GPU)), host(1, gpus=(GPU,)), **GPUS), "is 2 on node0 and 1 on node1; "),
     "loopback": (
         examined(host(0), host(1, named_addresses=("127.0.1.1",))),
-        "the name of node1 resolves to 127.0.1.1, which other hosts do not reach; put its address into /etc/hosts",
+        "the name of node1 resolves to 127.0.1.1, which other hosts cannot reach; put its address into /etc/hosts",
     ),
     "unresolved": (examined(host(0), host(1, named_addresses=())), "the name of node1 resolves to no address of its"),
-    "shm-absent": (examined(host(0), host(1, shm_bytes=None)), "/dev/shm of node1 is absent, and the watchdog of 2 "),
-    "shm-full": (examined(host(0), host(1, shm_free=1000)), "/dev/shm of node1 has 1000 B free, and the watchdog"),
+    "shm-absent": (examined(host(0), host(1, shm_bytes=None)), "/dev/shm of node1 is absent, but the watchdog of 2 "),
+    "shm-full": (examined(host(0), host(1, shm_free=1000)), "/dev/shm of node1 has 1000 B free, but the watchdog"),
     "shm-small": (examined(host(0), host(1, shm_bytes=64 << 20)), "/dev/shm of node1 has 64.0 MiB in all, too little"),
-    "files": (examined(host(0), host(1, open_files=100)), "a process on node1 may open 100 files, and a rank of 4 "),
+    "files": (examined(host(0), host(1, open_files=100)), "a process on node1 may open 100 files, but a rank of 4 "),
     "locked": (
         examined(host(0, gpus=(GPU,), infiniband=True, locked_bytes=65536), **GPUS),
-        "a process on node0 may lock 64.0 KiB of memory, and InfiniBand needs more",
+        "a process on node0 may lock 64.0 KiB of memory, but InfiniBand needs more",
     ),
-    "name": (examined(host(0), host(1, name="node0")), "2 hosts are called node0, so that reports cannot tell them"),
+    "name": (examined(host(0), host(1, name="node0")), "2 hosts have the name node0, so that reports cannot dis"),
     "clock": (
         examined(clocks=(ClockFigure(host="node1", seconds=-2.5, uncertain=1e-4),)),
         "the clock of node1 is 2.5 s behind that of rank 0",
     ),
     "wide-tensor": (
         examined(axes=(axis(axis="tp", ranks=(0, 1, 2, 3)),), grid={"pp": 1, "dp": 1, "tp": 4}),
-        "tensor ranks 0, 1, 2, 3 are on several hosts (node0, node1), and tensor parallelism waits for the network in "
-        "every layer; give parallel.tensor a divisor of 2",
+        "tensor ranks 0, 1, 2, 3 are on several hosts (node0, node1), so that tensor parallelism waits for the network "
+        "in every layer; set parallel.tensor to a divisor of 2",
     ),
     "slow-axis": (
         examined(axes=(axis(rate=6e8),)),
@@ -141,7 +141,7 @@ WARNINGS: dict[str, tuple[Examined, str]] = {
     ),
     "pair-of-two": (
         examined(pairs=pairs(1e8, expected=1.25e9)),
-        "node0 and node1 send each other 100 MB/s of the 1250 MB/s that their interfaces should carry; look",
+        "node0 and node1 send each other 100 MB/s of the 1250 MB/s that their interfaces should carry; check",
     ),
     "pair": (
         examined(pairs=pairs(1e9, 1e8, 1e9)),
@@ -150,7 +150,7 @@ WARNINGS: dict[str, tuple[Examined, str]] = {
     "host-of-pairs": (
         examined(pairs=pairs(1e9, 1.5e8, 1e8)),
         "node1 - node2 is the slowest pair of hosts: 100 MB/s, and the median of the other pairs is 575 MB/s; all "
-        "pairs with node2 are slow (at most 150 MB/s), so look at its link.",
+        "pairs with node2 are slow (at most 150 MB/s), so check its link.",
     ),
 }
 FINE: dict[str, Examined] = {
@@ -196,7 +196,7 @@ def test_many_ranks_that_could_not_start_are_cut_short() -> None:
     seen = examined(each=4, failed=tuple((rank, f"rank {rank} could not join.") for rank in range(8)))
     found = [one.sentence for one in find_all(seen)]
     assert found[0] == "rank 0 (node0): rank 0 could not join." and len(found) == 5
-    assert found[4] == "ranks 4, 5, 6, 7 could not start, either; --json has their words."
+    assert found[4] == "ranks 4, 5, 6, 7 could not start either; --json writes their errors."
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:

@@ -18,13 +18,13 @@ SHOWS = "import json, os; print(json.dumps([sorted(os.sched_getaffinity(0)), os.
 def test_a_list_names_cores_and_ranges() -> None:
     assert read_cores("0-2, 8,5-5") == (0, 1, 2, 5, 8)
     for text in ("", "a", "3-", "4-2", "-1", "1,,2"):
-        with pytest.raises(LaunchError, match=r"is no core and no range; write a list such as 0-3,8"):
+        with pytest.raises(LaunchError, match=r"is neither a core nor a range; write a list such as 0-3,8"):
             read_cores(text)
 
 
 def test_ranks_have_neighbouring_parts_of_one_size() -> None:
     assert [share(range(9), rank, 4) for rank in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    with pytest.raises(LaunchError, match="3 ranks on 2 cores: every bound rank has a core of its own; start fewer"):
+    with pytest.raises(LaunchError, match="3 ranks on 2 cores: every bound rank needs its own core; start fewer"):
         share((0, 1), 0, 3)
 
 
@@ -43,4 +43,6 @@ def test_a_rank_runs_on_its_cores(tmp_path: Path) -> None:
     last = str(cores[-1])
     assert json.loads(bound(0, 1, "--cores", last).stdout) == [[cores[-1]], "1"]
     done = bound(0, 1, "--cores", "4095")
-    assert done.returncode and done.stderr.startswith("trine launch: core 4095 is none of this host's for the job")
+    assert done.returncode and done.stderr.startswith(
+        "trine launch: core 4095 is not one of this host's cores for the job"
+    )

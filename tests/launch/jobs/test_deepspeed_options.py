@@ -54,7 +54,7 @@ def dry(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, list[str]
         (["--num_gpus=2", "--bind_core_list", "0-3,8", "-m", "pack.train"],
          "-m engine.launch.jobs.bound_cores --cores 0-3,8 ", "--bind_core_list 0-3,8: taken as --bind-cores-to 0-3,8."),
         (["-H", "alone", "job.py"], "--standalone --nproc-per-node=2 job.py",
-         "alone names this host alone, so nothing goes over ssh."),
+         "alone lists only this host, so ssh is not used."),
         (["-H", "alone", "--include", "localhost:1", "job.py"], "CUDA_VISIBLE_DEVICES=1 ", ""),
         (["-H", "alone", "--ssh", "ssh -p 2222", "job.py"], "ssh -p 2222 -o BatchMode=yes", ""),
         (["-H", "six", "--master_port", "29501", "job.py"], "'--rdzv-endpoint=[fe80::1]:29501' ", ""),
@@ -83,7 +83,7 @@ def test_the_environment_file_reaches_all_hosts_and_is_said(folder: Path, capsys
     (folder / ".deepspeed_env").write_text("no pair\n")
     assert main(["launch", "-H", "hosts", "job.py"]) == 1
     assert capsys.readouterr().err.endswith(
-        ".deepspeed_env:1: 'no pair' is no NAME=VALUE; mend the line, or take it out.\n"
+        ".deepspeed_env:1: 'no pair' is not NAME=VALUE; correct or remove the line.\n"
     )
 
 
@@ -91,18 +91,21 @@ def test_the_environment_file_reaches_all_hosts_and_is_said(folder: Path, capsys
     ("words", "sentence"),
     [
         (["--autotuning", "run"], "--autotuning is an option of deepspeed that trine launch lacks; trine plan"),
-        (["--launcher", "slurm"], "--launcher slurm is none of trine launch; give --slurm."),
-        (["--launcher=mvapich"], "--launcher mvapich is none of trine launch; start the script by mpirun or srun"),
+        (["--launcher", "slurm"], "--launcher slurm is not a launcher of trine launch; give --slurm."),
+        (["--launcher=mvapich"], "--launcher mvapich is not a launcher of trine launch; start the script with mp"),
         (
             ["--no_ssh"],
             "--no_ssh is an option of deepspeed that trine launch lacks; give --hostfile, or start torchrun",
         ),
-        (["-H", "hosts", "--include", "w9"], "--include w9: 'w9' is none of w0, w1, w2; name hosts of this job."),
-        (["-H", "hosts", "--include", "w2:2"], "--include w2:2: w2 has 2 slots, from 0; it has no 2."),
-        (["-H", "hosts", "--include", "w2:a"], "--include w2:a: 'w2:a' is no host with GPUs; write NAME or NAME:0,2"),
+        (["-H", "hosts", "--include", "w9"], "--include w9: 'w9' is not one of w0, w1, w2; name hosts of this job."),
+        (["-H", "hosts", "--include", "w2:2"], "--include w2:2: w2 has 2 slots, counted from 0, and no"),
+        (
+            ["-H", "hosts", "--include", "w2:a"],
+            "--include w2:a: 'w2:a' is not a host with GPUs; write NAME or NAME:0,2",
+        ),
         (["-H", "hosts", "--exclude", "w0@w1@w2"], "--exclude w0@w1@w2 leaves no host; name fewer."),
-        (["-H", "hosts", "--include", "w0", "--exclude", "w1"], "--include and --exclude both choose hosts; give one"),
-        (["--num_nodes", "2"], "--nodes means nothing to a job on this host; it goes with --hostfile or"),
+        (["-H", "hosts", "--include", "w0", "--exclude", "w1"], "--include and --exclude both select hosts; give one"),
+        (["--num_nodes", "2"], "--nodes does not apply to a job on this host; use it with --hostfile or"),
     ],
 )
 def test_what_is_otherwise_here_is_one_sentence(
@@ -117,7 +120,9 @@ def test_a_file_of_variables_is_said_to_be_for_other_jobs_on_one_host(
 ) -> None:
     (folder / ".deepspeed_env").write_text("A=1\n")
     out, err = dry(capsys, "--num_gpus=1", "job.py")
-    assert "A=1" not in out and ".deepspeed_env is read for jobs over ssh, as in DeepSpeed; --export NAME=" in err[-1]
+    assert (
+        "A=1" not in out and ".deepspeed_env is read only for jobs over ssh, as in DeepSpeed; --export NAME=" in err[-1]
+    )
 
 
 def test_hosts_without_slots_cannot_lose_some() -> None:
@@ -129,9 +134,9 @@ def test_hosts_without_slots_cannot_lose_some() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["launch", "--num_gpuz", "2", "job.py"], "--num_gpuz is no option of this command; did you mean --num_gpus?"),
-        (["launch", "--xyzzy", "x.py"], "--xyzzy is no option of this command; trine launch --help lists what "),
-        (["watch", "--evry", "2"], "--evry is no option of this command; did you mean --every?"),
+        (["launch", "--num_gpuz", "2", "job.py"], "--num_gpuz is not an option of this command; did you mean --num_gp"),
+        (["launch", "--xyzzy", "x.py"], "--xyzzy is not an option of this command; trine launch --help lists its "),
+        (["watch", "--evry", "2"], "--evry is not an option of this command; did you mean --every?"),
     ],
 )  # fmt: skip
 def test_an_unknown_option_is_answered_by_the_command_itself(

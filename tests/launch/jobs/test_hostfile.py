@@ -44,10 +44,10 @@ def test_all_wrong_lines_are_told(tmp_path: Path) -> None:
         hosts_of(tmp_path, "node0 slots=four\nnode1:0\nnode2\nme@node2:4\nnode3 node4\n")
     path = tmp_path / "hosts"
     assert str(caught.value).splitlines() == [
-        f"{path}:1: 'node0 slots=four' names no host; write NAME, NAME slots=N or NAME:N.",
-        f"{path}:2: node1 has 0 slots; a host has 1 rank or more, so take the line out.",
+        f"{path}:1: 'node0 slots=four' is not a host; write NAME, NAME slots=N or NAME:N.",
+        f"{path}:2: node1 has 0 slots; a host has at least 1 rank, so remove the line.",
         f"{path}:4: me@node2 is listed twice; write it once, with all of its slots.",
-        f"{path}:5: 'node3 node4' names no host; write NAME, NAME slots=N or NAME:N.",
+        f"{path}:5: 'node3 node4' is not a host; write NAME, NAME slots=N or NAME:N.",
     ]
 
 

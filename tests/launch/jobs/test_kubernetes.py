@@ -186,5 +186,5 @@ def test_the_manifest_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["launch", "--kubernetes", "jobset", "--nodes", "2", *WORDS]) == 0
-    assert capsys.readouterr().out == "job.yaml is written; start it by: kubectl apply -f job.yaml\n"
+    assert capsys.readouterr().out == "job.yaml is written; start it with: kubectl apply -f job.yaml\n"
     jsonschema.validate(yaml.safe_load((tmp_path / "job.yaml").read_text()), JOBSET)

@@ -59,7 +59,7 @@ def test_gpus_are_counted_and_their_absence_is_told(
     told = capsys.readouterr()
     assert "--nproc-per-node=1 " in told.out
     assert told.err == (
-        "trine launch: nvidia-smi knows no GPU of this host, so 1 rank starts; --ranks-per-node N starts more.\n"
+        "trine launch: nvidia-smi lists no GPU of this host, so 1 rank starts; --ranks-per-node N starts more.\n"
     )
     (folder / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100'\necho 'NVIDIA H100'\necho 'NVIDIA A100'\n")
     (folder / "nvidia-smi").chmod(0o700)
@@ -109,28 +109,29 @@ def test_an_elastic_job_has_the_options_that_a_plain_torchrun_needs(
          "--nodes two: give a number of nodes, such as 4, or MIN:MAX, such as 2:4."),
         (["--hostfile", "hosts", "--elastic", "4", "job.py"], "--elastic 4: give MIN:MAX, such as 2:4."),
         (["--hostfile", "hosts", "--elastic", "4:2", "job.py"],
-         "--elastic 4:2: a job has 1 node or more, and MAX is no less than MIN."),
+         "--elastic 4:2: a job has at least 1 node, and MAX is at least MIN."),
         (["--nodes", "2", "job.py"],
-         "--nodes means nothing to a job on this host; it goes with --hostfile or --slurm or --kubernetes."),
+         "--nodes does not apply to a job on this host; use it with --hostfile or --slurm or --kubernetes."),
         (["--slurm", "--kubernetes", "jobset", "job.py"],
          "--slurm and --kubernetes: a job runs in one place; give one."),
         (["--hostfile", "hosts", "--nodes", "9", "job.py"],
-         "9 nodes are asked for and hosts lists 3; add hosts to it."),
+         "9 nodes are requested, but hosts lists 3; add hosts to it."),
         (["--hostfile", "hosts", "--nodes", "2", "--elastic", "1:2", "job.py"],
-         "--nodes and --elastic both say how many nodes there are; give one of them."),
-        (["none.py"], "none.py is no file of {folder}; give the path of the training script."),
+         "--nodes and --elastic both set the number of nodes; give one of them."),
+        (["none.py"], "none.py is not a file in {folder}; give the path of the training script."),
         (["--export", "NO_SUCH", "job.py"],
          "--export NO_SUCH: the launcher has no such variable; set it, or give NO_SUCH=VALUE."),
-        (["--export", "a-b=1", "job.py"], "--export a-b=1: 'a-b' is no name of a variable; give NAME or NAME=VALUE."),
+        (["--export", "a-b=1", "job.py"],
+         "--export a-b=1: 'a-b' is not the name of a variable; give NAME or NAME=VALUE."),
         (["--slurm", "--nodes", "2", "job.py"],
-         "--slurm needs --ranks-per-node N: nobody can count the GPUs of its nodes from here."),
+         "--slurm needs --ranks-per-node N, since the GPUs of its nodes cannot be counted from here."),
         (["--slurm", "job.py"], "--slurm needs --nodes N, or --nodes MIN:MAX for an elastic job."),
         (["--kubernetes", "jobset", "--image", "x", "job.py"],
          "--kubernetes needs --nodes N, or --nodes MIN:MAX for an elastic job."),
         (["--kubernetes", "jobset", "--nodes", "2", "job.py"],
          "--kubernetes needs --image NAME: a container with Python, torch, Trine and the script."),
         (["--kubernetes", "jobset", "--nodes", "2", "--image", "x", "--name", "A_b", "job.py"],
-         "--name A_b: Kubernetes takes up to 40 lower-case letters, digits and hyphens, a letter first; "
+         "--name A_b: Kubernetes accepts up to 40 lower-case letters, digits and hyphens, beginning with a letter; "
          "give another --name."),
         (["--python", "/no/python", "--ranks-per-node", "1", "job.py"],
          "/no/python cannot be started (No such file or directory); give --python PATH."),
@@ -147,7 +148,7 @@ def test_a_mistake_is_one_sentence(
 def test_counts_are_whole_numbers(count: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["launch", f"--ranks-per-node={count}", "job.py"])
-    assert f"argument --ranks-per-node: {count!r} is no whole number from 1" in capsys.readouterr().err
+    assert f"argument --ranks-per-node: {count!r} is not a whole number of at least 1" in capsys.readouterr().err
 
 
 def started(warm_python: str, folder: Path, *words: str) -> "subprocess.Popen[str]":

@@ -39,26 +39,26 @@ def test_equal_hosts_are_fine() -> None:
     ("facts", "sentence"),
     [
         (replace(THERE, python="3.12.1"),
-         "node1 has Python 3.12.1 and node0 has 3.11.7; all ranks need the same: give --python."),
+         "node1 has Python 3.12.1, but node0 has 3.11.7; all ranks need the same: give --python."),
         (replace(THERE, torch="2.11.0"),
-         "node1 has torch 2.11.0 and node0 has 2.13.0; install the same version on all hosts."),
+         "node1 has torch 2.11.0, but node0 has 2.13.0; install the same version on all hosts."),
         (replace(THERE, trine=""),
-         "node1 has no trine installed and node0 has 0.1.0; install the same version on all hosts."),
+         "node1 has no trine installed, but node0 has 0.1.0; install the same version on all hosts."),
         (replace(THERE, script="c"), "node1 has another train.py than node0; copy the same one to all hosts."),
         (replace(THERE, engine="", engine_folder=""),
-         "node1 has another code of Trine (none) than node0 (/opt/trine/engine); copy the same sources to all hosts, "
+         "node1 has other sources of Trine (none) than node0 (/opt/trine/engine); copy the same sources to all hosts, "
          "or install the same wheel."),
         (replace(THERE, gpus=("NVIDIA H100",) * 7),
-         "node1 has 7 x NVIDIA H100 and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
+         "node1 has 7 x NVIDIA H100, but node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
          "of them out."),
         (replace(THERE, gpus=("NVIDIA H100",) * 7 + ("NVIDIA A100",)),
-         "node1 has 7 x NVIDIA H100, 1 x NVIDIA A100 and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all "
+         "node1 has 7 x NVIDIA H100, 1 x NVIDIA A100, but node0 has 8 x NVIDIA H100; a job needs the same GPUs on all "
          "hosts: leave one of them out."),
         (replace(THERE, engine="c"),
-         "node1 has another code of Trine (/opt/trine/engine) than node0 (/opt/trine/engine); copy the same sources to "
-         "all hosts, or install the same wheel."),
+         "node1 has other sources of Trine (/opt/trine/engine) than node0 (/opt/trine/engine); copy the same sources "
+         "to all hosts, or install the same wheel."),
         (replace(THERE, gpus=()),
-         "node1 has no GPU and node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
+         "node1 has no GPU, but node0 has 8 x NVIDIA H100; a job needs the same GPUs on all hosts: leave one "
          "of them out."),
     ],
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_a_host_that_does_not_answer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     told = refused(tmp_path, "exec sleep 100", capsys, "--preflight-timeout", "1")
-    ends = "`DIR/ssh -q {0}` has to work without a password; else take it out of hosts.\n"
+    ends = "`DIR/ssh -q {0}` has to work without a password; otherwise remove it from hosts.\n"
     silent = "{0}: cannot be reached by ssh within 1 s (no answer); " + ends
     assert told == silent.format("node0") + silent.format("node1")
     told = refused(tmp_path, 'echo "me@$host: Permission denied (publickey)." >&2; exit 255', capsys)
@@ -133,10 +133,10 @@ def test_what_a_host_lacks_by_itself(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     told = refused(tmp_path, 'echo "Welcome to $host"; exec sh -c "$line"', capsys)
+    assert "node1 has 1 x NVIDIA H100 but 2 ranks; each needs its own GPU: give --ranks-per-node 1." in told
     assert (
-        "node1 has 1 x NVIDIA H100 and is to run 2 ranks; each needs a GPU of its own: give --ranks-per-node 1." in told
+        "node0 cannot resolve node0, node1; ranks connect by the names of hosts: write names or addresses there" in told
     )
-    assert "node0 cannot resolve node0, node1; ranks meet by the names of hosts: write names or addresses there" in told
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nexec /usr/bin/env python3 -I -S "$@"\n')
     python.chmod(0o700)

@@ -155,15 +155,15 @@ def test_without_slurm_the_script_is_written_and_the_absence_said(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["launch", "--slurm", "--submit", *OPTIONS, "job.py"]) == 1
-    sentence = "--submit: there is no sbatch here; on a login node of the cluster: sbatch job.sbatch.\n"
+    sentence = "--submit: there is no sbatch here; on a login node of the cluster, run: sbatch job.sbatch.\n"
     assert capsys.readouterr().err == sentence and WRITTEN in (folder / "job.sbatch").read_text()
 
 
 def test_a_file_of_somebody_else_is_kept(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         assert main(["launch", "--slurm", *OPTIONS, "job.py"]) == 0
-    assert "job.sbatch is written; submit it by: sbatch job.sbatch" in capsys.readouterr().out
+    assert "job.sbatch is written; submit it with: sbatch job.sbatch" in capsys.readouterr().out
     (folder / "job.sbatch").write_text("mine")
     assert main(["launch", "--slurm", *OPTIONS, "job.py"]) == 1
-    sentence = "job.sbatch exists, and trine launch has not written it; give another --out, or move it.\n"
+    sentence = "job.sbatch exists, but trine launch has not written it; give another --out, or move it.\n"
     assert capsys.readouterr().err == sentence and (folder / "job.sbatch").read_text() == "mine"

@@ -100,11 +100,11 @@ def test_all_that_differs_is_said_at_once_and_nothing_starts(hosts: MakeHosts, t
     assert ended.code == 1 and "rank 0" not in ended.text
     for sentence in (
         "root@node2: cannot be reached by ssh within 10 s (Connection refused); `ssh -p 2222",
-        "node0: port 23456 is taken, and the ranks are to meet there; give another --port, or none",
-        "node1 has Python 3.9.1 and node0 has 3.11",
-        "node1 has torch 2.9.1 and node0 has 2.",
+        "node0: port 23456 of the rendezvous is taken; give another --port, or leave it out",
+        "node1 has Python 3.9.1, but node0 has 3.11",
+        "node1 has torch 2.9.1, but node0 has 2.",
         "node1 has another job.py than node0; copy the same one to all hosts.",
-        f"node1 has another code of Trine ({ROOT}/engine) than node0 ({ROOT}/engine); copy the same sources",
+        f"node1 has other sources of Trine ({ROOT}/engine) than node0 ({ROOT}/engine); copy the same sources",
     ):
         assert sentence in ended.text, ended.text
     assert ended.text.count("\n") == 6, ended.text
@@ -124,7 +124,7 @@ def test_names_and_folders_that_a_host_lacks(hosts: MakeHosts, tmp_path: Path) -
     ended = made.launch("empty/job.py", "print").end()
     assert ended.code == 1, ended.text
     assert f"node0 has no empty/job.py in {tmp_path}; share the folder or copy the script." in ended.text
-    assert "node1 cannot resolve node1; ranks meet by the names of" in ended.text
+    assert "node1 cannot resolve node1; ranks connect by the names of" in ended.text
 
 
 @pytest.mark.parametrize("fault", ["fail", wide("power"), wide("cable")])
@@ -143,7 +143,7 @@ def test_a_job_ends_everywhere_with_one_host(hosts: MakeHosts, tmp_path: Path, f
             made.cluster.unplug(made.nodes[1])
         ended = launch.end(30)
         assert time.monotonic() - began < 15, ended.text
-        assert ended.code == 255 and "trine launch: node1 was lost, its ssh connection ended (" in ended.text
+        assert ended.code == 255 and "trine launch: node1 was lost: its ssh connection ended (" in ended.text
     else:
         ended = launch.end(30)
         assert ended.code == 1 and "[node1] odd input" in ended.text, ended.text
@@ -221,8 +221,8 @@ def after(seconds: float, script: str) -> str:
 @pytest.mark.parametrize(
     ("store", "other", "status", "said"),
     [
-        (DONE, after(0.5, LATE), 0, "node1 came back when others had ended well.\n"),
-        (after(0.5, DONE), LATE, 0, "node1 came back when others had ended well.\n"),
+        (DONE, after(0.5, LATE), 0, "node1 came back after other hosts had finished.\n"),
+        (after(0.5, DONE), LATE, 0, "node1 came back after other hosts had finished.\n"),
         (DONE, after(0.5, BAD), 1, "node1 was the first to fail: its torchrun ended with exit status 1"),
         (after(0.5, BAD), LATE, 1, "node1 was the first to fail: its torchrun ended with exit status 1"),
     ],
@@ -326,7 +326,7 @@ def test_an_elastic_job_begins_without_a_host_that_does_not_answer(
 ) -> None:
     scripts, absent = {HERE.host: after(0.3, DONE)}, {THERE.host: "No route to host"}
     assert ended(monkeypatch, tmp_path, scripts, True, absent) == 0
-    said = "trine launch: node1 does not answer (No route to host); 1 hosts begin, and it is tried again."
+    said = "trine launch: node1 does not answer (No route to host); 1 hosts start without it, and it is tried again."
     assert said in capfd.readouterr().err
 
 
@@ -364,7 +364,7 @@ def test_a_host_is_lost_and_comes_back(hosts: Callable[[int], Hosts], tmp_path: 
     launch.wait_for(f"trine launch: {node.name} answers again; torchrun starts there.", 20)
     ended = launch.end(90)
     assert ended.code == 0, ended.text
-    assert ("node1 has the store now; torchrun starts anew on 1 hosts" in ended.text) is (lost == 0), ended.text
+    assert ("node1 has the store now; torchrun restarts on 1 hosts" in ended.text) is (lost == 0), ended.text
     assert grids(run) == ["2", "1", "2"] and not survivors(made)
 
 
@@ -377,5 +377,5 @@ def test_too_few_hosts_end_the_job(hosts: Callable[[int], Hosts], tmp_path: Path
     made.nodes.pop().end()
     ended = launch.end(40)
     assert ended.code == 255, ended.text
-    assert ", and of 2 hosts or more only 1 are left; the job has ended on all hosts." in ended.text
+    assert ", and only 1 of at least 2 hosts are left; the job has ended on all hosts." in ended.text
     assert not survivors(made)

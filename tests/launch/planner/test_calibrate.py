@@ -93,7 +93,7 @@ def test_a_machine_without_a_gpu_is_refused(
 ) -> None:
     monkeypatch.setattr(calibrating, "find_accelerator", lambda: None)
     assert main(["plan", "--calibrate", str(tmp_path / "mine.json")]) == 1
-    assert "it measures a GPU, and this machine has none" in capsys.readouterr().err
+    assert "measures a GPU, but this machine has none" in capsys.readouterr().err
     assert main(["plan", "--calibrate", str(tmp_path / "mine.json"), "--world", "2"]) == 1
     assert "it measures one GPU of this machine; leave --world out" in capsys.readouterr().err
     assert not (tmp_path / "mine.json").exists()
@@ -102,5 +102,5 @@ def test_a_machine_without_a_gpu_is_refused(
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"axes": 3}'])
 def test_links_that_are_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "links.json").write_text(content)
-    with pytest.raises(ConfigError, match="holds no axes"):
+    with pytest.raises(ConfigError, match="has no axes"):
         calibrating.calibrate(tmp_path / "mine.json", tmp_path / "links.json")

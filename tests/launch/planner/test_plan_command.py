@@ -137,7 +137,7 @@ def test_rates_of_another_gpu_are_said(capsys: pytest.CaptureFixture[str]) -> No
     sizes = ("--layers", "2", "--width", "64", "--heads", "2", "--context", "32", "--vocabulary", "64")
     for gpu, said in (("h200", True), ("h100", False)):
         assert main(["plan", *sizes, "--world", "1", "--batch", "1", "--gpu", gpu, "--estimate"]) == 0
-        assert ("are those of h100, not measured on this kind of GPU" in capsys.readouterr().out) is said
+        assert ("are from h100, not measured on this kind of GPU" in capsys.readouterr().out) is said
 
 
 def test_a_search_proposes_nothing_slower_than_the_plain_command(
@@ -184,7 +184,7 @@ def test_a_layout_that_is_too_large_once_counted_gives_way(
     assert [one["layout"] for one in found["passed"]] == counted[:-1] and counted[-1] == found["layout"]
     assert 2 <= len(counted) == len(set(counted)) <= 6 and first["passed"] == []
     assert main(["plan", *map(str, given)]) == 0
-    assert "that fit in closed form and do not once counted: " + counted[0] in capsys.readouterr().out
+    assert "that fit in closed form but not once counted: " + counted[0] in capsys.readouterr().out
     searched = planned(capsys, *given, "--search", "--top", 2)["finalists"]
     assert searched[0]["fits"] and searched[0]["counted"] and searched[0]["layout"].endswith("recomputation full")
     assert sum(one["fits"] for one in searched[1:]) == 0
@@ -208,7 +208,7 @@ def test_a_search_keeps_estimates_where_counting_would_take_long(
     out = tmp_path / "best.json"
     given = deeper, "--world", 4, "--batch", 16, "--search", "--top", 1, "--out", out
     (found,) = planned(capsys, *given)["finalists"]
-    start = "activations and buffers are estimates, at the scale of blocks that were counted: a search does not run "
+    start = "activations and buffers are estimates, scaled to counted blocks: a search does not run "
     assert found["counted"].startswith(start)
     alone = planned(capsys, deeper, out, "--world", 4)
     assert alone["counted"].startswith("activations and buffers of each pipeline rank, by storages on shapes: ")
@@ -225,7 +225,7 @@ def test_a_model_that_is_too_large_to_count_has_estimates_at_the_scale_of_its_bl
     monkeypatch.setattr(planned_model, "MOST_LEAVES", 1)
     found = planned(capsys, *given)
     (estimate,) = found["memory_bytes"]
-    start = "activations and buffers are estimates, at the scale of blocks that were counted: "
+    start = "activations and buffers are estimates, scaled to counted blocks: "
     assert found["counted"].startswith(start) and found["counted"].endswith("modules are too many to run on shapes")
     assert estimate["activations"] + estimate["buffers"] == pytest.approx(counted["activations"], rel=0.1)
     asked = planned(capsys, *given, "--estimate")
@@ -259,18 +259,18 @@ def test_a_function_builds_the_model(
 
 MISTAKES: dict[tuple[str, ...], str] = {
     ("--world", "8", "--gpu", "h1000"): "--gpu h1000: there is no such kind of GPU",
-    ("--world", "8", "--memory", "0.1"): "--memory 0.1: a GPU has from 1 to 4096 GiB",
+    ("--world", "8", "--memory", "0.1"): "--memory 0.1: give the GiB of a GPU, from 1 to 4096",
     ("--world", "12"): "--world 12 does not fill nodes of 8 GPUs",
-    ("--world", "0"): "--world 0: a plan is for 1 GPU or more",
+    ("--world", "0"): "--world 0: a plan needs at least 1 GPU",
     (): "neither --world nor --nodes is given",
-    ("--nodes", "3"): "--nodes 3: it is nodes x GPUs of each",
+    ("--nodes", "3"): "--nodes 3: it is not nodes x GPUs of a node",
     ("--nodes", "2x4", "--world", "9"): "--world 9 is not --nodes 2x4 = 8 GPUs",
-    ("--world", "8", "--batch", "0"): "--batch 0: it must be above 0",
+    ("--world", "8", "--batch", "0"): "--batch 0 is not above 0",
     ("--world", "8", "--width", "65"): "--width 65 is not divisible by --heads 4",
     ("--world", "8", "--layers", "-1"): "--layers -1: a model has at least 1",
     ("--world", "8", "no/config.json"): "no/config.json does not exist",
-    ("--world", "8", "what"): "MODEL what is no folder, no .json file and no module:function",
-    ("--world", "8", "a:b", "--layers", "3"): "--layers is for the built-in decoder",
+    ("--world", "8", "what"): "MODEL what is neither a folder, a .json file nor module:function",
+    ("--world", "8", "a:b", "--layers", "3"): "--layers is for the built-in decoder, but",
     ("--world", "8", "--memory", "1"): "no layout fits: of ",
     ("--nodes", "1x7", "--layers", "2", "--batch", "10"): "no grid of 7 ranks divides 10 rows, 4 heads and 2 blocks; ",
 }
@@ -284,12 +284,12 @@ def test_mistakes(arguments: tuple[str, ...], sentence: str, capsys: pytest.Capt
 
 def test_what_offload_would_leave_is_said_where_no_layout_fits(capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, "--world", "8", "--memory", "1")
-    assert 'with zero_optimization.offload_optimizer {"device": "cpu"}, which has 1.0; give more GPUs' in text
+    assert 'with zero_optimization.offload_optimizer {"device": "cpu"}, but a GPU has 1.0; give more GPUs' in text
 
 
 def test_folders_without_a_model(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (llama / "config.json").write_text("{}")
-    assert "describes no model" in refused(capsys, llama, "--world", 8)
+    assert "does not describe a model" in refused(capsys, llama, "--world", 8)
     (llama / "config.json").write_text("{")
     assert "cannot be read as JSON" in refused(capsys, llama, "--world", 8)
     (llama / "config.json").unlink()

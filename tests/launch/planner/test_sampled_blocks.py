@@ -160,7 +160,7 @@ def test_deeper_models_search_once_and_play_as_few_blocks(monkeypatch: pytest.Mo
 
     def spied(layers: int) -> list[tuple[str, int]]:
         noted = list[tuple[str, int]]()
-        rehearse = DryRunRank.__init__
+        run_dry = DryRunRank.__init__
 
         def searches(config: Config, request: PlanRequest) -> FoundStyles:
             noted.append(("search", config.tp))
@@ -170,14 +170,14 @@ def test_deeper_models_search_once_and_play_as_few_blocks(monkeypatch: pytest.Mo
             noted.append(("layout", 1))
             return build_layout(*given)
 
-        def rehearses(self: DryRunRank, model: Any, *given: Any) -> None:
+        def runs_dry(self: DryRunRank, model: Any, *given: Any) -> None:
             noted.append(("blocks", len(model.blocks)))
-            rehearse(self, model, *given)
+            run_dry(self, model, *given)
 
         with monkeypatch.context() as patch:
             patch.setattr(planned_model, "search_styles", searches)
             patch.setattr(flat_layouts, "build_layout", lays_out)
-            patch.setattr(DryRunRank, "__init__", rehearses)
+            patch.setattr(DryRunRank, "__init__", runs_dry)
             planned = replace(decoder(layers), styles=None)
             layout = TrainingLayout(tp=2, dp=2, pp=2, micro=2, microbatches=2)
             samples = SampledBlocks(planned, config_of, GPU)

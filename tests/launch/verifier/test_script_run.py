@@ -24,7 +24,7 @@ def test_a_script_is_compared_and_trains_nothing(
     script = written(tmp_path, monkeypatch, scripts.TRAINS)
     assert main(["verify", script, "--", "3"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("rank 0\nmodel      Sequential of train.py, as it is, 280 parameters\n")
+    assert said.startswith("rank 0\nmodel      Sequential of train.py, unchanged, 280 parameters\n")
     assert "2 data x 2 tensor x 1 pipeline ranks as threads, ZeRO 1" in said
     assert said.endswith("verdict    trains as one process\n")
     assert not (tmp_path / "trained").exists()
@@ -40,7 +40,7 @@ def test_two_calls_are_compared_one_by_one(
 ) -> None:
     assert main(["verify", written(tmp_path, monkeypatch, scripts.TWICE), "--steps", "1"]) == 0
     said = capsys.readouterr().out
-    assert "script     calls engine.initialize 2 times; each call is verified by itself" in said
+    assert "script     calls engine.initialize 2 times; each call is verified separately" in said
     models = [line for line in said.splitlines() if line.startswith("model")]
     assert [line.split()[1] for line in models] == ["Sequential", "Linear"]
     assert said.count("verdict    trains as one process") == 2
@@ -53,7 +53,7 @@ def test_two_calls_are_compared_one_by_one(
         (scripts.FAILS, "train.py raises ValueError before engine.initialize: no data here; give a script"),
         (scripts.LATER, "train.py raises KeyError after engine.initialize: 'rank'; give a script"),
         (scripts.EXITS, "train.py exits with 2 before it calls engine.initialize; give the arguments"),
-        (scripts.WITHOUT_ROWS, "does not say what its rows are; return (module, some rows of a batch) from it."),
+        (scripts.WITHOUT_ROWS, "does not define its rows; return (module, some rows of a batch) from it."),
     ],
     ids=["never", "fails", "later", "exits", "without rows"],
 )

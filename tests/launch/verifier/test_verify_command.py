@@ -29,7 +29,7 @@ def verify(tmp_path: Path, model: str, *more: str, **changes: Any) -> int:
 def test_a_sound_plan_trains_as_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(tmp_path, "classifier", "--weights") == 0
     said = capsys.readouterr().out
-    assert "Classifier as it is, 280 parameters" in said
+    assert "Classifier unchanged, 280 parameters" in said
     assert "2 data x 2 tensor x 1 pipeline ranks as threads, ZeRO 1; 3 steps of 4 microbatches, fp32" in said
     assert said.endswith("verdict    trains as one process\n")
     assert {"up.weight", "up.bias", "down.weight", "down.bias"} <= set(said.split())
@@ -39,18 +39,18 @@ def test_a_sound_plan_trains_as_one_process(tmp_path: Path, capsys: pytest.Captu
 def test_a_wrong_plan_is_found_and_the_axis_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = {"tensor_plan": {"up": "column", "down": "row"}, "prove_plan": False}
     assert verify(tmp_path, "classifier", parallel=CONFIG["parallel"] | plan, kernels="reference") == 1
-    _, verdict = capsys.readouterr().out.split("verdict    DIFFERS from one process; with one thing switched off:\n")
+    _, verdict = capsys.readouterr().out.split("verdict    DIFFERS from one process; with one feature switched off:\n")
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in verdict.splitlines()}
     assert lines.keys() == {"parallel.tensor", "parallel.data", "zero_optimization"}
-    assert lines["parallel.tensor"] == "equal: it brings the deviation in"
+    assert lines["parallel.tensor"] == "equal: it causes the deviation"
     assert all(lines[name].startswith("differs: losses ") for name in ("parallel.data", "zero_optimization"))
 
 
 @pytest.mark.parametrize(
     ("model", "more", "changes", "sentence"),
     [
-        ("of_one_row", (), {}, "gives first dims of [1]; return at least two rows with content"),
-        ("without_rows", (), {}, "does not say what its rows are; return (module, some rows of a batch) from it."),
+        ("of_one_row", (), {}, "returns first dims of [1]; return at least two rows with content"),
+        ("without_rows", (), {}, "does not define its rows; return (module, some rows of a batch) from it."),
         ("no_model", (), {}, "gives a int; return an nn.Module"),
         ("that_raises", (), {}, "cannot be built (ValueError: no such size)"),
         ("missing", (), {}, "is not found (module 'tests.launch.verifier.subjects' has no attribute 'missing')"),
@@ -60,8 +60,8 @@ def test_a_wrong_plan_is_found_and_the_axis_named(tmp_path: Path, capsys: pytest
             {},
             "MODEL no.such.module:build is not found (No module named 'no'); give module:",
         ),
-        ("classifier", ("--steps", "0"), {}, "--steps 0: a comparison takes 1 or more; give such a number."),
-        ("classifier", (), {"parallel": {"tensor": 2}}, 'parallel.data is "auto": it follows from the number of'),
+        ("classifier", ("--steps", "0"), {}, "--steps 0: give a number of at least 1."),
+        ("classifier", (), {"parallel": {"tensor": 2}}, 'parallel.data is "auto", which depends on the number of'),
         ("classifier", ("--world", "3"), {"parallel": {"tensor": 2}}, "the world size 3"),
         ("wrong_width", (), {"parallel": {"data": 2}}, "raises RuntimeError in training: "),
     ],

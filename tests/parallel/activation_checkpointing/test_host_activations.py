@@ -265,13 +265,13 @@ def test_which_blocks_go_to_the_host_and_what_the_others_do() -> None:
     [
         (
             {"mode": "full", "others": "full"},
-            'activation_checkpointing.others: "full" is for the blocks that mode offload leaves on the device; give '
-            'mode "offload" and every, or leave others out.',
+            'activation_checkpointing.others: "full" applies to the blocks that mode offload leaves on the device; '
+            'give mode "offload" and every, or leave others out.',
         ),
         (
             {"mode": "offload", "others": "full"},
-            'activation_checkpointing.others: "full" is for the blocks that mode offload leaves on the device; give '
-            'mode "offload" and every, or leave others out.',
+            'activation_checkpointing.others: "full" applies to the blocks that mode offload leaves on the device; '
+            'give mode "offload" and every, or leave others out.',
         ),
         (
             {"mode": "offload", "inputs": "host"},

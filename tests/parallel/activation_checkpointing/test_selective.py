@@ -398,8 +398,8 @@ def test_what_a_config_cannot_mean_is_said_without_torch() -> None:
     )
     assert refusal({"mode": "selective", "every": 0}).startswith(f"{at}.every: 0 is below 1; give a whole number")
     assert refusal({"mode": "selective", "save": ["matmull"]}) == (
-        f'{at}.save: ["matmull"] holds "matmull", which is no kind of operator and not of the form aten.mm (did you '
-        'mean \'matmul\'?); give a list of operators such as ["matmul", "attention", "aten.bmm"].'
+        f'{at}.save: ["matmull"] contains "matmull", which is neither a kind of operator nor of the form aten.mm (did '
+        'you mean \'matmul\'?); give a list of operators such as ["matmul", "attention", "aten.bmm"].'
     )
     assert "(kinds are matmul, attention, " in refusal({"mode": "selective", "save": ["xyz"]})
     assert refusal({"mode": "selective", "save": "matmul"}).startswith(f'{at}.save: "matmul" is text; give a list')

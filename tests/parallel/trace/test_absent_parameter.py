@@ -11,7 +11,7 @@ from engine.parallel.trace.absent_parameter import conceal, reveal
 
 
 def of_shape() -> nn.Parameter:
-    """A parameter without content, as a rehearsal has it."""
+    """A parameter without content, as a dry run has it."""
     with FakeTensorMode():
         return nn.Parameter(torch.empty(3, 2))
 

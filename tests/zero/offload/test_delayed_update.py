@@ -248,7 +248,7 @@ def test_another_placement_is_refused(offload: dict[str, Any], told: str) -> Non
 
 def test_an_average_of_weights_is_refused() -> None:
     offload = {"offload_optimizer": {"device": "cpu", "delayed_update": True}}
-    with pytest.raises(ConfigError, match=r"delayed_update: true with ema, which would read weights while"):
+    with pytest.raises(ConfigError, match=r"delayed_update: true with ema, which would read weights during"):
         load_config({"zero_optimization": offload, "ema": {"decay": 0.9}})
 
 
