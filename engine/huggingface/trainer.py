@@ -1,10 +1,10 @@
-"""``transformers.Trainer`` whose model is on the grid of an engine.
+"""``transformers.Trainer`` with a model on an engine's grid.
 
-The host keeps its loop, data, logs, callbacks, optimizer and schedule. What is the engine's is entered where the host
-lets its subclasses enter: the accelerator, the wrapped model, the step, and checkpoints.
+The host keeps its loop, data, logs, callbacks, optimizer and schedule. The engine overrides the accelerator, the
+wrapped model, the step and the checkpoints, which transformers leaves to subclasses.
 
     checkpoint-N/                  weights, configuration and tokenizer for from_pretrained, the host's own files
-    checkpoint-N/engine/step-N/    the engine's checkpoint, from which a run goes on on any grid
+    checkpoint-N/engine/step-N/    the engine's checkpoint, which a run continues from on any grid
 """
 
 import os
@@ -40,26 +40,26 @@ from engine.huggingface.whole_steps import OwnLoss, WholeSteps
 from engine.program.batch_rows import Name
 
 _STATE = "engine"
-"""Folder of the engine's checkpoint inside one of the host's."""
+"""Folder of the engine's checkpoint inside the host's."""
 _SCHEDULE = "schedule"
 
 
 class Trainer(TrlLoop):
     """``transformers.Trainer`` with ``engine_config``, a dict or the path of a file; all else is the host's.
 
-    ``whole`` names tensors of a batch that have no rows (patches of pictures), as :func:`engine.initialize` takes them.
+    ``whole`` names tensors of a batch that have no rows (image patches), as in :func:`engine.initialize`.
 
-    ``TrainingArguments`` own sizes, precision, optimizer, schedule and clipping; the configuration says the grid, ZeRO
-    and what the arguments have no word for. ``per_device_train_batch_size`` counts rows of a data rank.
+    ``TrainingArguments`` own sizes, precision, optimizer, schedule and clipping; the configuration owns the grid, ZeRO
+    and all settings that the arguments lack. ``per_device_train_batch_size`` counts rows of a data rank.
 
-    A class of TRL may stand behind it: ``class Tuner(Trainer, trl.GRPOTrainer)``, without a pipeline.
+    A TRL class may follow it: ``class Tuner(Trainer, trl.GRPOTrainer)``, without a pipeline.
 
-    With a pipeline a step runs as one: ``on_pre_optimizer_step`` is called after the update, and the loss is the
-    model's, ``compute_loss_func``'s or that of label smoothing. A subclass that overrides ``compute_loss`` or
-    ``training_step`` has the host's steps: each forward runs all stages and waits for its backward.
+    With a pipeline a step is one call: ``on_pre_optimizer_step`` runs after the update, and the loss is the model's,
+    ``compute_loss_func``'s or label smoothing's. A subclass that overrides ``compute_loss`` or ``training_step`` runs
+    the host's steps: each forward passes all stages and waits for its backward.
 
     Raises:
-        ConfigError: the configuration contradicts the arguments; an argument that places the model in another way.
+        ConfigError: the configuration contradicts the arguments, or an argument places the model.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Trainer(TrlLoop):
         model = args[0] if args else kwargs.get("model")
         if self.trl_kind() is None and isinstance(model, str):
             raise ConfigError(
-                f"Trainer was given model {model!r}, a name, and trains a module; give "
+                f"Trainer was given model {model!r}, a name, but trains a module; pass "
                 "AutoModelForCausalLM.from_pretrained of it."
             )
         self._raw, self._whole = load_raw(engine_config), whole
         self._steps: WholeSteps | None = None
         self._parameters = 0
-        """Of the whole model, without embeddings; counted before the engine places it."""
+        """Parameters of the full model without embeddings; counted before the engine places it."""
         super().__init__(*args, **kwargs)
         if self.compute_metrics is not None:
             self.compute_metrics = checked_metrics(self.compute_metrics)
@@ -85,13 +85,13 @@ class Trainer(TrlLoop):
 
     @property
     def engine(self) -> Engine:
-        """The engine; it is made when training or evaluation begins."""
+        """Engine; training or evaluation makes it when it begins."""
         return self.accelerator.trained
 
     # ------------------------------------------------------------------ placing
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Accelerate's object over the engine's grid, in the place of the host's."""
+        """Creates accelerate's object over the engine's grid, in place of the host's."""
         refuse_arguments(self.args)
         super().create_accelerator_and_postprocess()
         config = load_config(settled(self._raw, self.args), self.args.world_size)
@@ -101,7 +101,7 @@ class Trainer(TrlLoop):
         self._check_trl(config)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the engine moves what a rank holds."""
+        """Does nothing: the engine moves each rank's shards."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         hosted = self.accelerator.hosted
@@ -113,7 +113,7 @@ class Trainer(TrlLoop):
         return self.accelerator.hosted
 
     def _place(self) -> HostedModel:
-        """Put the model on the grid, with the host's optimizer."""
+        """Places the model on the grid, with the host's optimizer."""
         model: Any = self.model
         if hasattr(model, "num_parameters"):
             self._parameters = model.num_parameters(exclude_embeddings=True)
@@ -121,7 +121,7 @@ class Trainer(TrlLoop):
         config, own = settled(self._raw, self.args), self._own_loss()
         if self.accelerator.whole_steps:
             given = self.compute_loss_func is not None
-            scaled = getattr(self, "loss_is_scaled_for_ga", None)  # transformers before 5.23 cannot be told
+            scaled = getattr(self, "loss_is_scaled_for_ga", None)  # absent before transformers 5.23
             summed = True if scaled is None and given else scaled
             counts = bool(self.model_accepts_loss_kwargs) or given
             self._steps = WholeSteps(self.args, self.accelerator, own, counts, summed)
@@ -137,9 +137,9 @@ class Trainer(TrlLoop):
         return HostedModel(placed, whole_steps=self.accelerator.whole_steps)
 
     def _example(self) -> Any:
-        """The first microbatch of the dataset, for the plan; None for data that cannot be indexed, and without need."""
+        """Returns the dataset's first microbatch for the plan; None if it is not needed or cannot be indexed."""
         of_trl = self.trl_kind()
-        if of_trl in GENERATING:  # it generates before its first forward
+        if of_trl in GENERATING:  # generates before its first forward
             return self._plan_tokens()
         dataset: Any = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         rows = self.args.per_device_train_batch_size
@@ -160,13 +160,13 @@ class Trainer(TrlLoop):
         return dict(inputs) | ({"num_items_in_batch": count} if counted else {})
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Rows of a step over all data ranks."""
+        """Returns the rows of a step over all data ranks."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """This rank's share of the operations of a forward and backward over a data rank's rows, as the host counts."""
+        """Returns this rank's share of the floating-point operations of a forward and backward, as the host counts."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        main: Any = inputs.get(name) if isinstance(inputs, Mapping) else None  # prompts of TRL are a list
+        main: Any = inputs.get(name) if isinstance(inputs, Mapping) else None  # TRL's prompts are a list
         if main is None:
             return 0
         return int(6 * main.numel() * self._parameters / self.accelerator.grid.size("replica"))
@@ -174,7 +174,7 @@ class Trainer(TrlLoop):
     # ------------------------------------------------------------------ a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of a microbatch; with a pipeline the whole step, after its last microbatch."""
+        """Runs forward and backward of a microbatch; with a pipeline the whole step, at its last microbatch."""
         if self._steps is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
@@ -182,14 +182,14 @@ class Trainer(TrlLoop):
         return torch.zeros((), device=self.args.device) if found is None else found
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """The norm of the step, whose value is there once the engine has clipped by it and updated."""
+        """Returns the tensor of the step's norm, which the engine fills when it clips and updates."""
         return self.accelerator.grad_norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
         return self.accelerator.grad_norm
 
     def _own_loss(self) -> OwnLoss | None:
-        """The loss in place of the model's: that of ``compute_loss_func``, or label smoothing."""
+        """Returns the loss in place of the model's: ``compute_loss_func``, or label smoothing."""
         given, smoother = self.compute_loss_func, self.label_smoother
         if given is not None:
             return lambda output, labels, count: given(output, labels, num_items_in_batch=count)
@@ -199,7 +199,7 @@ class Trainer(TrlLoop):
         return lambda output, labels, count: smoother(output, labels, shift_labels=shifts, num_items_in_batch=count)
 
     def _has_own_steps(self) -> bool:
-        """Whether a subclass computes the loss, or makes a step, by code of its own."""
+        """Returns True if a subclass overrides the loss or the step."""
         names = ("compute_loss", "training_step")
         owners = (next(kind for kind in type(self).__mro__ if name in vars(kind)) for name in names)
         return any(owner not in (Trainer, transformers.Trainer) for owner in owners)
@@ -211,7 +211,7 @@ class Trainer(TrlLoop):
         return bool(super()._determine_best_metric(metrics, trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a folder for ``from_pretrained``, with the processing class and the arguments. Collective."""
+        """Writes a folder for ``from_pretrained``, with the processing class and the arguments. Collective."""
         if self.accelerator.hosted is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -238,11 +238,11 @@ class Trainer(TrlLoop):
         self.engine.save_checkpoint(Path(output_dir, _STATE), {_SCHEDULE: schedule.state_dict()}).wait()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing yet: weights and optimizer state are read once the model is placed."""
+        """Checks the folder; weights and optimizer state are read once the model is placed."""
         if not Path(resume_from_checkpoint, _STATE).is_dir():
             raise CheckpointError(
-                f"{resume_from_checkpoint} has no folder {_STATE!r} with the engine's state, from which training goes "
-                "on; give a checkpoint that this Trainer has written without save_only_model."
+                f"{resume_from_checkpoint} has no folder {_STATE!r} with the engine's state, which training continues "
+                "from; pass a checkpoint that this Trainer has written without save_only_model."
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -255,10 +255,10 @@ class Trainer(TrlLoop):
             group["lr"] = rate
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Nothing: the engine's checkpoint has its loss scale."""
+        """Does nothing: the engine's checkpoint has its loss scale."""
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing, as :meth:`_save_scaler`."""
+        """Does nothing, like :meth:`_save_scaler`."""
 
     def _load_best_model(self) -> None:
         best: Any = self.state.best_model_checkpoint
@@ -266,13 +266,13 @@ class Trainer(TrlLoop):
 
 
 def _rows(dataset: Any) -> int | None:
-    """Number of rows; None for a dataset that does not know it."""
+    """Returns the number of rows; None for a dataset without a length."""
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 @contextmanager
 def _unchanged_random_state() -> Iterator[None]:
-    """Reading the example draws no number that training would draw."""
+    """Restores the random state, so that reading the example draws no number that training would draw."""
     kept = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

@@ -1,13 +1,13 @@
-"""Steps that run as one, ``eng.train_batch``, since the stages of a pipeline have one schedule.
+"""Steps that run as one call, ``eng.train_batch``, because the stages of a pipeline have one schedule.
 
-The Trainer gives its microbatches one by one; they wait here until the step is complete. The step's loss is that of the
-host, also of a model that takes the number of items and does not divide by it:
+The Trainer passes its microbatches one by one, and they wait here until the step is complete. The step's loss equals
+the host's, also for a model that takes the number of items and does not divide by it:
 
-    host      microbatches are summed, and each is multiplied by the number of data ranks, over which it is averaged
-    engine    averages over microbatches and data ranks, so the loss of each is multiplied by both numbers
+    host      sums microbatches, and multiplies each by the number of data ranks, over which it is averaged
+    engine    averages over microbatches and data ranks, so each loss is multiplied by both numbers
 
-    rows that lack at the end of an epoch            are copies without labels, if the loss is a sum over labels
-    microbatches that lack at the end of an epoch    are copies whose loss is multiplied by zero
+    missing rows at the end of an epoch            are copies without labels, if the loss is a sum over labels
+    missing microbatches at the end of an epoch    are copies with a loss multiplied by zero
 """
 
 import math
@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_map_only
 from engine.errors import EngineError
 from engine.program.loss import find_loss
 
-if TYPE_CHECKING:  # importing accelerate takes a second, and this module needs none of it
+if TYPE_CHECKING:  # importing accelerate takes a second, and this module does not need it
     from engine.huggingface.accelerator import EngineAccelerator
 
 _COUNT = "num_items_in_batch"
 _LACKS = "the host has no such microbatch"
-"""Key of a microbatch whose loss is multiplied by zero."""
+"""Key of a microbatch with a loss that is multiplied by zero."""
 _NO_LABEL = -100
 
 OwnLoss = Callable[[Any, Tensor | None, Tensor | None], Tensor]
@@ -34,7 +34,7 @@ OwnLoss = Callable[[Any, Tensor | None, Tensor | None], Tensor]
 
 
 class WholeSteps:
-    """The unfinished step of a Trainer over a pipeline."""
+    """Unfinished step of a Trainer over a pipeline."""
 
     def __init__(
         self,
@@ -44,42 +44,43 @@ class WholeSteps:
         counts: bool,
         summed: bool | None = None,
     ) -> None:
-        """Begin without a microbatch.
+        """Starts without a microbatch.
 
         Args:
             args: the TrainingArguments.
-            accelerator: whose engine makes the step.
-            own_loss: in place of the model's.
-            counts: model and loss are given the number of items of the step.
-            summed: the host sums losses over microbatches, and does not average; None: where there is that number.
+            accelerator: the accelerator of the engine that makes the step.
+            own_loss: loss in place of the model's.
+            counts: True if model and loss take the number of items of the step.
+            summed: True if the host sums losses over microbatches, False if it averages; None: it sums if it counts.
         """
         self._accelerator, self._own_loss, self._counts, self._summed = accelerator, own_loss, counts, summed
         self._accumulation, self._micro = args.gradient_accumulation_steps, args.per_device_train_batch_size
         self._over_ranks = accelerator.num_processes if args.average_tokens_across_devices else 1
         self._waiting: list[dict[str, Any]] = []
         self._fills: bool | None = None
-        """Rows without labels add nothing to the loss; None: not known yet."""
+        """True if rows without labels add nothing to the loss; None: unknown."""
 
     @property
     def scales(self) -> bool:
-        """The loss of a microbatch is not the model's as it is, so that the engine needs :meth:`loss`."""
+        """True if the loss of a microbatch is not the model's unchanged, so the engine needs :meth:`loss`."""
         return self._own_loss is not None or self._counts or bool(self._summed)
 
     def microbatch(self, inputs: Mapping[str, Any], count: Any) -> dict[str, Any]:
-        """What the engine is given of a microbatch; ``count``: the number of items of the step, if it is known."""
+        """Returns the microbatch for the engine; ``count``: the number of items of the step, None if unknown."""
         if count is None or not self._counts or "labels" not in inputs:
             return dict(inputs)
         return {**inputs, _COUNT: torch.as_tensor(count, dtype=torch.float32, device=self._accelerator.device)}
 
     def inputs(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model is given: no labels where the loss is not its own."""
+        """Returns the inputs of the model: without labels if the loss is not its own."""
         if self._own_loss is not None:
             return {key: value for key, value in microbatch.items() if key not in ("labels", _COUNT, _LACKS)}
         given = {key: value for key, value in microbatch.items() if key != _LACKS}
         return given | {_COUNT: given[_COUNT].sum()} if _COUNT in given else given  # in evaluation by row
 
     def loss(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor:
-        """The loss of a microbatch on the last stage, multiplied so that the engine's average is the host's loss."""
+        """Returns the loss of a microbatch on the last stage, multiplied so that the engine's mean is the host's
+        loss."""
         count, loss = microbatch.get(_COUNT), self._plain_loss(output, microbatch)
         if _LACKS in microbatch:
             return loss * 0
@@ -92,10 +93,10 @@ class WholeSteps:
         return self._own_loss(output, microbatch.get("labels"), microbatch.get(_COUNT))
 
     def add(self, inputs: Mapping[str, Any], count: Any) -> Tensor | None:
-        """Take a microbatch; the loss of the step after its last one, whose update is then made.
+        """Adds a microbatch; after the last one it runs the step, updates, and returns the step's loss.
 
         Raises:
-            EngineError: the end of the epoch lacks rows, and the loss is a mean over those that are there.
+            EngineError: the epoch ends without enough rows, and the loss is a mean over the present ones.
         """
         self._waiting.append(self._filled(self.microbatch(inputs, count)))
         if not self._accelerator.sync_gradients:
@@ -110,15 +111,15 @@ class WholeSteps:
         return torch.tensor(report.loss, device=self._accelerator.device)
 
     def _filled(self, microbatch: dict[str, Any]) -> dict[str, Any]:
-        """``microbatch`` with as many rows as every other, of which the further ones have no labels."""
+        """Returns ``microbatch`` filled up to full size with rows without labels."""
         known = self._accelerator.trained.batch_rows
         rows = known.count(microbatch)
         if rows in (0, self._micro):
             return microbatch
         if others := known.whole_names(microbatch):
             raise EngineError(
-                f"the last step of the epoch has a microbatch of {rows} of {self._micro} rows, and none can be added, "
-                f"since {others[0]} has no rows of the batch; give dataloader_drop_last=True."
+                f"the last step of the epoch has a microbatch of {rows} of {self._micro} rows, and it cannot be filled "
+                f"up, because {others[0]} has no rows of the batch; set dataloader_drop_last=True."
             )
         if _COUNT not in microbatch:
             raise _incomplete(f"a microbatch of {rows} of {self._micro} rows")
@@ -132,9 +133,9 @@ class WholeSteps:
         return filled
 
     def _is_sum(self, microbatch: dict[str, Any]) -> bool:
-        """Whether the loss is a sum over labels, divided by the number of items. Collective.
+        """Returns True if the loss is a sum over labels, divided by the number of items. Collective.
 
-        A model may take the number and ignore it, or use it for a part of its loss, which no signature tells.
+        A model may take the number and ignore it, or use it in a part of its loss, which no signature shows.
         """
         engine, losses = self._accelerator.trained, []
         for times in (1, 2):
@@ -146,16 +147,16 @@ class WholeSteps:
 
 def _incomplete(what: str) -> EngineError:
     return EngineError(
-        f"the last step of the epoch has {what}, and a pipeline's step has all of them, while its loss is a mean that "
-        "none can be added to; give dataloader_drop_last=True and a dataset of whole steps, or max_steps."
+        f"the last step of the epoch has {what}, but a pipeline's step needs all of them, and nothing can be added to "
+        "its loss, a mean; set dataloader_drop_last=True and use a dataset of whole steps, or max_steps."
     )
 
 
 def _without_parts(tensor: Tensor) -> Tensor:
-    """A 0-dim output, which a prediction of one microbatch gives with a dim of microbatches, as the model gave it."""
+    """Returns an output without the dim of microbatches that a prediction adds to a 0-dim output."""
     return tensor[0] if tensor.shape == (1,) else tensor
 
 
 def _without_labels(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """A microbatch whose loss, a sum, is zero."""
+    """Returns a microbatch with a loss of zero, if the loss is a sum over labels."""
     return {**microbatch, "labels": torch.full_like(microbatch["labels"], _NO_LABEL)}
