@@ -8,14 +8,14 @@ from types import FrameType
 from typing import Any
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""The exit status that a shell reports for a process ended by SIGTERM."""
+"""Exit status that a shell reports for a process ended by SIGTERM."""
 ONE_REQUEST_SECONDS = 3.0
 """Signals within this time count as one request: schedulers send SIGTERM to all processes of a job, and torchrun, which
 receives it too, forwards it to its own processes."""
 
 
 class StopSignal:
-    """Records the first SIGTERM; a later one ends the process as if no handler were installed.
+    """Recorder of the first SIGTERM; a later one ends the process as if no handler were installed.
 
     Several engines may stack their handlers; each of them receives the signal. ``remove`` takes a handler out of the
     stack. Only the main thread can set handlers: a handler removed by another thread stays in place and passes signals
@@ -27,7 +27,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.asked = False
         self.code: Any = EXIT_CODE
-        """What the process exits with once the run has saved."""
+        """Exit status of the process once the run has saved."""
         self._first = 0.0
         self._before: Any = None
         self._process = os.getpid()
@@ -37,7 +37,7 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self._active or os.getpid() != self._process:  # removed while another handler was on top; a forked child
+        if not self._active or os.getpid() != self._process:  # removed below another handler, or a forked child
             self._pass_on(number, frame)
         elif not self.asked:
             self.asked, self._first = True, now
@@ -47,7 +47,7 @@ class StopSignal:
             signal.raise_signal(number)
 
     def _tell_previous(self, number: int, frame: FrameType | None) -> None:
-        """Call the previous handler: another engine's, or the user's, whose exit waits for the checkpoint."""
+        """Calls the previous handler: another engine's, or the user's, whose exit waits for the checkpoint."""
         try:
             if callable(self._before):
                 self._before(number, frame)
@@ -62,13 +62,13 @@ class StopSignal:
             signal.raise_signal(number)
 
     def give_up(self) -> None:
-        """Restore SIGTERM's effect, also for a signal already received: no step will end, since ranks cannot meet."""
+        """Restores SIGTERM's effect, also for a received signal: no step will end, because ranks cannot synchronize."""
         self.remove()
         if self.asked and not self._active:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Stop recording signals: restore the previous handler, or let the handler installed over this one skip it."""
+        """Stops recording signals: restores the previous handler, or makes the handler above skip this one."""
         if not self._active:
             return
         self._active = False
@@ -85,7 +85,7 @@ class StopSignal:
             above._before = self._before
 
     def _default(self) -> Any:
-        """The previous handler, skipping handlers that were removed."""
+        """Returns the previous handler, skipping handlers that were removed."""
         below = self._before
         while (owner := _owner(below)) is not None and not owner._active:
             below = owner._before

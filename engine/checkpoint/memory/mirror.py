@@ -1,14 +1,14 @@
-"""A save into the memory of all hosts: the files of every rank also go to a rank of the next host.
+"""Save into the memory of all hosts: the files of every rank also go to a rank of the next host.
 
     every rank   writes its files                          as on disk; rank 0 commits in the memory of its own host
-    rank 0       tells all who has which files, and what makes them a checkpoint      announced
-    every rank   reserves memory for the copies that it keeps                         agreed
+    rank 0       announces the files of each rank, and the files that make them a checkpoint    announced
+    every rank   reserves memory for its copies                                       agreed
                  sends its files, receives the copies                                 agreed
     every host   commits                                                              agreed
     every host   removes the older checkpoint                                         agreed
 
-So at each moment one checkpoint is whole on every host and in its copies. A failure on any rank fails all of them with
-the same sentence, and leaves the older checkpoint.
+So at each moment one checkpoint is complete on every host and in its copies. A failure on any rank fails all of them
+with the same sentence, and leaves the older checkpoint.
 """
 
 import base64
@@ -31,12 +31,12 @@ from engine.parallel.comm.host_barrier import host_identity
 from engine.parallel.comm.host_group import HostGroup, Wait, announce, collect, noting
 
 SHARED = Path("/dev/shm")
-"""The folder of a host that lies in its memory and outlives its processes."""
+"""Folder of a host in memory, which outlives its processes."""
 
 
 @dataclass(frozen=True)
 class HostMap:
-    """The ranks of each host, in order."""
+    """Ranks of each host, in order."""
 
     hosts: tuple[tuple[int, ...], ...]
 
@@ -45,22 +45,22 @@ class HostMap:
         return {rank: host for host, ranks in enumerate(self.hosts) for rank in ranks}
 
     def is_first(self, rank: int) -> bool:
-        """Whether this rank acts for its host."""
+        """Returns True if this rank acts for its host."""
         return self.hosts[self._host_of[rank]][0] == rank
 
     def keeper(self, rank: int) -> int | None:
-        """The rank on the next host that keeps the copy of ``rank``; None if there is one host."""
+        """Returns the rank on the next host that stores the copy of ``rank``; None with one host."""
         host = self._host_of[rank]
         following = self.hosts[(host + 1) % len(self.hosts)]
         return following[self.hosts[host].index(rank) % len(following)] if len(self.hosts) > 1 else None
 
     def kept(self, rank: int) -> list[int]:
-        """The ranks whose copies ``rank`` keeps, ascending."""
+        """Returns the ranks with copies on ``rank``, ascending."""
         return [other for other in sorted(self._host_of) if self.keeper(other) == rank]
 
 
 def find_hosts(host: HostGroup, identity: str) -> HostMap:
-    """Learn who shares a memory, from the ``memory_identity`` of every rank. Collective, some bytes a rank.
+    """Finds ranks that share a memory, from the ``memory_identity`` of every rank. Collective, some bytes a rank.
 
     Raises:
         EngineError: a rank cannot be reached.
@@ -74,7 +74,7 @@ def find_hosts(host: HostGroup, identity: str) -> HostMap:
 
 
 def memory_identity(shared: Path) -> str:
-    """Equal for two processes that have the same folder in memory; containers of one machine have their own.
+    """Returns a text that is equal for processes with the same folder in memory; containers of one machine differ.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -83,30 +83,31 @@ def memory_identity(shared: Path) -> str:
         return f"{host_identity().hex()} {os.stat(shared).st_dev} {shared}"
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.memory_every keeps copies in {shared}, which is not there ({error.strerror}); mount a tmpfs "
-            "there, or leave it out."
+            f"checkpoint.memory_every stores copies in {shared}, which does not exist ({error.strerror}); mount a "
+            "tmpfs "
+            "there, or remove checkpoint.memory_every."
         ) from error
 
 
 _PUBLIC = (NAME, COMMIT, CHECKSUMS)
-"""Files that every host has: they say what the others are."""
+"""Files on every host; they describe the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What all ranks know of one save."""
+    """Facts of one save that all ranks know."""
 
     step: int
     attempt: str
     sizes: Sequence[Mapping[str, int]]
     """Bytes of the files that each rank has written, by name."""
     public: Mapping[str, bytes]
-    """The files that every host has."""
+    """Files of every host."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A file that a rank of another host sends."""
+    """File from a rank of another host."""
 
     source: int
     name: str
@@ -114,20 +115,20 @@ class _Copy:
 
 
 class Mirror:
-    """Spreads what one save has written over the hosts. Every rank makes one for each save."""
+    """Copier of one save's files to other hosts. Every rank makes one for each save."""
 
     def __init__(self, host: HostGroup, hosts: HostMap, folder: MemoryFolder, files: MemoryFiles) -> None:
         self._host, self._hosts, self._folder, self._files = host, hosts, folder, files
         self._with_rank_0 = any({0, host.rank} <= set(ranks) for ranks in hosts.hosts)
 
     def spread(self, step: Path) -> None:
-        """Copy and commit the checkpoint that rank 0 has committed as ``step``. Collective.
+        """Copies and commits the checkpoint that rank 0 has committed as ``step``. Collective.
 
-        Communicated over the host group: the manifest and the hashes of all blocks to every rank, and each rank's files
-        to one rank of another host.
+        It sends over the host group: the manifest and the hashes of all blocks to every rank, and each rank's files to
+        one rank of another host.
 
         Raises:
-            CheckpointError: a rank has failed, or does not answer; the same on all ranks.
+            CheckpointError: a rank has failed, or does not answer; equal on all ranks.
         """
         told = self._tell(step)
         here = step
@@ -159,10 +160,10 @@ class Mirror:
         return raise_together(self._host, describe)
 
     def _tell(self, step: Path) -> _Told:
-        """Rank 0 learns the files of each rank and tells all of them, with what makes them a checkpoint."""
+        """Collects the files of each rank on rank 0, and announces them with the files that make them a checkpoint."""
         root = self._folder.root
         named = {"/".join(path.relative_to(root).parts[1:]): size for path, size in self._files.sizes.items()}
-        # "" is the hint "latest", which lies beside the checkpoint
+        # "" is the hint "latest", next to the checkpoint
         reports = collect(self._host, dump({name: size for name, size in named.items() if name not in ("", *_PUBLIC)}))
         message = b""
         if reports is not None:
@@ -176,14 +177,14 @@ class Mirror:
         return _Told(answer["step"], answer["attempt"], answer["sizes"], public)
 
     def _reserve(self, here: Path, sizes: Sequence[Mapping[str, int]]) -> list[_Copy]:
-        """Memory for the copies that this rank keeps; a file has its name once all of it has arrived."""
+        """Returns memory for this rank's copies; a file gets its final name once all of it has arrived."""
         kept: list[_Copy] = []
         for source in self._hosts.kept(self._host.rank):
             for name, size in sorted(sizes[source].items()):
                 path = _unfinished(here / name)
                 file = self._files.create(path)
                 try:
-                    if size:  # a full memory is an error here, and a signal once it is mapped
+                    if size:  # full memory is an error here, but a signal once the file is mapped
                         os.posix_fallocate(file, 0, size)
                 finally:
                     self._files.close(file)
@@ -191,9 +192,9 @@ class Mirror:
         return kept
 
     def _exchange(self, here: Path, sizes: Sequence[Mapping[str, int]], kept: Sequence[_Copy]) -> EngineError | None:
-        """Send the files of this rank and receive those that it keeps.
+        """Sends the files of this rank and receives its copies.
 
-        An error is returned when all messages have ended: the other ranks wait until theirs are taken.
+        An error is returned after all messages have ended: other ranks wait until their messages are received.
         """
         keeper, calls = self._hosts.keeper(self._host.rank), list[Callable[[], Wait]]()
         if keeper is not None:
@@ -211,12 +212,12 @@ class Mirror:
 
 
 def _unfinished(path: Path) -> Path:
-    """Where a copy lies until all of it has arrived."""
+    """Returns the path of a copy until all of it has arrived."""
     return path.with_name(f"{path.name}.part")
 
 
 def _mapped(path: Path, size: int, access: int) -> memoryview:
-    """The bytes of a file, which are unmapped when nobody refers to them."""
+    """Returns the bytes of a file, which are unmapped with their last reference."""
     if not size:
         return memoryview(bytearray())
     with path.open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:

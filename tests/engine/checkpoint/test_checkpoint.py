@@ -222,7 +222,7 @@ def test_a_refused_model_is_left_as_it_was(saved: Path) -> None:
 def test_another_optimizer_is_refused_with_the_way_out(saved: Path) -> None:
     said = refusal(saved, optimizer={"type": "SGD"})
     assert said == (
-        f"{saved / 'step-00000002'} has the optimizer state of Adam, and this run's optimizer is SGD; load it with "
+        f"{saved / 'step-00000002'} has the optimizer state of Adam, but this run's optimizer is SGD; load it with "
         "load_optimizer_states=False, or configure the same optimizer."
     )
 
@@ -262,7 +262,7 @@ def test_calls_that_cannot_be_right(tmp_path: Path, saved: Path) -> None:
         with pytest.raises(engine.EngineError, match=r"^register_for_checkpointing\(thing=...\): a Mute lacks state"):
             eng.register_for_checkpointing(thing=Mute())
         with pytest.raises(
-            engine.CheckpointError, match=r"^not saved: the client_state cannot be saved as JSON: .* give dicts, lists"
+            engine.CheckpointError, match=r"^not saved: the client_state cannot be saved as JSON: .* use dicts, lists"
         ):
             eng.save_checkpoint(tmp_path / "odd", {"x": float("nan")}).wait()
         eng.register_for_checkpointing(odd=Odd())
