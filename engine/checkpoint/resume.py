@@ -229,8 +229,7 @@ class Resume:
         if not self._options.scheduler_states and rate.schedules and done:
             raise EngineError(
                 "load_lr_scheduler_states=False was given, but the rates are a function of the update and have no "
-                "state "
-                "to leave out; pass lr_scheduler as optimizer -> LRScheduler."
+                "state to leave out; pass lr_scheduler as optimizer -> LRScheduler."
             )
 
     def _warn_of_new_schedule(self, reader: OpenCheckpoint) -> None:
@@ -308,7 +307,7 @@ class Resume:
             if isinstance(given, UpdateScheduler):
                 given.load_state_dict(stored or {"last_epoch": done})
             elif rate.remake is not None and (stored is None or self._changes(reader, RATES)):
-                rate.begin_at(done)
+                rate.begin_at(done)  # saved rates of other settings would override the configured ones
                 return
             elif stored is not None:
                 given.load_state_dict(joined(given.state_dict(), stored))

@@ -151,7 +151,6 @@ def tokens_of(document: Any) -> NDArray[Any]:
         given = "no input_ids" if found is None else f"{tokens.dtype} in {tokens.ndim} dims"
         raise EngineError(
             f"pack: a document is a {type(document).__name__} with {given}; it must be integers in one dim, or a dict "
-            "with "
-            "them under 'input_ids'. Map the dataset to one of these."
+            "with them under 'input_ids'. Map the dataset to one of these."
         )
     return tokens

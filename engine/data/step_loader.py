@@ -86,8 +86,7 @@ def _encoded(value: Any) -> bytes:
             return ["plain", tree]
         raise EngineError(
             f'batches="rank0" sends tensors, numbers and text, but the batch has a {type(tree).__name__}; convert it '
-            "in "
-            'collate, or pass batches="all".'
+            'in collate, or pass batches="all".'
         )
 
     return save(tensors, {_SHAPE: json.dumps(shape_of(value))})
@@ -205,8 +204,7 @@ class StepLoader(Iterator[Batch]):
     """Microbatches of one data rank, step by step. Made by :func:`loader`.
 
     Its state is equal on all ranks and counts whole steps: all microbatches of a step that was not handed out
-    completely
-    come again. With ``batches = "rank0"`` all ranks of a replica ask together.
+    completely come again. With ``batches = "rank0"`` all ranks of a replica ask together.
     """
 
     def __init__(
@@ -280,8 +278,7 @@ class StepLoader(Iterator[Batch]):
             if state[key] != value:
                 raise EngineError(
                     f"the state of the loader has {key} = {state[key]}, this loader has {value}; positions are "
-                    "comparable "
-                    "only with equal values. Make the loader with the same options, or start a fresh run."
+                    "comparable only with equal values. Make the loader with the same options, or start a fresh run."
                 )
         self._place = DataPosition(*(state[key] for key in DataPosition._fields))
         self._ahead = None

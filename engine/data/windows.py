@@ -331,8 +331,7 @@ class IndexedTokens(_TokenFile):
         if (begins != ends[:-1] * stored.itemsize).any() or ends[-1] > stored.size or (lengths < 0).any():
             raise EngineError(
                 f"{index} does not match {data}, which has {stored.size} tokens; its sequences follow each other and "
-                "end "
-                f"at token {ends[-1]}. Pass two files that were written together."
+                f"end at token {ends[-1]}. Pass two files that were written together."
             )
         super().__init__(self.prefix, stored, ends[documents])
 
@@ -360,8 +359,7 @@ class NpyTokens(_TokenFile):
         if stored.dtype.kind not in "iu" or stored.ndim not in (1, 2):
             raise EngineError(
                 f"{path} holds {stored.dtype} in {stored.ndim} dims; token files hold integers in one dim, or in two "
-                "with "
-                "a document in each row. Convert it."
+                "with a document in each row. Convert it."
             )
         borders = np.arange(0, stored.size + 1, max(stored.shape[-1], 1), dtype=np.int64)
         if end is not None:

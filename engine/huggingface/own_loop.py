@@ -110,8 +110,7 @@ class Accelerator(SavedState):
 
     The loop owns batch size, accumulation, clipping, optimizer and schedule; the configuration owns the grid, ZeRO and
     all settings that the loop lacks. ``whole`` names tensors of a batch that have no rows. ``num_processes`` counts
-    data
-    ranks, and ``process_index`` is this rank's index among them.
+    data ranks, and ``process_index`` is this rank's index among them.
 
     Raises:
         ConfigError: the configuration contradicts the loop, or a plugin places the model.

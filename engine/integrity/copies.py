@@ -245,6 +245,7 @@ class AtRest:
         self._now.copy_(self._taken)
         self._write(self._now, [not each for each in written])
         difference = self._now.sub_(self._taken)
+        # selects on the device: the host must not wait, and later differences may follow from the first
         first = (difference != 0).any() & (self._update < 0)
         self._fault = torch.where(first, difference, self._fault)
         self._update = torch.where(first, self._taken_after, self._update)

@@ -74,8 +74,7 @@ def short_digest(digest: Tensor) -> Tensor:
     """Returns two sums of a digest, int64 [2], to compare between ranks: of its first ``RUN`` values, and of the rest.
 
     Each value has its own odd factor, so a difference in one never vanishes modulo 2^64. One changed word changes one
-    of
-    the first values, a column, or one value of a tensor that is its own digest.
+    of the first values, a column, or one value of a tensor that is its own digest.
     """
     weighed = digest * odd_factors(0, len(digest), digest.device)
     return torch.stack([weighed[:RUN].sum(), weighed[RUN:].sum()])

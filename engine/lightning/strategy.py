@@ -39,8 +39,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
     """Strategy with ``engine_config``, a dict or the path of a file.
 
     Trainer owns accumulation, clipping and precision, the LightningModule optimizer and schedule; the configuration
-    owns
-    the grid, ZeRO and all settings that they lack. Batches of the data loaders are a data rank's.
+    owns the grid, ZeRO and all settings that they lack. Batches of the data loaders are a data rank's.
 
     Args:
         engine_config: the engine's configuration.

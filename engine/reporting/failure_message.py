@@ -35,8 +35,7 @@ class FailureMessage:
     """Replacement of ``sys.excepthook`` until ``close``.
 
     If an EngineError is being raised during ``close``, the hook stays until that error is gone, because the error may
-    be
-    the one that ends the process.
+    be the one that ends the process.
     """
 
     def __init__(self) -> None:

@@ -56,18 +56,20 @@ def diagnose(
     waiting = {view.rank: view for view in views.values() if view.waiting is not None and view.runs}
     overdue = [view for view in waiting.values() if view.waiting is not None and view.waiting.seconds > timeout]
     gone = [view for view in views.values() if not view.runs and view.phase != "ENDED"]
+    # a rank that has exited in order between two steps is no cause until another rank waits too long
     bad = [view for view in gone if overdue or view.words or view.ended not in ("", _ORDERLY) or view.phase == "STEP"]
     if bad:
         return _ended(bad, views)
     if not overdue:
         return None
+    # a silent host comes before its ranks: their last views are old, so they only seem to wait or to compute
     late = [host for host in silent if host.seconds > timeout / 2]
     if late:
         return _lost(late, size)
     stopped = [view for view in views.values() if view.process in ("T", "t")]
     if stopped:
         return _still(stopped, overdue, "stopped", "has been stopped, by SIGSTOP or a debugger, for {}")
-    blamed = _roots(overdue, views)
+    blamed = _roots(overdue, views)  # without a root all wait in a ring, so their calls must differ
     if any(view.rank not in waiting for view in blamed):
         return _not_waiting([view for view in blamed if view.rank not in waiting], overdue)
     return _another_call(views) or _different(overdue, views) or _no_arrival(overdue, views, silent)

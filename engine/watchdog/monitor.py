@@ -204,6 +204,7 @@ class Monitor:
             self.suspected_at = time.monotonic()
         self.suspected = verdict
         seen = time.monotonic() - self.suspected_at
+        # one verdict may compare views of different moments; only an exit is certain at first sight
         wanted = 0.0 if verdict.kind == "ended" else 1e-3
         if self.reported is None and seen >= (wanted if verdict.certain else _CAUSE_SECONDS):
             self._report(verdict)

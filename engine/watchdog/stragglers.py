@@ -102,6 +102,7 @@ class SlowLinks:
             if link not in self._best or seconds < self._best[link].waited[link]:
                 self._best[link] = window
         self._named.update(found)
+        # the calls of a group are slow because of the slow link inside it
         found = {link: words for link, words in found.items() if not any(set(o.ranks) < set(link.ranks) for o in found)}
         axes = dict.fromkeys(link.axis for link in found)
         return [_link_sentence({link: found[link] for link in found if link.axis == axis}, window) for axis in axes]

@@ -73,8 +73,7 @@ def arranged(
     """Returns the tensors and the numbers of a save: numbers by group, and for parameters that differ from their group.
 
     For a parameter of one element, the shape of a state does not decide between moment and number, so a rank stores it
-    as
-    a moment and sends it as a number. It is a number if other parameters of the group have it as one.
+    as a moment and sends it as a number. It is a number if other parameters of the group have it as one.
 
     Args:
         groups: the optimizer's groups, as ``describe_optimizer`` returns them.
@@ -242,10 +241,8 @@ def restore(
     """Restores numbers and options.
 
     The built-in optimizers take the step count, and options that the user had set by hand, unless their configured
-    value
-    has changed or they are ``scheduled``; all others come from the configuration. A group with other parameters than
-    when
-    it was saved keeps its configured rate and weight decay.
+    value has changed or they are ``scheduled``; all others come from the configuration. A group with other parameters
+    than when it was saved keeps its configured rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
     missed, known = stored.get("missed", {}), {name for each in stored["groups"] for name in each["params"]}
@@ -260,6 +257,7 @@ def restore(
                 if name in group and name not in scheduled and _plain(group[name]) == configured:
                     _put(group, {name: value})
             continue
+        # rates of a group that was formed differently belong to other parameters
         kept = () if set(then["params"]) == set(names) else ("lr", "weight_decay")
         options = {key: value for key, value in then["options"].items() if key not in kept}
         _put(group, {key: value for key, value in options.items() if key != "step" or key in group})

@@ -4,8 +4,7 @@
     __R_N.distcp       chunks of rank R, each a file of torch.save
 
     A name is the path of a value in the saved dict. The optimizer's state has two known forms, the nested one and the
-    one
-    of ``flatten_optimizer_state_dict``:
+    one of ``flatten_optimizer_state_dict``:
 
     optim, state, NAME, exp_avg              optim, param_groups, 0, lr
     optimizer, state.NAME.exp_avg            optimizer, param_groups.NAME.lr

@@ -76,8 +76,7 @@ def pieces_of_box(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[in
     """Yields the box ``start : start + size`` of a tensor as pieces, each with its first element's index in the box.
 
     Row 1 of a 3 x 4 tensor's columns 2:4 is elements 2:4 of the part with these columns. A cut along one dim, or along
-    the
-    first and one other, is one piece.
+    the first and one other, is one piece.
     """
     cut = [dim for dim in range(len(shape)) if size[dim] != shape[dim]]
     if not cut:

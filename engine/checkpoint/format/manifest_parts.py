@@ -6,8 +6,7 @@ index/tensors-N.json   the pieces of some tensors, as runs, in files by number
 index/files-N.json     the files of a range of numbers: name, size, and sha256 of
 checksums.safetensors  the hashes of the blocks of a file, as a slice of the file of all hashes
 
-So a rank reads and parses hardly more in a world of 16,384 ranks than in one of 64, and COMMIT covers each byte
-that it
+So a rank reads and parses hardly more in a world of 16,384 ranks than in one of 64, and COMMIT covers each byte that it
 reads. A manifest of few pieces is one file (:mod:`~engine.checkpoint.format.manifest`).
 """
 

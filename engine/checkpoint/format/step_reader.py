@@ -354,7 +354,9 @@ def _extents(wanted: Sequence[Copy], block: int, size: int) -> Iterator[tuple[in
     for copy in sorted(_split(wanted, block, size), key=lambda copy: copy.start):
         first = copy.start // block * block
         last = min(block_count(copy.start + copy.length, block) * block, size)
+        # a long aligned copy needs no buffer, so it is an extent of its own and the others never grow over it
         aligned = copy.start == first and copy.start + copy.length == last and copy.length >= DIRECT * block
+        # adjacent blocks are read together, because two copies may share a block that is then checked once
         if members and (aligned or first > stop or last - start > BUFFER):
             yield start, stop, members
             members = []

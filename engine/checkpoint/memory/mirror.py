@@ -84,8 +84,7 @@ def memory_identity(shared: Path) -> str:
     except OSError as error:
         raise CheckpointError(
             f"checkpoint.memory_every stores copies in {shared}, which does not exist ({error.strerror}); mount a "
-            "tmpfs "
-            "there, or remove checkpoint.memory_every."
+            "tmpfs there, or remove checkpoint.memory_every."
         ) from error
 
 

@@ -70,7 +70,7 @@ def test_nothing_there_is_none_and_nothing_given_is_empty(tmp_path: Path) -> Non
         for there in (False, True):
             with pytest.raises(
                 engine.CheckpointError,
-                match=rf"^load_checkpoint: .*run {'holds no checkpoint' if there else 'is not a folder'}; give the fol",
+                match=rf"^load_checkpoint: .*run {'has no checkpoint' if there else 'is not a folder'}; pass the fol",
             ):
                 eng.load_checkpoint(tmp_path / "run")
             assert eng.load_checkpoint(tmp_path / "run", missing_ok=True) is None
@@ -297,7 +297,7 @@ def test_an_optimizer_whose_state_has_other_shapes_is_refused_by_name(tmp_path: 
         models.decoder(), settings(), loss_sum, optimizer=lambda groups: torch.optim.Adafactor(groups)
     ) as eng:
         train(eng, 0, 1)
-        with pytest.raises(engine.CheckpointError, match=r"optimizer Adafactor keeps 'row_var', a tensor of shape"):
+        with pytest.raises(engine.CheckpointError, match=r"optimizer Adafactor has 'row_var', a tensor of shape"):
             eng.save_checkpoint(tmp_path).wait()
         assert train(eng, 1, 2)
 

@@ -115,7 +115,7 @@ def test_what_codes_cannot_do_is_said() -> None:
             eng.full_parameters("blocks.0.up.weight").__enter__()
         with eng.full_parameters("blocks.0.*") as parameters:
             assert "blocks.0.up.bias" in parameters and "blocks.0.up.weight" not in parameters
-        with pytest.raises(EngineError, match=r"the frozen weight 'blocks.0.up.weight' is held in nf4"):
+        with pytest.raises(EngineError, match=r"the frozen weight 'blocks.0.up.weight' is stored in nf4"):
             eng.save_pretrained("nowhere")
         with pytest.raises(EngineError, match=r"holds a part .* or codes \(quantize_frozen\), so that full tensors"):
             model.load_state_dict({})
