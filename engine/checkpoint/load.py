@@ -301,7 +301,7 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
     pending = []
     for flat in buckets:
         if flat.wide is not None:
-            if flat.owned != flat.shard:  # ZeRO 0: every data rank updates, so each needs the full masters
+            if flat.owned != flat.shard:
                 _gather_whole(flat.wide, flat, comm)
             flat.kept.copy_(flat.wide)
         if flat.rounds_in_gathers:

@@ -298,7 +298,7 @@ class Saver:
         merge(reports())
         written = temporary(folder, step, secrets.token_hex(4))
         self._held.close()
-        with self._whole_or_gone(written, str(4 * PAGE)):
+        with self._whole_or_gone(written, f"{4 * PAGE:,}"):
             make_run_folder(self._files, folder)
             if swept:
                 self._lock(folder)
@@ -383,11 +383,11 @@ class Saver:
             return str(error)
         if not isinstance(error, OSError):
             return f"{_described(error)} on rank {self.host.rank}"
-        return self._on_disk(error, written, str(sum(image.layout.size for image in snapshot.images)))
+        return self._on_disk(error, written, f"{sum(image.layout.size for image in snapshot.images):,}")
 
     def _on_disk(self, error: OSError, written: Path, needed: str) -> str:
         try:
-            free = f"{self._files.free_bytes(written.parent)} are free there"
+            free = f"{self._files.free_bytes(written.parent):,} are free there"
         except OSError:
             free = "the number of free bytes there is unknown"
         return f"{_described(error)} on rank {self.host.rank}, which has {needed} bytes to write; {free}."
@@ -397,7 +397,7 @@ class Saver:
     def _commit(self, contents: Contents, written: Path, reports: RankReports, keep: int | None) -> Mapping[str, Any]:
         with self._whole_or_gone(written, "all"):
             received = reports()
-        with self._whole_or_gone(written, f"about {sum(map(len, received))}"):
+        with self._whole_or_gone(written, f"about {sum(map(len, received)):,}"):
             merged, tensors = merge(received)
             tensors, numbers = arranged(tensors, contents.optimizer.get("groups", ()), merged.numbers)
             checksum = self._write_checksums(written, merged)

@@ -319,8 +319,8 @@ class IndexedTokens(_TokenFile):
         least = _HEADER_BYTES + 12 * sequences + 8 * borders
         if raw.size not in (least, least + sequences):
             raise EngineError(
-                f"{index} has {raw.size} bytes; {sequences} sequences and {borders} borders of documents need {least}. "
-                "It was cut off or is damaged: copy or write it again."
+                f"{index} has {raw.size:,} bytes; {sequences:,} sequences and {borders:,} borders of documents need "
+                f"{least:,}. It was cut off or is damaged: copy or write it again."
             )
         lengths = raw[34 : 34 + 4 * sequences].view("<i4").astype(np.int64)
         begins = raw[34 + 4 * sequences : 34 + 12 * sequences].view("<i8")
@@ -330,8 +330,8 @@ class IndexedTokens(_TokenFile):
         _check_index(index, documents, sequences)
         if (begins != ends[:-1] * stored.itemsize).any() or ends[-1] > stored.size or (lengths < 0).any():
             raise EngineError(
-                f"{index} does not match {data}, which has {stored.size} tokens; its sequences follow each other and "
-                f"end at token {ends[-1]}. Pass two files that were written together."
+                f"{index} does not match {data}, which has {stored.size:,} tokens; its sequences follow each other and "
+                f"end at token {ends[-1]:,}. Pass two files that were written together."
             )
         super().__init__(self.prefix, stored, ends[documents])
 

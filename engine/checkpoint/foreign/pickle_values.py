@@ -65,7 +65,7 @@ def read_pickle(
         CheckpointError: the pickle is damaged, or has opcodes that torch does not write.
     """
     if len(data) > LIMIT:
-        raise CheckpointError(f"{what} is damaged: its pickle has {len(data)} bytes, but at most {LIMIT} are read.")
+        raise CheckpointError(f"{what} is damaged: its pickle has {len(data):,} bytes, but at most {LIMIT:,} are read.")
     try:
         return _Machine(call, persistent).run(bytes(data))
     except CheckpointError as error:

@@ -133,7 +133,7 @@ def read_torch_file(files: Files, path: Path, start: int = 0, size: int | None =
     with opened(files, path.parent, path.name) as file:
         size = files.size(file) - start if size is None else size
         if start < 0 or size < 0 or start + size > files.size(file):
-            raise CheckpointError(f"{path} is damaged: it has no bytes {start} to {start + size}.")
+            raise CheckpointError(f"{path} is damaged: it has no bytes {start:,} to {start + size:,}.")
         with _entries(files, file, path, start, size) as entries:
             data = entries.read("data.pkl")
             if "byteorder" in entries.known and entries.read("byteorder") != b"little":
@@ -156,7 +156,7 @@ class _Entries:
         """Returns the bytes of a small entry."""
         entry = self._entry(name)
         if entry.file_size > LIMIT:
-            raise CheckpointError(f"{self._path} is damaged: {name} has {entry.file_size} bytes.")
+            raise CheckpointError(f"{self._path} is damaged: {name} has {entry.file_size:,} bytes.")
         return self._archive.read(entry)
 
     def storage(self, persistent: Any) -> _Storage:

@@ -206,7 +206,9 @@ def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
     with opened(files, root, name) as file:
         size = files.size(file)
         if size > limit:
-            raise CheckpointError(f"{root / name} is damaged: it has {size} bytes, but at most {limit} are allowed.")
+            raise CheckpointError(
+                f"{root / name} is damaged: it has {size:,} bytes, but at most {limit:,} are allowed."
+            )
         data = bytearray(size)
         with memoryview(data) as target:
             count = files.read_into(file, target, 0)

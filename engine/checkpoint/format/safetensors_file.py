@@ -117,7 +117,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict
     """
     length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
     if length > min(size - 8, HEADER_LIMIT):
-        raise CheckpointError(f"{what} is damaged: a header of {length} bytes in a file of {size}.")
+        raise CheckpointError(f"{what} is damaged: a header of {length:,} bytes in a file of {size:,}.")
     entries = parse(read(8, 8 + length), f"the header of {what}")
     entries.pop(_METADATA, None)
     places = {key: _place(entry, f"the header of {what}: {key!r}") for key, entry in entries.items()}
@@ -129,7 +129,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict
             )
         end += kind.bytes
     if 8 + length + end != size:
-        raise CheckpointError(f"{what} is damaged: it has {size} bytes, but its tensors end at {8 + length + end}.")
+        raise CheckpointError(f"{what} is damaged: it has {size:,} bytes, but its tensors end at {8 + length + end:,}.")
     return {key: (kind, 8 + length + start) for key, (kind, start) in places.items()}
 
 

@@ -297,7 +297,7 @@ class StepReader:
     def _check_size(self, file: str, found: int) -> None:
         size = self.manifest.files[file]
         if found != size:
-            raise CheckpointError(f"{self.step / file} is damaged: it has {found} bytes, but {size} were saved.")
+            raise CheckpointError(f"{self.step / file} is damaged: it has {found:,} bytes, but {size:,} were saved.")
         self._sized.add(file)
 
     def _held_in(self, file: str) -> str:
