@@ -72,8 +72,8 @@ def arranged(
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """Returns the tensors and the numbers of a save: numbers by group, and for parameters that differ from their group.
 
-    For a parameter of one element, the shape of a state does not decide between moment and number, so a rank stores it
-    as a moment and sends it as a number. It is a number if other parameters of the group have it as one.
+    For a parameter of one element, the shape of a state does not decide between moment and number. So a rank stores it
+    as a moment and sends it as a number; it is a number if other parameters of the group have it as one.
 
     Args:
         groups: the optimizer's groups, as ``describe_optimizer`` returns them.

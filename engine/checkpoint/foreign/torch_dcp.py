@@ -9,7 +9,7 @@
     optim, state, NAME, exp_avg              optim, param_groups, 0, lr
     optimizer, state.NAME.exp_avg            optimizer, param_groups.NAME.lr
 
-In a ``torch_dist`` folder, "optimizer.state.exp_avg.NAME" is the moment, "fp32_param" the fp32 weight, and a name with
+In a ``torch_dist`` folder, "optimizer.state.exp_avg.NAME" is the moment and "fp32_param" the fp32 weight. A name with
 "layers." and no number is a stack of the layers along its first dim.
 """
 

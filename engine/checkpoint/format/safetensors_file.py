@@ -3,8 +3,8 @@
     0         8                    page                              size
     | length | {"name": ...}  ... | tensor | tensor | ... | tensor |
 
-Headers written here are padded with spaces to a page, as the format allows, and tensors are ordered by descending
-element width, so that each starts at a multiple of its width.
+Headers written here are padded with spaces to a page, as the format allows. Tensors are ordered by descending element
+width, so each starts at a multiple of its width.
 """
 
 import mmap

@@ -221,7 +221,7 @@ class FolderLocks:
     def hold(self, folder: Path, early: bool = False) -> None:
         """Locks an existing folder until ``close``; a second call locks it again if the folder was replaced.
 
-        ``early``: nothing is written yet, so an engine of this process may have the lock until the next call, because
+        ``early``: nothing is written yet, so an engine of this process may have the lock until the next call:
         ``eng = initialize(...)`` drops the old engine only after it has made the new one.
 
         Raises:

@@ -21,7 +21,7 @@ from engine.errors import CheckpointError
 
 SCRIPT = "zero_to_fp32.py"
 """Name of the script next to a checkpoint."""
-TEXT = '''"""Write the whole fp32 weights of a checkpoint: python zero_to_fp32.py CHECKPOINTS OUTPUT [-t TAG]."""
+TEXT = '''"""Write the full fp32 weights of a checkpoint: python zero_to_fp32.py CHECKPOINTS OUTPUT [-t TAG]."""
 
 from engine.deepspeed.utils.zero_to_fp32 import main
 
@@ -90,7 +90,7 @@ def _folder(given: Path, tag: str | None) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    parser = argparse.ArgumentParser(description="write the whole fp32 weights of a checkpoint")
+    parser = argparse.ArgumentParser(description="write the full fp32 weights of a checkpoint")
     parser.add_argument("checkpoint_dir", help="folder with the file latest")
     parser.add_argument("output_dir", help="folder for model.safetensors")
     parser.add_argument("-t", "--tag", default=None, help="checkpoint in it; default: the one named by latest")
