@@ -6,11 +6,11 @@
         COMMIT                     length and sha256 of manifest.json; written last
         checksums.safetensors      one U64 tensor per file: a hash of every block
         model/                     a plain Hugging Face folder of full tensors; from_pretrained loads it as it is
-        optim/                     pieces of master weights and moments, as the ranks held them
-        state/                     the state of one rank: its random generators and the buffers that it writes
-      latest                       a hint for people; the loader trusts COMMIT
+      optim/                     pieces of master weights and moments, as sharded over the ranks
+      state/                     the state of one rank: its random generators and the buffers that it writes
+    latest                       a hint for people; the loader trusts COMMIT
 
-glossary   part      the rows of one dim of a parameter that a tensor rank holds, concatenated
+glossary   part      the rows of one dim of a parameter on a tensor rank, concatenated
            piece     a flat range of a part; the elements of a tensor that one rank stores
            run       a stretch of elements that is contiguous in both the source and the target of a copy
            block     the bytes that one hash covers; the unit of reading
@@ -25,7 +25,7 @@ glossary   part      the rows of one dim of a parameter that a tensor rank holds
     writer, save    the background thread of a save; the collective write and commit that it runs
     resume, load    choose, verify and restore a checkpoint; read tensors into this rank's memory
     huggingface     weights from Hugging Face folders, and the small files that make one
-    full_state      the state dict of the whole model, gathered on rank 0
+    full_state      the full state dict, gathered on rank 0
     preemption      SIGTERM: finish the step, save, exit
 
 save    coordinator -> writer: contents.snapshot -> thread: save (write, report, commit)

@@ -53,14 +53,14 @@ from engine.step.update import Update
 from engine.zero.optim.averaged_weights import Average
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""The exit status that a shell reports for a process ended by SIGTERM."""
+"""Exit status that a shell reports for a process ended by SIGTERM."""
 ONE_REQUEST_SECONDS = 3.0
 """Signals within this time count as one request: schedulers send SIGTERM to all processes of a job, and torchrun, which
 receives it too, forwards it to its own processes."""
 
 
 class StopSignal:
-    """Records the first SIGTERM; a later one ends the process as if no handler were installed.
+    """Recorder of the first SIGTERM; a later one ends the process as if no handler were installed.
 
     Several engines may stack their handlers; each of them receives the signal. ``remove`` takes a handler out of the
     stack. Only the main thread can set handlers: a handler removed by another thread stays in place and passes signals
@@ -72,7 +72,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.asked = False
         self.code: Any = EXIT_CODE
-        """What the process exits with once the run has saved."""
+        """Exit status of the process once the run has saved."""
         self._first = 0.0
         self._before: Any = None
         self._process = os.getpid()
@@ -82,7 +82,7 @@ class StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self._active or os.getpid() != self._process:  # removed while another handler was on top; a forked child
+        if not self._active or os.getpid() != self._process:  # removed below another handler, or a forked child
             self._pass_on(number, frame)
         elif not self.asked:
             self.asked, self._first = True, now
@@ -92,7 +92,7 @@ class StopSignal:
             signal.raise_signal(number)
 
     def _tell_previous(self, number: int, frame: FrameType | None) -> None:
-        """Call the previous handler: another engine's, or the user's, whose exit waits for the checkpoint."""
+        """Calls the previous handler: another engine's, or the user's, whose exit waits for the checkpoint."""
         try:
             if callable(self._before):
                 self._before(number, frame)
@@ -107,13 +107,13 @@ class StopSignal:
             signal.raise_signal(number)
 
     def give_up(self) -> None:
-        """Restore SIGTERM's effect, also for a signal already received: no step will end, since ranks cannot meet."""
+        """Restores SIGTERM's effect, also for a received signal: no step will end, because ranks cannot synchronize."""
         self.remove()
         if self.asked and not self._active:
             signal.raise_signal(signal.SIGTERM)
 
     def remove(self) -> None:
-        """Stop recording signals: restore the previous handler, or let the handler installed over this one skip it."""
+        """Stops recording signals: restores the previous handler, or makes the handler above skip this one."""
         if not self._active:
             return
         self._active = False
@@ -130,7 +130,7 @@ class StopSignal:
             above._before = self._before
 
     def _default(self) -> Any:
-        """The previous handler, skipping handlers that were removed."""
+        """Returns the previous handler, skipping handlers that were removed."""
         below = self._before
         while (owner := _owner(below)) is not None and not owner._active:
             below = owner._before
@@ -146,7 +146,7 @@ logger = logging.getLogger("trine")
 
 
 class CheckpointCoordinator:
-    """Saves and loads the checkpoints of one engine, and decides when."""
+    """Owner of an engine's checkpoints: decides when to save and load."""
 
     def __init__(
         self, model: nn.Module, config: Config, comm: Comm, device: torch.device, model_files: Mapping[str, bytes]
@@ -155,21 +155,21 @@ class CheckpointCoordinator:
         self._model_files = model_files
         self._tracked: dict[str, Stateful] = {}
         self._encoders = prompt_encoders(model)
-        """Copies of the encoders of prompts of a ``PeftModel``, from before modules were changed."""
+        """Copies of a ``PeftModel``'s prompt encoders, from before modules were changed."""
         self._files, self._locks = Files(), FolderLocks()
         self._host: TorchHostGroup | None = None
         self._run: RunState | None = None
         self._checkpoints: CheckpointWriter | None = None
         self._request: LoadRequest | None = None
         self._saved_at = -1
-        """The update whose state the run's folder already holds; -1 before the first save."""
+        """Update of the newest save into the run's folder; -1 before the first save."""
         self._last: PendingSave | None = None
         """The most recent save into the run's folder."""
         self._folder = _path(config.checkpoint.folder)
         self._memory: MemoryCheckpoints | None = None
-        """Checkpoints in the memory of the hosts, if they are wanted."""
+        """Checkpoints in the memory of the hosts; None: off."""
         self._left_out = False
-        """A copy in memory was left out, and that was logged."""
+        """True once a skipped copy in memory was logged."""
         if config.checkpoint.memory_every and self._folder is not None:
             self._memory = MemoryCheckpoints(self._folder, self._files)
         self._init_from = _path(config.checkpoint.init_from)
@@ -178,16 +178,16 @@ class CheckpointCoordinator:
             comm.broken = self._signal.give_up  # a launcher ends the ranks of a broken job by the same signal
         self.control = RunControl(stop=self._signal)
         self.due = config.checkpoint.every > 0 or self._memory is not None
-        """Steps may end with a save, so each calls ``after_step``."""
+        """True if steps may end with a save, so each calls ``after_step``."""
 
     def hold_folder(self) -> None:
-        """Lock ``checkpoint.folder`` for as long as the engine lives, on rank 0. Nothing is communicated.
+        """Locks ``checkpoint.folder`` on rank 0 until the engine closes. Communicates nothing.
 
-        A folder that cannot be made is a warning here, and an error of the first save into it.
+        A folder that cannot be created is a warning here, and an error of the first save into it.
 
         Raises:
-            CheckpointError: an engine of another process saves its checkpoints there; one of this process may be
-                about to be dropped, and is refused by the first save.
+            CheckpointError: an engine of another process saves its checkpoints there. An engine of this process may be
+                about to be dropped, so only the first save refuses it.
         """
         if self._folder is None or self._comm.grid.rank:
             return
@@ -198,7 +198,7 @@ class CheckpointCoordinator:
             logger.warning("checkpoint.folder %s: %s", self._folder, error.strerror or error)
 
     def built(self, runtime: RankRuntime, update: Update, entries: Mapping[str, Entry]) -> None:
-        """Read the initial weights or the requested checkpoint into the model, which is now on the grid. Collective."""
+        """Reads the initial weights or the requested checkpoint into the model, now on the grid. Collective."""
         state = self._trainer_state(update)
         self._run = RunState(
             model=self._model,
@@ -239,11 +239,11 @@ class CheckpointCoordinator:
         """See :meth:`engine.Engine.save_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
-            raise EngineError("save_checkpoint() got no folder, and checkpoint.folder is null; give one of the two.")
+            raise EngineError("save_checkpoint() got no folder, and checkpoint.folder is null; set one of the two.")
         if isinstance(client_state, str):
             raise EngineError(
-                f"save_checkpoint(folder, {client_state!r:.80}): the second argument is client_state, and checkpoints "
-                "are named by their step, not by a tag; leave it out, or pass client_state={...}."
+                f"save_checkpoint(folder, {client_state!r:.80}): the second argument is client_state, because "
+                "checkpoints are named by their step, not by a tag; leave it out, or pass client_state={...}."
             )
         self.control.refuse_spoiled()
         checkpoints, run = self._writer("save_checkpoint")
@@ -264,7 +264,7 @@ class CheckpointCoordinator:
         """See :meth:`engine.Engine.load_checkpoint`."""
         path = self._folder if folder is None else resolved(folder)
         if path is None:
-            raise EngineError("load_checkpoint() got no folder, and checkpoint.folder is null; give one of the two.")
+            raise EngineError("load_checkpoint() got no folder, and checkpoint.folder is null; set one of the two.")
         self._renew_group()
         request = self._find(path, options, missing_ok)
         if request is None:
@@ -273,7 +273,7 @@ class CheckpointCoordinator:
         return ClientState(user) if isinstance(user, dict) else user
 
     def gather_state(self, average: Average | None = None, keys: Set[str] | None = None) -> dict[str, Tensor]:
-        """See :meth:`engine.Engine.full_state_dict`; the engine is built. ``keys``: only these, on all ranks alike."""
+        """See :meth:`engine.Engine.full_state_dict`; the engine is built. ``keys``: only these, equal on all ranks."""
         assert self._run is not None, "the caller has checked that the model is built"
         runtime = self._run.runtime
         return self._run.full_state.gather((*runtime.buckets, *runtime.frozen), average, keys)
@@ -312,7 +312,7 @@ class CheckpointCoordinator:
             checkpoints.export(resolved(folder), shard_bytes)
 
     def after_step(self, made: bool, stops: bool) -> None:
-        """Save if a save is due, and end the run if any rank has to stop. All ranks are given the same arguments.
+        """Saves if a save is due, and ends the run if any rank has to stop. All ranks pass the same arguments.
 
         Args:
             made: the step made an update.
@@ -320,7 +320,7 @@ class CheckpointCoordinator:
 
         Raises:
             SystemExit: status 143, after a committed checkpoint.
-            CheckpointError: the run was to end and its checkpoint could not be written.
+            CheckpointError: the last checkpoint before the end could not be written.
         """
         settings, run = self._config.checkpoint, self._run
         assert run is not None, "a step needs a built model"
@@ -339,12 +339,12 @@ class CheckpointCoordinator:
             raise SystemExit(self._signal.code if self._signal is not None else EXIT_CODE)
 
     def drain(self) -> None:
-        """Wait until the pending save has ended."""
+        """Waits until the pending save has ended."""
         if self._checkpoints is not None:
             self._checkpoints.drain()
 
     def close(self) -> None:
-        """Wait for the pending save, then ``release``.
+        """Waits for the pending save, then calls ``release``.
 
         Raises:
             CheckpointError: the last save failed, ``checkpoint.on_failure`` stops the run, and no step has raised it.
@@ -353,16 +353,15 @@ class CheckpointCoordinator:
             self._signal.remove()
         self.drain()
         if self._memory is not None and isinstance(sys.exception(), SystemExit | None):
-            self._memory.remove()  # a run that has failed is to go on from there
+            self._memory.remove()  # a failed run resumes from there
         self.release()
         if (problem := self.control.take_problem()) is not None:
             raise problem
 
     def release(self) -> None:
-        """Release the signal handler and the folders, and destroy the host group. A second call does nothing.
+        """Releases the signal handler and the folders, and destroys the host group. A second call does nothing.
 
-        Nothing is waited for: a pending save continues in its thread until it ends, and that thread releases the
-        folders and the group.
+        It does not wait: a pending save continues in its thread, which releases the folders and the group at its end.
         """
         if self._signal is not None:
             self._signal.remove()
@@ -395,8 +394,8 @@ class CheckpointCoordinator:
             logger.info("checkpoint loaded from the memory of the hosts, %d updates made", done)
         elif self._comm.grid.rank == 0:
             logger.info(
-                "checkpoint loaded: %s, %d updates made; what it read is sound, and `trine checkpoint verify %s` reads "
-                "the rest too",
+                "checkpoint loaded: %s, %d updates made; the loaded data is sound, and `trine checkpoint verify %s` "
+                "checks the rest",
                 request.step,
                 done,
                 shlex.quote(str(request.step)),
@@ -404,7 +403,7 @@ class CheckpointCoordinator:
         return user
 
     def _find(self, path: Path, options: LoadOptions, missing_ok: bool) -> LoadRequest | None:
-        """The newest checkpoint of a run, on disk or in memory, or the one that ``path`` is."""
+        """Returns the newest checkpoint of a run, on disk or in memory, or the checkpoint at ``path``."""
         memory = self._memory if path == self._folder else None
         step = find_checkpoint(path, self._group(), self._files, missing_ok or memory is not None)
         if memory is not None:
@@ -417,13 +416,13 @@ class CheckpointCoordinator:
         return LoadRequest(step, options, self._files) if step is not None else None
 
     def _save_in_memory(self, memory: MemoryCheckpoints) -> None:
-        """Start a save into memory, unless a rank still writes an earlier one: training does not wait for a disk."""
+        """Starts a save into memory, unless a rank still writes an earlier one: training does not wait for a disk."""
         busy = self._checkpoints is not None and self._checkpoints.busy
         if first_rank(busy, self._comm, self.device, "checkpoint") is not None:
             if not self._left_out and self._comm.grid.rank == 0:
                 logger.warning(
-                    "checkpoint: step %d is not kept in memory, and nor is any later step that finds an earlier save "
-                    "still being written; raise checkpoint.memory_every",
+                    "checkpoint: step %d is not copied into memory, because an earlier save is still being written; "
+                    "later steps may be skipped too, so raise checkpoint.memory_every",
                     self._run.trainer_state.update.made if self._run is not None else 0,
                 )
             self._left_out = True
@@ -433,7 +432,7 @@ class CheckpointCoordinator:
             checkpoints.save_in_memory(memory)
 
     def _begin(self, request: LoadRequest, update: Update) -> Any:
-        """Restore the state that needs no model, and the weights of the model as it is; its shards follow the plan."""
+        """Restores the state outside the model, and the weights of the unplaced model; its shards follow the plan."""
         with loading(self._group(), request.step):
             reader = open_checkpoint(request.files, request.step, request.options.moments)
         if not request.options.module_only:
@@ -471,9 +470,9 @@ class CheckpointCoordinator:
         return self._host
 
     def _renew_group(self) -> None:
-        """Wait for the pending save, and make another host group if any rank has lost a message in this one.
+        """Waits for the pending save, and makes another host group if any rank has lost a message in this one.
 
-        One all-reduce of 8 bytes over the world, label "checkpoint", if there is a group: a rank that was slow, or that
+        One all-reduce of 8 bytes over the world, label "checkpoint", if there is a group: a slow rank, or one that
         has lost nothing itself, does not know that the group is broken.
         """
         self.drain()
@@ -482,7 +481,7 @@ class CheckpointCoordinator:
         if first_rank(self._host.broken, self._comm, self.device, "checkpoint") is None:
             return
         if self._comm.grid.rank == 0:
-            logger.warning("checkpoint: the last save or load has lost a rank; the ranks connect again")
+            logger.warning("checkpoint: the last save or load has lost a rank; the ranks reconnect")
         self._host.close()
         self._host = None
         if self._checkpoints is not None:

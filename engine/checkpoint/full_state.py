@@ -1,4 +1,4 @@
-"""The state dict of the full model on rank 0, on any grid: weights from dp, tp and pp, buffers from their stages.
+"""Full state dict on rank 0, on any grid: weights from dp, tp and pp, buffers from their stages.
 
 every stage    gathers its buckets over dp, one at a time      label "full state"
 every row      is assembled over tp on its first stage         label "full state"
@@ -29,18 +29,18 @@ LABEL = "full state"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One key of ``model.state_dict()``."""
+    """Key of ``model.state_dict()``."""
 
     kind: str
-    """ "parameter", "buffer", or "other" for a value that a state-dict hook made."""
+    """ "parameter", "buffer", or "other" for a value from a state-dict hook."""
     name: str
     """First name of the parameter, or the path of the buffer."""
     dtype: torch.dtype | None
-    """The dtype that the user gave; None for a value that is not a tensor."""
+    """dtype of the user's model; None for a value that is not a tensor."""
 
 
 def state_entries(model: nn.Module) -> dict[str, Entry]:
-    """The parameter or buffer of each key, matched by identity: hooks may rename keys. Call before tensors move."""
+    """Returns the parameter or buffer of each key, by identity, as hooks may rename keys. Call before tensors move."""
     parameters = {id(p): name for name, p in model.named_parameters()}
     buffers = {id(b): name for name, b in model.named_buffers()}
     entries: dict[str, Entry] = {}
@@ -56,7 +56,7 @@ def state_entries(model: nn.Module) -> dict[str, Entry]:
 
 
 class FullState:
-    """Gathers the state dict; collective over the world."""
+    """Gatherer of the state dict; collective over the world."""
 
     def __init__(self, model: nn.Module, plan: Plan, entries: Mapping[str, Entry], comm: Comm) -> None:
         self._model, self._plan, self.entries, self._comm = model, plan, entries, comm
@@ -70,10 +70,10 @@ class FullState:
         average: Average | None = None,
         keys: Set[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Keys and dtypes of the user's ``model.state_dict()``, values on the CPU of rank 0; empty on other ranks.
+        """Returns the user's ``model.state_dict()`` with values on the CPU of rank 0; an empty dict on other ranks.
 
-        ``average``: its values in place of those of trained parameters. ``keys``: those that are wanted, the same on
-        all ranks; None: all.
+        ``average``: its values replace those of trained parameters. ``keys``: the wanted keys, equal on all ranks;
+        None: all. Collective.
         """
         entries = {key: entry for key, entry in self.entries.items() if keys is None or key in keys}
         wanted = {entry.name for entry in entries.values() if entry.kind == "parameter"}
@@ -94,8 +94,8 @@ class FullState:
         return self._named(weights, buffers, entries) if self._comm.grid.rank == 0 else {}
 
     def _local(self, buckets: Sequence[FlatBucket], average: Average | None, wanted: Set[str]) -> dict[str, Tensor]:
-        """This rank's part of each wanted row, full over dp; on the CPU, so that the device holds one gathered
-        bucket."""
+        """Returns this rank's part of each wanted row, full over dp; on the CPU, so that the device has only one
+        gathered bucket."""
         names = [[slot.name for slot in flat.bucket.slots] for flat in buckets]
         chosen = [flat for flat, own in zip(buckets, names, strict=True) if not wanted.isdisjoint(own)]
         found = full_weights(chosen, self._comm, average.of if average is not None else None)
@@ -108,7 +108,7 @@ class FullState:
         return held
 
     def _whole(self, row: ShardRow, held: Mapping[str, Tensor], averaged: bool) -> Tensor | None:
-        """The full row, on rank 0 and on its first stage; None elsewhere."""
+        """Returns the full row on rank 0 and on its first stage; None elsewhere."""
         stage, here = row.owners[0], self._coord.pp
         whole: Tensor | None = None
         if here == stage:
@@ -120,7 +120,7 @@ class FullState:
         return whole
 
     def _values(self, row: ShardRow, part: Tensor) -> Tensor:
-        """The values of this rank's part, of which it may hold codes."""
+        """Returns the values of this rank's part, decoded if the rank stores codes."""
         codes = row.quantized_shape(self._coord.tp)
         return part if codes is None else dequantize(part, codes, self._dtype(row))
 
@@ -147,7 +147,7 @@ class FullState:
         return tensor
 
     def _dtype(self, row: ShardRow) -> torch.dtype:
-        """The widest dtype in which the row is kept."""
+        """Returns the widest dtype that the row is stored in."""
         precision = self._plan.precision
         if row.trainable:
             widths = precision.widths(str(precision.parameter(row.name, row.dtype)).removeprefix("torch."))
@@ -155,7 +155,7 @@ class FullState:
         return precision.frozen(row.name, row.dtype)
 
     def _buffer(self, name: str, buffer: Tensor) -> Tensor:
-        """The buffer, sent from the stage that owns it."""
+        """Returns the buffer, sent from the stage that owns it."""
         stage = self._plan.owner_of_buffer(name)
         if stage and self._comm.grid.is_first("stage"):
             moved = self._to_first_stage(buffer, tuple(buffer.shape), buffer.dtype, stage)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: read weights from one piece by piece, and make the small files that belong to one.
+"""Hugging Face folders: reads of weights piece by piece, and the small files of such a folder.
 
 Tensors are found by their keys in ``model.state_dict()``, with or without the prefix of the base model
 ("model.", "transformer."). A folder inside one of our checkpoints has block hashes and is read as a checkpoint; any
@@ -25,7 +25,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class PretrainedFolder:
-    """The tensors of a folder under this model's names.
+    """Tensors of a folder under this model's names.
 
     Args:
         keys: our name ("param/...", "buffer/...") -> the keys that the folder may use for it.
@@ -50,13 +50,13 @@ class PretrainedFolder:
         foreign = next((key for key in stored if key not in used), None)
         if foreign is not None:
             raise CheckpointError(
-                f"{folder} has {foreign!r}, which this model lacks; build the model that was saved there, or give "
+                f"{folder} has {foreign!r}, which this model lacks; build the model that was saved there, or pass "
                 "another folder."
             )
         self.kinds = {name: tensor.kind for name, tensor in self._tensors.items()}
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fill the targets of all requests, reading only the bytes that they need."""
+        """Fills the targets of all requests, reading only the bytes that they need."""
         read_spans(self._files, self._tensors, wanted)
 
     def _find(self) -> dict[str, SpannedTensor]:
@@ -77,7 +77,7 @@ class PretrainedFolder:
         return found
 
     def _opened(self, name: str) -> AbstractContextManager[int]:
-        """Open a file of the folder; in the cache of the Hugging Face hub it is a link."""
+        """Opens a file of the folder; in the cache of the Hugging Face hub it is a link."""
         path = resolved(self.name / name)
         return opened(self._files, path.parent, path.name)
 
@@ -97,8 +97,8 @@ class PretrainedFolder:
 
 
 def model_files(model: nn.Module) -> dict[str, bytes]:
-    """ "config.json" and "generation_config.json" of a Hugging Face model; empty for other models, and for those that
-    wrap one, whose keys ``from_pretrained`` would not find."""
+    """Returns "config.json" and "generation_config.json" of a Hugging Face model; empty for other models, and for
+    wrappers of one, because ``from_pretrained`` would not find their keys."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not hasattr(type(model), "base_model_prefix"):
         return {}
@@ -111,10 +111,10 @@ def model_files(model: nn.Module) -> dict[str, bytes]:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuse to write a folder that ``from_pretrained`` would fill up with random weights.
+    """Refuses to write a folder that ``from_pretrained`` would complete with random weights.
 
     Raises:
-        CheckpointError: the model is wrapped (PEFT), or adapters stand in place of its layers.
+        CheckpointError: the model is wrapped (PEFT), or adapters replace its layers.
     """
     kind = type(model)
     inside = getattr(model, "base_model_prefix", None) is not None and not hasattr(kind, "base_model_prefix")
@@ -122,14 +122,14 @@ def refuse_adapters(model: nn.Module) -> None:
     if inside or adapter is not None:
         what = f"has adapters ({adapter!r})" if adapter is not None else "wraps another model"
         raise CheckpointError(
-            f"save_pretrained: this {kind.__name__} {what}, and transformers would load none of its keys and start "
+            f"save_pretrained: this {kind.__name__} {what}, so transformers would load none of its keys and start "
             "from random weights; save adapters from eng.full_state_dict() with the library that made them, or merge "
             "them into the model first."
         )
 
 
 def with_dtype(files: Mapping[str, bytes], dtype: str) -> dict[str, bytes]:
-    """The same files; "config.json" states the dtype of the weights ("bfloat16")."""
+    """Returns the files with the dtype of the weights ("bfloat16") in "config.json"."""
     return {
         name: _text(json.loads(data) | {"dtype": dtype}) if name == "config.json" else data
         for name, data in files.items()
@@ -153,4 +153,4 @@ def _what_is_there(names: Sequence[str]) -> str:
             f"has {pickled}, a pickle that may run code when it is read, and no safetensors; convert it on a machine "
             "where you trust it (transformers: from_pretrained, then save_pretrained)."
         )
-    return f"has neither {SINGLE} nor {INDEX}; give a Hugging Face folder, or a checkpoint of this engine."
+    return f"has neither {SINGLE} nor {INDEX}; pass a Hugging Face folder, or a checkpoint of this engine."

@@ -1,11 +1,11 @@
-"""Fill this rank's buckets and optimizer state from a checkpoint, or its weights from a Hugging Face folder.
+"""Reads of a checkpoint into this rank's buckets and optimizer state, or of a Hugging Face folder into its weights.
 
     check    compare names and shapes, report the first difference          nothing is modified
     read     this rank's share of every bucket and of its moments           no communication
     -- all ranks agree that both succeeded --
-    share    all-gather over dp what every data rank holds in full          label "checkpoint"
+    share    all-gather over dp the tensors that every data rank has in full    label "checkpoint"
 
-So every byte is read by one data rank. Tensors outside buckets (buffers, frozen parameters) are read by every rank.
+So one data rank reads each byte. Every rank reads tensors outside buckets (buffers, frozen parameters).
 """
 
 import logging
@@ -42,7 +42,7 @@ AT_ONCE = 1 << 28
 
 
 class TensorSource(Protocol):
-    """A checkpoint or a Hugging Face folder: tensors by name."""
+    """Checkpoint or Hugging Face folder: tensors by name."""
 
     @property
     def kinds(self) -> Mapping[str, TensorKind]:
@@ -50,27 +50,27 @@ class TensorSource(Protocol):
 
     @property
     def name(self) -> Path | str:
-        """The folder that holds them, or words for another source."""
+        """Folder of the tensors, or words for another source."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fill the targets of all requests."""
+        """Fills the targets of all requests."""
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Reads a source into the tensors that one rank holds."""
+    """Reader of a source into one rank's tensors."""
 
     source: TensorSource
     local_tensors: LocalTensors
     buffers: Mapping[str, Tensor]
     """"buffer/..." -> the live buffer."""
     strict: bool = True
-    """Refuse a source that lacks tensors of the model, or has more; if not, what it lacks keeps its values."""
+    """Refuse a source that lacks tensors of the model, or has more; if False, absent tensors keep their values."""
     left_out: frozenset[str] = frozenset()
-    """What the source was written without, "param/..."; it keeps its values in any case."""
+    """Tensors that the source was written without, "param/..."; they keep their values in any case."""
 
     def check(self) -> None:
-        """Compare the names, shapes and dtypes of the source with those of the model.
+        """Compares the names, shapes and dtypes of the source with the model's.
 
         Raises:
             CheckpointError: names the first difference.
@@ -104,7 +104,7 @@ class Loader:
 
     @cached_property
     def _kinds(self) -> dict[str, TensorKind]:
-        """The source's tensors by our names: files of other engines may hold a buffer among the parameters."""
+        """Tensors of the source by our names: files of other engines may have a buffer among the parameters."""
         kinds = dict(self.source.kinds)
         for name in self.buffers:
             if name not in kinds and (stored := self._stored(name)) in kinds:
@@ -112,12 +112,12 @@ class Loader:
         return kinds
 
     def _stored(self, buffer: str) -> str:
-        """The source's name of a buffer."""
+        """Returns the source's name of a buffer."""
         leaf = buffer.partition("/")[2]
         return buffer if buffer in self.source.kinds else f"param/{leaf}"
 
     def tell_differences(self) -> None:
-        """Log which tensors are on one side only, if that is allowed."""
+        """Logs the tensors on one side only, if they are allowed."""
         for names, told in (
             (self._absent(), "the checkpoint lacks %d tensor(s), which keep their values: %s%s"),
             (self._surplus(), "the checkpoint has %d tensor(s) that the model lacks: %s%s"),
@@ -126,7 +126,7 @@ class Loader:
                 logger.warning(told, len(names), ", ".join(names[:3]), f" and {len(names) - 3} more" * (len(names) > 3))
 
     def _left_out(self, tensor: str) -> bool:
-        """Whether a tensor keeps its values, because the source may lack it and does."""
+        """Returns True if a tensor keeps its values, because the source may lack it and does."""
         return tensor not in self._kinds and (not self.strict or tensor in self.left_out)
 
     def _wanted(self) -> list[str]:
@@ -142,12 +142,12 @@ class Loader:
         return [name.partition("/")[2] for name in names]
 
     def check_moments(self, families: Families) -> None:
-        """Check that the source has every moment ("exp_avg") to be loaded, before memory is allocated for it.
+        """Checks that the source has every moment ("exp_avg") to be loaded, before memory is allocated for it.
 
         Parameters that are updated as one tensor need the same moments.
 
         Raises:
-            CheckpointError: names the first moment that is missing or does not fit.
+            CheckpointError: names the first moment that is missing or has another shape or kind of dtype.
         """
         rows = {row.name: row for row in self.local_tensors.ownership.plan.table}
         for place in self.local_tensors.places:
@@ -163,13 +163,13 @@ class Loader:
                     )
                 if kind.dtype in ("BOOL", "C64"):
                     raise CheckpointError(
-                        f"{self.source.name}: {family}/{row.name} is {kind.dtype}, and moments are real numbers; "
+                        f"{self.source.name}: {family}/{row.name} is {kind.dtype}, but moments are real numbers; "
                         "load with load_optimizer_states=False."
                     )
 
     @torch.no_grad()
     def read_weights(self) -> None:
-        """Read weights, in the widest dtype that is both stored and held here, and buffers."""
+        """Reads weights, in the widest dtype that both the source and this rank have, and buffers."""
         kinds = self.source.kinds
         wide = {held.tensor.partition("/")[2]: held for held in self.local_tensors.masters()}
         landings: list[Held] = []
@@ -188,7 +188,7 @@ class Loader:
                 self._read_one(name, Part(tuple(buffer.shape)), buffer)
 
     def _read_quantized(self) -> None:
-        """Read each weight that is held as codes in full, whose scales are those of whole rows, and quantize it."""
+        """Reads each weight that is stored as codes in full, because scales cover whole rows, and quantizes it."""
         ownership, stage = self.local_tensors.ownership, self.local_tensors.coord.pp
         for row in ownership.plan.table.held_by(stage):
             name = f"param/{row.name}"
@@ -199,12 +199,12 @@ class Loader:
 
     @torch.no_grad()
     def read_moments(self, moments: Moments) -> None:
-        """Read this rank's share of the moments; those that the source may lack stay as they are."""
+        """Reads this rank's share of the moments; moments that the source may lack keep their values."""
         self._fill(held for held in self.local_tensors.state(moments) if not self._left_out(held.tensor))
 
     @torch.no_grad()
     def read_apart(self, whole: Iterable[WholeUpdates]) -> None:
-        """Read the state that every rank has whole; that of parameters of which the source has none begins anew."""
+        """Reads the state that every rank has in full; it restarts for parameters without any in the source."""
         for updates in whole:
             updates.forget()
             known = self._stored_apart(updates)
@@ -213,12 +213,12 @@ class Loader:
                 self._fill(held for held in self.local_tensors.apart(updates) if held.row.name in known)
 
     def check_apart(self, whole: Iterable[WholeUpdates], updated: Collection[str]) -> None:
-        """Check that what the source keeps of a parameter as a whole is what this run's optimizer keeps of it.
+        """Checks that the source's full-size state of each parameter has the shapes of this run's optimizer.
 
-        ``updated``: the parameters that the saved run has updated; of others it has no state.
+        ``updated``: parameters that the saved run has updated; it has no state of others.
 
         Raises:
-            CheckpointError: names the first parameter of which it is not.
+            CheckpointError: names the first parameter with other state.
         """
         for updates in whole:
             found = self._stored_apart(updates)
@@ -227,13 +227,13 @@ class Loader:
                 if stored != wanted and (stored or (self.strict and name in updated)):
                     given, own = (_listed(shapes) for shapes in (stored, wanted))
                     raise CheckpointError(
-                        f"{self.source.name}: the optimizer state of {name!r} is {given}, and this run's optimizer "
-                        f"keeps {own}; give the optimizer as in the saved run, or load with "
+                        f"{self.source.name}: the optimizer state of {name!r} is {given}, but this run's optimizer "
+                        f"has {own}; configure the optimizer as in the saved run, or load with "
                         "load_optimizer_states=False."
                     )
 
     def _stored_apart(self, updates: WholeUpdates) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Shapes of what the source has of such state, by parameter and name."""
+        """Returns the shapes of such state in the source, by parameter and name."""
         families, found = families_of([updates]), dict[str, dict[str, tuple[int, ...]]]()
         for tensor, kind in self.source.kinds.items():
             family, _, name = tensor.partition("/")
@@ -242,7 +242,7 @@ class Loader:
         return found
 
     def _fill(self, targets: Iterable[Held]) -> None:
-        """Read into ``values``, through a staging tensor where dtype, device or strides differ."""
+        """Reads into ``values``, through a staging tensor if dtype, device or strides differ."""
         for batch in in_batches(targets, lambda held: held.values.nbytes, AT_ONCE):
             wanted, moved = [], []
             for held in batch:
@@ -273,9 +273,10 @@ class Loader:
 
 @torch.no_grad()
 def read_unplaced(source: TensorSource, model: nn.Module) -> None:
-    """Read weights and buffers into a model whose plan waits for a batch, each one whole.
+    """Reads weights and buffers in full into a model whose plan waits for a batch.
 
-    What has another shape there, or no content here, is left alone; the load that follows the plan refuses it.
+    Tensors with another shape in the source, or without content here, are skipped; the load after the plan refuses
+    them.
     """
     kinds = source.kinds
     tensors: dict[tuple[str, str], Tensor] = {}
@@ -296,7 +297,7 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 @torch.no_grad()
 def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
-    """All-gather over dp the weights that every data rank holds in full: masters at ZeRO 0, parameters below ZeRO 3."""
+    """All-gathers over dp the weights that data ranks have in full: masters at ZeRO 0, parameters below ZeRO 3."""
     pending = []
     for flat in buckets:
         if flat.wide is not None:
@@ -314,7 +315,7 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
     for gather in pending:
         gather.wait()
     for flat in buckets:
-        if flat.wide is None:  # a copy on the host in the dtype of the parameters
+        if flat.wide is None:  # the host has a copy in the dtype of the parameters
             sync_masters(flat)
     parameters = [parameter for flat in buckets for parameter in flat.parameters]
     torch.autograd.graph.increment_version(parameters)  # as after an update: graphs of the old weights are stale
@@ -323,7 +324,7 @@ def share_weights(buckets: Sequence[FlatBucket], comm: Comm) -> None:
 
 @torch.no_grad()
 def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> None:
-    """All-gather the moments over dp at ZeRO 0, where every data rank keeps all of them."""
+    """All-gathers the moments over dp at ZeRO 0, where every data rank stores all of them."""
     for flat in local_tensors.buckets:
         places = [place for place in local_tensors.places if place.flat is flat]
         if not places or flat.owned == flat.shard or flat.bucket.spread.ranks == 1:
@@ -340,7 +341,7 @@ def share_moments(local_tensors: LocalTensors, moments: Moments, comm: Comm) -> 
 
 
 def _gather_whole(values: Tensor, flat: FlatBucket, comm: Comm) -> None:
-    """All-gather over dp the shards of a tensor [elements], which lies on the device or on the host."""
+    """All-gathers over dp the shards of a tensor [elements], on the device or on the host."""
     whole = values.to(flat.params.device)
     comm.all_gather(whole, whole[flat.shard].clone(), flat.bucket.spread.sharding, LABEL).wait()
     if whole is not values:

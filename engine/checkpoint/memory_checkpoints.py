@@ -1,13 +1,13 @@
-"""Checkpoints in the memory of hosts: for the loss of one host, every few steps, beside those on disk.
+"""Checkpoints in the memory of hosts: for the loss of one host, every few steps, in addition to checkpoints on disk.
 
     host 0  /dev/shm   files of its ranks   copies of host 1's        every rank sends its files to one rank
     host 1  /dev/shm   files of its ranks   copies of host 2's        of the next host
     host 2  /dev/shm   files of its ranks   copies of host 0's
 
-The idea is that of Gemini (Wang et al., SOSP 2023): processes end more often than hosts, and hosts one at a time.
+The idea is from Gemini (Wang et al., SOSP 2023): processes end more often than hosts, and hosts one at a time.
 
 save   every ``checkpoint.memory_every`` steps, in the background
-find   at a start: the newest one of which every file is left on some host, if it is newer than that on disk
+find   at a start: the newest one with every file on some host, if it is newer than the newest on disk
 
 A save into the memory of all hosts: the files of every rank also go to a rank of the next host.
 
@@ -252,17 +252,17 @@ logger = logging.getLogger("trine")
 
 @dataclass(frozen=True, slots=True)
 class MemoryStep:
-    """A checkpoint that is left in the memory of the hosts, opened for reading."""
+    """Checkpoint in the memory of the hosts, opened for reading."""
 
     folder: Path
-    """Its name; on a host that holds nothing of it there is no such folder."""
+    """Name of its folder; absent on a host without any of its files."""
     number: int
     files: RemoteFiles
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What one host holds of one checkpoint."""
+    """Files of one checkpoint on one host."""
 
     step: int
     attempt: str
@@ -270,15 +270,15 @@ class _Offer:
     needed: Mapping[str, int]
     """Bytes of all files of the checkpoint."""
     held: Sequence[str]
-    """Those that lie here in full."""
+    """Files that are complete on this host."""
 
 
 class MemoryCheckpoints:
-    """Saves into memory and finds what was saved. ``save`` and ``find`` are collective over the host group.
+    """Checkpoints in memory: saves and finds them. ``save`` and ``find`` are collective over the host group.
 
     Args:
-        run_folder: where the run keeps its checkpoints on disk.
-        shared: the folder of a host that lies in its memory.
+        run_folder: the folder of the run's checkpoints on disk.
+        shared: a folder in the memory of a host.
     """
 
     def __init__(self, run_folder: Path, files: Files, shared: Path = SHARED) -> None:
@@ -293,13 +293,13 @@ class MemoryCheckpoints:
         self._saved = False
 
     def save(self, host: HostGroup, write: Callable[[Files, Path], Path]) -> Path:
-        """Save into the memory of this host and of the next one; returns the folder of rank 0's host.
+        """Saves into the memory of this host and of the next one; returns the folder of rank 0's host.
 
         Args:
             write: saves with these files into this folder, and returns the folder that rank 0 has committed.
 
         Raises:
-            CheckpointError, EngineError: as ``write``; the older copy is still whole.
+            CheckpointError, EngineError: as ``write``; the older copy is still complete.
         """
         folder = self._open(host)
         files = MemoryFiles(self._named, self._shared)
@@ -308,18 +308,18 @@ class MemoryCheckpoints:
         if not self._saved and self._rank == 0:
             hosts = len(self._hosts.hosts)
             logger.info(
-                "checkpoint: step %s and later ones are kept in the memory of %d host(s), under %s%s",
+                "checkpoint: step %s and later ones are copied into the memory of %d host(s), under %s%s",
                 step.name.removeprefix("step-"), hosts, folder.root,
-                "" if hosts > 1 else "; there is one host, whose loss they do not survive",
+                "" if hosts > 1 else "; there is only one host, and its loss loses them",
             )  # fmt: skip
         self._saved = True
         return step
 
     def find(self, host: HostGroup, beyond: int) -> MemoryStep | None:
-        """The newest checkpoint after step ``beyond`` of which every file is left, opened; None if there is none.
+        """Returns the newest checkpoint after step ``beyond`` with every file on some host, opened; None without one.
 
         Raises:
-            CheckpointError: a host cannot answer; the same on all ranks.
+            CheckpointError: a host cannot answer; equal on all ranks.
         """
         folder = self._open(host)
         ours = list(_offers(folder.root))
@@ -335,7 +335,7 @@ class MemoryCheckpoints:
         return self._reach(host, _Offer(**answer["chosen"]), ours, answer["secret"])
 
     def close(self) -> None:
-        """Stop answering other hosts. All ranks have read what they need."""
+        """Stops answering other hosts. All ranks have read their data by then."""
         if self._found is not None:
             self._found.files.hang_up()
         if self._server is not None:
@@ -343,7 +343,7 @@ class MemoryCheckpoints:
         self._found = self._server = None
 
     def remove(self) -> None:
-        """Give the memory back, because the run has ended well. Nothing is communicated."""
+        """Frees the memory after a run that has ended well. Communicates nothing."""
         self.close()
         if self._folder is not None and self._acts:
             self._folder.remove()
@@ -353,7 +353,7 @@ class MemoryCheckpoints:
         return self._hosts.is_first(self._rank)
 
     def _open(self, host: HostGroup) -> MemoryFolder:
-        """Find the folder of this run and the ranks that share it, once."""
+        """Finds the folder of this run and the ranks that share it, once."""
         if self._folder is not None:
             return self._folder
         self._rank, token = host.rank, ""
@@ -372,7 +372,7 @@ class MemoryCheckpoints:
         return folder
 
     def _reach(self, host: HostGroup, chosen: _Offer, ours: Iterable[_Offer], secret: str) -> MemoryStep:
-        """Let every host answer that holds a part, and tell all ranks where."""
+        """Starts a server on every host with a part, and announces its address to all ranks."""
         assert self._folder is not None, "it was opened"
         same = [offer for offer in ours if (offer.step, offer.attempt) == (chosen.step, chosen.attempt)]
         here = self._folder.root / (same[0].folder if same else chosen.folder)
@@ -396,7 +396,7 @@ class MemoryCheckpoints:
 
 
 def newest_whole(offers: Iterable[_Offer], beyond: int) -> _Offer | None:
-    """The newest checkpoint after step ``beyond`` whose files all lie on some host."""
+    """Returns the newest checkpoint after step ``beyond`` with all files on some host."""
     held: dict[tuple[int, str], set[str]] = {}
     found: dict[tuple[int, str], _Offer] = {}
     for offer in offers:
@@ -407,14 +407,14 @@ def newest_whole(offers: Iterable[_Offer], beyond: int) -> _Offer | None:
 
 
 def _offers(root: Path) -> Iterable[_Offer]:
-    """The committed checkpoints in the memory of this host; one that cannot be read is left out, and that is logged."""
+    """Yields the committed checkpoints in the memory of this host; logs and skips unreadable ones."""
     files = Files()
     for step in committed(files, root):
         try:
             manifest = read_manifest(files, step)
             public = {name: (step / name).stat().st_size for name in (NAME, COMMIT, CHECKSUMS)}
         except (EngineError, OSError) as error:
-            logger.warning("checkpoint: a copy in memory is left out: %s", error)
+            logger.warning("checkpoint: a copy in memory is skipped: %s", error)
             continue
         needed = {**manifest.files, **public}
         held = [name for name, size in needed.items() if _size(step / name) == size]
@@ -422,7 +422,7 @@ def _offers(root: Path) -> Iterable[_Offer]:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; -1 if it is not here."""
+    """Returns the bytes of a file; -1 if it is absent."""
     try:
         return os.stat(path, follow_symlinks=False).st_size
     except OSError:

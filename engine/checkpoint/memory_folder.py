@@ -1,12 +1,12 @@
-"""The folder of a run in the memory of a host, and reading a checkpoint whose files lie in the memory of several hosts.
+"""Folder of a run in the memory of a host, and reads of a checkpoint with files in the memory of several hosts.
 
-It has the name of a token that lies beside the checkpoints on disk: where the folder of a run was removed or is another
-one, no copy of the old run is found, and the next start removes it.
+A token next to the checkpoints on disk names the folder: if the folder of a run was removed or replaced, no copy of the
+old run is found, and the next start removes it.
 
     rank --- open("optim/optim-00003.safetensors") ---> here? the file itself
-                                                        elsewhere: 20 bytes of question, the bytes wanted as answer
+                                                        elsewhere: 20 bytes of request, the wanted bytes as answer
 
-While a checkpoint is loaded, one rank of each host answers. Who asks has to know a secret, which the ranks exchange.
+While a checkpoint is loaded, one rank of each host answers. A request needs a secret that the ranks exchange.
 """
 
 import errno
@@ -36,11 +36,11 @@ _TOKEN_FORM = re.compile(rb"[0-9a-f]{16}")
 
 
 class MemoryFiles(Files):
-    """Files in memory: a folder is made where the first file of a rank needs it, and nothing waits for a disk.
+    """Files in memory: folders are created with a rank's first file, and nothing waits for a disk.
 
     Args:
-        named: the folder under which rank 0 names files.
-        shared: where these files lie on this host.
+        named: rank 0's name of the folder, the common prefix of all paths.
+        shared: the folder of these files on this host.
     """
 
     def __init__(self, named: Path, shared: Path) -> None:
@@ -50,7 +50,7 @@ class MemoryFiles(Files):
         self._open: dict[int, Path] = {}
 
     def create(self, path: Path) -> int:
-        """Create a file and its folders, on this host."""
+        """Creates a file and its folders, on this host."""
         if path.is_relative_to(self._named):
             path = self._shared / path.relative_to(self._named)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -59,27 +59,27 @@ class MemoryFiles(Files):
         return file
 
     def close(self, file: int) -> None:
-        """Close an open file, and note its size if it was created."""
+        """Closes an open file, and records its size if it was created."""
         if (path := self._open.pop(file, None)) is not None:
             self.sizes[path] = os.fstat(file).st_size
         os.close(file)
 
     def make_folder(self, path: Path) -> None:
-        """Create a folder, unless another rank of this host was faster."""
+        """Creates a folder, unless another rank of this host was faster."""
         path.mkdir(exist_ok=True, mode=0o700)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFolder:
-    """Where the copies of one run lie, on every host."""
+    """Folder of one run's copies, on every host."""
 
     root: Path
 
     def claim(self) -> None:
-        """Make the folder, and remove those of earlier runs in the same place. One rank of each host calls it.
+        """Creates the folder, and removes those of earlier runs in the same place. One rank of each host calls it.
 
         Raises:
-            CheckpointError: somebody else's folder has its name.
+            CheckpointError: another user's folder has its name.
         """
         run = self.root.name.rpartition("-")[0]
         for other in self.root.parent.glob(f"{run}-*"):
@@ -91,19 +91,19 @@ class MemoryFolder:
             raise CheckpointError(f"{self.root} belongs to another user or is a link; remove it.")
 
     def only(self, kept: Path) -> None:
-        """Remove everything but this checkpoint."""
+        """Removes everything except this checkpoint."""
         for path in self.root.iterdir():
             if path != kept:
                 remove_tree(Files(), path)
 
     def remove(self) -> None:
-        """Give the memory back."""
+        """Removes the folder and frees its memory."""
         with suppress(OSError):
             remove_tree(Files(), self.root)
 
 
 def run_token(files: Files, folder: Path) -> str:
-    """The token of a run, made where it has none. Rank 0 calls it.
+    """Returns the token of a run, creating it if it is absent. Rank 0 calls it.
 
     Raises:
         CheckpointError: it is damaged.
@@ -115,12 +115,12 @@ def run_token(files: Files, folder: Path) -> str:
         files.sync_folder(folder)
     token = bytes(read_all(files, folder, TOKEN, 64))
     if not _TOKEN_FORM.fullmatch(token):
-        raise CheckpointError(f"{folder / TOKEN} is damaged; remove it, and the copies in memory are made anew.")
+        raise CheckpointError(f"{folder / TOKEN} is damaged; remove it, and the copies in memory are created again.")
     return token.decode()
 
 
 def memory_folder(shared: Path, folder: Path, token: str) -> MemoryFolder:
-    """Where the run of ``folder`` keeps its copies in the memory of a host."""
+    """Returns the folder for copies of the run of ``folder`` in the memory of a host."""
     place = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     return MemoryFolder(shared / f"trine-memory-{os.getuid()}-{place}-{token}")
 
@@ -134,16 +134,16 @@ _PATIENCE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Where a host answers."""
+    """Address at which a host answers."""
 
     address: str
     port: int
     name: str
-    """Of the host, for errors."""
+    """Name of the host, for errors."""
 
 
 class FileServer:
-    """Answers with bytes of some files of this host, in threads of its own, until ``close``."""
+    """Server of some files of this host, in separate threads, until ``close``."""
 
     def __init__(self, address: str, secret: str, folder: Path, names: Sequence[str]) -> None:
         server = self
@@ -152,7 +152,7 @@ class FileServer:
             """One connection."""
 
             def handle(self) -> None:
-                """Answer until the other side hangs up."""
+                """Answers until the other side disconnects."""
                 while line := self.rfile.readline(_LINE):
                     if not server.answer(self.connection, line):
                         return
@@ -165,7 +165,7 @@ class FileServer:
         self._thread.start()
 
     def answer(self, link: socket.socket, line: bytes) -> bool:
-        """Send what a line asks for; False for somebody who does not know the secret."""
+        """Sends the requested bytes; returns False for a request without the secret."""
         asked = json.loads(line)
         if not hmac.compare_digest(str(asked["secret"]), self._secret) or asked["name"] not in self._names:
             return False
@@ -186,14 +186,14 @@ class FileServer:
         return True
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stops the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 class RemoteFiles(Files):
-    """Reads the files of one checkpoint: those of ``here`` from this host, all others from who holds them.
+    """Reader of one checkpoint's files: files under ``here`` from this host, all others from their holders.
 
     A file of another host has a negative number.
     """
@@ -204,10 +204,10 @@ class RemoteFiles(Files):
         self._links: dict[Holder, socket.socket] = {}
         self._asking = threading.Lock()
         self.bytes_received = 0
-        """From other hosts."""
+        """Bytes received from other hosts."""
 
     def open(self, root: Path, name: str) -> int:
-        """Open a file, wherever it lies."""
+        """Opens a file of this or another host."""
         if (self._here / name).exists():
             return super().open(self._here, name)
         if name not in self._held:
@@ -217,36 +217,36 @@ class RemoteFiles(Files):
         return number
 
     def size(self, file: int) -> int:
-        """Size of an open file in bytes."""
+        """Returns the size of an open file in bytes."""
         return super().size(file) if file >= 0 else self._sizes[self._remote[file]]
 
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
-        """Fill ``target`` from ``offset`` on; returns the number of bytes read."""
+        """Fills ``target`` from ``offset`` on; returns the number of bytes read."""
         return super().read_into(file, target, offset) if file >= 0 else self._fetch(file, target, offset)
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """As ``read_into``: all of it lies in memory."""
+        """Reads as ``read_into`` does: all files are in memory."""
         return self.read_into(file, target, offset)
 
     def is_cached(self, file: int, offset: int) -> bool:
-        """True: all of it lies in memory."""
+        """Returns True: all files are in memory."""
         return True
 
     def close(self, file: int) -> None:
-        """Close an open file."""
+        """Closes an open file."""
         if file >= 0:
             super().close(file)
         else:
             self._remote.pop(file, None)
 
     def hang_up(self) -> None:
-        """Close the connections to other hosts."""
+        """Closes the connections to other hosts."""
         for link in self._links.values():
             link.close()
         self._links.clear()
 
     def _fetch(self, file: int, target: memoryview, offset: int) -> int:
-        name, problem = self._remote[file], OSError(errno.EIO, "no host holds it")
+        name, problem = self._remote[file], OSError(errno.EIO, "no host has it")
         with self._asking:
             for holder in self._held[name]:
                 try:
@@ -274,9 +274,9 @@ class RemoteFiles(Files):
 
 
 def _fill(link: socket.socket, target: memoryview) -> None:
-    """Receive exactly ``len(target)`` bytes."""
+    """Receives exactly ``len(target)`` bytes."""
     while target:
         got = link.recv_into(target)
         if not got:
-            raise ConnectionResetError(errno.ECONNRESET, "it hung up")
+            raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
         target = target[got:]

@@ -1,4 +1,4 @@
-"""Resume from a checkpoint: choose it, verify that it is sound and of this model, and restore it.
+"""Resumption from a checkpoint: choice, verification that it is sound and of this model, and restoring.
 
 choose (rank 0) -> open, compare -> read -> share over dp -> counters, registered objects, generators
 
@@ -47,21 +47,21 @@ logger = logging.getLogger("trine")
 
 
 class ClientState(dict[str, Any]):
-    """The ``client_state`` of a save, as ``load_checkpoint`` returns it: a dict that cannot be iterated over.
+    """``client_state`` of a save, as ``load_checkpoint`` returns it: a dict that cannot be iterated over.
 
     DeepSpeed returns a pair, and ``path, state = eng.load_checkpoint(...)`` would yield two keys of the dict.
-    ``items``, ``keys`` and ``values`` are those of a dict.
+    ``items``, ``keys`` and ``values`` work as in any dict.
     """
 
     def __iter__(self) -> Iterator[str]:
         raise EngineError(
-            "the result of load_checkpoint was unpacked or iterated over, and it is the client state alone, not "
+            "the result of load_checkpoint was unpacked or iterated over, but it is the client state alone, not "
             "(path, client_state); write `state = eng.load_checkpoint(...)`, and state.items() for a loop over it."
         )
 
 
 def find_checkpoint(folder: Path, host: HostGroup, files: Files, missing_ok: bool = False) -> Path | None:
-    """The newest checkpoint of a run's folder, or the folder itself if it is one; rank 0 decides for all ranks.
+    """Returns the newest checkpoint of a run's folder, or the folder itself if it is one; rank 0 decides for all ranks.
 
     Raises:
         CheckpointError: the ranks were given different folders; there is no checkpoint, and ``missing_ok`` is False.
@@ -85,58 +85,58 @@ def find_checkpoint(folder: Path, host: HostGroup, files: Files, missing_ok: boo
 
 
 def _different(given: list[bytes]) -> str:
-    """The problem of folders that differ among the ranks, or an empty text."""
+    """Returns the problem of folders that differ among the ranks, or an empty text."""
     for rank, other in enumerate(given):
         if other != given[0]:
             return (
-                f"load_checkpoint was given {other.decode()!r} on rank {rank} and {given[0].decode()!r} on rank 0, and "
-                "one checkpoint is loaded for all ranks; give the same folder on every rank."
+                f"load_checkpoint was given {other.decode()!r} on rank {rank} and {given[0].decode()!r} on rank 0, but "
+                "one checkpoint is loaded for all ranks; pass the same folder on every rank."
             )
     return ""
 
 
 def _missing(files: Files, folder: Path) -> str:
-    there = "holds no checkpoint" if files.is_folder(folder) else "is not a folder"
+    there = "has no checkpoint" if files.is_folder(folder) else "is not a folder"
     return (
-        f"load_checkpoint: {folder} {there}; give the folder of a run or one of its step-N folders, or "
+        f"load_checkpoint: {folder} {there}; pass the folder of a run or one of its step-N folders, or "
         "missing_ok=True at the first start of a run."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How much of a checkpoint is loaded."""
+    """Parts of a checkpoint to load."""
 
     module_only: bool
     """Load weights and buffers alone."""
     optimizer_states: bool
     """Load the optimizer's moments and counters too; otherwise the optimizer starts fresh."""
     strict: bool
-    """Refuse a checkpoint whose parameters, buffers or moments are not exactly those of this model."""
+    """Refuse a checkpoint with other parameters, buffers or moments than this model."""
     scheduler_states: bool = True
     """Load the position of a torch scheduler too."""
 
     @property
     def moments(self) -> bool:
-        """The optimizer's state is loaded too."""
+        """True if the optimizer's state is loaded too."""
         return self.optimizer_states and not self.module_only
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A checkpoint to load."""
+    """Checkpoint to load."""
 
     step: Path
     """Folder of the checkpoint."""
     options: LoadOptions
     files: Files
-    """Reads it."""
+    """Reader of its files."""
     begun: bool = False
-    """The state that needs no model has been restored already."""
+    """True if the state outside the model has been restored."""
 
 
 class Resume:
-    """Loads one checkpoint into one run.
+    """Load of one checkpoint into one run.
 
     Args:
         request: the checkpoint, and how much of it to load.
@@ -149,17 +149,17 @@ class Resume:
         """True while weights are being overwritten: a failure then leaves a mixture of old and new values."""
 
     def load(self) -> Any:
-        """Restore the run; returns the caller's ``client_state``. Collective.
+        """Restores the run; returns the caller's ``client_state``. Collective.
 
         Raises:
             CheckpointError: damage, with file, tensor and the last good checkpoint; or another model, with the first
-                difference. The same on all ranks.
+                difference. Equal on all ranks.
         """
         run = self._run
         with loading(self._host, self._step, self._advice):
             reader = self._open()
         loader = Loader(reader, run.local_tensors, run.buffers, self._options.strict, self._left_out(reader))
-        with loading(self._host, self._step):  # what fails here is another model, and no damage
+        with loading(self._host, self._step):  # a failure here means another model, not damage
             self._check(reader, loader)
         self.touched = True
         with loading(self._host, self._step, self._advice):
@@ -183,7 +183,7 @@ class Resume:
         return reader
 
     def _left_out(self, reader: OpenCheckpoint) -> frozenset[str]:
-        """Frozen parameters of this model, if the checkpoint was written without any."""
+        """Returns the frozen parameters of this model, if the checkpoint was written without any."""
         written = reader.manifest.info.get("config", {}).get("checkpoint", {})
         table = self._run.runtime.plan.table
         return frozenset(f"param/{row.name}" for row in table if not (row.trainable or written.get("frozen", True)))
@@ -209,17 +209,17 @@ class Resume:
         if self._host.rank == 0:
             self._tell_new_sizes(reader)
             if changes := self._changes(reader):
-                logger.info("with other settings than up to step %d: %s", manifest.step, ", ".join(changes))
+                logger.info("settings changed since step %d: %s", manifest.step, ", ".join(changes))
         if not self._request.begun:
             self._run.trainer_state.check(reader)
 
     def _changes(self, reader: OpenCheckpoint, among: Sequence[str] = TRAINING) -> list[str]:
-        """Settings of training that are others than in the saved run; those of another engine are not known."""
+        """Returns training settings that differ from the saved run's; another engine's settings are unknown."""
         own, before = self._run.runtime.plan.moments is None, reader.manifest.info.get("config", {})
         return changed_settings(before, self._run.config.to_json(), own, among)
 
     def _takes_rates(self, reader: OpenCheckpoint) -> bool:
-        """True if the next update has the saved rates, which this run's scheduler does not compute by itself."""
+        """Returns True if the next update has the saved rates, which this run's scheduler does not compute."""
         given, stored = self._run.runtime.learning_rate.scheduler, reader.manifest.progress["scheduler"]
         placed = isinstance(given, UpdateScheduler) and self._options.scheduler_states
         return given is not None and stored is not None and not placed
@@ -228,8 +228,8 @@ class Resume:
         rate = self._run.runtime.learning_rate
         if not self._options.scheduler_states and rate.schedules and done:
             raise EngineError(
-                "load_lr_scheduler_states=False with rates that are a function of the update, which has no state to "
-                "leave out; pass lr_scheduler as optimizer -> LRScheduler."
+                "load_lr_scheduler_states=False was given, but the rates are a function of the update and have no "
+                "state to leave out; pass lr_scheduler as optimizer -> LRScheduler."
             )
 
     def _warn_of_new_schedule(self, reader: OpenCheckpoint) -> None:
@@ -240,24 +240,24 @@ class Resume:
         if given is not None and reader.manifest.progress["scheduler"] is None and done and not self._host.rank:
             logger.warning(
                 "%s has no scheduler state, so the given %s starts at its first step; pass lr_scheduler as a function "
-                "of the update if it has to start at update %d",
+                "of the update to start it at update %d",
                 self._step,
                 type(given).__name__,
                 done,
             )
 
     def _tell_new_sizes(self, reader: OpenCheckpoint) -> None:
-        """Say how grid and batch differ from those of the checkpoint; that of another engine does not tell them."""
+        """Logs changes of grid and batch since the checkpoint; another engine's checkpoint does not have them."""
         config, info, grid = self._run.config, reader.manifest.info, self._run.comm.grid
         before, now = info.get("config", {}).get("train_batch_size"), config.train_batch_size
         there = grid if "origin" in info else saved_grid(info["grid"])
         if str(there) != str(grid):
-            rows = f"; a batch stays {now} rows, {config.accumulation} microbatches a data rank" * (before == now)
-            logger.info("the grid was %s up to step %d, and is %s%s", there, reader.manifest.step, grid, rows)
+            rows = f"; a batch still has {now} rows, {config.accumulation} microbatches a data rank" * (before == now)
+            logger.info("the grid was %s until step %d, and is %s%s", there, reader.manifest.step, grid, rows)
         if before is not None and before != now:
             logger.warning(
-                "a batch had %s rows up to step %d and has %s now, so the updates are no longer those of one run; give "
-                "train_batch_size, and the microbatches of a rank follow from the number of ranks",
+                "a batch had %s rows until step %d and has %s now, so the updates are no longer those of one run; set "
+                "train_batch_size, from which the microbatches of a rank follow",
                 before, reader.manifest.step, now,
             )  # fmt: skip
 
@@ -291,13 +291,13 @@ class Resume:
         self._restore_schedule(reader)
         states = own_states(reader, run.comm.grid) if self._request.begun else run.trainer_state.restore(reader)
         self._restore_residuals(states)
-        # on another placement of stages, another rank now runs the modules whose buffers these are
+        # with another placement of stages, another rank now runs the modules with these buffers
         if manifest.info.get("places") == run.runtime.plan.places:
             for part in run.runtime.parts.having(StepPart.restore):
                 part.restore(states)
 
     def _restore_schedule(self, reader: OpenCheckpoint) -> None:
-        """Go on with the state of a torch scheduler; one whose rates follow from the update is placed at it."""
+        """Restores the state of a torch scheduler; places a scheduler with rates by update at the current one."""
         rate, done = self._run.runtime.learning_rate, reader.manifest.step
         stored = reader.manifest.progress["scheduler"]
         given: Any = rate.scheduler
@@ -307,7 +307,7 @@ class Resume:
             if isinstance(given, UpdateScheduler):
                 given.load_state_dict(stored or {"last_epoch": done})
             elif rate.remake is not None and (stored is None or self._changes(reader, RATES)):
-                rate.begin_at(done)
+                rate.begin_at(done)  # saved rates of other settings would override the configured ones
                 return
             elif stored is not None:
                 given.load_state_dict(joined(given.state_dict(), stored))
@@ -315,14 +315,14 @@ class Resume:
             restore_schedule(self._run.runtime.optimizer, reader.manifest.optimizer)
 
     def _tell_kept_options(self, before: Sequence[Mapping[str, Any]]) -> None:
-        """Say which options of an optimizer from code the checkpoint has replaced; others are configured."""
+        """Logs the options of an optimizer from code that the checkpoint has replaced; others are configured."""
         inner, scheduled = self._run.runtime.optimizer.inner, self._run.runtime.learning_rate.governs
         kept = [] if isinstance(inner, FlatOptimizer) else kept_options(inner.param_groups, before, scheduled)
         if kept and self._host.rank == 0:
-            logger.info("the optimizer goes on with options of the checkpoint: %s", ", ".join(kept))
+            logger.info("the optimizer continues with options of the checkpoint: %s", ", ".join(kept))
 
     def _restore_residuals(self, states: Mapping[str, Tensor]) -> None:
-        """Take the residuals of error feedback back; those of another grid or layout are dropped."""
+        """Restores the residuals of error feedback; drops those of another grid or layout."""
         residuals = self._run.residuals
         fits = all(name in states and states[name].shape == own.shape for name, own in residuals.items())
         for name, own in residuals.items():
@@ -331,7 +331,7 @@ class Resume:
             logger.info("%s has no residuals for this grid and layout; error feedback starts at zero", self._step)
 
     def _advice(self) -> str:
-        """The newest sound checkpoint beside this one; reads and verifies it in full."""
+        """Returns words about the newest other sound checkpoint of the run; reads and verifies it in full."""
         files = self._run.files
         for other in reversed(committed(files, self._step.parent)):
             try:
@@ -340,11 +340,11 @@ class Resume:
                     return f" The last good checkpoint is {other}: load_checkpoint({str(other)!r})."
             except (EngineError, OSError):
                 continue
-        return " There is no other good checkpoint beside it."
+        return " There is no other good checkpoint in its folder."
 
 
 def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> AbstractContextManager[None]:
-    """Context of a part of a load: it succeeds on all ranks, or all raise the first problem of any, then ``advice``.
+    """Returns the context of a part of a load: it succeeds on all ranks, or all raise the first problem and ``advice``.
 
     Raises:
         CheckpointError: names ``step``.
@@ -359,7 +359,7 @@ def loading(host: HostGroup, step: Path, advice: Callable[[], str] = str) -> Abs
 
 
 def start_weights(run: RunState, host: HostGroup, folder: Path) -> None:
-    """Load ``checkpoint.init_from``: the weights of a Hugging Face folder or of a checkpoint. Collective."""
+    """Loads ``checkpoint.init_from``: the weights of a Hugging Face folder or of a checkpoint. Collective."""
 
     def describe(error: Exception) -> str:
         if isinstance(error, EngineError):

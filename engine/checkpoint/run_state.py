@@ -1,4 +1,4 @@
-"""The state of an engine that goes into a checkpoint, as one rank sees it.
+"""State of an engine for a checkpoint, as one rank sees it.
 
 previous save ended? -> snapshot of this rank's share -> in the background: write, commit, keep the newest
 """
@@ -35,14 +35,14 @@ from engine.zero.optim.master_weights import sync_masters
 logger = logging.getLogger("trine")
 
 _DEPTH = 100
-"""Levels of a state in which keys are looked at; none of those that people write has so many."""
+"""Levels of a state that are searched for invalid keys; real states have fewer."""
 WORTH_A_LINE = 0.1
 """Waiting for a save is logged from this many seconds on."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """One engine as one rank sees it: the source of a save and the target of a load."""
+    """Engine as one rank sees it: the source of a save and the target of a load."""
 
     model: nn.Module
     config: Config
@@ -52,13 +52,13 @@ class RunState:
     runtime: RankRuntime
     full_state: FullState
     model_files: Mapping[str, bytes]
-    """Files of the model folder that hold no tensors, such as "config.json", by name."""
+    """Files of the model folder without tensors, such as "config.json", by name."""
     files: Files = field(default_factory=Files)
     locks: FolderLocks = field(default_factory=FolderLocks)
 
     @cached_property
     def ownership(self) -> SaveOwnership:
-        """Which rank stores which elements of every tensor."""
+        """Assignment of every tensor's elements to the ranks that store them."""
         return SaveOwnership(self.runtime.plan)
 
     @cached_property
@@ -73,45 +73,45 @@ class RunState:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The persistent buffers, by "buffer/..."."""
+        """Persistent buffers, by "buffer/..."."""
         live = dict(self.model.named_buffers())
         return {name: live[name.partition("/")[2]] for name in self.keys if name.startswith("buffer/")}
 
     @cached_property
     def tensors(self) -> tuple[ModelTensor, ...]:
-        """All tensors of the model folder, with the rank that writes each."""
+        """Tensors of the model folder, with the rank that writes each."""
         parameters = {n.partition("/")[2]: given[0] for n, given in self.keys.items() if n.startswith("param/")}
         kinds = {name: (self.keys[name][0], kind_of(buffer)) for name, buffer in self.buffers.items()}
         return model_tensors(self.ownership, parameters, {n.partition("/")[2]: kind for n, kind in kinds.items()})
 
     @cached_property
     def stored(self) -> tuple[ModelTensor, ...]:
-        """Those of them that a checkpoint has (``checkpoint.frozen``)."""
+        """Tensors of a checkpoint (``checkpoint.frozen``)."""
         return self.tensors if self.config.checkpoint.frozen else self.trained
 
     @cached_property
     def trained(self) -> tuple[ModelTensor, ...]:
-        """All of them but frozen parameters."""
+        """Tensors without frozen parameters."""
         return tuple(tensor for tensor in self.tensors if tensor.row is None or tensor.row.trainable)
 
     @property
     def local_tensors(self) -> LocalTensors:
-        """Views of the tensors that this rank holds."""
+        """Views of this rank's tensors."""
         return LocalTensors(self.ownership, self.comm.grid.coord(), self.runtime.inventory)
 
     @property
     def residuals(self) -> dict[str, Tensor]:
-        """What encodings have left out of this rank's gradients (error feedback)."""
+        """Residuals of this rank's encoded gradients (error feedback)."""
         return {f"residual/{name}": residual for name, residual in self.runtime.reducer.residuals.items()}
 
     def own_state(self) -> dict[str, Tensor]:
-        """State of this rank alone: generators, as bytes, that of its parts of a step, and residuals."""
+        """Returns the state of this rank alone: generators, as bytes, state of step parts, and residuals."""
         parts = self.runtime.parts.having(StepPart.state)
         states = {name: tensor for part in parts for name, tensor in part.state().items()}
         return random_states(self.device) | states | self.residuals
 
     def ours(self, weights_only: bool = False) -> Ours:
-        """Everything that this rank stores; with ``weights_only``, weights and buffers alone."""
+        """Returns everything that this rank stores; with ``weights_only``, weights and buffers alone."""
         for flat in self.runtime.buckets:
             sync_masters(flat)
         local_tensors = self.local_tensors
@@ -125,7 +125,7 @@ class RunState:
         return Ours(weights, self.buffers, pieces, self.own_state(), numbers)
 
     def contents(self, user: Any, tensors: tuple[ModelTensor, ...]) -> Contents:
-        """Manifest fields other than these tensors; ``user``: the caller's ``client_state``."""
+        """Returns manifest fields other than these tensors; ``user``: the caller's ``client_state``."""
         scheduler = self.runtime.learning_rate.scheduler
         progress = {
             "update": self.trainer_state.update.state_dict(),
@@ -150,7 +150,7 @@ class RunState:
 
     def _info(self, whole: bool) -> dict[str, Any]:
         grid, config = self.comm.grid, self.config.to_json()
-        config["checkpoint"]["frozen"] &= whole  # a load then looks for no frozen parameter
+        config["checkpoint"]["frozen"] &= whole  # a load then expects no frozen parameter
         return {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
@@ -164,7 +164,7 @@ class RunState:
         }
 
     def _dtype(self) -> str:
-        """The dtype that holds most bytes of the weights."""
+        """Returns the dtype with most bytes of the weights."""
         sizes: dict[str, int] = {}
         for tensor in self.tensors:
             sizes[tensor.kind.dtype] = sizes.get(tensor.kind.dtype, 0) + tensor.kind.bytes
@@ -172,7 +172,7 @@ class RunState:
 
 
 def _other_key(value: Any, depth: int = 0) -> tuple[Any] | None:
-    """A key that is no string, alone in a tuple, or None; what nests too deep is refused by JSON itself."""
+    """Returns a key that is no string, alone in a tuple, or None; JSON itself refuses deeper nesting."""
     if depth > _DEPTH:
         return None
     if isinstance(value, Mapping):
@@ -185,19 +185,19 @@ def _other_key(value: Any, depth: int = 0) -> tuple[Any] | None:
 
 
 def _json(what: str, value: Any) -> Any:
-    """A copy in JSON types, so that the caller may change the original while it is written.
+    """Returns a copy in JSON types, so that the caller may change the original while it is written.
 
     Raises:
         CheckpointError: the value cannot be expressed in JSON, whose keys are strings.
     """
     if (key := _other_key(value)) is not None:
         raise CheckpointError(
-            f"the {what} has the key {key[0]!r} ({type(key[0]).__name__}), and keys are strings in JSON; give "
+            f"the {what} has the key {key[0]!r} ({type(key[0]).__name__}), but keys are strings in JSON; use "
             "a string, or a list of pairs in place of the dict."
         )
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"the {what} cannot be saved as JSON: {error}; give dicts, lists, strings and finite numbers."
+            f"the {what} cannot be saved as JSON: {error}; use dicts, lists, strings and finite numbers."
         ) from error

@@ -1,4 +1,4 @@
-"""The collective part of a save, which runs in the background.
+"""Collective part of a save, which runs in the background.
 
     rank 0     create a folder for this attempt                 announced
     all        send weights to their owners
@@ -58,7 +58,7 @@ from engine.parallel.comm.host_group import HostGroup, announce, collect, noting
 
 @dataclass(slots=True)
 class Report:
-    """Files of one rank, the hashes of their blocks, and the pieces that they hold."""
+    """Files of one rank, the hashes of their blocks, and their pieces."""
 
     files: dict[str, int] = field(default_factory=dict)
     hashes: dict[str, Hashes] = field(default_factory=dict)
@@ -69,20 +69,20 @@ class Report:
     tracked: Mapping[str, str] = field(default_factory=dict)
     """sha256 of the state of each registered object; one state is stored for all ranks."""
     folder: str = ""
-    """The folder that this rank was asked to save into."""
+    """Folder of the save on this rank."""
 
     def file(self, name: str, size: int, hashes: Hashes) -> None:
-        """Add a file."""
+        """Adds a file."""
         self.files[name] = size
         self.hashes[name] = hashes
 
     def piece(self, tensor: str, kind: TensorKind, stored: StoredPiece) -> None:
-        """Add a piece."""
+        """Adds a piece."""
         entry = {"dtype": kind.dtype, "shape": list(kind.shape), **piece_to_json(stored, stored.file)}
         self.pieces.setdefault(tensor, []).append(entry)
 
     def to_json(self) -> bytes:
-        """The message to rank 0."""
+        """Returns the message to rank 0."""
         hashes = {name: value.tobytes().hex() for name, value in self.hashes.items()}
         numbers, tracked = dict(self.numbers), dict(self.tracked)
         return dump({
@@ -92,17 +92,17 @@ class Report:
 
 
 def digests(tracked: Mapping[str, Any]) -> dict[str, str]:
-    """sha256 of each state, which is JSON."""
+    """Returns the sha256 of each state, which is JSON."""
     return {name: hashlib.sha256(dump({"state": state})).hexdigest() for name, state in tracked.items()}
 
 
 def failure(problem: str) -> bytes:
-    """The message of a rank that could not write."""
+    """Returns the message of a rank that could not write."""
     return dump({"problem": problem})
 
 
 def merge(reports: Iterable[bytes]) -> tuple[Report, dict[str, StoredTensor]]:
-    """Merge the reports of all ranks, in order of rank; returns the merged report and the tensors that it holds.
+    """Merges the reports of all ranks, in order of rank; returns the merged report and the stored tensors.
 
     Raises:
         CheckpointError: a rank's problem, or a tensor that the ranks together have not written exactly once.
@@ -133,8 +133,8 @@ def _check_folder(rank: int, folder: str, merged: Report) -> None:
         merged.folder = folder
     if folder != merged.folder:
         raise CheckpointError(
-            f"not saved: rank {rank} was to save into {folder!r} and rank 0 into {merged.folder!r}, and all ranks "
-            "write one checkpoint; give the same folder on every rank."
+            f"not saved: rank {rank} was to save into {folder!r} and rank 0 into {merged.folder!r}, but all ranks "
+            "write one checkpoint; pass the same folder on every rank."
         )
 
 
@@ -144,7 +144,7 @@ def _check_tracked(rank: int, tracked: Mapping[str, str], merged: Report) -> Non
     for name in sorted({*tracked, *merged.tracked}):
         if tracked.get(name) != merged.tracked.get(name):
             raise CheckpointError(
-                f"not saved: the state of {name!r} differs between rank {rank} and rank 0, and one state is stored for "
+                f"not saved: the state of {name!r} differs between rank {rank} and rank 0, but one state is stored for "
                 "all ranks; register objects with the same state on every rank, such as engine.data.Sampler."
             )
 
@@ -161,12 +161,12 @@ RankReports = Callable[[], list[bytes]]
 
 
 class Saver:
-    """Runs the saves of one engine, one at a time.
+    """Save procedure of one engine; saves run one at a time.
 
     Args:
-        ownership: which rank stores which elements.
-        tensors: the tensors of the model folder, the same on all ranks.
-        host: carries weights to their owners, and rank 0's verdict to all ranks.
+        ownership: assignment of elements to ranks.
+        tensors: the tensors of the model folder, equal on all ranks.
+        host: the group that carries weights to their owners, and rank 0's verdict to all ranks.
         lock: locks the folder of a run on rank 0, or raises.
     """
 
@@ -180,32 +180,32 @@ class Saver:
     ) -> None:
         self.tensors, self._files, self._lock = tensors, files, lock
         self.host = host
-        """The group of the next save."""
+        """Group of the next save."""
         self._snapshots = Snapshots(ownership, tensors, host.rank)
         self._whole = False
-        """The manifest is one file, however long: hosts that keep a checkpoint in memory have all of it."""
+        """True: the manifest is one file of any length, because hosts store all of a checkpoint in memory."""
         self._held = ExitStack()
         """Lock on the folder of the pending save; rank 0 only."""
 
     def elsewhere(self, files: Files) -> "Saver":
-        """A saver of the same snapshots into another place, which nobody else uses."""
+        """Returns a saver of the same snapshots into a place that nothing else uses."""
         other = copy(self)
         other._files, other._lock, other._held, other._whole = files, lambda folder: None, ExitStack(), True
         return other
 
     def snapshot(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copy everything that training will change; the next snapshot reuses the memory."""
+        """Copies everything that training will change; the next snapshot reuses the memory."""
         return self._snapshots.take(ours, contents)
 
     def run(self, snapshot: Snapshot | Exception, folder: Path, keep: int | None) -> Path:
-        """Write and commit a snapshot; returns the checkpoint's folder. Every rank calls it for the same step.
+        """Writes and commits a snapshot; returns the checkpoint's folder. Every rank calls it for the same step.
 
         Args:
-            snapshot: the snapshot, or the reason why this rank could take none; then no rank writes.
+            snapshot: the snapshot, or the error that prevented it on this rank; then no rank writes.
             keep: checkpoints that remain in ``folder``; None keeps all.
 
         Raises:
-            CheckpointError: what failed and on which rank, with path and bytes; the same on every rank.
+            CheckpointError: the failure and its rank, with path and bytes; equal on every rank.
             EngineError: a rank can no longer be reached.
         """
         snapshot, written = self._begin(snapshot, folder, swept=True)
@@ -214,9 +214,9 @@ class Saver:
         return Path(verdict.text("folder"))
 
     def export(self, snapshot: Snapshot | Exception, folder: Path, shard_bytes: int | None = None) -> None:
-        """Write the model folder alone, replacing files of the same names. Every rank calls it.
+        """Writes the model folder alone, replacing files of the same names. Every rank calls it.
 
-        ``shard_bytes``: rank 0 copies the files of all ranks into files of this size at most; None: they stay.
+        ``shard_bytes``: rank 0 copies the files of all ranks into files of at most this size; None: they stay.
 
         Raises:
             CheckpointError, EngineError: as ``run``; the folder is then unchanged.
@@ -245,8 +245,8 @@ class Saver:
         return {}
 
     def _repack(self, written: Path, shard_bytes: int) -> None:
-        """Put files of a set size in the place of those of all ranks."""
-        model, packed = written / "model", written / "optim"  # of which an export has no files
+        """Replaces the files of all ranks by files of a set size."""
+        model, packed = written / "model", written / "optim"  # empty in an export
         repack(self._files, model, packed, [tensor.key for tensor in self.tensors], shard_bytes)
         for name in self._files.names(model):
             if name == INDEX or name.endswith(".safetensors"):
@@ -255,10 +255,10 @@ class Saver:
             self._files.rename(packed / name, model / name)
 
     def _begin(self, snapshot: Snapshot | Exception, folder: Path, swept: bool) -> tuple[Snapshot, Path]:
-        """Create the folder of this attempt once every rank has a snapshot.
+        """Creates the folder of this attempt once every rank has a snapshot.
 
-        ``swept``: ``folder`` is that of a run, which is locked and rid of the leftovers of interrupted saves. An export
-        writes beside its folder and leaves them alone, since another engine may be saving there.
+        ``swept``: ``folder`` is a run's; it is locked, and leftovers of interrupted saves are removed. An export writes
+        next to its folder and removes nothing there, because another engine may be saving.
         """
         if isinstance(snapshot, Snapshot):
             step, tracked = snapshot.contents.step, snapshot.contents.progress.get("tracked", {})
@@ -271,10 +271,10 @@ class Saver:
         return snapshot, Path(opened.text("folder"))
 
     def _on_first(self, report: bytes, action: Callable[[RankReports], Mapping[str, Any]], last: bool = True) -> Fields:
-        """Rank 0 receives all reports and runs ``action``; every rank gets the result or raises rank 0's problem.
+        """Collects all reports on rank 0, which runs ``action``; every rank gets the result or raises its problem.
 
-        ``last``: this exchange ends the save. In an earlier exchange, rank 0 carries on when it cannot reach a rank:
-        the other ranks have started to write, and the lost one will be missing among their reports.
+        ``last``: this exchange ends the save. In an earlier exchange, rank 0 continues if it cannot reach a rank: the
+        other ranks have started to write, and the lost one will be missing among their reports.
         """
         message = b""
         if self.host.rank:
@@ -298,7 +298,7 @@ class Saver:
         merge(reports())
         written = temporary(folder, step, secrets.token_hex(4))
         self._held.close()
-        with self._whole_or_gone(written, str(4 * PAGE)):
+        with self._whole_or_gone(written, f"{4 * PAGE:,}"):
             make_run_folder(self._files, folder)
             if swept:
                 self._lock(folder)
@@ -312,7 +312,7 @@ class Saver:
     # ------------------------------------------------------------------ every rank
 
     def _report(self, snapshot: Snapshot, written: Path) -> bytes:
-        """Gather and write this rank's files; returns the report of the files, or of the failure."""
+        """Gathers and writes this rank's files; returns the report of the files, or of the failure."""
         try:
             self._gather(snapshot)
             return self._write_files(snapshot, written).to_json()
@@ -320,7 +320,7 @@ class Saver:
             return failure(self._on_this_rank(error, written, snapshot))
 
     def _gather(self, snapshot: Snapshot) -> None:
-        """Send every owner its weights and assemble the tensors that this rank owns.
+        """Sends every owner its weights and assembles the tensors that this rank owns.
 
         A lost rank is reported at the end, because the other ranks wait until their messages are received.
         """
@@ -383,11 +383,11 @@ class Saver:
             return str(error)
         if not isinstance(error, OSError):
             return f"{_described(error)} on rank {self.host.rank}"
-        return self._on_disk(error, written, str(sum(image.layout.size for image in snapshot.images)))
+        return self._on_disk(error, written, f"{sum(image.layout.size for image in snapshot.images):,}")
 
     def _on_disk(self, error: OSError, written: Path, needed: str) -> str:
         try:
-            free = f"{self._files.free_bytes(written.parent)} are free there"
+            free = f"{self._files.free_bytes(written.parent):,} are free there"
         except OSError:
             free = "the number of free bytes there is unknown"
         return f"{_described(error)} on rank {self.host.rank}, which has {needed} bytes to write; {free}."
@@ -397,7 +397,7 @@ class Saver:
     def _commit(self, contents: Contents, written: Path, reports: RankReports, keep: int | None) -> Mapping[str, Any]:
         with self._whole_or_gone(written, "all"):
             received = reports()
-        with self._whole_or_gone(written, f"about {sum(map(len, received))}"):
+        with self._whole_or_gone(written, f"about {sum(map(len, received)):,}"):
             merged, tensors = merge(received)
             tensors, numbers = arranged(tensors, contents.optimizer.get("groups", ()), merged.numbers)
             checksum = self._write_checksums(written, merged)
@@ -427,7 +427,7 @@ class Saver:
         return checksum
 
     def _tidy(self, step: Path, attempt: str, keep: int | None) -> None:
-        """Update ``latest`` and apply retention; the checkpoint is committed and stays even if this fails."""
+        """Updates ``latest`` and applies retention; the checkpoint is committed and stays even if this fails."""
         try:
             point_to(self._files, step, attempt)
             if keep is not None:
@@ -437,7 +437,7 @@ class Saver:
 
     @contextmanager
     def _whole_or_gone(self, written: Path, needed: str) -> Iterator[None]:
-        """Remove the unfinished folder if the block fails; an OSError also states the free space."""
+        """Removes the unfinished folder if the block fails; an OSError also states the free space."""
         try:
             yield
         except OSError as error:
@@ -449,7 +449,7 @@ class Saver:
             raise
 
     def _discard(self, written: Path) -> None:
-        """Remove an unfinished folder; the next save sweeps whatever remains of it."""
+        """Removes an unfinished folder; the next save sweeps any rest of it."""
         self._held.close()
         try:
             if self._files.is_folder(written):
@@ -459,7 +459,7 @@ class Saver:
 
 
 def _described(error: Exception) -> str:
-    """The error, and the path that it is about."""
+    """Returns the error with its path."""
     if isinstance(error, EngineError):
         return str(error)
     if not isinstance(error, OSError):

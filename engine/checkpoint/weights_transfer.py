@@ -1,9 +1,9 @@
-"""Weights from one engine to another on the same ranks, whatever the two grids are: a policy and its generator.
+"""Transfer of weights between two engines on the same ranks and any two grids: a policy and its generator.
 
-chunk of parameters ->  each rank writes the elements that it owns into an image of the full tensors, zeros elsewhere
+chunk of parameters ->  each rank writes its own elements into an image of the full tensors, zeros elsewhere
                         all-reduce (max) of the bytes over the world, label "weights"
-                        each rank reads the elements that it holds
-Memory of a rank: one chunk; no rank holds a full model.
+                        each rank reads its elements
+Memory of a rank: one chunk; no rank has a full model.
 """
 
 import json
@@ -28,9 +28,9 @@ from engine.zero.optim.master_weights import sync_masters
 
 
 def copy_weights(source: RunState, target: RunState) -> None:
-    """Give ``target`` the parameters and persistent buffers of ``source``, in its own dtypes. Collective.
+    """Copies the parameters and persistent buffers of ``source`` into ``target``, in its own dtypes. Collective.
 
-    Masters are sent where the source has them; the optimizer of the target keeps its state.
+    Masters are sent if the source has them; the optimizer of the target keeps its state.
 
     Raises:
         EngineError: the models differ, or the engines run on different ranks; on all ranks, before communication.
@@ -56,8 +56,8 @@ def _check(source: RunState, target: RunState) -> None:
     for run, which in ((source, "other"), (target, "own")):
         if any(row.quantized is not None for row in run.runtime.plan.table):
             raise EngineError(
-                f"copy_weights_from: the {which} engine holds frozen weights as codes (quantize_frozen), and copies "
-                "are of values; give both engines the base in full."
+                f"copy_weights_from: the {which} engine stores frozen weights as codes (quantize_frozen), but only "
+                "values can be copied; build both engines with the base in full."
             )
     theirs, own = (_shapes(run) for run in (source, target))
     for name in sorted(theirs.keys() ^ own.keys() | {name for name in own if theirs.get(name) != own[name]}):
@@ -74,7 +74,7 @@ def _shapes(run: RunState) -> dict[str, tuple[int, ...]]:
 
 
 def _kinds(run: RunState) -> dict[str, TensorKind]:
-    """Dtype and shape of what is sent, the same on every rank."""
+    """Returns dtype and shape of the sent tensors, equal on every rank."""
     precision, kinds = run.runtime.plan.precision, {name: kind_of(buffer) for name, buffer in run.buffers.items()}
     for row in run.runtime.plan.table:
         name = str(row.dtype).removeprefix("torch.")
@@ -84,7 +84,7 @@ def _kinds(run: RunState) -> dict[str, TensorKind]:
 
 
 def kind_bytes(kind: TensorKind) -> int:
-    """Bytes of a full tensor."""
+    """Returns the bytes of a full tensor."""
     return torch.Size(kind.shape).numel() * kind.width
 
 
@@ -98,17 +98,17 @@ class Image:
     name: Path | str = "the other engine"
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Copy pieces out of the image."""
+        """Copies pieces out of the image."""
         for request in wanted:
             _copy(request.piece, self.kinds[request.tensor].width, self.places[request.tensor], request.target, True)
 
     def write(self, tensor: str, piece: Piece, values: Tensor) -> None:
-        """Copy this rank's piece into the image."""
+        """Copies this rank's piece into the image."""
         _copy(piece, self.kinds[tensor].width, self.places[tensor], as_bytes(values), False)
 
 
 def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) -> None:
-    """Copy the stretches of a piece between the full tensor and its own memory, both as bytes."""
+    """Copies the stretches of a piece between the full tensor and its own memory, both as bytes."""
     if not len(local):
         return
     own = torch.frombuffer(local, dtype=torch.uint8)
@@ -119,9 +119,9 @@ def _copy(piece: Piece, width: int, full: Tensor, local: memoryview, out: bool) 
 
 
 def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[[Image], None]) -> Image:
-    """The full tensors of a chunk on every rank, of which ``fill`` writes what this rank gives.
+    """Returns the full tensors of a chunk on every rank; ``fill`` writes this rank's elements.
 
-    Several ranks may write an element, which is the same on all. One all-reduce over the world, label "weights".
+    Several ranks may write an element, with equal values. One all-reduce over the world, label "weights".
     """
     sizes = [kind_bytes(kind) for kind in kinds.values()]
     whole = torch.zeros(sum(sizes), dtype=torch.uint8)
@@ -134,7 +134,7 @@ def shared_image(run: RunState, kinds: Mapping[str, TensorKind], fill: Callable[
 
 
 def _write(source: RunState, image: Image) -> None:
-    """Write what this rank holds of the chunk."""
+    """Writes this rank's elements of the chunk."""
     kinds = image.kinds
     for held in _widest(source):
         name = f"param/{held.row.name}"
@@ -147,7 +147,7 @@ def _write(source: RunState, image: Image) -> None:
 
 
 def _widest(run: RunState) -> Iterable[Held]:
-    """What this rank holds of each parameter: its master if there is one."""
+    """Returns this rank's tensor of each parameter: its master if there is one."""
     local = run.local_tensors
     held = {each.row.name: each for each in local.weights()}
     return (held | {each.row.name: each for each in local.masters()}).values()
@@ -158,7 +158,7 @@ _SOURCE = "the state that rank 0 was given"
 
 @torch.no_grad()
 def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
-    """Fill the weights and persistent buffers of all ranks from the ``state`` of rank 0. Collective.
+    """Fills the weights and persistent buffers of all ranks from the ``state`` of rank 0. Collective.
 
     Raises:
         CheckpointError: a key is unknown or missing, a tensor has another shape or no floating-point dtype where the
@@ -181,11 +181,12 @@ def load_given(run: RunState, state: Mapping[str, Any], strict: bool) -> None:
 
 
 def _described(run: RunState, state: Mapping[str, Any]) -> dict[str, tuple[str, str, tuple[int, ...]]]:
-    """Key, dtype and shape of each tensor, by "param/..." or "buffer/..."; a tensor with several keys counts once."""
+    """Returns key, dtype and shape of each tensor, by "param/..." or "buffer/..."; several keys of a tensor count
+    once."""
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"load_full_state_dict was given a {type(state).__name__} on rank 0; give a mapping of names to tensors, "
-            "such as eng.full_state_dict() returns."
+            f"load_full_state_dict was given a {type(state).__name__} on rank 0; pass a mapping of names to tensors, "
+            "such as the result of eng.full_state_dict()."
         )
     names = {key: name for name, own in run.keys.items() for key in own}
     others = {key for key, entry in run.full_state.entries.items() if entry.kind == "other"}
@@ -195,7 +196,7 @@ def _described(run: RunState, state: Mapping[str, Any]) -> dict[str, tuple[str, 
             continue
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"load_full_state_dict was given a {type(value).__name__} as {key!r} on rank 0; give a tensor."
+                f"load_full_state_dict was given a {type(value).__name__} as {key!r} on rank 0; pass a tensor."
             )
         kind = kind_of(value)
         found.setdefault(names.get(key, f"param/{key}"), (key, kind.dtype, kind.shape))

@@ -1,4 +1,4 @@
-"""The background half of a save, in a thread beside training; at most one save is pending."""
+"""Background half of a save, in a thread during training; at most one save is pending."""
 
 import threading
 import time
@@ -21,14 +21,14 @@ from engine.step.state import RunControl
 
 
 class PendingSave:
-    """A save that is still being written. Call ``wait`` for its result; a failure is logged even without a call.
+    """Save that is still being written. ``wait`` returns its result; a failure is logged even without a call.
 
-    Until it ends it keeps the data that it writes alive; afterwards it holds no reference to its engine.
+    Until it ends it references the data that it writes; afterwards it has no reference to its engine.
     """
 
     def __init__(self, work: Callable[[], Path], told: Callable[["PendingSave"], None], background: bool) -> None:
         self.folder: Path | None = None
-        """The checkpoint's folder once it is committed, otherwise None."""
+        """Folder of the checkpoint once it is committed, otherwise None."""
         self.problem: Exception | None = None
         self._work: Callable[[], Path] | None = work
         self._told: Callable[[PendingSave], None] | None = told
@@ -47,12 +47,12 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Block until the save has ended."""
+        """Blocks until the save has ended."""
         if self._thread.ident is not None:
             self._thread.join()
 
     def wait(self) -> Path:
-        """Block until the save has ended; returns the checkpoint's folder.
+        """Blocks until the save has ended; returns the checkpoint's folder.
 
         Raises:
             CheckpointError: the reason why no checkpoint was committed.
@@ -64,7 +64,7 @@ class PendingSave:
         return self.folder
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Call ``call`` when the save has ended, at once if it has. Takes no lock, so that a finalizer may use it."""
+        """Calls ``call`` when the save has ended, at once if it has. Takes no lock, so that a finalizer may use it."""
         self._afterwards.append(call)
         if self._ended:
             self._call_afterwards()
@@ -92,7 +92,7 @@ class PendingSave:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run, one at a time."""
+    """Writer of one run's checkpoints, one at a time."""
 
     def __init__(self, run: RunState, host: HostGroup, control: RunControl) -> None:
         self._run, self._config, self._control = run, run.config.checkpoint, control
@@ -104,12 +104,12 @@ class CheckpointWriter:
                 "checkpoint: %r of the state dict is neither a parameter nor a buffer and is not stored", others[0]
             )
         self._said = False
-        """A warning of optimizer state that is not saved was logged."""
+        """True once a warning of unsaved optimizer state was logged."""
         self._problem_of_copy = ""
-        """Why the last save into memory has failed."""
+        """Problem of the last save into memory."""
 
     def save(self, folder: Path, user: Any, keep: int | None, without_frozen: bool = False) -> PendingSave:
-        """Start a save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`.
+        """Starts a save into the folder of a run; see :meth:`engine.Engine.save_checkpoint`.
 
         Args:
             keep: checkpoints that remain in the folder; None keeps all.
@@ -128,11 +128,11 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """A save is being written."""
+        """True while a save is being written."""
         return self._pending is not None and not self._pending.done
 
     def save_in_memory(self, copies: MemoryCheckpoints) -> None:
-        """Start a save into the memory of the hosts. One that fails is logged, and the run goes on."""
+        """Starts a save into the memory of the hosts. A failure is logged, and the run continues."""
         self.drain()
         saver, snapshot = self._saver, self._snapshot({}, self._saver)
 
@@ -144,55 +144,55 @@ class CheckpointWriter:
         self._pending = PendingSave(save, partial(self._told_of_copy, step=step), self._config.asynchronous)
 
     def use(self, host: HostGroup) -> None:
-        """Send over ``host`` from now on; no save is pending."""
+        """Uses ``host`` for later saves; no save is pending."""
         self._saver.host = host
 
     def export(self, folder: Path, shard_bytes: int | None = None) -> None:
-        """Write the model folder alone and wait until it is written; ``shard_bytes`` as in ``Saver.export``.
+        """Writes the model folder alone and waits until it is written; ``shard_bytes`` as in ``Saver.export``.
 
         Raises:
-            CheckpointError: weights are held as codes, of which no folder of a model has the values.
+            CheckpointError: weights are stored as codes, so the model folder would not have their values.
         """
         _refuse_codes(self._run)
         self.drain()
-        saver = self._saver_of(self._run.tensors)  # a folder of a model has all of it
+        saver = self._saver_of(self._run.tensors)  # a model folder has all tensors
         saver.export(self._snapshot(None, saver, weights_only=True), folder, shard_bytes)
 
     def _saver_of(self, tensors: tuple[ModelTensor, ...]) -> Saver:
-        """A saver of these tensors: the usual one, or another, whose memory is freed after its save."""
+        """Returns a saver of these tensors: the usual one, or another, which frees its memory after its save."""
         if tensors == self._saver.tensors:
             return self._saver
         return Saver(self._run.ownership, tensors, self._saver.host, self._run.files, self._run.locks.hold)
 
     def _warn_of_unsaved_state(self) -> None:
-        """Warn once of state that the optimizer keeps where a checkpoint does not look for it."""
+        """Warns once of optimizer state in attributes that a checkpoint does not store."""
         optimizer = self._run.runtime.optimizer
         place = None if self._said or self._run.comm.grid.rank else unsaved_state(optimizer)
         if place is not None:
             self._said = True
             logger.warning(
-                "checkpoint: optimizer %s keeps state in %s, which is not saved and starts afresh on resume; keep it "
+                "checkpoint: optimizer %s has state in %s, which is not saved and starts afresh on resume; store it "
                 "in self.state[parameter], which is saved",
                 type(optimizer.inner).__name__,
                 place,
             )
 
     def _snapshot(self, user: Any, saver: Saver, weights_only: bool = False) -> Snapshot | Exception:
-        """This rank's snapshot, or the reason why it could take none, which all ranks have to learn."""
+        """Returns this rank's snapshot, or the error that prevented it, which all ranks have to learn."""
         try:
             return saver.snapshot(self._run.ours(weights_only), self._run.contents(user, saver.tensors))
         except Exception as error:
             return error
 
     def afterwards(self, call: Callable[[], None]) -> None:
-        """Call ``call`` when no save is pending: now, or at the end of the pending save in its thread."""
+        """Calls ``call`` when no save is pending: now, or at the end of the pending save in its thread."""
         if self._pending is None:
             call()
         else:
             self._pending.afterwards(call)
 
     def drain(self) -> None:
-        """Wait until the pending save has ended; ``_told`` reports its result."""
+        """Waits until the pending save has ended; ``_told`` reports its result."""
         pending = self._pending
         if pending is None:
             return
@@ -201,25 +201,25 @@ class CheckpointWriter:
         self._pending = None
         seconds = time.perf_counter() - started
         if seconds >= WORTH_A_LINE:
-            logger.info("checkpoint: waited %.1f s for the save under way", seconds)
+            logger.info("checkpoint: waited %.1f s for the pending save", seconds)
 
     def _told_of_copy(self, save: PendingSave, step: int) -> None:
-        """Log a failure, one of its kind once. Runs in the background thread."""
+        """Logs a failure, each problem once. Runs in the background thread."""
         problem = "" if save.problem is None else str(save.problem)
-        lost = not isinstance(save.problem, CheckpointError)  # a CheckpointError is the same on all ranks
+        lost = not isinstance(save.problem, CheckpointError)  # a CheckpointError is equal on all ranks
         if problem and problem != self._problem_of_copy and (lost or self._run.comm.grid.rank == 0):
             logger.warning("checkpoint: no copy of step %d in memory: %s", step, problem)
         self._problem_of_copy = problem
 
     def _told(self, save: PendingSave, step: int, stall: float, started: float) -> None:
-        """Log the result of a save and remember a failure. Runs in the background thread."""
+        """Logs the result of a save and stores a failure. Runs in the background thread."""
         first = self._run.comm.grid.rank == 0
         if save.problem is None:
             if first:
                 seconds = time.perf_counter() - started
                 logger.info("checkpoint saved: %s (paused %.2f s, written in %.2f s)", save.folder, stall, seconds)
             return
-        if first or not isinstance(save.problem, CheckpointError):  # a CheckpointError is the same on all ranks
+        if first or not isinstance(save.problem, CheckpointError):  # a CheckpointError is equal on all ranks
             logger.error("checkpoint failed at step %d: %s", step, save.problem)
         if self._config.on_failure == "stop":
             self._control.problem = CheckpointError(f"the checkpoint of step {step} was not saved: {save.problem}")
@@ -229,7 +229,7 @@ def _refuse_codes(run: RunState) -> None:
     for row in run.runtime.plan.table:
         if row.quantized is not None:
             raise CheckpointError(
-                f"save_pretrained: the frozen weight {row.name!r} is held in {row.quantized.kind} (quantize_frozen), "
-                "and a folder of the model would have rounded weights; save what was trained from "
-                "eng.full_state_dict(), or as adapters of PEFT, and merge it into the base in full."
+                f"save_pretrained: the frozen weight {row.name!r} is stored in {row.quantized.kind} (quantize_frozen), "
+                "so a folder of the model would have rounded weights; save the trained weights from "
+                "eng.full_state_dict(), or as adapters of PEFT, and merge them into the base in full."
             )

@@ -37,7 +37,7 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize", "usercustomize
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """One split of a text, as one sequence of tokens.
+    """Split of a text, as one sequence of tokens.
 
     ``tokens`` has shape [n] and an unsigned integer dtype, and may be memory-mapped. ``files`` counts the documents of
     this split. ``digest`` is 16 hex digits over names and bytes; losses are comparable only under equal digests,
@@ -52,8 +52,7 @@ class Corpus:
 
 
 def builtin_corpus(split: Split) -> Corpus:
-    """Return the sources of this interpreter's standard library, without tests, and the articles of
-    ``pydoc_data.topics``.
+    """Returns the sources of this interpreter's standard library, without tests, and the articles of ``pydoc_data``.
 
     About 11 MB, split by file: one file in ten, chosen by a hash of its relative path, is validation. Unreadable files
     are skipped.
@@ -78,7 +77,7 @@ def builtin_corpus(split: Split) -> Corpus:
 
 
 def text_corpus(paths: Sequence[str | Path], split: Split) -> Corpus:
-    """Return the user's own files as bytes, memory-mapped if the split consists of one file.
+    """Returns the user's own files as bytes, memory-mapped if the split consists of one file.
 
     Several files are split by file, as the built-in corpus is, on their paths below their common folder; if that leaves
     one side empty, the smallest file becomes validation or the largest becomes train. A single file is split by
@@ -114,12 +113,12 @@ def _name_hash(name: str) -> bytes:
 
 
 def _held_out(name: str) -> bool:
-    """Return whether the document belongs to validation, which depends only on its name."""
+    """Returns True if the document belongs to validation; only its name decides."""
     return int.from_bytes(_name_hash(name)[:8], "big") % VALIDATION_ONE_IN == 0
 
 
 def _digest(documents: Iterable[tuple[str, bytes | memoryview]]) -> str:
-    """Return 16 hex digits over names, lengths and bytes; the lengths keep shifted boundaries from colliding."""
+    """Returns 16 hex digits over names, lengths and bytes; the lengths keep shifted boundaries from colliding."""
     total = hashlib.sha256()
     for name, content in documents:
         total.update(_name_hash(name) + len(content).to_bytes(8, "big"))
@@ -128,10 +127,10 @@ def _digest(documents: Iterable[tuple[str, bytes | memoryview]]) -> str:
 
 
 def _source_names(root: Path) -> list[str]:
-    """Return the relative paths of the library's ``*.py`` files, in the same order on every file system."""
+    """Returns the relative paths of the library's ``*.py`` files, in the same order on every file system."""
     names = []
     for folder, subfolders, files in os.walk(root):
-        # assigned in place, which tells os.walk not to descend
+        # assigned in place, so that os.walk does not descend
         subfolders[:] = [name for name in subfolders if _belongs(name)]
         inside = Path(folder).relative_to(root)
         names += [(inside / name).as_posix() for name in files if name.endswith(".py") and _belongs(name)]
@@ -151,7 +150,7 @@ def _articles() -> list[tuple[str, bytes]]:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a file, or nothing if it is unreadable."""
+    """Returns the content of a file, or b"" if it is unreadable."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -160,7 +159,7 @@ def _read(path: Path) -> bytes:
 
 
 def _map_files(paths: Sequence[str | Path]) -> dict[str, Tokens]:
-    """Map every file; keys are paths below the common folder, so that moving the folder keeps the split."""
+    """Maps every file; keys are paths below the common folder, so that moving the folder keeps the split."""
     if not paths:
         raise EngineError(
             "No data file was given; a text corpus needs at least one. "
@@ -177,7 +176,9 @@ def _map_files(paths: Sequence[str | Path]) -> dict[str, Tokens]:
 def _map_file(path: Path) -> Tokens:
     try:
         if not path.is_file():
-            raise EngineError(f"Data file {path} is missing or no file; --data takes existing files. Check the path.")
+            raise EngineError(
+                f"Data file {path} is missing or is not a file; --data takes existing files. Check the path."
+            )
         # check first, because an empty file cannot be mapped
         if path.stat().st_size == 0:
             raise EngineError(f"Data file {path} is empty; every file needs at least 1 byte. Leave it out.")
@@ -201,7 +202,7 @@ def _side_of_one(name: str, tokens: Tokens, split: Split) -> Tokens:
 
 
 def _held_out_files(sizes: dict[str, int]) -> set[str]:
-    """Return the validation files among two or more files; both sides of the split are nonempty."""
+    """Returns the validation files among two or more files; both sides of the split are nonempty."""
     chosen = {name for name in sizes if _held_out(name)} or {min(sizes, key=lambda name: (sizes[name], name))}
     if len(chosen) == len(sizes):
         chosen.remove(max(sizes, key=lambda name: (sizes[name], name)))

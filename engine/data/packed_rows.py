@@ -3,7 +3,7 @@
     documents    a a a a | b b | c c c c c          length = 4
     rows         a a a a   b b c c   c c c .        the last row of an epoch is padded
 
-Where lengths are known, a row is found by its number; elsewhere rows are made while documents are read. Both cut alike.
+Rows are found by number if document lengths are known, and made in reading order otherwise. Both cut the same rows.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,41 +20,41 @@ from engine.errors import EngineError
 
 
 class SampleOrder:
-    """The endless sequence of the indices of a dataset. Imports no torch."""
+    """Endless sequence of the indices of a dataset. Imports no torch."""
 
     def __init__(self, samples: int, settings: LoaderSettings) -> None:
         self.samples = samples
         self._shuffled = Sampler(samples, 1, settings.seed) if settings.shuffle else None
 
     def at(self, position: int) -> int:
-        """The index at a position."""
+        """Returns the index at a position."""
         if self._shuffled is None:
             return position % self.samples
         return int(self._shuffled.stream(position, 1)[0])
 
     def of_epoch(self, epoch: int) -> Indices:
-        """The indices of an epoch, in its order."""
+        """Returns the indices of an epoch, in its order."""
         if self._shuffled is None:
             return np.arange(self.samples, dtype=np.int64)
         return self._shuffled.stream(epoch * self.samples, self.samples)
 
 
 class RowPiece(NamedTuple):
-    """Tokens of one document that lie in one row."""
+    """Tokens of one document inside one row."""
 
     tokens: NDArray[np.int64]
     after: int
-    """The token behind them in the document; -100 at its end."""
+    """The document's next token; -100 at its end."""
 
 
 def piece(tokens: NDArray[Any], start: int, stop: int) -> RowPiece:
-    """Cut a piece out of the tokens of a document."""
+    """Cuts a piece out of the tokens of a document."""
     after = int(tokens[stop]) if stop < len(tokens) else IGNORED_LABEL
     return RowPiece(tokens[start:stop].astype(np.int64), after)
 
 
 def packed_row(pieces: Sequence[RowPiece], packing: Packing) -> dict[str, Tensor]:
-    """The tensors of a row, as :class:`Packing` says."""
+    """Returns the tensors of a row; :class:`Packing` describes them."""
     row = np.full(packing.length, packing.pad_token, dtype=np.int64)
     labels = np.full(packing.length, IGNORED_LABEL, dtype=np.int64)
     positions = np.arange(packing.length, dtype=np.int64)
@@ -80,14 +80,14 @@ class PackedRows:
     With ``shuffle``, documents are packed in another order in each epoch, and rows come in another order again.
 
     Raises:
-        EngineError: there is no token.
+        EngineError: the documents have no tokens.
     """
 
     def __init__(self, documents: Documents, packing: Packing, settings: LoaderSettings) -> None:
         self._lengths = np.asarray(documents.lengths, dtype=np.int64)
         total = int(self._lengths.sum())
         if not total:
-            raise EngineError("pack: the documents have no tokens, so there is no row. Give documents that have some.")
+            raise EngineError("pack: the documents have no tokens, so there are no rows. Pass documents with tokens.")
         self._documents, self._packing = documents, packing
         self.size = -(-total // packing.length)
         """Rows of an epoch."""
@@ -97,7 +97,7 @@ class PackedRows:
         self._packed = self._ends = np.empty(0, dtype=np.int64)
 
     def __call__(self, position: int) -> dict[str, Tensor]:
-        """The row at a position of the stream."""
+        """Returns the row at a position of the stream."""
         return packed_row(list(self._pieces(position // self.size, self._rows.at(position))), self._packing)
 
     def _pieces(self, epoch: int, row: int) -> Iterator[RowPiece]:
@@ -119,7 +119,7 @@ class PackedRows:
 def pack_epoch(
     documents: Iterable[Any], start: DataPosition, length: int
 ) -> Iterator[tuple[DataPosition, list[RowPiece]]]:
-    """Rows of the rest of an epoch with the position behind each; ``documents`` begin where ``start`` is."""
+    """Yields the remaining rows of an epoch, each with the position after it; ``documents`` begins at ``start``."""
     position, epoch, read, used = start
     pieces: list[RowPiece] = []
     space = length
@@ -140,17 +140,17 @@ def pack_epoch(
 
 
 def tokens_of(document: Any) -> NDArray[Any]:
-    """The tokens of a document: itself, or its ``input_ids``.
+    """Returns the tokens of a document: the document itself, or its ``input_ids``.
 
     Raises:
-        EngineError: they are no integers in one dim.
+        EngineError: the tokens are not integers in one dim.
     """
     found = document.get("input_ids") if isinstance(document, Mapping) else document
     tokens = found.numpy() if isinstance(found, Tensor) else np.asarray([] if found is None else found)
     if found is None or tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         given = "no input_ids" if found is None else f"{tokens.dtype} in {tokens.ndim} dims"
         raise EngineError(
-            f"pack: a document is a {type(document).__name__} with {given}; it is integers in one dim, or a dict that "
-            "has them as input_ids. Map the dataset to that."
+            f"pack: a document is a {type(document).__name__} with {given}; it must be integers in one dim, or a dict "
+            "with them under 'input_ids'. Map the dataset to one of these."
         )
     return tokens

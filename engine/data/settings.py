@@ -1,6 +1,6 @@
-"""What a loader is asked for: the order of samples, packing, padding, workers, and what its end is.
+"""Settings of a loader: order of samples, packing, padding, workers, and its end.
 
-And the rows of a step: which samples of the global order a data rank takes, microbatch by microbatch.
+Also the rows of a step: the samples of the global order that a data rank takes, microbatch by microbatch.
 
     position   0 1 2 3 | 4 5 6 7 | 8 ...         2 data ranks, 2 microbatches of 1 row each
     rank 0     0 1     | 4 5     |
@@ -20,10 +20,10 @@ LabelPlace = Literal["in place", "shifted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Documents are put one after the other into rows of ``length`` tokens; a document that does not fit is cut.
+    """Rows of ``length`` tokens, filled with one document after another; a document that does not fit is cut.
 
     A row holds, int64 [length]: ``input_ids``; ``labels``, -100 at the borders of documents and where the row is
-    padded; ``position_ids``, which begin at 0 in every document; with ``segments`` also ``segment_ids``, 1, 2, ... by
+    padded; ``position_ids``, which begin at 0 in every document; with ``segments`` also ``segment_ids``: 1, 2, ... by
     document and 0 where padded. Only the last row of an epoch is padded, with ``pad_token``.
 
     Raises:
@@ -32,8 +32,8 @@ class Packing:
 
     length: int
     labels: LabelPlace = "in place"
-    """"in place": labels[t] is the token at t, and the model shifts them, as Hugging Face's do; the first token of each
-    piece is no target. "shifted": labels[t] is the token after t, so that a cut document loses no target."""
+    """"in place": labels[t] is the token at t and the model shifts them, as Hugging Face models do; the first token of
+    each piece is no target. "shifted": labels[t] is the token after t, so a cut document loses no target."""
     segments: bool = False
     pad_token: int = 0
 
@@ -45,9 +45,9 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """The 1-dim tensors of the samples are padded at their end, to the longest of a microbatch and a multiple.
+    """Padding of the samples' 1-dim tensors at their end, to the longest of a microbatch and a multiple.
 
-    ``input_ids`` is padded with ``token``, ``labels`` with -100, all else with 0.
+    ``input_ids`` is padded with ``token``, ``labels`` with -100, everything else with 0.
 
     Raises:
         EngineError: a multiple below 1.
@@ -62,7 +62,7 @@ class Padding:
 
 
 class LoaderOptions(TypedDict, total=False):
-    """Options of ``engine.data.loader``, as :class:`LoaderSettings` explains them."""
+    """Options of ``engine.data.loader``; :class:`LoaderSettings` describes them."""
 
     shuffle: bool
     seed: int
@@ -80,26 +80,26 @@ class LoaderSettings:
     """Settings of one loader.
 
     Raises:
-        EngineError: a value out of its range, or two that exclude each other.
+        EngineError: a value is out of range, or two values exclude each other.
     """
 
     shuffle: bool = False
-    """Another order in every epoch, which follows from the seed; needs a dataset of known length."""
+    """True: every epoch has another order, which follows from the seed; needs a dataset of known length."""
     seed: int = 0
     epochs: int | None = None
-    """Passes over the dataset; None: without end."""
+    """Passes over the dataset; None: endless."""
     at_end: AtEnd = "refused"
-    """What becomes of the last step, if there are fewer samples than it has rows."""
+    """Treatment of the last step if there are fewer samples than rows: filled up, left out, or an error."""
     batches: Readers = "all"
     """"rank0": only the first rank of a replica reads, and sends its batches to the other tensor and pipeline ranks."""
     workers: int = 0
-    """Processes that read ahead; 0: this one reads."""
+    """Processes that read ahead; 0: this process reads."""
     pack: Packing | None = None
     pad: Padding | None = None
     collate: Callable[[Sequence[Any]], Any] | None = None
-    """From the samples of a microbatch to the microbatch."""
+    """Function that turns the samples of a microbatch into the microbatch."""
     torch: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of torch's DataLoader, taken from the one that was given in place of a dataset."""
+    """Further options of torch's DataLoader, taken from a DataLoader passed as the dataset."""
 
     def __post_init__(self) -> None:
         _one_of("at_end", self.at_end, get_args(AtEnd))
@@ -110,31 +110,31 @@ class LoaderSettings:
         for name, given, kind in (("pack", self.pack, Packing), ("pad", self.pad, Padding)):
             if given is not None and not isinstance(given, kind):
                 raise EngineError(
-                    f"{name} = {given!r} is a {type(given).__name__}, and sizes have names. Give {kind.__name__}(...) "
+                    f"{name} = {given!r} is a {type(given).__name__}, not a {kind.__name__}. Pass {kind.__name__}(...) "
                     "of engine.data."
                 )
         if self.pack is not None and (self.pad is not None or self.collate is not None):
             other = "pad" if self.pad is not None else "collate"
             raise EngineError(
-                f"the loader was given pack and {other}; packed rows have one length and are stacked. Leave one out."
+                f"the loader was given pack and {other}; packed rows have one length and are stacked. Remove one."
             )
 
 
 class DataPosition(NamedTuple):
-    """Where the next step begins: the same on all ranks, whatever the grid."""
+    """Position at which the next step begins: equal on all ranks, whatever the grid."""
 
     position: int = 0
     """Samples that all ranks together have taken."""
     epoch: int = 0
     read: int = 0
-    """Samples of a stream that were used in this epoch; with packing, documents that were used to their end."""
+    """Samples of a stream that this epoch has used; with packing, documents used to their end."""
     used: int = 0
-    """Tokens that were used of the document after those."""
+    """Tokens used of the next document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """The rows of a step that this data rank takes."""
+    """Rows of a step that this data rank takes."""
 
     micro: int
     accumulation: int
@@ -147,7 +147,7 @@ class StepRows:
         return self.micro * self.accumulation * self.size
 
     def microbatches(self, position: int) -> Iterator[range]:
-        """Positions of each microbatch of this rank, in the step that begins at ``position``."""
+        """Returns the positions of each microbatch of this rank, in the step that begins at ``position``."""
         first = position + self.rank * self.micro * self.accumulation
         return (
             range(start, start + self.micro)

@@ -1,7 +1,7 @@
-"""``engine.data.loader``: microbatches of any dataset for ``train_batch``, at a place that every grid can go on from.
+"""``engine.data.loader``: microbatches of any dataset for ``train_batch``, at a position that every grid can resume.
 
 dataset  ->  step_source     samples of the global order, packed or padded, of this rank's rows
-         ->  StepLoader      hands them out one by one; its position moves when a step was handed out whole
+         ->  StepLoader      hands them out one by one; its position moves after the last microbatch of a step
 """
 
 import json
@@ -33,15 +33,16 @@ _KINDS: Mapping[str, type[list[Any]] | type[tuple[Any, ...]]] = MappingProxyType
 
 
 class ReplicaBatches:
-    """Hands what the first rank of a replica has read to the others. Every rank of the replica makes the same calls."""
+    """Broadcast of the batches that the first rank of a replica reads. Every rank of the replica makes the same
+    calls."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
         self.reads = comm.grid.index("replica") == 0
-        """Whether this rank is the one that reads."""
+        """True on the rank that reads."""
 
     def share(self, read: Callable[[], Any]) -> Any:
-        """What ``read`` gives on the first rank: tensors and plain values, in tuples, lists and dicts.
+        """Returns the result of ``read`` on the first rank: tensors and plain values, in tuples, lists and dicts.
 
         Raises:
             EngineError: the first rank could not read; that rank raises its own error.
@@ -51,7 +52,7 @@ class ReplicaBatches:
         made, problem = b"", None
         try:
             made = _encoded(read()) if self.reads else b""
-        except Exception as error:  # a dataset may raise anything, and the other ranks wait
+        except Exception as error:  # a dataset may raise anything, and the other ranks wait in the all-reduce
             problem, made = error, first_line(error).encode(errors="backslashreplace")
         head = torch.tensor([len(made), problem is not None], dtype=torch.int64, device=self._device)
         self._comm.all_reduce(head, "replica", _LABEL).wait()
@@ -69,7 +70,7 @@ class ReplicaBatches:
 
 
 def _encoded(value: Any) -> bytes:
-    """Tensors as safetensors, and what holds them as JSON beside them."""
+    """Returns tensors as safetensors, with their containers as JSON in its metadata."""
     tensors: dict[str, Tensor] = {}
 
     def shape_of(tree: Any) -> Any:
@@ -84,8 +85,8 @@ def _encoded(value: Any) -> bytes:
         if tree is None or isinstance(tree, bool | int | float | str):
             return ["plain", tree]
         raise EngineError(
-            f'batches "rank0" sends tensors, numbers and text, and the batch has a {type(tree).__name__}; convert it '
-            'in collate, or give batches="all".'
+            f'batches="rank0" sends tensors, numbers and text, but the batch has a {type(tree).__name__}; convert it '
+            'in collate, or pass batches="all".'
         )
 
     return save(tensors, {_SHAPE: json.dumps(shape_of(value))})
@@ -107,7 +108,7 @@ def _decoded(data: bytes) -> Any:
 
 
 class LoadingEngine(Protocol):
-    """What a loader reads of its engine."""
+    """Members of the engine that a loader reads."""
 
     @property
     def config(self) -> Config:
@@ -115,7 +116,7 @@ class LoadingEngine(Protocol):
 
     @property
     def grid(self) -> Grid:
-        """This rank's place."""
+        """This rank's position in the grid."""
 
     @property
     def comm(self) -> Comm:
@@ -123,16 +124,16 @@ class LoadingEngine(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are communicated."""
+        """Device of communicated tensors."""
 
 
 def loader(dataset: Any, eng: LoadingEngine, **options: Unpack[LoaderOptions]) -> "StepLoader":
-    """An iterator of this rank's microbatches, for ``eng.train_batch(it)`` and ``register_for_checkpointing(data=it)``.
+    """Returns an iterator of this rank's microbatches, for ``train_batch`` and ``register_for_checkpointing(data=it)``.
 
     Args:
-        dataset: with ``__getitem__`` and ``__len__``, or iterable; a torch DataLoader, of which dataset, workers,
+        dataset: with ``__getitem__`` and ``__len__``, or iterable; a torch DataLoader, from which dataset, workers,
             shuffling and collate function are taken; or the path of a ``.npy`` or of a ``.bin`` and ``.idx``.
-        eng: the engine whose batch sizes, grid and seed it follows.
+        eng: the engine that sets batch sizes, grid and seed.
         options: see :class:`engine.data.settings.LoaderSettings`.
 
     Raises:
@@ -162,11 +163,11 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
-    """What a DataLoader says, torchdata's stateful one too; its order has to be one that can be resumed."""
+    """Returns the options of a DataLoader, also of torchdata's stateful one; its order must be resumable."""
     if given.batch_size != micro:
         raise EngineError(
             f"the DataLoader has batch_size = {given.batch_size}, and train_micro_batch_size_per_gpu is {micro}; the "
-            "engine cuts the rows. Make them equal, or give the dataset itself."
+            "engine cuts the rows. Make them equal, or pass the dataset itself."
         )
     if getattr(given, "next_iter_state", None) is not None:  # of torchdata's StatefulDataLoader
         raise own_state(given)
@@ -176,7 +177,7 @@ def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
         if shuffle is None:
             raise EngineError(
                 f"the DataLoader has a {type(given.sampler).__name__}, whose order the loader cannot resume on another "
-                "grid. Give the dataset, with shuffle=True or in its own order."
+                "grid. Pass the dataset, with shuffle=True or in its own order."
             )
         taken["shuffle"] = shuffle
     if given.drop_last:
@@ -189,9 +190,9 @@ def _taken(given: DataLoader[Any], micro: int) -> dict[str, Any]:
 
 
 def _shuffles(given: DataLoader[Any]) -> bool | None:
-    """Whether every sample comes once an epoch in an order of chance, or in its own; None: neither."""
+    """Returns True if every sample comes once an epoch in random order, False if in dataset order, None if neither."""
     sampler: Any = given.sampler
-    # by name, because torchdata has samplers of its own, which are no subclasses of torch's
+    # by name, because torchdata's samplers are no subclasses of torch's
     names = {kind.__name__ for kind in type(sampler).__mro__}
     once = len(sampler) == len(cast(Sized, given.dataset)) and not getattr(sampler, "replacement", False)
     if not once or not names & {"RandomSampler", "SequentialSampler"}:
@@ -200,10 +201,10 @@ def _shuffles(given: DataLoader[Any]) -> bool | None:
 
 
 class StepLoader(Iterator[Batch]):
-    """The microbatches of one data rank, step by step. Made by :func:`loader`.
+    """Microbatches of one data rank, step by step. Made by :func:`loader`.
 
-    Its state is the same on all ranks, and is that of whole steps: microbatches of a step that was begun and not handed
-    out to its end come again. With ``batches = "rank0"`` all ranks of a replica ask together.
+    Its state is equal on all ranks and counts whole steps: all microbatches of a step that was not handed out
+    completely come again. With ``batches = "rank0"`` all ranks of a replica ask together.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class StepLoader(Iterator[Batch]):
         self._ahead: Iterator[Step] | None = None
         self._held: deque[Batch] = deque()
         self._behind = self._place
-        """The position behind the microbatches that are held."""
+        """Position after the microbatches in ``_held``."""
         self._check_end()
 
     def __iter__(self) -> "StepLoader":
@@ -230,12 +231,12 @@ class StepLoader(Iterator[Batch]):
 
     @property
     def position(self) -> int:
-        """Samples, with packing rows, that all ranks together have taken in whole steps."""
+        """Samples (with packing, rows) that all ranks together have taken in whole steps."""
         return self._place.position
 
     @property
     def ended(self) -> bool:
-        """Whether no step is left; reads one if that is not known."""
+        """True if no step is left; reads a step if that is unknown."""
         if not self._held:
             step = self._read() if self._replica is None else self._replica.share(self._read)
             if step is None:
@@ -245,39 +246,39 @@ class StepLoader(Iterator[Batch]):
 
     @property
     def steps_left(self) -> int:
-        """Steps until the end.
+        """Number of steps until the end.
 
         Raises:
-            EngineError: there is no end, or the dataset has no length.
+            EngineError: the loader is endless, or the dataset has no length.
         """
         size, epochs = self._source.size, self._settings.epochs
         if size is None or epochs is None:
-            why = "the dataset has no length" if size is None else "it has no end"
-            raise EngineError(f"steps_left of this loader is unknown: {why}. Ask loader.ended, or give epochs=.")
+            why = "the dataset has no length" if size is None else "the loader is endless"
+            raise EngineError(f"steps_left of this loader is unknown: {why}. Read loader.ended, or pass epochs=.")
         left, batch = size * epochs - self.position, self._rows.batch
         return left // batch if self._settings.at_end == "dropped" else -(-left // batch)
 
     def state_dict(self) -> dict[str, int]:
-        """The position and what it belongs to, equal on every rank. ``position`` counts samples over all ranks."""
+        """Returns the position and the order that it counts in, equal on every rank. ``position`` covers all ranks."""
         return {**self._place._asdict(), **self._kind()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, under any batch size, grid and number of workers.
+        """Continues at the position of ``state``, under any batch size, grid and number of workers.
 
         Raises:
-            EngineError: ``state`` is not a loader's, or that of another order, dataset or packing.
+            EngineError: ``state`` is not a loader's, or belongs to another order, dataset or packing.
         """
         for key in (*DataPosition._fields, *self._kind()):
             if not isinstance(state.get(key), int) or state[key] < 0:
                 raise EngineError(
-                    f"the state of the loader has {key} = {state.get(key)!r}; it must be an integer from 0. Pass what "
-                    "state_dict() of a loader returned."
+                    f"the state of the loader has {key} = {state.get(key)!r}; it must be an integer from 0. Pass the "
+                    "result of a loader's state_dict()."
                 )
         for key, value in self._kind().items():
             if state[key] != value:
                 raise EngineError(
-                    f"the state of the loader has {key} = {state[key]}, this one has {value}; the position counts in "
-                    "that order. Make the loader as it was, or start a fresh run."
+                    f"the state of the loader has {key} = {state[key]}, this loader has {value}; positions are "
+                    "comparable only with equal values. Make the loader with the same options, or start a fresh run."
                 )
         self._place = DataPosition(*(state[key] for key in DataPosition._fields))
         self._ahead = None
@@ -299,12 +300,12 @@ class StepLoader(Iterator[Batch]):
         try:
             step = next(self._ahead, None)
         except Exception:
-            self._ahead = None  # else a second call would find an iterator that has ended
+            self._ahead = None  # a second call would otherwise find an exhausted iterator
             raise
         return None if step is None else (tuple(step[0]), step[1])
 
     def _check_end(self) -> None:
-        """Refuse a last step that is not whole before anything is read, where lengths are known."""
+        """Refuses an incomplete last step before anything is read, if the dataset has a length."""
         size, epochs, batch = self._source.size, self._settings.epochs, self._rows.batch
         if size is None or epochs is None or self._settings.at_end != "refused":
             return

@@ -1,9 +1,9 @@
-"""Where the steps of a loader come from: a dataset whose samples are found by index, or one that is read in order.
+"""Sources of a loader's steps: a dataset with samples found by index, or a dataset that is read in order.
 
 MappedSteps      a rank reads its own rows only; any number of workers, each makes whole microbatches
 StreamedSteps    every data rank reads all samples and keeps its own; at most one worker, which reads ahead
 
-torch's DataLoader runs the workers; what it hands over is made here, so the position does not depend on it.
+torch's DataLoader runs the workers, but this file makes each batch, so the position does not depend on the workers.
 """
 
 import os
@@ -32,10 +32,10 @@ from engine.program.batch import Batch
 
 
 def collated(samples: Sequence[Any], settings: LoaderSettings, absent: int = 0) -> Batch:
-    """The microbatch of these samples, of which the last ``absent`` only fill the step up: their labels are -100.
+    """Returns the microbatch of these samples; the last ``absent`` samples fill the step up, with labels of -100.
 
     Raises:
-        EngineError: samples differ in length and are not padded, or have no labels and one would have to be left out.
+        EngineError: samples differ in length and are not padded, or samples that fill up have no labels to mask.
     """
     if settings.collate is not None:
         batch = settings.collate(samples)
@@ -46,7 +46,7 @@ def collated(samples: Sequence[Any], settings: LoaderSettings, absent: int = 0) 
 
 
 def _tensors(sample: Any) -> Any:
-    """Arrays and lists of numbers as tensors; unsigned integers as int64, in which torch can compute."""
+    """Returns arrays and lists of numbers as tensors; unsigned integers become int64, which torch can compute in."""
     if isinstance(sample, Mapping):
         return {key: _tensors(value) for key, value in sample.items()}
     if isinstance(sample, tuple):
@@ -59,7 +59,7 @@ def _tensors(sample: Any) -> Any:
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Whether nested lists end in numbers, as the columns of Hugging Face datasets do; an empty list counts."""
+    """Returns True if nested lists end in numbers, like columns of Hugging Face datasets; an empty list counts."""
     while isinstance(value, list) and value:
         value = value[0]
     return isinstance(value, int | float | list)
@@ -68,8 +68,8 @@ def _holds_numbers(value: Any) -> bool:
 def _padded(rows: Sequence[Any], padding: Padding) -> list[Any]:
     if not all(isinstance(row, Mapping) for row in rows):
         raise EngineError(
-            f"pad: a sample is a {type(rows[0]).__name__}, and only a dict says which tensor holds tokens and which "
-            "labels. Give samples as dicts, or collate=."
+            f"pad: a sample is a {type(rows[0]).__name__}; only the keys of a dict tell tokens from labels. Return "
+            "dicts from the dataset, or pass collate=."
         )
     lengths = [tensor.shape[0] for row in rows for tensor in row.values() if _is_sequence(tensor)]
     length = -(-max(lengths, default=0) // padding.multiple) * padding.multiple
@@ -86,13 +86,13 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _equal(rows: list[Any]) -> list[Any]:
-    """The rows, if each of their tensors has one shape."""
+    """Returns the rows, if each of their tensors has one shape."""
     for name in rows[0] if isinstance(rows[0], Mapping) else ():
         shapes = sorted({tuple(row[name].shape) for row in rows if isinstance(row.get(name), Tensor)})
         if len(shapes) > 1:
             raise EngineError(
-                f"samples of a microbatch have {name!r} of shapes {shapes[0]} and {shapes[-1]}; a batch has one. Give "
-                "pad=Padding(), pack=Packing(length=...) or collate=."
+                f"samples of a microbatch have {name!r} of shapes {shapes[0]} and {shapes[-1]}; a batch needs one "
+                "shape. Pass pad=Padding(), pack=Packing(length=...) or collate=."
             )
     return rows
 
@@ -102,10 +102,10 @@ def _without_labels(batch: Batch, absent: int) -> Batch:
     labels = batch.get("labels") if named else batch[-1] if isinstance(batch, tuple | list) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise EngineError(
-            'at_end = "joined" fills the last step up with rows whose labels are -100, and this batch has no integer '
-            'labels (key "labels", or the last of a tuple). Choose "dropped", or give samples with labels.'
+            'at_end = "joined" fills the last step up with rows whose labels are -100, but this batch has no integer '
+            'labels (key "labels", or the last of a tuple). Choose "dropped", or return samples with labels.'
         )
-    labels = labels.clone()  # a collate function may give one tensor as input and labels
+    labels = labels.clone()  # a collate function may return one tensor as input and labels
     labels[-absent:] = IGNORED_LABEL
     if named:
         return {**batch, "labels": labels}
@@ -113,28 +113,28 @@ def _without_labels(batch: Batch, absent: int) -> Batch:
 
 
 Step = tuple[DataPosition, list[Batch]]
-"""The microbatches of a step, and the position behind them."""
+"""The microbatches of a step, and the position after it."""
 
 
 class StepSource(Protocol):
-    """Makes the steps of one data rank."""
+    """Source of the steps of one data rank."""
 
     size: int | None
-    """Samples of an epoch, with packing rows; None: unknown."""
+    """Samples of an epoch (with packing, rows); None: unknown."""
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """The steps from a position on."""
+        """Yields the steps from a position on."""
 
 
 def step_source(dataset: Any, rows: StepRows, settings: LoaderSettings) -> StepSource:
-    """The source for a dataset.
+    """Returns the source for a dataset.
 
     Raises:
-        EngineError: the dataset is neither kind, is empty, or has no length where the settings need it.
+        EngineError: the dataset is not mapped or iterable, is empty, or has no length where the settings need it.
     """
     mapped = is_mapped(dataset)
     if mapped and not len(dataset):
-        raise EngineError("the dataset is empty; a step needs at least one sample. Give one that has some.")
+        raise EngineError("the dataset is empty; a step needs at least one sample. Pass a dataset with samples.")
     if mapped and settings.pack is None:
         return MappedSteps(_Indexed(dataset, SampleOrder(len(dataset), settings)), len(dataset), rows, settings)
     if settings.pack is not None and isinstance(dataset, Documents):
@@ -143,14 +143,14 @@ def step_source(dataset: Any, rows: StepRows, settings: LoaderSettings) -> StepS
     if not mapped and not isinstance(dataset, Iterable):
         raise EngineError(
             f"the dataset is a {type(dataset).__name__}, which has neither __getitem__ with __len__ nor __iter__. Add "
-            "__len__, or give another dataset or the path of a token file."
+            "__len__, or pass another dataset or the path of a token file."
         )
     _check_stream(dataset, mapped, settings)
     return StreamedSteps(_Read(dataset, settings, mapped), rows, settings)
 
 
 def is_mapped(dataset: Any) -> bool:
-    """Whether samples are found by index. Every dataset of torch inherits a __getitem__, which may not do anything."""
+    """Returns True if samples are found by index. An IterableDataset inherits a ``__getitem__`` that only raises."""
     found = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     return found and not isinstance(dataset, IterableDataset)
 
@@ -161,19 +161,19 @@ def _check_stream(dataset: Any, mapped: bool, settings: LoaderSettings) -> None:
     if settings.shuffle and not mapped:
         raise EngineError(
             f"shuffle = True needs the length of the dataset, and {type(dataset).__name__} is read in order, without "
-            "one. Shuffle it before it is given, or leave shuffle out."
+            "one. Shuffle the dataset before you pass it, or remove shuffle."
         )
     if settings.workers > 1:
         why = "pack reads documents without lengths" if mapped else f"{type(dataset).__name__} is read"
         wanted = "lengths and tokens(index)" if mapped else "__getitem__ and __len__"
         raise EngineError(
-            f"workers = {settings.workers}, but {why} in order, which one worker does. Choose 0 or 1, or give a "
+            f"workers = {settings.workers}, but {why} in order, which one worker does. Choose 0 or 1, or pass a "
             f"dataset with {wanted}."
         )
 
 
 class _Indexed:
-    """The sample at a position."""
+    """Lookup of the sample at a position."""
 
     def __init__(self, dataset: Any, order: SampleOrder) -> None:
         self._dataset, self._order = dataset, order
@@ -183,7 +183,7 @@ class _Indexed:
 
 
 class _Rows(Dataset[Batch]):
-    """The microbatch at given positions; those past the end hold the last sample, without labels."""
+    """Microbatches by their positions; positions past the end repeat the last sample, without labels."""
 
     def __init__(self, sample_at: Callable[[int], Any], settings: LoaderSettings, limit: int | None) -> None:
         self._sample_at, self._settings, self._limit = sample_at, settings, limit
@@ -195,7 +195,7 @@ class _Rows(Dataset[Batch]):
 
 
 class MappedSteps:
-    """Steps of a dataset whose samples are found by their position."""
+    """Steps of a dataset with samples found by position."""
 
     def __init__(self, sample_at: Callable[[int], Any], size: int, rows: StepRows, settings: LoaderSettings) -> None:
         self.size: int | None = size
@@ -204,7 +204,7 @@ class MappedSteps:
         self._dataset = _Rows(sample_at, settings, self._limit)
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """The steps from a position on."""
+        """Yields the steps from a position on."""
         microbatches = (each for first in self._firsts(start.position) for each in self._rows.microbatches(first))
         ahead = iter(_torch_loader(self._dataset, self._settings, sampler=microbatches))
         for first in self._firsts(start.position):
@@ -213,7 +213,7 @@ class MappedSteps:
             yield DataPosition(end), list(islice(ahead, self._rows.accumulation))
 
     def _firsts(self, position: int) -> Iterator[int]:
-        """Where each step begins."""
+        """Yields the position at which each step begins."""
         batch, whole = self._rows.batch, self._settings.at_end == "dropped"
         while self._limit is None or position + (batch if whole else 1) <= self._limit:
             yield position
@@ -221,7 +221,7 @@ class MappedSteps:
 
 
 class _Read:
-    """The samples of an epoch from one on, in the order of the settings."""
+    """Reader of the samples of an epoch from one sample on, in the order of the settings."""
 
     def __init__(self, dataset: Any, settings: LoaderSettings, mapped: bool) -> None:
         self._dataset = dataset
@@ -240,19 +240,19 @@ class _Read:
             done += 1
         if not done:
             raise EngineError(
-                f"the dataset gave no sample in epoch {epoch}; a loader reads it once an epoch. Give a dataset that "
-                "can be iterated again, or the number of epochs."
+                f"the dataset returned no sample in epoch {epoch}; a loader reads it once an epoch. Pass a dataset "
+                "that can be iterated again, or the number of epochs."
             )
 
 
 def _behind(dataset: Any, skip: int) -> Iterator[Any]:
-    """The samples behind the first ``skip``; a dataset that skips by itself may shuffle its files otherwise."""
+    """Returns the samples after the first ``skip``. A dataset's own ``skip`` may change the order of its files."""
     samples: Iterator[Any] = iter(dataset)
     found = sum(1 for _ in islice(samples, skip))
     if found < skip:
         raise EngineError(
-            f"the loader goes on after {skip} samples of an epoch, and the dataset has {found}. Give the dataset that "
-            "the state was taken with."
+            f"the loader continues after {skip} samples of an epoch, but the dataset has {found}. Pass the dataset of "
+            "the saved state."
         )
     return samples
 
@@ -267,14 +267,14 @@ class StreamedSteps(IterableDataset[Step]):
         self._start = DataPosition()
 
     def steps(self, start: DataPosition) -> Iterator[Step]:
-        """The steps from a position on."""
+        """Yields the steps from a position on."""
         self._start = start  # a worker gets a copy of this object
         return iter(_torch_loader(self, self._settings))
 
     def __iter__(self) -> Iterator[Step]:
-        """The steps, read by this process."""
+        """Yields the steps, read by this process."""
         if get_worker_info() is not None:
-            worker._worker_info = None  # streams that divide themselves among workers read in another order there
+            worker._worker_info = None  # streams that divide themselves among workers would read another order here
         held: list[Any] = []
         own = {position for each in self._rows.microbatches(0) for position in each}
         behind, last = self._start, None
@@ -301,7 +301,7 @@ class StreamedSteps(IterableDataset[Step]):
         ]  # fmt: skip
 
     def _samples(self, start: DataPosition) -> Iterator[tuple[DataPosition, Any]]:
-        """The samples from a position on, with the position behind each."""
+        """Yields the samples from a position on, each with the position after it."""
         epochs, pack = self._settings.epochs, self._settings.pack
         while epochs is None or start.epoch < epochs:
             samples = self._read(start.epoch, start.read)
@@ -320,23 +320,23 @@ def _counted(samples: Iterable[Any], start: DataPosition) -> Iterator[tuple[Data
 
 
 def own_state(given: Any) -> EngineError:
-    """The error of a dataset or DataLoader that would begin elsewhere than at its first sample."""
+    """Returns the error for a dataset or DataLoader that would not begin at its first sample."""
     return EngineError(
-        f"the {type(given).__name__} has a state of its own, from load_state_dict, and the loader counts samples from "
-        "its beginning. Give it without that state, and load the loader's: eng.register_for_checkpointing(data=loader)."
+        f"the {type(given).__name__} has its own state, from load_state_dict, but the loader counts samples from the "
+        "beginning. Pass it without that state, and load the loader's: eng.register_for_checkpointing(data=loader)."
     )
 
 
 def refused(left: int, batch: int) -> EngineError:
-    """The error of a last step that is not whole."""
+    """Returns the error for an incomplete last step."""
     return EngineError(
-        f"the data end with {left} of the {batch} rows of a step, and some ranks would have fewer than others. Choose "
+        f"the data end with {left} of the {batch} rows of a step, so some ranks would have fewer than others. Choose "
         'at_end = "joined", which fills it up with rows of no weight, or "dropped", or another batch size.'
     )
 
 
 def _torch_loader(dataset: Dataset[Any], settings: LoaderSettings, sampler: Iterable[Any] | None = None) -> Any:
-    # a generator of its own: torch would draw from the global one, whose state belongs to the user
+    # a separate generator: torch would draw from the global one, whose state belongs to the user
     own = torch.Generator().manual_seed(settings.seed % 2**63)
     further = {name: value for name, value in settings.torch.items() if settings.workers or name == "pin_memory"}
     if settings.workers:
@@ -349,7 +349,7 @@ def _torch_loader(dataset: Dataset[Any], settings: LoaderSettings, sampler: Iter
 
 @dataclass(frozen=True, slots=True)
 class EndsWithRank:
-    """Initialization of a worker, after which it ends at once when its rank is killed; torch looks every 5 s only."""
+    """Initialization of a worker that ends at once when its rank is killed; torch polls only every 5 s."""
 
     users: Callable[[int], object] | None
 
@@ -362,11 +362,11 @@ class EndsWithRank:
 
 
 def _end_after(rank: int) -> None:
-    """Wait for the end of the process ``rank``, then end this one."""
+    """Waits for the end of the process ``rank``, then ends this one."""
     with suppress(ProcessLookupError):  # it has ended already
         try:
             select.select([os.pidfd_open(rank)], [], [])
-        except (AttributeError, PermissionError):  # a system without pidfd, or that forbids them
+        except (AttributeError, PermissionError):  # no pidfd on this system, or a sandbox that forbids it
             return
     os._exit(1)
 

@@ -57,7 +57,7 @@ IGNORED_LABEL = -100
 
 
 def window_count(tokens: int, context: int) -> int:
-    """Return the number of windows of ``context + 1`` tokens in a corpus of ``tokens`` tokens.
+    """Returns the number of windows of ``context + 1`` tokens in a corpus of ``tokens`` tokens.
 
     Raises:
         EngineError: the corpus is shorter than one window, or ``context`` is below 1.
@@ -72,7 +72,7 @@ def window_count(tokens: int, context: int) -> int:
 
 
 class Sampler:
-    """Window indices that one data rank trains on, step by step; endless, seeded, resumable.
+    """Stream of the window indices that one data rank trains on; endless, seeded, resumable.
 
     ``next()`` returns the window indices of this rank's rows of the next global batch: int64, shape
     [global_batch / data_size]. Rank r of N gets rows [r*B/N, (r+1)*B/N). Communicates nothing.
@@ -109,7 +109,7 @@ class Sampler:
         return rows
 
     def stream(self, start: int, count: int) -> Indices:
-        """Return the window indices at positions [start, start + count) of the stream, without moving the position."""
+        """Returns the window indices at positions [start, start + count) of the stream, without moving the position."""
         parts = [np.empty(0, dtype=np.int64)]
         while count:
             epoch, offset = divmod(start, self.windows)
@@ -119,7 +119,7 @@ class Sampler:
         return np.concatenate(parts)
 
     def _epoch_order(self, epoch: int) -> Indices:
-        """Return the permutation of one epoch; the latest is cached, since a step needs one or two of them."""
+        """Returns the permutation of one epoch; the latest is cached, since a step needs one or two of them."""
         if epoch != self._epoch:
             # Sorts raw Philox output instead of calling Generator.permutation: NumPy guarantees that the raw stream
             # never changes, but not the shuffle, and a checkpoint must continue under another NumPy.
@@ -130,11 +130,11 @@ class Sampler:
         return self._order
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position in the stream, equal on every rank. ``position`` counts samples over all ranks."""
+        """Returns the position in the stream, equal on every rank. ``position`` counts samples over all ranks."""
         return {"position": self.position, "seed": self.seed, "windows": self.windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, under any batch size and number of data ranks.
+        """Continues at the position of ``state``, under any batch size and number of data ranks.
 
         Raises:
             EngineError: ``state`` is not a sampler's, or its seed or number of windows differs.
@@ -143,7 +143,7 @@ class Sampler:
             if not isinstance(state.get(key), int) or state[key] < 0:
                 raise EngineError(
                     f"The sampler state has {key} = {state.get(key)!r}; it must be an integer from 0. "
-                    "Pass what Sampler.state_dict() returned."
+                    "Pass the result of Sampler.state_dict()."
                 )
         if state["seed"] != self.seed:
             raise EngineError(
@@ -186,18 +186,18 @@ class Batches:
         return _read_windows(self.corpus, self.context, next(self.sampler))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the sampler's state; see :meth:`Sampler.state_dict`."""
+        """Returns the sampler's state; see :meth:`Sampler.state_dict`."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sampler's state; see :meth:`Sampler.load_state_dict`."""
+        """Restores the sampler's state; see :meth:`Sampler.load_state_dict`."""
         self.sampler.load_state_dict(state)
 
 
 def evaluation_batches(
     corpus: Corpus, context: int, rows: int, data_rank: int = 0, data_size: int = 1, limit: int | None = None
 ) -> Iterator[Batch]:
-    """Yield one pass over the corpus in order: every window exactly once over all data ranks.
+    """Yields one pass over the corpus in order: every window exactly once over all data ranks.
 
     Batches hold ``input_ids`` and ``labels``, int64 [rows, context]. Every rank gets equally many of them, at most
     ``limit``. Rows that pad the last batch have only labels of -100: a (sum, weight) loss ignores them, and its weight
@@ -211,12 +211,12 @@ def evaluation_batches(
     _check_share(data_rank, data_size)
     count = -(-windows // (rows * data_size))
     firsts = range(data_rank * rows, count * rows * data_size, rows * data_size)[:limit]
-    # An expression and no generator function: the checks above must run at the call, not at the first batch.
+    # Returns an expression instead of yielding: the checks above must run at the call, not at the first batch.
     return (_read_padded(corpus, context, np.arange(first, first + rows), windows) for first in firsts)
 
 
 def _read_padded(corpus: Corpus, context: int, indices: Indices, windows: int) -> Batch:
-    """Read windows as ``_read_windows`` does; an index past the last window becomes a row without labels."""
+    """Reads windows as ``_read_windows`` does; an index past the last window becomes a row without labels."""
     batch = _read_windows(corpus, context, np.minimum(indices, windows - 1))
     absent = int((indices >= windows).sum())
     if absent:
@@ -250,7 +250,7 @@ def _check_share(data_rank: int, data_size: int) -> None:
     if not 0 <= data_rank < data_size:
         raise EngineError(
             f"data_rank = {data_rank} is not among data_size = {data_size} ranks; they count from 0. "
-            f"Choose 0 to {data_size - 1}, as grid.coord().dp gives it."
+            f"Choose 0 to {data_size - 1}, such as grid.coord().dp."
         )
 
 
@@ -262,17 +262,17 @@ _FLOATS = (6, 7)
 
 @runtime_checkable
 class Documents(Protocol):
-    """Documents whose lengths are known without reading them."""
+    """Documents with lengths that are known before reading."""
 
     lengths: NDArray[np.int64]
     """Tokens of each document."""
 
     def tokens(self, index: int) -> NDArray[Any]:
-        """The tokens of a document, a view of the file."""
+        """Returns the tokens of a document, a view of the file."""
 
 
 class _TokenFile:
-    """What token files have in common: documents that are slices of one array of tokens."""
+    """Base of token files: documents are slices of one array of tokens."""
 
     def __init__(self, path: Path, stored: NDArray[Any], borders: NDArray[np.int64]) -> None:
         self.path = path
@@ -283,12 +283,12 @@ class _TokenFile:
         return self.lengths.size
 
     def __getitem__(self, index: int) -> dict[str, NDArray[np.int64]]:
-        """``input_ids`` and ``labels`` of a document, int64 [its length], both the tokens themselves."""
+        """Returns ``input_ids`` and ``labels`` of a document, int64 [its length], both the tokens themselves."""
         tokens = self.tokens(index).astype(np.int64)
         return {"input_ids": tokens, "labels": tokens.copy()}
 
     def tokens(self, index: int) -> NDArray[Any]:
-        """The tokens of a document, a view of the file."""
+        """Returns the tokens of a document, a view of the file."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._stored[self._borders[index] : self._borders[index + 1]]
@@ -298,10 +298,10 @@ class IndexedTokens(_TokenFile):
     """Documents of a ``.bin`` and an ``.idx``, as Megatron's preprocessing writes them.
 
     Args:
-        prefix: the path without the ending; one of the two files does too.
+        prefix: the path without the ending; the path of either file works too.
 
     Raises:
-        EngineError: a file is missing, is no index, is cut off, or does not fit to the other.
+        EngineError: a file is missing, is no index, is cut off, or does not match the other.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -310,17 +310,17 @@ class IndexedTokens(_TokenFile):
         index, data = (self.prefix.with_name(self.prefix.name + ending) for ending in (".idx", ".bin"))
         raw = _mapped(index)
         if raw[:9].tobytes() != _MAGIC or raw.size < _HEADER_BYTES:
-            raise EngineError(f"{index} does not begin as an index of Megatron does. Give the prefix of such a pair.")
+            raise EngineError(f"{index} does not begin like a Megatron index. Pass the prefix of a .bin and an .idx.")
         version, sequences, borders = (int(raw[at : at + 8].view("<u8")[0]) for at in (9, 18, 26))
         kind = int(raw[17])
         if version != 1 or kind not in _TYPES:
             what = "floating-point numbers" if kind in _FLOATS else f"version {version}, type {kind}"
-            raise EngineError(f"{index} has {what}; tokens are integers of version 1. Write it anew with such a type.")
+            raise EngineError(f"{index} has {what}; tokens are integers of version 1. Write it again with such a type.")
         least = _HEADER_BYTES + 12 * sequences + 8 * borders
         if raw.size not in (least, least + sequences):
             raise EngineError(
-                f"{index} has {raw.size} bytes; {sequences} sequences and {borders} borders of documents take {least}. "
-                "It was cut off or is damaged: copy or write it again."
+                f"{index} has {raw.size:,} bytes; {sequences:,} sequences and {borders:,} borders of documents need "
+                f"{least:,}. It was cut off or is damaged: copy or write it again."
             )
         lengths = raw[34 : 34 + 4 * sequences].view("<i4").astype(np.int64)
         begins = raw[34 + 4 * sequences : 34 + 12 * sequences].view("<i8")
@@ -330,21 +330,21 @@ class IndexedTokens(_TokenFile):
         _check_index(index, documents, sequences)
         if (begins != ends[:-1] * stored.itemsize).any() or ends[-1] > stored.size or (lengths < 0).any():
             raise EngineError(
-                f"{index} does not fit to {data}, which has {stored.size} tokens; sequences lie one after the other "
-                f"and end at token {ends[-1]}. Give two files that were written together."
+                f"{index} does not match {data}, which has {stored.size:,} tokens; its sequences follow each other and "
+                f"end at token {ends[-1]:,}. Pass two files that were written together."
             )
         super().__init__(self.prefix, stored, ends[documents])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return IndexedTokens, (self.prefix,)  # a worker maps the file anew; a pickled map would be all its tokens
+        return IndexedTokens, (self.prefix,)  # a worker maps the file again; a pickled map would contain all tokens
 
 
 class NpyTokens(_TokenFile):
-    """Documents of a ``.npy`` of integers: each row of two dims, or one dim, cut behind every token ``end``.
+    """Documents of a ``.npy`` of integers: one a row of two dims, or slices of one dim that end at each token ``end``.
 
     Args:
         path: the file.
-        end: the token that ends a document, which stays part of it; None: one dim is one document.
+        end: the last token of a document, which stays part of it; None: one dim is one document.
 
     Raises:
         EngineError: the file is missing, is no ``.npy``, or does not hold integers in one or two dims.
@@ -355,11 +355,11 @@ class NpyTokens(_TokenFile):
         try:
             stored = np.lib.format.open_memmap(path, mode="r")
         except (OSError, ValueError) as error:
-            raise EngineError(f"{path} is no .npy file that can be read ({error}); give one of numpy.save.") from None
+            raise EngineError(f"{path} is not a readable .npy file ({error}); pass a file of numpy.save.") from None
         if stored.dtype.kind not in "iu" or stored.ndim not in (1, 2):
             raise EngineError(
-                f"{path} holds {stored.dtype} in {stored.ndim} dims; token files hold integers in one dim, or a "
-                "document a row in two. Convert it."
+                f"{path} holds {stored.dtype} in {stored.ndim} dims; token files hold integers in one dim, or in two "
+                "with a document in each row. Convert it."
             )
         borders = np.arange(0, stored.size + 1, max(stored.shape[-1], 1), dtype=np.int64)
         if end is not None:
@@ -372,14 +372,14 @@ class NpyTokens(_TokenFile):
 
 
 def token_file(path: str | Path) -> IndexedTokens | NpyTokens:
-    """The documents of a file of tokens, by its ending."""
+    """Opens a file of tokens; its ending decides the format."""
     return NpyTokens(path) if Path(path).suffix == ".npy" else IndexedTokens(path)
 
 
 def _mapped(path: Path) -> NDArray[np.uint8]:
     try:
         return np.memmap(path, dtype=np.uint8, mode="r")
-    except (OSError, ValueError) as error:  # a file of no bytes cannot be mapped
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise EngineError(
             f"{path} cannot be read ({error}); a token file has a .bin and an .idx. Check the path."
         ) from None
@@ -394,5 +394,5 @@ def _check_index(index: Path, documents: NDArray[np.int64], sequences: int) -> N
     whole = documents.size > 0 and documents[0] == 0 and documents[-1] == sequences
     if not whole or (np.diff(documents) < 0).any():
         raise EngineError(
-            f"{index} has borders of documents that do not rise from 0 to its {sequences} sequences. Write it again."
+            f"{index} has document borders that do not rise from 0 to its {sequences} sequences. Write it again."
         )

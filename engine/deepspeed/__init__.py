@@ -1,12 +1,12 @@
-"""DeepSpeed's names over Trine's engine: ``import engine.deepspeed as deepspeed`` in a script that exists.
+"""DeepSpeed's names over Trine's engine: ``import engine.deepspeed as deepspeed`` in an existing script.
 
 initialize                     setup: arguments of DeepSpeed's initialize -> engine.initialize, and its 4-tuple
 DeepSpeedEngine                deepspeed_engine: members of its engine object
 zero, utils, pipe, comm        Init, GatheredParameters, safe_get_*, PipelineModule, ...
 accelerator, ops, runtime      get_accelerator, names of optimizers, lr_schedules, DeepSpeedConfig, ...
-missing                        imports of what is not here name the nearest thing
+missing                        imports of absent modules, which fail with the nearest equivalent
 
-Names only: everything is done by the public parts of ``engine``.
+The package adds names only; the public parts of ``engine`` do the work.
 """
 
 from typing import Any
@@ -44,15 +44,15 @@ __all__ = [
     "zero",
 ]
 __version__ = "0.19.8"
-"""The DeepSpeed whose names and numbers these are, for scripts that ask for a version at least."""
+"""DeepSpeed version of these names and numbers, for scripts that require a minimum version."""
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 install()
 
 
 def __getattr__(name: str) -> Any:
-    """Refuse what is not here.
+    """Raises for an absent name.
 
     Raises:
-        AttributeError: the sentence, which names the nearest thing.
+        AttributeError: always; the message names the nearest equivalent.
     """
     raise AttributeError(name if name.startswith("_") else missing_sentence(name))

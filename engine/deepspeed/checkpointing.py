@@ -1,4 +1,4 @@
-"""``deepspeed.checkpointing``: recomputed activations by a call in the model."""
+"""``deepspeed.checkpointing``: activation recomputation that the model calls itself."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,32 +10,32 @@ from engine.deepspeed.missing import missing_sentence
 
 
 def __getattr__(name: str) -> Any:
-    """Refuse what is not here.
+    """Raises for an absent name.
 
     Raises:
-        AttributeError: the sentence, which names the nearest thing.
+        AttributeError: always; the message names the nearest equivalent.
     """
     raise AttributeError(name if name.startswith("_") else missing_sentence(f"checkpointing.{name}"))
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, whose activations the backward recomputes with the random numbers of the forward."""
+    """Returns ``function(*args)``; backward recomputes its activations with the random numbers of the forward."""
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
 def configure(*_: Any, **__: Any) -> None:
-    """Nothing: DeepSpeed's options say where activations are kept, and change no value."""
+    """Does nothing: DeepSpeed's options choose where activations are stored, and change no value."""
 
 
 def is_configured() -> bool:
-    """Whether ``checkpoint`` may be called, which it always may."""
+    """Returns True: ``checkpoint`` needs no configuration."""
     return True
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device; in training the engine gives each tensor rank random numbers of its own where a shard draws."""
+    """Seeds the device. In training, the engine gives each tensor rank its own random numbers for sharded tensors."""
     get_accelerator().manual_seed(seed)
 
 
 def reset() -> None:
-    """Nothing: nothing is kept between calls."""
+    """Does nothing: no state exists between calls."""

@@ -21,13 +21,14 @@ def init_distributed(
     verbose: bool = True, timeout: timedelta | None = None, init_method: str | None = None,
     dist_init_required: bool | None = None, config: Any = None, rank: int = -1, world_size: int = -1,
 ) -> None:  # fmt: skip
-    """Start the default process group, unless there is one, as the launcher says; ``initialize`` starts it too.
+    """Starts the default process group of the launcher's ranks, unless there is one; ``initialize`` starts it too.
 
-    NCCL on GPUs, gloo otherwise, with the timeout of ``TRINE_TIMEOUT_SECONDS``. The other arguments change nothing.
+    The backend is NCCL on GPUs and gloo otherwise, with the timeout of ``TRINE_TIMEOUT_SECONDS``. Other arguments have
+    no effect. All ranks call it.
 
     Args:
-        init_method: the place where ranks meet, as torch takes it, in place of the launcher's.
-        rank: this process among the ``world_size`` of them; -1: as the launcher says.
+        init_method: rendezvous URL of torch, in place of the launcher's.
+        rank: this process among ``world_size``; -1: the launcher's value.
     """
     if not dist.is_initialized() and (init_method is not None or rank >= 0):
         told = read_world()
@@ -42,29 +43,29 @@ def init_distributed(
 
 
 def default_backend(kind: str) -> str:
-    """Backend of a type of device."""
+    """Returns the torch.distributed backend of a device type."""
     return str(dist.get_default_backend_for_device(kind))
 
 
 def world_group() -> Any:
-    """The group of all ranks; None in one process without a group."""
+    """Returns the group of all ranks; None in one process without a group."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def wait_for_all() -> None:
-    """A barrier, where there is more than one process."""
+    """Runs a barrier over all ranks, if there is a process group."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def share_from(tensor: torch.Tensor, rank: int) -> None:
-    """Give every rank the values that ``rank`` has."""
+    """Broadcasts a tensor in place from ``rank`` to all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(tensor, src=rank)
 
 
 def from_every_rank(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor of each rank, all of the same shape."""
+    """All-gathers a tensor of equal shape over all ranks; returns one tensor a rank."""
     if not dist.is_initialized():
         return [tensor]
     found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]

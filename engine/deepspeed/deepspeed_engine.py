@@ -1,4 +1,4 @@
-"""The members of DeepSpeed's engine object, each over one of Trine's engine."""
+"""Members of DeepSpeed's engine object, implemented by Trine's engine."""
 
 import logging
 import os
@@ -28,11 +28,11 @@ from engine.kernels.device import ACCELERATORS
 logger = logging.getLogger("trine")
 
 _COUNTED = {"micro_steps", "client_state"}
-"""What a checkpoint of this class has as client state."""
+"""Keys of the client state in a checkpoint of this class."""
 
 
 class DeepSpeedEngine(ScheduledMembers, AskedSettings):
-    """What ``deepspeed.initialize`` returns first; attributes that it lacks are the model's."""
+    """Engine object that ``deepspeed.initialize`` returns first; other attributes come from the model."""
 
     def __init__(
         self, engine: Engine, optimizer: Any, scheduler: Any, loader: DataLoader[Any] | None, scheduled: Scheduled,
@@ -51,7 +51,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self._counted = MicrobatchCount(self.engine.config)
         self.tput_timer, self.timers, self.monitor = Throughput(), Timers(), DeepSpeedMonitor()
         self.at_end: list[Callable[[], None]] = []
-        """Calls of ``destroy``."""
+        """Callbacks that ``destroy`` runs."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "engine" not in vars(self):
@@ -64,7 +64,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     # ------------------------------------------------------------------ loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of a microbatch; in training with the keyword arguments that follow the step."""
+        """Runs the forward of a microbatch; in training it adds the keyword arguments of the current step."""
         if self.module.training:
             args, kwargs = self._scheduled.call(args, kwargs, self.global_steps)
         return self.engine(*args, **kwargs)
@@ -72,9 +72,9 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     forward = __call__
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward; returns the loss divided by the accumulation, which is this microbatch's part of the step.
+        """Runs backward; returns the loss divided by the accumulation, this microbatch's part of the step's mean.
 
-        With ``scale_wrt_gas`` False, nothing is divided: the gradient is summed over the microbatches of a step.
+        With ``scale_wrt_gas=False`` nothing is divided: the gradient is summed over the microbatches of a step.
         """
         steps = self.gradient_accumulation_steps()
         self.engine.backward(loss if scale_wrt_gas else loss * steps, retain_graph)
@@ -82,17 +82,17 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         return loss / steps if scale_wrt_gas else loss
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Update at the end of an accumulation, else nothing."""
+        """Updates at the end of an accumulation; does nothing before."""
         self.micro_steps += 1
         self._counted.end_step()
         self._last.take(self.engine.step())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss, scaled for a backward of one's own."""
+        """Returns the loss, scaled for ``loss.backward()``."""
         return self.engine.scale(loss)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """A step over the microbatches of ``data_iter`` (default: of the training data); the mean loss."""
+        """Trains on the microbatches of ``data_iter`` (default: the training data); returns the mean loss."""
         self._scheduled.refuse_whole_steps()
         report = self.engine.train_batch(self._given(data_iter))
         self._last.take(report)
@@ -105,19 +105,19 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, data_iter: Iterator[Any], return_logits: bool = False, compute_loss: bool = True,
         reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
     ) -> Any:  # fmt: skip
-        """The mean loss over as many microbatches as a step has; with ``return_logits`` (loss, outputs).
+        """Returns the mean loss over the microbatches of a step; with ``return_logits`` (loss, outputs).
 
-        Without ``compute_loss``, the outputs. Every rank has them: ``bcast_loss`` changes nothing.
+        Without ``compute_loss`` it returns the outputs. All ranks get the result; ``bcast_loss`` has no effect.
 
         Raises:
-            EngineError: another reduction than the mean, or another number of microbatches.
+            EngineError: ``reduce_output`` is not "avg", or ``num_micro_batches`` is not the accumulation.
         """
         if reduce_output != "avg":
-            raise EngineError(f"eval_batch(reduce_output={reduce_output!r}): the loss is a mean here; leave it out.")
+            raise EngineError(f"eval_batch(reduce_output={reduce_output!r}): the loss is always a mean; leave it out.")
         if num_micro_batches not in (None, steps := self.gradient_accumulation_steps()):
             raise EngineError(
-                f"eval_batch(num_micro_batches={num_micro_batches}): a call takes the {steps} microbatches of a step; "
-                "call it as often as needed."
+                f"eval_batch(num_micro_batches={num_micro_batches}): a call reads the {steps} microbatches of a step; "
+                "leave it out, and call eval_batch as often as needed."
             )
         if not return_logits and compute_loss:
             return torch.tensor(self.engine.eval_batch(self._given(data_iter)).loss, device=self.device)
@@ -127,15 +127,15 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
     def _given(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         items = data_iter if data_iter is not None else self._items
         if items is None:
-            raise EngineError("train_batch() without data_iter and without training_data; give one of them.")
+            raise EngineError("train_batch() has neither data_iter nor training_data; pass one of them.")
         return items if self._batch_fn is None else map(self._batch_fn, items)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """The microbatches of ``train_batch`` from now on, from the start again at the end."""
+        """Sets the microbatches of later ``train_batch`` calls; the loader restarts at its end."""
         self.training_dataloader, self._items = loader, iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """The microbatches of ``train_batch`` from now on."""
+        """Sets the microbatches of later ``train_batch`` calls."""
         self.training_dataloader, self._items = None, iterator
 
     def deepspeed_io(
@@ -143,12 +143,12 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         data_sampler: Sampler[Any] | None = None, collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:  # fmt: skip
-        """A loader of this data rank's rows of ``dataset``, in microbatches.
+        """Returns a loader of this data rank's rows of ``dataset``, in microbatches.
 
         Args:
             route: "train" shuffles the rows; "eval" and "predict" keep their order.
             data_sampler: rows of this rank, in place of the loader's own.
-            num_local_io_workers: processes that read; None: this one reads.
+            num_local_io_workers: processes that read; None: this process reads.
         """
         return loader_of_a_rank(
             dataset,
@@ -162,63 +162,63 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         )
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Apply ``fn`` to each microbatch of ``train_batch`` and ``eval_batch``."""
+        """Sets a function that maps each microbatch of ``train_batch`` and ``eval_batch``."""
         self._batch_fn = fn
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Refused, unless it is the size that the run has.
+        """Raises unless the size is that of the run.
 
         Raises:
-            EngineError: the plan holds for one size.
+            EngineError: another size; a plan is made for one size.
         """
         self._refuse_size("train_batch_size", train_batch_size, self.train_batch_size())
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Refused, unless it is the size that the run has.
+        """Raises unless the size is that of the run.
 
         Raises:
-            EngineError: the plan holds for one size.
+            EngineError: another size; a plan is made for one size.
         """
         self._refuse_size("train_micro_batch_size_per_gpu", micro_batch_size, self.train_micro_batch_size_per_gpu())
 
     def _refuse_size(self, key: str, wanted: int, present: int) -> None:
         if wanted != present:
             raise EngineError(
-                f"{key} {wanted} instead of {present}: the plan of a run holds for one size; save a checkpoint, and go "
-                "on from it with an engine of that size."
+                f"{key} {wanted} instead of {present}: the plan of a run is made for one size; save a checkpoint, and "
+                "continue from it with an engine of that size."
             )
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Several backwards inside are reduced together, which the engine does anyway."""
+        """Returns an empty context: the engine reduces several backwards of a step together in any case."""
         return nullcontext()
 
     def zero_grad(self) -> None:
-        """Drop the gradients of an unfinished step."""
+        """Drops the gradients of an unfinished step."""
         self.engine.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backwards reduce nothing."""
+        """Returns a context in which backwards reduce nothing."""
         return self.engine.no_sync()
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
-        """Training mode of the model."""
+        """Sets the model to training mode."""
         self.engine.module.train(mode)
         return self
 
     def eval(self) -> "DeepSpeedEngine":
-        """Evaluation mode of the model."""
+        """Sets the model to evaluation mode."""
         return self.train(False)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next step updates."""
+        """Returns True if the next step updates."""
         return self.engine.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide whether the next steps update."""
+        """Sets whether the next steps update."""
         self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def was_step_applied(self) -> bool:
-        """Whether the last step made an update."""
+        """Returns True if the last step made an update."""
         return self._last.applied
 
     # ------------------------------------------------------------------ checkpoints
@@ -227,9 +227,9 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, save_dir: str | os.PathLike[str], tag: str | int | None = None, client_state: Any = None,
         save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Save into ``save_dir/tag``, and name the tag in ``save_dir/latest``; it is written at the end. Collective."""
+        """Saves to ``save_dir/tag`` and writes the tag into ``save_dir/latest``; returns once written. Collective."""
         if save_dir is None or not os.fspath(save_dir):
-            raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; give the folder of the run.")
+            raise EngineError(f"save_checkpoint was given save_dir {save_dir!r}; pass the folder of the run.")
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         counted = {"micro_steps": self.micro_steps, "client_state": client_state or {}} | self._counted.kept()
         self.engine.save_checkpoint(Path(save_dir, tag), counted, exclude_frozen_parameters).wait()
@@ -245,12 +245,12 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Continue from a checkpoint, also one of DeepSpeed's: (its folder, client state).
+        """Continues from a checkpoint, also one of DeepSpeed's; returns (its folder, client state). Collective.
 
         (None, None) if ``load_dir`` has no ``latest``.
 
         Raises:
-            EngineError: ``custom_load_fn``.
+            EngineError: ``custom_load_fn`` is passed.
         """
         _refuse_load_fn("load_checkpoint", custom_load_fn)
         hints = (Path(load_dir, name) for name in ("latest", "latest_universal"))
@@ -278,7 +278,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, save_dir: str | os.PathLike[str], save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Write the whole model's weights into one safetensors file, whatever ending the name has. Collective."""
+        """Writes the full weights into one safetensors file; the name's ending is replaced. Collective."""
         weights = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if self.global_rank == 0:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
@@ -292,15 +292,15 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """The whole model on rank 0, an empty dict on others. Collective.
+        """Returns the full weights on rank 0 and an empty dict on other ranks. Collective.
 
         Raises:
-            EngineError: one of the first three arguments, of which torch's ``state_dict`` makes use.
+            EngineError: ``destination``, ``prefix`` or ``keep_vars`` is passed.
         """
         if destination is not None or prefix or keep_vars:
             raise EngineError(
-                "module_state_dict with destination, prefix or keep_vars: it gives copies of the whole weights by the "
-                "model's own names; rename them in what it returns."
+                "module_state_dict got destination, prefix or keep_vars, but it returns copies of the full weights by "
+                "the model's own names; rename them in the result."
             )
         whole = self.engine.full_state_dict()
         named = self.engine.module.named_parameters(remove_duplicate=False)
@@ -311,10 +311,10 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         self, state_dict: Mapping[str, Tensor], strict: bool = True, custom_load_fn: Any = None,
         fetch_z3_params: bool = False,
     ) -> None:  # fmt: skip
-        """Write the model's weights and buffers. Collective; every rank passes whole values.
+        """Writes the model's weights and buffers. Collective; every rank passes full values.
 
         Raises:
-            EngineError: ``strict``, and names differ; ``custom_load_fn``.
+            EngineError: names differ under ``strict``, or ``custom_load_fn`` is passed.
         """
         _refuse_load_fn("load_module_state_dict", custom_load_fn)
         with self.engine.full_parameters() as parameters, torch.no_grad():
@@ -324,7 +324,7 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
             other = [name for name in other if name not in buffers]
             if strict and (missing or other):
                 raise EngineError(
-                    f"load_module_state_dict: the state lacks {missing[:3]} and has {other[:3]} beside the model's; "
+                    f"load_module_state_dict: the state lacks {missing[:3]} and has {other[:3]} that the model lacks; "
                     "pass the state of this model, or strict=False."
                 )
             for name, value in (known | buffers).items():
@@ -340,34 +340,34 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move state to host memory until ``reload_states``, at every stage; see :meth:`Engine.offload_states`."""
+        """Moves state to host memory until ``reload_states``, at every stage; see :meth:`Engine.offload_states`."""
         self.engine.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what ``offload_states`` has moved."""
+        """Moves state back that ``offload_states`` has moved."""
         self.engine.reload_states(non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Nothing: gathered parameters are freed after their use."""
+        """Does nothing: gathered parameters are freed after their use."""
 
     @property
     def is_compiled(self) -> bool:
-        """Whether blocks run under torch.compile."""
+        """True if blocks run under torch.compile."""
         return self.engine.config.compile
 
     def compile(self, *_: Any, **__: Any) -> None:
-        """Refused, unless the configuration has compiled the model's blocks.
+        """Raises unless the configuration has compiled the model's blocks.
 
         Raises:
-            EngineError: the model is placed already.
+            EngineError: blocks are not compiled; a placed model cannot be compiled.
         """
         if not self.is_compiled:
             raise EngineError(
-                'compile() after initialize, when the model is placed; give "compile": true in the config.'
+                'compile() was called after initialize, which has placed the model; set "compile": true in the config.'
             )
 
     def destroy(self) -> None:
-        """End the engine; the module may then be given to ``initialize`` again."""
+        """Closes the engine; the module may then be passed to ``initialize`` again."""
         self.engine.close()
         while self.at_end:
             self.at_end.pop()()
@@ -376,6 +376,6 @@ class DeepSpeedEngine(ScheduledMembers, AskedSettings):
 def _refuse_load_fn(call: str, custom_load_fn: Any) -> None:
     if custom_load_fn is not None:
         raise EngineError(
-            f"{call}(custom_load_fn=...): weights are read into their places by name; read the file yourself, and pass "
+            f"{call}(custom_load_fn=...): weights are read by name into their places; read the file yourself, and pass "
             "the renamed weights to load_module_state_dict."
         )

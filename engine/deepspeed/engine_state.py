@@ -1,4 +1,4 @@
-"""Sizes, counters and rates of DeepSpeed's engine object."""
+"""Sizes, counters and learning rates of DeepSpeed's engine object."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from engine.parallel.comm.launcher import local_rank
 
 
 class MicrobatchCount:
-    """The microbatches of all steps, where a step takes as many as the script gives it."""
+    """Count of microbatches over all steps, for steps of any number of microbatches."""
 
     KEY = "microbatches"
 
@@ -29,23 +29,23 @@ class MicrobatchCount:
         """Microbatches of all steps; None: each step has the same number."""
 
     def end_step(self) -> None:
-        """Count what has waited for this step."""
+        """Adds the microbatches since the last step."""
         if self.taken is not None:
             self.taken += self.waiting
         self.waiting = 0
 
     def kept(self) -> dict[str, int]:
-        """What a checkpoint keeps of it."""
+        """Returns the entries of a checkpoint's client state."""
         return {} if self.taken is None else {self.KEY: self.taken}
 
     def restore(self, found: Mapping[str, Any], steps: int) -> None:
-        """Go on from a checkpoint, or from a number of steps of equal size."""
+        """Restores the count from a checkpoint, or from a number of steps of equal size."""
         if self.taken is not None:
             self.taken = int(found.get(self.KEY, steps * self._steps))
 
 
 class EngineState:
-    """What a script asks the engine object."""
+    """Members of the engine object that scripts read."""
 
     engine: Engine
     optimizer: Any
@@ -93,27 +93,27 @@ class EngineState:
         return self.engine.grid.tp
 
     def get_data_parallel_rank(self) -> int:
-        """Number of this rank among the data ranks."""
+        """Returns the index of this rank among the data ranks."""
         return self.engine.grid.row_rank
 
     def get_model_parallel_rank(self) -> int:
-        """Number of this rank among the tensor ranks."""
+        """Returns the index of this rank among the tensor ranks."""
         return self.engine.grid.coord().tp
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
     def get_pipeline_parallel_rank(self) -> int:
-        """Pipeline stage of this rank."""
+        """Returns the pipeline stage of this rank."""
         return self.engine.grid.coord().pp
 
     @property
     def global_steps(self) -> int:
-        """Steps so far, with skipped ones."""
+        """Number of steps, including skipped ones."""
         return self.engine.step_count + self.engine.skipped_steps
 
     @property
     def global_samples(self) -> int:
-        """Rows of all steps so far."""
+        """Rows of all steps."""
         if (taken := self._counted.taken) is None:
             return self.global_steps * self.train_batch_size()
         return taken * self.train_batch_size() // self.gradient_accumulation_steps()
@@ -134,82 +134,82 @@ class EngineState:
         return self.cur_scale
 
     def train_batch_size(self) -> int:
-        """Rows of a step over all data ranks."""
+        """Returns the rows of a step over all data ranks."""
         return self.engine.config.train_batch_size or 0
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Rows of a microbatch."""
+        """Returns the rows of a microbatch."""
         return self.engine.config.micro or 0
 
     def gradient_accumulation_steps(self) -> int:
-        """Microbatches of a step."""
+        """Returns the microbatches of a step."""
         return self.engine.config.accumulation or 0
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(train batch, microbatch, accumulation)."""
+        """Returns (train batch size, microbatch size, gradient accumulation steps)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
+        """Returns the ZeRO stage."""
         return self.engine.config.zero_optimization.stage
 
     def zero_optimization(self) -> bool:
-        """Whether optimizer state is sharded."""
+        """Returns True if optimizer state is sharded."""
         return self.zero_optimization_stage() > 0
 
     def fp16_enabled(self) -> bool:
-        """Whether the run is fp16."""
+        """Returns True if the run is fp16."""
         return self.engine.config.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the run is bf16."""
+        """Returns True if the run is bf16."""
         return self.engine.config.bf16.enabled
 
     def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0: no clipping."""
+        """Returns the largest gradient norm; 0: no clipping."""
         return self.engine.config.gradient_clipping
 
     def get_lr(self) -> list[float]:
-        """Rate of each group."""
+        """Returns the learning rate of each group."""
         return [float(group["lr"]) for group in self._groups]
 
     def get_mom(self) -> list[Any]:
-        """Betas or momentum of each group."""
+        """Returns the betas or the momentum of each group."""
         return [group.get("betas", group.get("momentum")) for group in self._groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last update's gradients before clipping; None before the first one."""
+        """Returns the norm of the last update's gradients before clipping; None before the first update."""
         return self._last.norm
 
     @property
     def data_parallel_group(self) -> Any:
-        """Group of torch.distributed over this rank's data ranks, where they are all ranks; None in one process.
+        """torch.distributed group of this rank's data ranks, if the grid has data ranks only; None in one process.
 
         Raises:
-            EngineError: there are tensor or pipeline ranks; the engine's groups are its own.
+            EngineError: the grid has tensor or pipeline ranks; only the engine uses groups of one axis.
         """
         grid = self.engine.grid
         if grid.row_ranks != grid.world_size:
             raise EngineError(
-                f"data_parallel_group on {grid}: groups of one axis are the engine's own; reduce by eng.engine.comm."
+                f"data_parallel_group on {grid}: groups of one axis belong to the engine; reduce by eng.engine.comm."
             )
         return comm.world_group()
 
     @property
     def grid(self) -> PipelineParallelGrid:
-        """Where this rank stands, by DeepSpeed's names."""
+        """Position of this rank in the grid, under DeepSpeed's names."""
         return PipelineParallelGrid(self.engine.grid)
 
     def is_first_stage(self) -> bool:
-        """Whether this rank runs the first pipeline stage."""
+        """Returns True if this rank runs the first pipeline stage."""
         return self.engine.grid.coord().pp == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank runs the last pipeline stage."""
+        """Returns True if this rank runs the last pipeline stage."""
         return self.engine.grid.coord().pp == self.engine.grid.pp - 1
 
     def get_type(self) -> list[Any]:
-        """Kind of each group, where the optimizer's groups name one."""
+        """Returns the ``type`` of each group; None for groups without one."""
         return [group.get("type") for group in self._groups]
 
     @property

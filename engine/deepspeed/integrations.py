@@ -1,4 +1,4 @@
-"""``HfDeepSpeedConfig``, as ``transformers.integrations`` has it, for scripts that keep one while a model is built."""
+"""``HfDeepSpeedConfig`` of ``transformers.integrations``, for scripts that hold one while they build a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,16 +7,16 @@ from engine.config import load_raw
 
 
 class HfDeepSpeedConfig:
-    """A configuration that is asked for its stage. Models are built whole: ZeRO 3 shards them in ``initialize``.
+    """Configuration with queries of its ZeRO stage. Models are built in full, and ``initialize`` shards them.
 
-    transformers' own class wants the package deepspeed, and builds models under its ``zero.Init``.
+    transformers' own class needs the package deepspeed, and builds models under its ``zero.Init``.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
         self.config: dict[str, Any] = dict(load_raw(config_file_or_dict))
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Value at a dotted path."""
+        """Returns the value at a dotted path."""
         found: Any = self.config
         for key in ds_key_long.split("."):
             if not isinstance(found, Mapping) or key not in found:
@@ -25,23 +25,23 @@ class HfDeepSpeedConfig:
         return found
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether a value is there and true."""
+        """Returns True if the value exists and is true."""
         return bool(self.get_value(ds_key_long, False))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether a value is there and false."""
+        """Returns True if the value exists and is false."""
         found = self.get_value(ds_key_long)
         return found is not None and not found
 
     def is_zero2(self) -> bool:
-        """Whether the stage is 2."""
+        """Returns True if the stage is 2."""
         return int(self.get_value("zero_optimization.stage", -1)) == 2
 
     def is_zero3(self) -> bool:
-        """Whether the stage is 3."""
+        """Returns True if the stage is 3."""
         return int(self.get_value("zero_optimization.stage", -1)) == 3
 
     def is_offload(self) -> bool:
-        """Whether optimizer state or parameters are kept on the host."""
+        """Returns True if optimizer state or parameters are offloaded."""
         places = ("offload_optimizer", "offload_param")
         return any(self.get_value(f"zero_optimization.{each}.device") in ("cpu", "nvme") for each in places)

@@ -1,4 +1,4 @@
-"""``deepspeed.pipe``: what ``runtime.pipe.module`` has."""
+"""``deepspeed.pipe``: the names of ``runtime.pipe.module``."""
 
 from engine.deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 

@@ -1,4 +1,4 @@
-"""Optimizer and schedule as ``initialize`` returns them, also while the plan of the engine waits for a batch."""
+"""Optimizer and schedule that ``initialize`` returns, also before the first batch has built the engine."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
@@ -15,47 +15,47 @@ from engine.reporting.step_report import StepReport
 
 
 class LastStep:
-    """The last call of ``step``, and the norm of the last update."""
+    """Record of the last call of ``step``, and of the norm of the last update."""
 
     def __init__(self) -> None:
         self.norm: float | None = None
         self._report: StepReport | None = None
 
     def take(self, report: StepReport | None) -> None:
-        """Keep the report of a step; None: it made no update."""
+        """Stores the report of a step; None: the step made no update."""
         self._report = report
         if report is not None:
             self.norm = report.grad_norm
 
     @property
     def applied(self) -> bool:
-        """Whether it made an update."""
+        """True if the step made an update."""
         return self._report is not None and not self._report.skipped
 
     @property
     def skipped(self) -> bool:
-        """Whether it was skipped, because a gradient was not finite."""
+        """True if the step was skipped, because a gradient was not finite."""
         return self._report is not None and self._report.skipped
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
-    """The engine's optimizer with the members of DeepSpeed's: groups and state are those that the engine updates."""
+    """The engine's optimizer with DeepSpeed's members; its groups and state are the ones that the engine updates."""
 
     def __init__(self, engine: Engine, given: torch.optim.Optimizer | None, last: LastStep) -> None:
-        # the base's constructor is left out: it makes groups of its own
+        # does not call the base constructor, which would create groups of its own
         self._engine, self._given, self._last = engine, given, last
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer inside.
+        """torch optimizer inside.
 
         Raises:
-            EngineError: it is not made yet.
+            EngineError: the engine is not built, so there is no optimizer.
         """
         if self._given is None and not self._engine.built:
             raise EngineError(
-                "the optimizer was asked before the first forward, from which tensor and pipeline ranks make their "
-                "plan; ask it after model_engine(...), or pass optimizer=... to initialize, whose groups are there."
+                "the optimizer was read before the first forward, from which tensor and pipeline ranks make their "
+                "plan; read it after model_engine(...), or pass optimizer=... to initialize, which has its groups."
             )
         return self._given if self._given is not None else self._engine.optimizer
 
@@ -94,28 +94,28 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped."""
+        """True if the last step was skipped."""
         return self._last.skipped
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Backward of a microbatch by the engine."""
+        """Runs the engine's backward of a microbatch."""
         self._engine.backward(loss, retain_graph)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Refused.
+        """Raises always.
 
         Raises:
-            EngineError: the engine's step reduces, clips and updates.
+            EngineError: always; the engine's step reduces, clips and updates.
         """
-        raise EngineError("optimizer.step() of an engine's optimizer; call model_engine.step(), which calls it.")
+        raise EngineError("optimizer.step() was called on an engine's optimizer; call model_engine.step() instead.")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of an unfinished step."""
+        """Drops the gradients of an unfinished step."""
         self._engine.zero_grad()
 
 
 class LateSchedule:
-    """The schedule of an engine whose plan waits for the first batch."""
+    """Schedule of an engine that the first batch builds."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -125,18 +125,18 @@ class LateSchedule:
 
 
 def returned_optimizer(engine: Engine, given: Any, last: LastStep) -> Any:
-    """The optimizer: the user's own where DeepSpeed returns it too, at stage 0 in fp32, and None without one."""
+    """Returns the user's own optimizer at stage 0 in fp32, as DeepSpeed does, else a wrapper; None without one."""
     config, own = engine.config, given if isinstance(given, torch.optim.Optimizer) else None
     if config.optimizer is None and given is None:
         return None
     plain = config.zero_optimization.stage == 0 and not config.bf16.enabled and not config.fp16.enabled
     if plain and own is None and given is not None and engine.built:
-        return engine.optimizer  # that which a callable made
+        return engine.optimizer  # made by the callable
     return own if own is not None and plain else DeepSpeedOptimizer(engine, own, last)
 
 
 def returned_schedule(engine: Engine, given: Any) -> Any:
-    """The torch scheduler that was given, or that a callable or the configuration makes; None without one."""
+    """Returns the torch scheduler that was passed, or that a callable or the configuration makes; None without one."""
     if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given
     if given is None and engine.config.scheduler is None:
@@ -145,7 +145,8 @@ def returned_schedule(engine: Engine, given: Any) -> Any:
 
 
 def configured_schedule(config: Config, given: Any) -> Any:
-    """The user's schedule, or the configured one as a scheduler with DeepSpeed's members, if it has that name."""
+    """Returns the user's schedule, or the configured one as a scheduler with DeepSpeed's members if it has that
+    name."""
     section = config.scheduler
     if given is not None or section is None or section.type not in SCHEDULES:
         return given
@@ -153,6 +154,6 @@ def configured_schedule(config: Config, given: Any) -> Any:
 
 
 def _made(kind: Callable[..., Any], params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
-    if params.get("warmup_num_steps") == 0:  # any warmup takes two steps at least
+    if params.get("warmup_num_steps") == 0:  # a warmup has at least two steps
         params = dict(params) | {"warmup_num_steps": 1}
     return kind(optimizer, **params)

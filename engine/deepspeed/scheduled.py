@@ -1,4 +1,4 @@
-"""Keyword arguments of forward that follow the step: ``progressive_layer_drop`` and ``curriculum_learning``."""
+"""Keyword arguments of forward that depend on the step: ``progressive_layer_drop`` and ``curriculum_learning``."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,24 +13,24 @@ from engine.program.forward_inputs import ForwardSignature
 
 
 class CurriculumScheduler:
-    """``curriculum_scheduler_legacy``: the difficulty is a function of the step, so nothing has to be saved."""
+    """``curriculum_scheduler_legacy``: the difficulty is a function of the step, so it has no state to save."""
 
     def __init__(self, curriculum: Curriculum, steps: Callable[[], int]) -> None:
         self._curriculum, self._steps = curriculum, steps
 
     def get_difficulty(self, global_steps: int) -> int:
-        """The difficulty of a step, counted from 1."""
+        """Returns the difficulty of a step, counted from 1."""
         return self._curriculum.difficulty(global_steps)
 
     update_difficulty = get_difficulty
 
     def get_current_difficulty(self) -> int:
-        """The difficulty of the step that runs."""
+        """Returns the difficulty of the current step."""
         return self._curriculum.difficulty(self._steps() + 1)
 
 
 class Scheduled:
-    """The keyword arguments of a run; every rank computes them from the number of steps."""
+    """Keyword arguments of a run; every rank computes them from the number of steps."""
 
     def __init__(self, model: nn.Module, raw: Mapping[str, Any], is_chain: bool) -> None:
         self.keywords = read_keywords(raw, Problems("the config"))
@@ -38,32 +38,33 @@ class Scheduled:
         self._is_chain = is_chain
         if is_chain and self.keywords.layer_drop is not None:
             raise ConfigError(
-                "progressive_layer_drop with a PipelineModule, whose layers take the value of the layer before and no "
-                "keyword arguments; leave it out, or give a module with a forward of its own."
+                "progressive_layer_drop was given with a PipelineModule, whose layers take the value of the layer "
+                "before and no keyword arguments; remove it, or pass a module with its own forward."
             )
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a forward of training; those by position get their names, as an example needs them."""
+        """Returns the arguments of a training forward; positional ones become keywords, because an example needs
+        names."""
         added = self.keywords.at(steps)
         if added and len(args) <= len(self._names) and not kwargs.keys() & set(self._names[: len(args)]):
             args, kwargs = (), dict(zip(self._names, args, strict=False)) | kwargs
         return args, kwargs | added
 
     def refuse_whole_steps(self) -> None:
-        """Refuse ``train_batch`` where a forward is to be given more than its batch.
+        """Raises for ``train_batch`` if forward takes keyword arguments that a batch lacks.
 
         Raises:
-            EngineError: the sentence.
+            EngineError: forward takes such keyword arguments.
         """
         if not self._is_chain and (names := sorted(self.keywords.at(0))):
             raise EngineError(
-                f"train_batch() of a run whose configuration has forward given {', '.join(names)}, which a batch "
-                "lacks; call model_engine(...), backward and step."
+                f"train_batch() was called, but the configuration passes {', '.join(names)} to forward, and a batch "
+                "lacks them; call model_engine(...), backward and step."
             )
 
 
 class ScheduledMembers(EngineState):
-    """What scripts ask about them."""
+    """Members of the engine object about these keyword arguments."""
 
     _scheduled: Scheduled
 
@@ -72,20 +73,20 @@ class ScheduledMembers(EngineState):
         return self._scheduled.keywords
 
     def pld_enabled(self) -> bool:
-        """Whether forward is given ``pld_theta``."""
+        """Returns True if forward takes ``pld_theta``."""
         return self._keywords.layer_drop is not None
 
     def get_pld_theta(self) -> float | None:
-        """The probability of the next forward of keeping a layer; None without ``progressive_layer_drop``."""
+        """Returns the next forward's probability to keep a layer; None without ``progressive_layer_drop``."""
         drop = self._keywords.layer_drop
         return None if drop is None else drop.kept(self.global_steps)
 
     def curriculum_enabled_legacy(self) -> bool:
-        """Whether there is a curriculum."""
+        """Returns True if there is a curriculum."""
         return self._keywords.curriculum is not None
 
     @property
     def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
-        """The difficulty by step; None without ``curriculum_learning``."""
+        """Scheduler of the difficulty; None without ``curriculum_learning``."""
         curriculum = self._keywords.curriculum
         return None if curriculum is None else CurriculumScheduler(curriculum, lambda: self.global_steps)

@@ -1,4 +1,4 @@
-"""``deepspeed.initialize``: DeepSpeed's arguments become those of ``engine.initialize``."""
+"""``deepspeed.initialize``: translates DeepSpeed's arguments into those of ``engine.initialize``."""
 
 import argparse
 import glob
@@ -31,7 +31,7 @@ _BY_GROUP = frozenset({"params", "lr", "weight_decay", "name"})
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config``."""
+    """Adds ``--deepspeed`` and ``--deepspeed_config``."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="accepted; the script decides")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of the JSON configuration")
@@ -45,14 +45,14 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None, config: Any = None, mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:  # fmt: skip
-    """DeepSpeed's ``initialize``: (engine, optimizer, loader of ``training_data``, scheduler).
+    """Returns (engine, optimizer, loader of ``training_data``, scheduler), as DeepSpeed's ``initialize`` does.
 
-    All ranks begin with the weights of rank 0. Trainable parameters that neither ``model_parameters`` nor ``optimizer``
-    has stay as they are; without an optimizer the engine only evaluates, and the second value is None. Values "auto"
-    are filled from ``args``. ``distributed_port`` and ``dist_init_required`` change nothing.
+    All ranks begin with the weights of rank 0. Trainable parameters outside both ``model_parameters`` and ``optimizer``
+    are not updated; without an optimizer the engine only evaluates, and the second value is None. Values "auto" are
+    filled from ``args``. ``distributed_port`` and ``dist_init_required`` have no effect. Collective.
 
     Raises:
-        ConfigError: what ``engine.initialize`` refuses; no model or configuration, or two; groups with options other
+        ConfigError: an error of ``engine.initialize``; no model or configuration, or two; groups with options other
             than lr and weight_decay; an ``mpu`` or ``mesh_param`` of another grid.
     """
     if model is None:
@@ -73,7 +73,7 @@ def initialize(
     collate = collate_fn or default_collate
     example = None if pipeline is None else _example(training_data, resolved.micro, collate)
     lr_scheduler = configured_schedule(resolved, None if resolved.scheduler is not None else lr_scheduler)
-    resolved = resolved if lr_scheduler is None else replace(resolved, scheduler=None)  # one made from it acts
+    resolved = resolved if lr_scheduler is None else replace(resolved, scheduler=None)  # the one made from it is used
     scheduled, loss_fn = Scheduled(model, raw, pipeline is not None), _loss_of(pipeline)
     thaw = freeze(parts.left_out)
     try:
@@ -91,8 +91,8 @@ def initialize(
 
 
 def _adapted(model: nn.Module, given: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """The configuration with what arguments and the model itself decide."""
-    raw = {"initial_weights": "rank0"} | fill_auto(given, args)  # as DeepSpeed begins
+    """Returns the configuration, completed from the arguments and the model."""
+    raw = {"initial_weights": "rank0"} | fill_auto(given, args)  # DeepSpeed broadcasts the weights of rank 0
     _take_decay(raw)
     _take_tensor_ranks(model, raw)
     if isinstance(model, PipelineModule):
@@ -101,7 +101,7 @@ def _adapted(model: nn.Module, given: Mapping[str, Any], args: Any) -> dict[str,
 
 
 def _take_decay(raw: dict[str, Any]) -> None:
-    """Give AdamW and Muon the weight decay of DeepSpeed's own where the configuration names none: 0."""
+    """Sets weight decay 0, DeepSpeed's default, for AdamW and Muon if the configuration has none."""
     section = raw.get("optimizer")
     if not isinstance(section, Mapping) or str(section.get("type", "")).lower() not in ("adamw", "muon"):
         return
@@ -111,15 +111,15 @@ def _take_decay(raw: dict[str, Any]) -> None:
 
 
 def _unused_sections(raw: Mapping[str, Any], optimizer: object, lr_scheduler: object) -> Iterator[str]:
-    """Notes where code and configuration both have an optimizer or a schedule; DeepSpeed decides as this does."""
+    """Yields a note if code and configuration both have an optimizer or a schedule; DeepSpeed's precedence holds."""
     if optimizer is not None and raw.get("optimizer") is not None:
-        yield "optimizer: the one that is passed in code is used, so the section has no effect; leave it out"
+        yield "optimizer: the one passed in code is used, so the section has no effect; remove it"
     if lr_scheduler is not None and raw.get("scheduler") is not None:
-        yield "scheduler: the section is used, so lr_scheduler=... has no effect; leave one of them out"
+        yield "scheduler: the section is used, so lr_scheduler=... has no effect; remove one of them"
 
 
 def _refuse_other_grid(config: Config, mpu: Any, mesh_param: Any) -> None:
-    """Refuse ranks that the script shares a layer or a sequence among, where the configuration does not."""
+    """Raises if the script has tensor or sequence ranks that the configuration lacks."""
     asked = {"tensor ranks of mpu": 1, "sequence ranks of mesh_param": 1}
     for call in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
         if hasattr(mpu, call):
@@ -130,18 +130,18 @@ def _refuse_other_grid(config: Config, mpu: Any, mesh_param: Any) -> None:
     for what, ranks in asked.items():
         if ranks not in (1, config.tp):
             raise ConfigError(
-                f"deepspeed.initialize was given {ranks} {what}, and the configuration asks for {config.tp}; give the "
-                f'model whole, with "parallel": {{"tensor": {ranks}}}, which cuts its layers (sequence_parallel beside '
-                "it shards sequences)."
+                f"deepspeed.initialize was given {ranks} {what}, and the configuration has {config.tp}; pass the full "
+                f'model and set "parallel": {{"tensor": {ranks}}}, which shards its layers (add sequence_parallel to '
+                "shard sequences)."
             )
 
 
 def _given(source: Any, args: Any) -> Mapping[str, Any]:
-    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)  # the older name of it
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)  # its older name
     if source is not None and named is not None:
         raise ConfigError(
             "deepspeed.initialize was given a configuration in code and another one by --deepspeed_config; keep one of "
-            "them, as DeepSpeed asks too."
+            "them, as in DeepSpeed."
         )
     source = source if source is not None else named
     if source is None:
@@ -152,16 +152,16 @@ def _given(source: Any, args: Any) -> Mapping[str, Any]:
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None
 ) -> nn.Module:
-    """Remember the number of tensor ranks for ``initialize``, which cuts the model; returns it in ``dtype``.
+    """Stores the number of tensor ranks for ``initialize``, which shards the model; returns the model in ``dtype``.
 
-    ``config`` is what ``initialize`` is given, and changes nothing here.
+    ``config`` has no effect here; ``initialize`` reads it.
 
     Raises:
-        ConfigError: ``tp_group``.
+        ConfigError: ``tp_group`` is passed.
     """
     if tp_group is not None:
         raise ConfigError(
-            "tp_model_init was given tp_group: tensor ranks are neighbours of the engine's own grid; leave it out."
+            "tp_model_init was given tp_group, but tensor ranks are neighbours in the engine's own grid; leave it out."
         )
     object.__setattr__(model, _TENSOR_RANKS, tp_size)
     return model.to(dtype)
@@ -177,7 +177,7 @@ def _take_tensor_ranks(model: nn.Module, raw: dict[str, Any]) -> None:
 
 
 def _take_pipeline(model: PipelineModule, raw: dict[str, Any]) -> None:
-    """Let the module's own arguments decide the grid, as they do in DeepSpeed."""
+    """Sets the grid from the module's own arguments, as DeepSpeed does."""
     grid = {"pipeline": model.num_stages, **({"tensor": model.tensor_ranks} if model.tensor_ranks > 1 else {})}
     raw["parallel"] = grid | dict(raw.get("parallel") or {})
     raw.pop("pipeline", None)
@@ -187,7 +187,7 @@ def _take_pipeline(model: PipelineModule, raw: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """``model_parameters``: groups of some of the model's trainable parameters."""
+    """Groups in ``model_parameters``, over some of the model's trainable parameters."""
 
     groups: Sequence[Mapping[str, Any]]
     names: Mapping[int, str]
@@ -205,18 +205,18 @@ def _parts(model: nn.Module, given: Sequence[Any]) -> _Parts:
     notes = []
     if left:
         more = f" and {len(left) - 1} more of the trainable parameters" * (len(left) > 1)
-        notes = [f"model_parameters leaves out {next(iter(left))!r}{more}, which stay as they are until destroy()."]
+        notes = [f"model_parameters leaves out {next(iter(left))!r}{more}, which are not updated until destroy()."]
     return _Parts(groups, {id(p): name for name, p in trained.items()}, tuple(left.values()), notes)
 
 
 def _take_groups(parts: _Parts, raw: dict[str, Any]) -> None:
-    """Convert ``model_parameters`` to ``optimizer.groups``."""
+    """Converts ``model_parameters`` to ``optimizer.groups``."""
     options = []
     for group in parts.groups:
         if others := sorted(group.keys() - _BY_GROUP):
             raise ConfigError(
-                f"model_parameters has a group with {others[0]!r}, and groups of an optimizer that the configuration "
-                "names differ in lr and weight_decay; pass optimizer=... for more."
+                f"model_parameters has a group with {others[0]!r}, but groups of a configured optimizer may differ "
+                "only in lr and weight_decay; pass optimizer=... for more."
             )
         own = {name: group[name] for name in ("lr", "weight_decay") if name in group}
         patterns = [glob.escape(parts.names[id(p)]) for p in group["params"] if id(p) in parts.names]
@@ -224,8 +224,8 @@ def _take_groups(parts: _Parts, raw: dict[str, Any]) -> None:
             options.append({"params": patterns, **own})
     if options and isinstance(raw["optimizer"], list):
         raise ConfigError(
-            "model_parameters has groups, and the configuration a list of optimizers; keep one of them, since a list "
-            "assigns parameters by its patterns."
+            "model_parameters has groups, and the configuration has a list of optimizers; keep one of them, because "
+            "the list assigns parameters by its patterns."
         )
     if options:
         raw["optimizer"] = dict(raw["optimizer"]) | {"groups": options}
@@ -237,7 +237,7 @@ def _loss_of(model: PipelineModule | None) -> Callable[[Any, Any], torch.Tensor]
 
 
 def _example(data: Any, micro: int, collate: Callable[[list[Any]], Any]) -> Any:
-    """The first microbatch of the data, from which a plan is made; None without data of known size."""
+    """Returns the first microbatch of the data, for the plan; None if the data have no length."""
     if data is None or not hasattr(data, "__len__") or len(data) < micro:
         return None
     return collate([data[index] for index in range(micro)])

@@ -11,10 +11,10 @@ from engine.deepspeed.utils.tensor_fragment import engine_of
 
 
 class Init:
-    """Context in which a model is built. Its weights are whole until ``initialize``, which shards them.
+    """Context in which a model is built. Its weights are full until ``initialize`` shards them.
 
     A model that does not fit in the memory of a process is built under ``torch.device("meta")``. DeepSpeed's arguments
-    are accepted and change nothing.
+    are accepted and have no effect.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
@@ -32,10 +32,10 @@ def GatheredParameters(  # noqa: N802, DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Inside, the parameters are full; before an engine has them, they always are. Collective.
+    """Makes the parameters full inside the context; before an engine has them, they always are. Collective.
 
     Args:
-        modifier_rank: the rank whose writes count for all; None: nothing is written.
+        modifier_rank: the rank that broadcasts its writes; None: nothing is written.
     """
     if isinstance(params, nn.Module):
         params = params.parameters()

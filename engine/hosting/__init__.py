@@ -1,10 +1,10 @@
-"""Parts that the doors to training loops of other libraries share: huggingface, lightning, deepspeed.
+"""Parts that the integrations of other training loops share: huggingface, lightning, deepspeed.
 
-arguments       settings of the Hugging Face Trainer and of TRL beside the engine's configuration, and what is refused
-loop_settings   settings of a loop of the user's own beside it: accelerate's, Lightning's
+arguments       settings of the Hugging Face Trainer and of TRL with the engine's configuration, and refused ones
+loop_settings   settings of a user's own loop with it: accelerate's, Lightning's
 hosted_model    the module that a loop calls
 
-Here: the versions of the libraries in whose loops the engine is tested. Nothing here imports them.
+This file has the library versions in whose loops the engine is tested. Nothing here imports the libraries.
 """
 
 import logging
@@ -27,14 +27,14 @@ TESTED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "trl": ("1.16", "1.16"),
     }
 )
-"""Library -> the first and the last minor version in which all calls that its loop makes are tested."""
+"""Library -> first and last minor version in which all calls of its loop are tested."""
 
 
 def check_versions(*libraries: str) -> None:
-    """Warn of libraries of another version than the tested one; refuse those that lack what the engine enters.
+    """Warns of libraries with an untested version; raises for libraries that lack calls which the engine overrides.
 
     Raises:
-        ConfigError: a library is not installed, or of an earlier major version; one sentence about the first of them.
+        ConfigError: a library is not installed, or has an earlier major version; the message names the first one.
     """
     for library in libraries:
         first, last = TESTED[library]
@@ -43,24 +43,25 @@ def check_versions(*libraries: str) -> None:
         try:
             found = version(library)
         except PackageNotFoundError:
-            raise ConfigError(f"{library} is not installed, and its loop is to run the engine; {remedy}.") from None
+            raise ConfigError(f"{library} is not installed, but its loop has to run the engine; {remedy}.") from None
         if _minor(found)[0] < _minor(first)[0]:
             raise ConfigError(
-                f"{library} is {found}, whose loop lacks calls that the engine enters in {library} {tested}; {remedy}."
+                f"{library} is {found}, whose loop lacks calls that the engine overrides in {library} {tested}; "
+                f"{remedy}."
             )
         if not _minor(first) <= _minor(found) <= _minor(last):
-            _warn(f"{library} is {found}, and the engine is tested inside the loop of {library} {tested}; {remedy}")
+            _warn(f"{library} is {found}, but the engine is tested inside the loop of {library} {tested}; {remedy}")
 
 
 def _minor(name: str) -> tuple[int, int]:
-    """Return (major, minor) of a version; words behind them, such as dev0, count for nothing."""
+    """Returns (major, minor) of a version; suffixes such as dev0 are ignored."""
     major, minor = name.split(".")[:2]
     return int(major), int(minor)
 
 
 @cache
 def _warn(sentence: str) -> None:
-    """Log a sentence once a process, on rank 0."""
+    """Logs a sentence once a process, on rank 0."""
     place = find_place(os.environ)
     if place is None or place.rank == 0:
         logger.warning("%s, if a run differs from what its loop promises.", sentence)

@@ -1,7 +1,7 @@
-"""Arguments of the Hugging Face Trainer, and of TRL's, beside the engine's configuration: each value has one owner.
+"""Arguments of the Hugging Face Trainer and of TRL, with the engine's configuration: each value has one owner.
 
-The arguments own what they name: sizes, clipping, optimizer, schedule, precision. The configuration leaves it out,
-says "auto", or says the same; anything else is refused before the host acts on it, or before anything is sent.
+The arguments own their values: sizes, clipping, optimizer, schedule, precision. The configuration omits them, sets
+"auto", or repeats them; any other value raises before the host acts on it, and before communication.
 """
 
 import hashlib
@@ -24,19 +24,19 @@ from engine.parallel.comm.comm import Comm
 
 
 def _warmup(args: Any) -> int:
-    """``get_warmup_steps`` of TrainingArguments counts a ratio too."""
+    """Returns the warmup steps; ``get_warmup_steps`` of TrainingArguments also resolves a ratio."""
     count = getattr(args, "get_warmup_steps", None)
     return int(count(args.max_steps) if count is not None else args.warmup_steps)
 
 
 def _all_steps(args: Any) -> int:
     if args.max_steps <= 0:
-        raise AttributeError("max_steps")  # epochs do not say how many steps there are
+        raise AttributeError("max_steps")  # epochs do not determine the number of steps
     return int(args.max_steps)
 
 
 class _Owned(NamedTuple):
-    """A value of the arguments."""
+    """Value of the arguments."""
 
     name: str
     value: Callable[[Any], Any]
@@ -62,15 +62,15 @@ _OWNED: Mapping[str, _Owned] = MappingProxyType({
     "scheduler.params.warmup_num_steps": _Owned("warmup_steps", _warmup),
     "scheduler.params.total_num_steps": _Owned("max_steps", _all_steps),
 })  # fmt: skip
-"""Key of the configuration -> the argument that has its value."""
+"""Key of the configuration -> the argument with its value."""
 _OF_STEPS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "seed")
-"""Keys that take the value of the arguments in any case."""
+"""Keys that always take the value of the arguments."""
 
 
 def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]:
-    """A copy of a configuration in which each "auto" that ``args`` has a value for is that value."""
+    """Returns a copy of a configuration, with each "auto" replaced if ``args`` has a value for it."""
     if not at and "distributed_type" in raw and "deepspeed_config" in raw:
-        raw = {"train_micro_batch_size_per_gpu": "auto", **raw}  # as Accelerate makes it of its own file
+        raw = {"train_micro_batch_size_per_gpu": "auto", **raw}  # as accelerate converts its own file
     filled: dict[str, Any] = {}
     for key, value in raw.items():
         path = f"{at}.{key}" if at else key
@@ -86,16 +86,16 @@ def fill_auto(raw: Mapping[str, Any], args: Any, at: str = "") -> dict[str, Any]
 
 
 _REFUSED: Mapping[str, str] = MappingProxyType({
-    "deepspeed": "engine_config says what DeepSpeed's file does",
-    "fsdp": "give zero_optimization in engine_config",
-    "parallelism_config": "give parallel in engine_config",
-    "torch_compile": 'give "compile": true in engine_config',
-    "auto_find_batch_size": "a plan holds for one size; give per_device_train_batch_size",
-    "activation_checkpointing": "give activation_checkpointing in engine_config",
-    "gradient_checkpointing": "give activation_checkpointing in engine_config",
-    "bf16_full_eval": "its weights keep the dtype of training; leave it out",
-    "eval_use_gather_object": "ranks gather tensors; leave it out",
-    "fp16_full_eval": "its weights keep the dtype of training; leave it out",
+        "deepspeed": "engine_config takes the place of DeepSpeed's file",
+        "fsdp": "set zero_optimization in engine_config",
+        "parallelism_config": "set parallel in engine_config",
+        "torch_compile": 'set "compile": true in engine_config',
+        "auto_find_batch_size": "a plan is made for one size; set per_device_train_batch_size",
+        "activation_checkpointing": "set activation_checkpointing in engine_config",
+        "gradient_checkpointing": "set activation_checkpointing in engine_config",
+        "bf16_full_eval": "its weights keep the dtype of training; remove it",
+        "eval_use_gather_object": "ranks gather tensors; remove it",
+        "fp16_full_eval": "its weights keep the dtype of training; remove it",
 })  # fmt: skip
 
 _ALIKE = (
@@ -105,35 +105,35 @@ _ALIKE = (
     "load_best_model_at_end", "dataloader_drop_last", "average_tokens_across_devices", "num_generations",
     "num_iterations", "steps_per_generation", "max_completion_length", "beta", "loss_type",
 )  # fmt: skip
-"""What steers steps beside what the configuration has, of the Trainer's arguments and of TRL's."""
+"""Arguments of the Trainer and of TRL that control steps, and must be equal on all ranks."""
 
 
 def refuse_arguments(args: Any) -> None:
-    """Refuse arguments that put the model on its ranks in another way.
+    """Raises for arguments that place the model in another way.
 
     Raises:
-        ConfigError: such an argument; a best model without checkpoints that hold the engine's state.
+        ConfigError: such an argument, or a best model without checkpoints of the engine's state.
     """
     for name, remedy in _REFUSED.items():
         if getattr(args, name, None):
-            raise ConfigError(f"TrainingArguments has {name}, and the engine places the model: {remedy}.")
+            raise ConfigError(f"TrainingArguments has {name}, but the engine places the model: {remedy}.")
     if args.n_gpu > 1:
         raise ConfigError(
-            f"one process sees {args.n_gpu} GPUs, over which Trainer would copy the model; start one process for each "
-            "GPU with torchrun."
+            f"one process sees {args.n_gpu} GPUs, over which Trainer would replicate the model; start one process for "
+            "each GPU with torchrun."
         )
     if args.save_only_model and args.load_best_model_at_end:
         raise ConfigError(
-            "TrainingArguments has save_only_model and load_best_model_at_end, and the best weights are read from the "
-            "engine's checkpoint; leave one of them out."
+            "TrainingArguments has save_only_model and load_best_model_at_end, but the best weights are read from the "
+            "engine's checkpoint; remove one of them."
         )
 
 
 def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """The engine's configuration with the values of ``TrainingArguments``, without optimizer and schedule.
+    """Returns the engine's configuration with the values of ``TrainingArguments``, without optimizer and schedule.
 
     Raises:
-        ConfigError: a value that differs from that of the arguments.
+        ConfigError: a value differs from that of the arguments.
     """
     config = fill_auto({"initial_weights": "rank0"} | dict(raw), args)
     for key in _OF_STEPS:
@@ -151,7 +151,7 @@ def settled(raw: Mapping[str, Any], args: Any) -> dict[str, Any]:
 
 
 def _take_precision(config: dict[str, Any], args: Any) -> None:
-    """bf16 of the arguments is autocast over fp32 weights, unless the configuration has a section for it."""
+    """Maps bf16 of the arguments to autocast over fp32 weights, unless the configuration has a section for it."""
     for key in ("bf16", "fp16"):
         asked = bool(getattr(args, key))
         if key not in config:
@@ -168,12 +168,14 @@ def _check_optimizer(section: Mapping[str, Any], args: Any) -> None:
     for key in section:
         if key not in ("type", "params"):
             raise ConfigError(
-                f"optimizer.{key} in engine_config, and TrainingArguments describe the optimizer; leave it out, or "
-                "give Trainer an optimizer with groups of its own in optimizers=."
+                f"optimizer.{key} is set in engine_config, but TrainingArguments describe the optimizer; remove it, or "
+                "pass an optimizer with its own groups to Trainer as optimizers=."
             )
     for key, given in (section.get("params") or {}).items():
         if (owned := _OWNED.get(f"optimizer.params.{key}")) is None:
-            raise ConfigError(f"optimizer.params.{key} in engine_config; give it in optim_args of TrainingArguments.")
+            raise ConfigError(
+                f"optimizer.params.{key} is set in engine_config; set it in TrainingArguments.optim_args."
+            )
         value = owned.value(args)
         if given != "auto" and not _equal(given, value):
             raise conflict(f"optimizer.params.{key}", given, owned.name, value)
@@ -183,8 +185,8 @@ def _check_schedule(section: Mapping[str, Any], args: Any) -> None:
     for key, given in (section.get("params") or {}).items():
         if given != "auto":
             raise ConfigError(
-                f"scheduler.params.{key} is {given} in engine_config, and TrainingArguments describe the schedule "
-                f"(lr_scheduler_type, learning_rate, warmup_steps); leave scheduler out of engine_config."
+                f"scheduler.params.{key} is {given} in engine_config, but TrainingArguments describe the schedule "
+                f"(lr_scheduler_type, learning_rate, warmup_steps); remove scheduler from engine_config."
             )
 
 
@@ -195,15 +197,15 @@ def _equal(given: Any, value: Any) -> bool:
 
 
 def conflict(key: str, given: Any, name: str, value: Any, owner: str = "TrainingArguments") -> ConfigError:
-    """The error about a value of the configuration that its ``owner`` contradicts."""
+    """Returns the error for a value of the configuration that its ``owner`` contradicts."""
     return ConfigError(
-        f"{key} is {given} in engine_config and {name} is {value} in {owner}, and a run has one; give the same value, "
+        f"{key} is {given} in engine_config and {name} is {value} in {owner}, but a run has one; set the same value, "
         f'or "auto" in engine_config.'
     )
 
 
 def refuse_unlike(args: Any, rows: Mapping[str, int | None], comm: Comm, device: torch.device) -> None:
-    """Refuse arguments and numbers of rows that ranks were given differently. One all-reduce over the world.
+    """Raises for arguments and numbers of rows that differ between ranks. One all-reduce over the world.
 
     Raises:
         ConfigError: names the first one, on all ranks.
@@ -214,11 +216,11 @@ def refuse_unlike(args: Any, rows: Mapping[str, int | None], comm: Comm, device:
     numbers = torch.tensor([int.from_bytes(each, "little") for each in hashes])
     for name, unlike in zip(given, differing(numbers, comm, device, "start"), strict=True):
         if unlike:
-            raise ConfigError(f"{name} differs between ranks, which make their steps together; give all the same.")
+            raise ConfigError(f"{name} differs between ranks, which make their steps together; pass equal values.")
 
 
 def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """``compute_metrics`` of the user, whose result is a mapping, or None before the last batch.
+    """Wraps the user's ``compute_metrics``; its result must be a mapping, or None before the last batch.
 
     Raises:
         ConfigError: in a call that returns something else.
@@ -229,7 +231,7 @@ def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
         found = compute(*args, **kwargs)
         if found is not None and not isinstance(found, Mapping):
             raise ConfigError(
-                f"compute_metrics returned a {type(found).__name__}, and metrics are logged by name; return a dict, "
+                f"compute_metrics returned a {type(found).__name__}, but metrics are logged by name; return a dict, "
                 'such as {"accuracy": 0.5}.'
             )
         return found
@@ -238,10 +240,10 @@ def checked_metrics(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_best_metric(args: Any, metrics: Mapping[str, Any]) -> None:
-    """Refuse a metric that is to find the best model and cannot be compared.
+    """Raises for a metric of the best model that cannot be compared.
 
     Raises:
-        ConfigError: it is not a number.
+        ConfigError: the metric is not a number.
     """
     name = args.metric_for_best_model
     if name is None:
@@ -251,8 +253,8 @@ def refuse_best_metric(args: Any, metrics: Mapping[str, Any]) -> None:
         float(value)
     except (TypeError, ValueError):
         raise ConfigError(
-            f"metric_for_best_model is {name!r}, and evaluation found {value!r} for it, which is not a number; return "
-            "a number for it from compute_metrics, or name another metric."
+            f"metric_for_best_model is {name!r}, but evaluation returned {value!r} for it, which is not a number; "
+            "return a number for it from compute_metrics, or name another metric."
         ) from None
 
 
@@ -262,20 +264,20 @@ BARE_REFERENCE = ("DPOTrainer", "KTOTrainer")
 _TESTED = (*_ON_TENSOR_RANKS, *GENERATING, "KTOTrainer", "RewardTrainer")
 
 _REFUSED_OF_TRL: Mapping[str, str] = MappingProxyType({
-    "use_vllm": "completions come from the engine's weights, which vLLM does not see; leave it out",
-    "use_transformers_continuous_batching": "completions come from eng.generate; leave it out",
-    "cache_implementation": "eng.generate keeps no keys and values; leave it out",
+    "use_vllm": "completions come from the engine's weights, which vLLM cannot read; remove it",
+    "use_transformers_continuous_batching": "completions come from eng.generate; remove it",
+    "cache_implementation": "eng.generate has no cache of keys and values; remove it",
 })  # fmt: skip
 _REFUSED_PARTS_OF_TRL = ("tools", "environment_factory", "rollout_func")
 
 
 def refuse_trl(kind: str | None, given: Mapping[str, Any], args: Any) -> None:
-    """Refuse what no trainer of TRL over an engine can do, before TRL acts on it.
+    """Raises for settings that no TRL trainer supports over an engine, before TRL acts on them.
 
     ``kind``: name of the trainer; ``given``: its keyword arguments; ``args``: its settings.
 
     Raises:
-        ConfigError: a trainer, an argument or a size that is not served; a version that is not tested.
+        ConfigError: an unsupported trainer, argument or size, or an untested version.
     """
     if kind is None:
         return
@@ -285,33 +287,33 @@ def refuse_trl(kind: str | None, given: Mapping[str, Any], args: Any) -> None:
         raise ConfigError(f"{kind} of TRL is not tested over the engine; use {served}.")
     for name, remedy in _REFUSED_OF_TRL.items():
         if getattr(args, name, None):
-            raise ConfigError(f"{type(args).__name__} has {name}, and {remedy}.")
+            raise ConfigError(f"{type(args).__name__} has {name}, but {remedy}.")
     for name in _REFUSED_PARTS_OF_TRL:
         if given.get(name):
             raise ConfigError(
-                f"{kind} was given {name}, by which ranks generate different numbers of times, and the engine "
-                "generates on all ranks together; leave it out."
+                f"{kind} was given {name}, by which ranks generate different numbers of times, but the engine "
+                "generates on all ranks together; remove it."
             )
     if kind in GENERATING and args is not None:
         _check_generations(args)
 
 
 def _check_generations(args: Any) -> None:
-    """Refuse to generate between the microbatches of one step, whose gradients would be half summed."""
+    """Raises if completions would be generated inside a step, between accumulated gradients."""
     every, accumulation = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
     if every % accumulation:
         raise ConfigError(
             f"{type(args).__name__} has steps_per_generation {args.steps_per_generation}, num_iterations "
-            f"{args.num_iterations} and gradient_accumulation_steps {accumulation}, so that completions would be "
-            "generated inside a step; give steps_per_generation that is a multiple of gradient_accumulation_steps."
+            f"{args.num_iterations} and gradient_accumulation_steps {accumulation}, so completions would be generated "
+            "inside a step; set steps_per_generation to a multiple of gradient_accumulation_steps."
         )
 
 
 def refuse_rewards(name: str, rewards: Any, count: int) -> None:
-    """Refuse what a reward function of TRL's has returned for ``count`` completions.
+    """Raises for an invalid result of a TRL reward function for ``count`` completions.
 
     Raises:
-        EngineError: no list, another number of rewards, or one that is not a number.
+        EngineError: the result is no list, has another length, or contains something else than numbers.
     """
     listed = hasattr(rewards, "__len__") and hasattr(rewards, "__iter__") and not isinstance(rewards, str | Mapping)
     if not listed or len(rewards) != count:
@@ -321,29 +323,29 @@ def refuse_rewards(name: str, rewards: Any, count: int) -> None:
         if not (reward is None or isinstance(reward, Real | Tensor)):
             raise EngineError(
                 f"the reward function {name} returned {reward!r} for a completion, which is not a number; return "
-                "numbers, and None where there is no reward."
+                "numbers, and None for a completion without a reward."
             )
 
 
 def refuse_trl_grid(kind: str, args: Any, config: Config) -> None:
-    """Refuse a grid on which a trainer of TRL would compute something else.
+    """Raises for a grid on which a TRL trainer would compute something else.
 
     Raises:
-        ConfigError: stages, tensor ranks, or sharded parameters, that it does not know of.
+        ConfigError: stages, tensor ranks or sharded parameters that the trainer cannot use.
     """
     if config.pp > 1:
         raise ConfigError(
-            f"{kind} of TRL with parallel.pipeline {config.pp}: its loss multiplies by the weight of the head, which "
-            "the last stage alone has; leave parallel.pipeline out."
+            f"{kind} of TRL was given parallel.pipeline {config.pp}, but its loss multiplies by the weight of the "
+            "head, which only the last stage has; remove parallel.pipeline."
         )
     if config.tp > 1 and kind not in _ON_TENSOR_RANKS:
         raise ConfigError(
-            f"{kind} of TRL with parallel.tensor {config.tp}: it counts every process as a data rank; leave "
-            f"parallel.tensor out, or use {' or '.join(_ON_TENSOR_RANKS)}."
+            f"{kind} of TRL was given parallel.tensor {config.tp}, but it counts every process as a data rank; remove "
+            f"parallel.tensor, or use {' or '.join(_ON_TENSOR_RANKS)}."
         )
     if getattr(args, "sync_ref_model", False) and (config.tp > 1 or config.zero_optimization.stage == 3):
         raise ConfigError(
-            f"{type(args).__name__} has sync_ref_model, which reads whole weights of the trained model on every rank, "
-            "and a rank has a part of them; leave parallel.tensor out and give zero_optimization.stage 2, or leave it "
-            "out."
+            f"{type(args).__name__} has sync_ref_model, which reads full weights of the trained model on every rank, "
+            "but a rank has a part of them; remove parallel.tensor and set zero_optimization.stage to 2, or remove "
+            "sync_ref_model."
         )

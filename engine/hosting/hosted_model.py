@@ -1,4 +1,4 @@
-"""The engine as the module that the training loop of another library calls."""
+"""Engine as the module that the training loop of another library calls."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +11,10 @@ from engine.parallel.tensor.logits.sharded_logits import gather_logits
 
 
 class HostedModel(nn.Module):
-    """Forwards of the engine under the calls of a module, as DistributedDataParallel has them.
+    """Module with the engine's forward, used like DistributedDataParallel.
 
-    Attributes that it lacks are the model's. Over a pipeline a forward runs all stages, and every rank has its output;
-    where steps run whole, it predicts only, since the stages train in one schedule.
+    Other attributes come from the model. Over a pipeline a forward runs all stages, and every rank gets its output. If
+    steps run as one call, a forward only predicts, because the stages train in one schedule.
     """
 
     def __init__(self, trained: Engine, rows: int | None = None, whole_steps: bool = False) -> None:
@@ -33,8 +33,9 @@ class HostedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for this data rank's rows, on every stage; plain tensors where no gradient is needed."""
-        if torch.is_inference_mode_enabled():  # what the engine makes lazily would stay without gradients
+        """Returns the model's output for this data rank's rows, on every stage; plain tensors if no gradient is
+        needed."""
+        if torch.is_inference_mode_enabled():  # tensors that the engine creates lazily would never have gradients
             with torch.inference_mode(False), torch.no_grad():
                 return self(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -46,11 +47,11 @@ class HostedModel(nn.Module):
         rows, micro = self.trained.batch_rows, self.trained.config.micro or 1
         count = rows.count(batch)
         if rows.whole_names(batch):
-            micro = max(count, 1)  # patches of pictures belong to rows, by which only their collator could cut them
+            micro = max(count, 1)  # image patches belong to rows, and only the collator could split them
         return with_one_loss(self.trained.predict(with_share(batch, count, micro), micro), batch, count, micro)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last update."""
+        """Drops the gradients since the last update."""
         self.trained.zero_grad()
 
 
@@ -59,7 +60,8 @@ _NO_LABEL = -100
 
 
 def with_share(batch: Any, rows: int, micro: int) -> Any:
-    """``batch``, whose number of items is given as each row's share, so that a microbatch has that of its rows."""
+    """Returns ``batch`` with the number of items split over its rows, so that a microbatch gets the part of its
+    rows."""
     if not isinstance(batch, Mapping) or batch.get(_COUNT) is None:
         return batch
     shares = _row_shares(batch, rows, micro)
@@ -67,9 +69,9 @@ def with_share(batch: Any, rows: int, micro: int) -> Any:
 
 
 def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
-    """``output``, whose losses of microbatches are made the loss of the batch: their mean, weighted by labels or rows.
+    """Returns ``output`` with one loss of the batch: the mean of its microbatches' losses, weighted by labels or rows.
 
-    It is exact for means over either, and for sums that are divided by the share of the items that a microbatch has.
+    It is exact for means over labels or rows, and for sums that are divided by the microbatch's share of the items.
     """
     losses = output.get("loss") if isinstance(output, Mapping) else None
     if losses is None or not losses.ndim:
@@ -82,7 +84,7 @@ def with_one_loss(output: Any, batch: Any, rows: int, micro: int) -> Any:
 
 
 def _row_shares(batch: Mapping[str, Any], rows: int, micro: int) -> Tensor:
-    """Share of each row in the loss of the batch: of its labels, where each microbatch has some, else of its rows."""
+    """Returns each row's share in the loss of the batch: by labels if every microbatch has some, else by rows."""
     labels = batch.get("labels")
     first = next(part for part in batch.values() if isinstance(part, Tensor))
     if isinstance(labels, Tensor) and labels.shape[:1] == (rows,) and not labels.is_floating_point():

@@ -1,7 +1,7 @@
-"""The engine's configuration under a loop of the user's own, for accelerate or Lightning: each value has one owner.
+"""Configuration of the engine under a user's own loop, for accelerate or Lightning: each value has one owner.
 
-The loop owns optimizer, schedule, accumulation and precision. The configuration leaves them out, says "auto", or says
-the same; it owns the grid, ZeRO and what the loop has no word for.
+The loop owns optimizer, schedule, accumulation and precision. The configuration omits them, sets "auto", or repeats
+them; it owns the grid, ZeRO and all settings that the loop lacks.
 """
 
 from collections.abc import Mapping
@@ -17,43 +17,43 @@ from engine.errors import ConfigError
 from engine.hosting.arguments import conflict
 
 _SECTIONS: Mapping[str, str] = MappingProxyType({"bf16": "torch_autocast", "fp16": "fp16"})
-"""What a loop asks for -> the section that does it where the configuration has none."""
+"""Precision that a loop sets -> the section that implements it if the configuration has none."""
 _AUTOMATIC = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """What a loop says itself."""
+    """Settings that a loop owns."""
 
     owner: str
-    """The object that says it, for errors."""
+    """Name of the owning object, for errors."""
     accumulation: tuple[str, int]
-    """Microbatches of a step: their name there, and the number."""
+    """Microbatches of a step: their name in the loop, and the number."""
     clipping: tuple[str, float] | None = None
-    """Norm to which gradients are clipped; None: the loop says it at each step, or not at all."""
+    """Norm to which gradients are clipped; None: the loop passes it at each step, or does not clip."""
     precision: str = "no"
-    """"bf16" or "fp16" as the loop asks for it; "no" leaves precision to the configuration."""
+    """"bf16" or "fp16" if the loop sets it; "no" leaves precision to the configuration."""
     micro: int | None = None
-    """Rows of a data rank in a microbatch; None: not known yet."""
+    """Rows of a data rank in a microbatch; None: unknown yet."""
 
     def configuration(self, raw: Mapping[str, Any], world_size: int) -> Config:
-        """The engine's configuration on so many ranks.
+        """Returns the engine's configuration for ``world_size`` ranks.
 
         Raises:
-            ConfigError: a value that the loop contradicts; an optimizer or a schedule; any mistake of the
+            ConfigError: a value contradicts the loop; an optimizer or a schedule is configured; any mistake of the
                 configuration itself.
         """
         for section in ("optimizer", "scheduler"):
             if raw.get(section) is not None:
                 raise ConfigError(
-                    f"{section} in engine_config, and the loop of {self.owner} has its own; leave it out of "
+                    f"{section} is set in engine_config, but the loop of {self.owner} has its own; remove it from "
                     "engine_config."
                 )
         config = {key: value for key, value in raw.items() if not (key in _AUTOMATIC and value == "auto")}
         self._take(config, "gradient_accumulation_steps", self.accumulation)
         if self.clipping is not None:
             self._take(config, "gradient_clipping", self.clipping)
-        config.setdefault("gradient_clipping", 0.0)  # a loop that does not clip is not clipped
+        config.setdefault("gradient_clipping", 0.0)  # without clipping in the loop there is none
         if self.micro is not None and not self._is_cut(config):
             self._take(config, "train_micro_batch_size_per_gpu", ("batch_size of the data loader", self.micro))
         elif "train_batch_size" not in config:
@@ -62,7 +62,7 @@ class LoopSettings:
         return load_config({"initial_weights": "rank0"} | config | {"optimizer": None, "scheduler": None}, world_size)
 
     def _is_cut(self, config: Mapping[str, Any]) -> bool:
-        """Whether a batch of the loader goes through a pipeline in equal parts, as the configuration has them."""
+        """Returns True if a batch of the loader passes the pipeline in equal parts of the configured size."""
         rows, pipeline = part_rows(config), (config.get("parallel") or {}).get("pipeline", 1)
         cut = rows is not None and self.micro is not None and rows < self.micro and self.micro % rows == 0
         return cut and pipeline != 1
@@ -74,7 +74,7 @@ class LoopSettings:
         config[key] = value
 
     def _take_precision(self, config: dict[str, Any]) -> None:
-        """bf16 of the loop is autocast over fp32 weights, unless the configuration has a section for it."""
+        """Maps bf16 of the loop to autocast over fp32 weights, unless the configuration has a section for it."""
         for key in ("bf16", "fp16"):
             if isinstance(config.get(key), Mapping) and config[key].get("enabled") == "auto":
                 config[key] = {**config[key], "enabled": key == self.precision}
@@ -89,38 +89,38 @@ class LoopSettings:
 
 
 def part_rows(raw: Mapping[str, Any]) -> int | None:
-    """Rows of the parts in which a batch goes through a pipeline; None if the configuration does not say it."""
+    """Returns the rows of the parts in which a batch passes a pipeline; None if the configuration has no such size."""
     rows = raw.get("train_micro_batch_size_per_gpu")
     return rows if isinstance(rows, int) and rows > 0 else None
 
 
 _PLACING: Mapping[str, str] = MappingProxyType({
-    "deepspeed_plugin": "engine_config says what DeepSpeed's file does",
-    "deepspeed_plugins": "engine_config says what DeepSpeed's file does",
-    "fsdp_plugin": "give zero_optimization in engine_config",
-    "megatron_lm_plugin": "give parallel in engine_config",
-    "torch_tp_plugin": "give parallel in engine_config",
-    "parallelism_config": "give parallel in engine_config",
-    "dynamo_backend": 'give "compile": true in engine_config',
-    "dynamo_plugin": 'give "compile": true in engine_config',
+    "deepspeed_plugin": "engine_config takes the place of DeepSpeed's file",
+    "deepspeed_plugins": "engine_config takes the place of DeepSpeed's file",
+    "fsdp_plugin": "set zero_optimization in engine_config",
+    "megatron_lm_plugin": "set parallel in engine_config",
+    "torch_tp_plugin": "set parallel in engine_config",
+    "parallelism_config": "set parallel in engine_config",
+    "dynamo_backend": 'set "compile": true in engine_config',
+    "dynamo_plugin": 'set "compile": true in engine_config',
 })  # fmt: skip
 _SWITCHES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
-"""What ``accelerate launch`` may switch on by a variable."""
+"""Plugins that ``accelerate launch`` may enable by a variable."""
 
 
 def of_accelerator(given: Mapping[str, Any], environ: Mapping[str, str]) -> LoopSettings:
-    """What arguments of ``accelerate.Accelerator`` and the variables of ``accelerate launch`` say.
+    """Returns the settings of ``accelerate.Accelerator``'s arguments and of the variables of ``accelerate launch``.
 
     Raises:
-        ConfigError: one of them places the model in another way; fp8.
+        ConfigError: one of them places the model in another way, or asks for fp8.
     """
     for name, remedy in _PLACING.items():
         if given.get(name) is not None:
-            raise ConfigError(f"Accelerator was given {name}, and the engine places the model: {remedy}.")
+            raise ConfigError(f"Accelerator was given {name}, but the engine places the model: {remedy}.")
     for name in _SWITCHES:
         if environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
             raise ConfigError(
-                f"ACCELERATE_USE_{name} is set, and the engine places the model: start with torchrun, or choose no "
+                f"ACCELERATE_USE_{name} is set, but the engine places the model: start with torchrun, or choose no "
                 "such plugin in accelerate config."
             )
     plugin, counted = given.get("gradient_accumulation_plugin"), given.get("gradient_accumulation_steps", 1)
@@ -128,7 +128,7 @@ def of_accelerator(given: Mapping[str, Any], environ: Mapping[str, str]) -> Loop
     precision = str(given.get("mixed_precision") or environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
     if precision not in ("no", *_SECTIONS):
         raise ConfigError(
-            f"mixed_precision is {precision} in Accelerator, and the engine computes in fp32, bf16 or fp16; give "
+            f"mixed_precision is {precision} in Accelerator, but the engine computes in fp32, bf16 or fp16; set "
             '"no", "bf16" or "fp16".'
         )
     return LoopSettings(
@@ -137,26 +137,23 @@ def of_accelerator(given: Mapping[str, Any], environ: Mapping[str, str]) -> Loop
 
 
 _OF_LIGHTNING: Mapping[str, str] = MappingProxyType({"32-true": "no", "bf16-mixed": "bf16"})
-"""``precision`` of Lightning's Trainer -> that of the loop."""
+"""``precision`` of Lightning's Trainer -> ``precision`` of :class:`LoopSettings`."""
 
 
 def of_lightning(trainer: Any) -> LoopSettings:
-    """What Lightning's Trainer says itself.
+    """Returns the settings of Lightning's Trainer.
 
     Raises:
-        ConfigError: it clips elements, has a precision that its plugins apply to the weights, or synchronizes batch
-            norms.
+        ConfigError: it clips elements, or has a precision that its plugins apply to the weights.
     """
     precision, clipping = str(trainer.precision), trainer.gradient_clip_val
     if precision not in _OF_LIGHTNING:
         raise ConfigError(
-            f'precision is "{precision}" in Trainer, whose plugin would cast the weights or scale the loss; give '
+            f'precision is "{precision}" in Trainer, whose plugin would cast the weights or scale the loss; set '
             '"32-true" or "bf16-mixed", and bf16 or fp16 in engine_config.'
         )
     if clipping and str(getattr(trainer.gradient_clip_algorithm, "value", "norm")) != "norm":
-        raise ConfigError(
-            'gradient_clip_algorithm is "value" in Trainer, and the engine clips by the norm; leave it out.'
-        )
+        raise ConfigError('gradient_clip_algorithm is "value" in Trainer, but the engine clips by the norm; remove it.')
     return LoopSettings(
         owner="Trainer",
         accumulation=("accumulate_grad_batches", trainer.accumulate_grad_batches),
@@ -166,10 +163,10 @@ def of_lightning(trainer: Any) -> LoopSettings:
 
 
 def trained_child(module: nn.Module, name: str | None) -> str:
-    """Name of the child that is on the grid: ``name``, or the only one with parameters that are trained.
+    """Returns the name of the child on the grid: ``name``, or the only one with trained parameters.
 
     Raises:
-        ConfigError: there are several, or parameters beside it are trained.
+        ConfigError: there are several, or parameters outside it are trained.
     """
     kind = type(module).__name__
     if name is None:
@@ -179,7 +176,7 @@ def trained_child(module: nn.Module, name: str | None) -> str:
         if len(found) != 1:
             listed = ", ".join(found) or "no child"
             raise ConfigError(
-                f"{kind} has parameters in {listed}, and the engine places one module; put them into one, as "
+                f"{kind} has parameters in {listed}, but the engine places one module; put them into one, as "
                 "self.model, or name it in Strategy(module=...)."
             )
         (name,) = found
@@ -188,20 +185,20 @@ def trained_child(module: nn.Module, name: str | None) -> str:
     beside = [each for each, p in module.named_parameters() if p.requires_grad and not each.startswith(f"{name}.")]
     if beside:
         raise ConfigError(
-            f"{kind} trains {beside[0]!r} beside the module {name!r} that the engine places; move it into that module, "
-            "or call requires_grad_(False)."
+            f"{kind} trains {beside[0]!r} outside the module {name!r} that the engine places; move it into that "
+            "module, or call requires_grad_(False)."
         )
     return name
 
 
 def replace_child(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Put ``child`` at ``name``."""
+    """Sets ``child`` at the path ``name``."""
     parent, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(parent), leaf, child)
 
 
 def move_others(module: nn.Module, name: str, device: torch.device) -> None:
-    """Move the children of ``module`` that are not on the grid."""
+    """Moves the children of ``module`` that are not on the grid to the device."""
     top = name.partition(".")[0]
     for each, child in module.named_children():
         if each != top:

@@ -1,12 +1,12 @@
 """Hugging Face's loops over the engine: ``from engine.huggingface import Trainer``, or ``Accelerator``.
 
 trainer        Trainer: the host's loop, data, logs, callbacks, optimizer and schedule; the engine's model and files
-trl_loop       what trainers of TRL ask of the Trainer in front of them
-own_loop       Accelerator: a loop of the user's own, written for accelerate, and its state on disk
-accelerator    what both loops call of accelerate: data ranks, backward, step
-whole_steps    loss and microbatches of a step that runs as one, for pipelines
+trl_loop       hooks that TRL's trainers need in addition
+own_loop       Accelerator: a user's own loop, written for accelerate, and its state on disk
+accelerator    methods of accelerate that both loops call: data ranks, backward, step
+whole_steps    loss and microbatches of a step that runs as one call, for pipelines
 
-Imported when a script imports it; ``import engine`` imports neither it nor the libraries.
+Imported on demand; ``import engine`` imports neither this package nor the libraries.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
-"""``accelerate.Accelerator`` with an engine behind it: what the Trainer's loop calls, and a loop of the user's own.
+"""``accelerate.Accelerator`` over an engine: the methods that the Trainer's loop and a user's own loop call.
 
-gather, num_processes    of data ranks, since the ranks of a replica work on the same rows
+gather, num_processes    of data ranks, because the ranks of a replica work on the same rows
 backward                 eng.backward; the last backward of an accumulation carries the weight of the step
 finish_step              eng.step, which clips and updates; its norm is then in ``grad_norm``
 """
@@ -31,7 +31,7 @@ from engine.reporting.step_report import StepReport
 
 
 class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """``accelerate.Accelerator`` of a loop whose model is on the grid of an engine."""
+    """``accelerate.Accelerator`` of a loop with a model on an engine's grid."""
 
     grid: Grid
     hosted: HostedModel | None
@@ -43,14 +43,14 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     weighed: bool
     """A backward of this step carries its weight."""
     whole_steps: bool
-    """Steps over a pipeline are ``eng.train_batch``, which has made the update already."""
+    """Steps over a pipeline are ``eng.train_batch``, which makes the update itself."""
 
     @classmethod
     def around(cls, host: accelerate.Accelerator, grid: Grid) -> Self:
-        """The accelerator that a library has made, over a grid.
+        """Returns a copy of the library's accelerator, bound to a grid.
 
         Raises:
-            ConfigError: the library sees other ranks, or another kind of device, than the launcher has started.
+            ConfigError: the library found another number of ranks or another kind of device than the launcher started.
         """
         made = cls.__new__(cls)
         made.__dict__.update(vars(host))
@@ -58,21 +58,21 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return made
 
     def begin(self, grid: Grid, owner: str, on_cpus: str) -> None:
-        """Take the ranks of a grid. ``owner`` of the choice of devices, and its word for CPUs, for an error.
+        """Binds the accelerator to a grid. ``owner`` and ``on_cpus`` name the setting of devices in errors.
 
         Raises:
-            ConfigError: accelerate sees other ranks, or another kind of device, than the launcher has started.
+            ConfigError: accelerate found another number of ranks or another kind of device than the launcher started.
         """
         world = read_world()
         if world.size != self.state.num_processes:
             raise ConfigError(
-                f"the launcher has started {world.size} rank(s) and {owner} found {self.state.num_processes}; on CPUs "
-                f"give {on_cpus}=True."
+                f"the launcher has started {world.size} rank(s), and {owner} found {self.state.num_processes}; on CPUs "
+                f"set {on_cpus}=True."
             )
         if is_host(world.device) != is_host(self.device):
             raise ConfigError(
-                f"{owner} put the model on {self.device} and the engine computes on {world.device}; leave {on_cpus} "
-                "out, or hide the other devices from the process."
+                f"{owner} put the model on {self.device}, and the engine computes on {world.device}; remove {on_cpus}, "
+                "or hide the other devices from the process."
             )
         self.grid, self.hosted, self.skipped, self.weighed = grid, None, False, False
         self.whole_steps = False
@@ -87,8 +87,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         """
         if self.hosted is None:
             raise EngineError(
-                "the engine is made when training or evaluation begins, and neither has; call train() or evaluate() "
-                "before."
+                "the engine was read before train() or evaluate(), which makes it; call one of them first."
             )
         return self.hosted.trained
 
@@ -105,7 +104,7 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return self.grid.row_rank
 
     def gather(self, tensor: Any) -> Any:
-        """Rows of all data ranks, in their order; one all-gather over the world."""
+        """All-gathers over the world; returns the rows of all data ranks, in their order."""
         return recursively_apply(self._of_replicas, super().gather(tensor))
 
     def _of_replicas(self, gathered: Tensor) -> Tensor:
@@ -115,14 +114,14 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return torch.cat([parts[rank] for rank in self.grid.peers(self.grid.rows, 0)])
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The host's, of data ranks: each counts once, whatever the number of ranks of a replica."""
+        """Reduces as accelerate does, but counts each data rank once, whatever the number of ranks in a replica."""
         reduced, copies = super().reduce(tensor, reduction, scale), self.grid.size("replica")
         if reduction != "sum" or copies == 1:
             return reduced
         return recursively_apply(lambda each: each / copies if each.is_floating_point() else each // copies, reduced)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The host's, of data ranks; with tensor ranks too, where objects are gathered in place of tensors."""
+        """Gathers as accelerate does, over data ranks; also objects, which accelerate gathers over all ranks."""
         if self.grid.size("replica") == 1 or not (use_gather_object or _has_others(input_data)):
             return super().gather_for_metrics(input_data, use_gather_object)
         gathered = gather_object([input_data])
@@ -132,14 +131,14 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """The host's, where every rank is a data rank.
+        """Splits inputs as accelerate does, if every rank is a data rank.
 
         Raises:
-            ConfigError: the ranks of a replica would be given different inputs.
+            ConfigError: the ranks of a replica would get different inputs.
         """
         if (copies := self.grid.size("replica")) > 1:
             raise ConfigError(
-                f"split_between_processes would give the {copies} ranks of a replica different inputs; take "
+                f"split_between_processes would pass different inputs to the {copies} ranks of a replica; use "
                 "inputs[accelerator.process_index :: accelerator.num_processes]."
             )
         with super().split_between_processes(inputs, apply_padding) as part:
@@ -150,22 +149,23 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The engine's model as it is; another that is only evaluated, such as a reference, on this rank's device."""
+        """Returns the engine's model unchanged; moves a model for evaluation, such as a reference, to this device."""
         placed = isinstance(model, HostedModel) or (self.hosted is not None and model is self.hosted.module)
         return model if placed or not evaluation_mode or device_placement is False else model.to(self.device)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        """A loader over this data rank's batches, whose workers draw what those of the same replica draw."""
+        """Returns a loader of this data rank's batches; its workers draw equal random numbers on all ranks of a
+        replica."""
         start: Any = data_loader.worker_init_fn
         if isinstance(start, partial) and "rank" in start.keywords:
             ranked = start.keywords | {"rank": self.process_index}
             data_loader.worker_init_fn = partial(start.func, *start.args, **ranked)
         if self.grid.size("replica") > 1:
-            self.dataloader_config.dispatch_batches = False  # rank 0 would send every rank rows of its own
+            self.dataloader_config.dispatch_batches = False  # rank 0 would send each rank different rows
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> AcceleratedOptimizer:
-        """An optimizer whose step is the engine's."""
+        """Wraps an optimizer so that its step is the engine's."""
         if not isinstance(optimizer, HostedOptimizer):
             optimizer = HostedOptimizer(optimizer, self.finish_step, self.drop_gradients)
         if not any(each is optimizer for each in self._optimizers):
@@ -173,13 +173,13 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return optimizer
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The user's model; its parameters are the engine's views."""
+        """Returns the user's model; its parameters are views of the engine's buffers."""
         return model.module if isinstance(model, HostedModel) else super().unwrap_model(model, *args, **kwargs)
 
     # ------------------------------------------------------------------ a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of a microbatch: gradients are those of the sum of its losses, averaged over data ranks."""
+        """Runs backward of a microbatch: gradients are those of the sum of its losses, averaged over data ranks."""
         last = bool(self.sync_gradients)
         self.trained.set_gradient_accumulation_boundary(last)
         weight, self.weighed = float(last and not self.weighed), self.weighed or last
@@ -188,48 +188,48 @@ class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.trained.step()
 
     def finish_step(self) -> bool:
-        """Clip and update, unless a whole step has; whether the step was skipped."""
+        """Clips and updates, unless ``train_batch`` already has; returns True if the step was skipped."""
         self.weighed = False
         if not self.whole_steps and (report := self.trained.step()) is not None:
             self.record(report)
         return self.skipped
 
     def drop_gradients(self) -> None:
-        """Drop the gradients since the last update."""
+        """Drops the gradients since the last update."""
         self.weighed = False
         if self.hosted is not None:
             self.hosted.zero_grad()
 
     def record(self, report: StepReport) -> None:
-        """Keep what the loop asks of a step that was made."""
+        """Stores the norm of a step and whether it was skipped, which the loop reads."""
         self.grad_norm.fill_(report.grad_norm)
         self.skipped = report.skipped
-        self.trained.guard_gradients()  # callbacks look for them until zero_grad
+        self.trained.guard_gradients()  # callbacks read gradients until zero_grad
 
 
 class HostedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """The host's optimizer: its groups are those of the engine's, and ``step`` is the engine's update."""
+    """accelerate's optimizer wrapper: its groups are the engine's, and ``step`` is the engine's update."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, update: Callable[[], bool], drop: Callable[[], None]) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._update, self._drop = update, drop
 
     def step(self, closure: Any = None) -> None:
-        """Update at the end of an accumulation, else nothing."""
+        """Updates at the end of an accumulation; does nothing before."""
         if self.gradient_state.sync_gradients:
             self._is_overflow = self._update()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients since the last update at the end of an accumulation, else nothing."""
+        """Drops the gradients at the end of an accumulation; does nothing before."""
         if self.gradient_state.sync_gradients:
             self._drop()
 
 
 class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """The host's scheduler, whose step counts data ranks where the host's counts processes."""
+    """accelerate's scheduler wrapper; one update makes a step for each data rank instead of each process."""
 
     data_ranks: int
-    """Steps that an update makes."""
+    """Scheduler steps of one update."""
 
     def __init__(self, scheduler: Any, optimizers: Any, linked: bool, split_batches: bool, data_ranks: int) -> None:
         super().__init__(scheduler, optimizers, linked, split_batches)
@@ -238,10 +238,10 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._begin = deepcopy(scheduler.state_dict()), [_scheduled(group) for group in groups]
 
     def move_from(self, data_ranks: int) -> None:
-        """Go on from a state that was saved where an update made ``data_ranks`` steps, with the rate that it had.
+        """Continues from a state saved with ``data_ranks`` steps an update, at the saved learning rate.
 
-        A schedule may be as long as all ranks together make steps, or as the steps of one. So its place is the step of
-        the same update, unless this schedule has the saved rate at the same step alone.
+        A schedule may count the steps of all ranks, or those of one. So it moves to the step of the same update, unless
+        only the same step has the saved rate.
         """
         schedule: Any = self.scheduler
         saved, rates = schedule.last_epoch, list(schedule.get_last_lr())
@@ -255,18 +255,18 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._put(same_update)
 
     def _put(self, steps: int) -> None:
-        """Put the schedule where it is after so many steps."""
+        """Moves the schedule to its state after ``steps`` steps."""
         schedule: Any = self.scheduler
         state, groups = self._begin
         for group, options in zip(schedule.optimizer.param_groups, groups, strict=True):
             group.update(options)
         schedule.load_state_dict(deepcopy(state))
-        schedule.optimizer._opt_called = True  # torch warns of steps without updates between them
+        schedule.optimizer._opt_called = True  # silences torch's warning about steps without updates between them
         for _ in range(min(steps, getattr(schedule, "total_steps", steps)) - schedule.last_epoch):
             schedule.step()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """After an update one step for each data rank, as many as the host makes with so many processes."""
+        """Makes one step for each data rank after an update, as accelerate does for each process."""
         if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)
         elif not any(each.step_was_skipped for each in self.optimizers):
@@ -276,10 +276,10 @@ class HostedScheduler(AcceleratedScheduler):  # type: ignore[misc]
 
 
 def _scheduled(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group that a scheduler moves."""
+    """Returns the options of a group that a scheduler changes."""
     return {name: group[name] for name in ("lr", "betas", "momentum") if name in group}
 
 
 def _has_others(data: Any) -> bool:
-    """Whether something in it is no tensor."""
+    """Returns True if a leaf is no tensor."""
     return not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(data))

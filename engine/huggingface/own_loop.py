@@ -1,8 +1,8 @@
-"""``accelerate.Accelerator`` for a training loop of the user's own, over the engine.
+"""``accelerate.Accelerator`` for a user's own training loop over the engine.
 
-prepare               makes the engine of a model and its optimizer; loaders give the rows of a data rank
-accumulate, backward  the host's, with the engine's backward
-clip_grad_norm_       the norm over all ranks; the step that follows clips to it
+prepare               makes the engine from a model and its optimizer; loaders return the rows of a data rank
+accumulate, backward  accelerate's, with the engine's backward
+clip_grad_norm_       the norm over all ranks; the next step clips to it
 """
 
 import os
@@ -30,26 +30,26 @@ from engine.parallel.comm.world import read_world
 from engine.program.batch_rows import Name
 
 _STATE = "engine"
-"""Folder of the engine's checkpoint inside one of the host's."""
+"""Folder of the engine's checkpoint inside accelerate's."""
 _STEP = "accumulated"
-"""Microbatches that the host has counted."""
+"""Key of the microbatches that accelerate has counted."""
 _RANKS = "data_ranks"
-"""Number of data ranks, in which the host's schedules count."""
+"""Key of the number of data ranks, which accelerate's schedules count."""
 
 
 class SavedState(EngineAccelerator):
-    """An accelerator whose model and optimizer the engine saves and loads."""
+    """Accelerator with a model and optimizer that the engine saves and loads."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """The whole state on rank 0 and an empty dict on others, of the engine's model. Collective."""
+        """Returns the full state of the engine's model on rank 0, and an empty dict on other ranks. Collective."""
         if self.hosted is None or model not in (self.hosted, self.hosted.module):
             return super().get_state_dict(model, unwrap)
         return self.trained.full_state_dict()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """The host's files without weights and optimizer, which are in the engine's checkpoint beside them. Collective.
+        """Writes accelerate's files, and the engine's checkpoint with weights and optimizer inside. Collective.
 
-        Hooks are given no weights, as under DeepSpeed.
+        Hooks get no weights, as under DeepSpeed.
         """
         models, hooks = self._models, self._save_model_state_pre_hook
         with self._without_engine():
@@ -60,7 +60,7 @@ class SavedState(EngineAccelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Go on from ``save_state``, saved on any grid. Collective.
+        """Continues from ``save_state`` of any grid. Collective.
 
         Raises:
             CheckpointError: the folder has no checkpoint of the engine.
@@ -69,7 +69,7 @@ class SavedState(EngineAccelerator):
             input_dir = _newest(Path(self.project_dir, "checkpoints"))
         if input_dir is not None and not Path(input_dir, _STATE).is_dir():
             raise CheckpointError(
-                f"{input_dir} has no folder {_STATE!r} with the engine's state, from which training goes on; give a "
+                f"{input_dir} has no folder {_STATE!r} with the engine's state, which training continues from; pass a "
                 "folder that save_state of this Accelerator has written."
             )
         models, hooks = self._models, self._load_model_state_pre_hook
@@ -88,7 +88,7 @@ class SavedState(EngineAccelerator):
 
     @contextmanager
     def _without_engine(self) -> Iterator[None]:
-        """Inside, the host knows neither model nor optimizer, which the engine saves and loads."""
+        """Hides model and optimizer from accelerate inside the context, because the engine saves and loads them."""
         names = ("_models", "_optimizers", "_save_model_state_pre_hook", "_load_model_state_pre_hook")
         kept = {name: getattr(self, name) for name in names}
         for name, value in kept.items():
@@ -101,19 +101,19 @@ class SavedState(EngineAccelerator):
 
 
 def _newest(folder: Path) -> str:
-    """The checkpoint of the largest number in a folder that the host names by itself."""
+    """Returns the checkpoint with the largest number, in a folder of automatic names."""
     return str(max(folder.iterdir(), key=lambda each: int(each.name.rpartition("_")[2])))
 
 
 class Accelerator(SavedState):
-    """``accelerate.Accelerator`` with ``engine_config``, a dict or the path of a file; all else is the host's.
+    """``accelerate.Accelerator`` with ``engine_config``, a dict or the path of a file; all else is accelerate's.
 
-    The loop owns batch size, accumulation, clipping, optimizer and schedule; the configuration says the grid, ZeRO and
-    what the loop has no word for; ``whole`` names tensors of a batch that have no rows. ``num_processes`` counts data
-    ranks, ``process_index`` is this one's.
+    The loop owns batch size, accumulation, clipping, optimizer and schedule; the configuration owns the grid, ZeRO and
+    all settings that the loop lacks. ``whole`` names tensors of a batch that have no rows. ``num_processes`` counts
+    data ranks, and ``process_index`` is this rank's index among them.
 
     Raises:
-        ConfigError: the configuration contradicts the loop; a plugin that places the model in another way.
+        ConfigError: the configuration contradicts the loop, or a plugin places the model.
     """
 
     def __init__(self, *, engine_config: ConfigSource, whole: Name | Sequence[Name] = (), **kwargs: Any) -> None:
@@ -129,28 +129,28 @@ class Accelerator(SavedState):
         """The engine.
 
         Raises:
-            EngineError: ``prepare`` has not made it.
+            EngineError: ``prepare`` has not been called.
         """
         if self.hosted is None:
             raise EngineError(
-                "the engine is made by accelerator.prepare(model, optimizer), which has not been called; call it first."
+                "the engine is made by accelerator.prepare(model, optimizer), which was not called; call it first."
             )
         return self.hosted.trained
 
     @property
     def engine(self) -> Engine:
-        """The engine, as of :meth:`trained`."""
+        """Engine, as in :attr:`trained`."""
         return self.trained
 
     # ------------------------------------------------------------------ prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """The host's, of one model that is trained, with its optimizer. Collective.
+        """Prepares as accelerate does, for one trained model with its optimizer. Collective.
 
-        The DataLoader beside them, if any, tells the rows of a microbatch. Weights are those of rank 0.
+        A DataLoader in the same call sets the rows of a microbatch. Weights are broadcast from rank 0.
 
         Raises:
-            ConfigError: a model without its optimizer, several models, another batch size than the configuration has.
+            ConfigError: a model without its optimizer, several models, or another batch size than the configuration's.
         """
         models: list[Any] = [each for each in args if isinstance(each, nn.Module) and _is_trained(each)]
         if models and models != [self.hosted]:
@@ -162,13 +162,13 @@ class Accelerator(SavedState):
         optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
         if len(models) > 1 or self.hosted is not None:
             raise ConfigError(
-                "prepare was given a second model that is trained, and an Accelerator trains one; put both into one "
-                "module, or call requires_grad_(False) on the one that is not trained."
+                "prepare was given a second trained model, but an Accelerator trains one; put both into one module, or "
+                "call requires_grad_(False) on the other model."
             )
         if len(optimizers) != 1:
             raise ConfigError(
-                f"prepare was given a model that is trained and {len(optimizers)} optimizers; give the model and its "
-                "one optimizer in the same call."
+                f"prepare was given a trained model and {len(optimizers)} optimizers; pass the model and its one "
+                "optimizer in the same call."
             )
         micro = next((_rows(each, self) for each in args if isinstance(each, DataLoader)), None)
         config = replace(self._settings, micro=micro).configuration(self._raw, self.grid.world_size)
@@ -178,14 +178,14 @@ class Accelerator(SavedState):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The model of the engine, or one that is not trained on this rank's device."""
+        """Returns the engine's model unchanged, and moves an untrained model to this rank's device."""
         if model is self.hosted:
             if model not in self._models:
                 self._models.append(model)
             return model
         if _is_trained(model):
             raise ConfigError(
-                "prepare_model was given a model that is trained, and the engine is made with its optimizer; call "
+                "prepare_model was given a trained model, but the engine needs its optimizer too; call "
                 "accelerator.prepare(model, optimizer)."
             )
         self._models.append(model)
@@ -193,7 +193,7 @@ class Accelerator(SavedState):
         return model.to(self.device) if moves else model
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """A scheduler that makes a step for each data rank, as the host's does for each process."""
+        """Wraps a scheduler so that an update makes one step for each data rank, not for each process."""
         if isinstance(scheduler, AcceleratedScheduler):
             return super().prepare_scheduler(scheduler)
         own = [each for each in self._optimizers if each.optimizer is getattr(scheduler, "optimizer", None)]
@@ -203,12 +203,12 @@ class Accelerator(SavedState):
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """The host's; ends the engine."""
+        """Closes the engine, then frees memory as accelerate does."""
         self._close()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """The host's; ends the engine."""
+        """Closes the engine, then ends as accelerate does."""
         self._close()
         super().end_training()
 
@@ -220,46 +220,46 @@ class Accelerator(SavedState):
     # ------------------------------------------------------------------ a step
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of a microbatch, whose loss is divided by the number of microbatches as the host does."""
+        """Runs backward of a microbatch; divides the loss by the number of microbatches, as accelerate does."""
         super().backward(loss / self.gradient_accumulation_steps, **kwargs)
 
     def finish_step(self) -> bool:
-        """Clip and update; whether the step was skipped."""
+        """Clips and updates; returns True if the step was skipped."""
         if not self.weighed:
             raise EngineError(
-                "optimizer.step() without accelerator.backward(loss) since the last step; call it in place of "
-                "loss.backward(), for every microbatch."
+                "optimizer.step() was called without accelerator.backward(loss) since the last step; call it in place "
+                "of loss.backward(), for every microbatch."
             )
         self._clipped = False
         return super().finish_step()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients since the last update."""
+        """Drops the gradients since the last update."""
         self._clipped = False
         super().drop_gradients()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """The norm of the averaged gradient, 0-dim; ``optimizer.step()`` clips to ``max_norm``. Collective.
+        """Returns the norm of the averaged gradient, 0-dim; ``optimizer.step()`` clips to ``max_norm``. Collective.
 
         Raises:
-            ConfigError: another norm than L2; another ``max_norm`` than the configuration has.
-            EngineError: inside an accumulation; a second time in a step; not for all parameters.
+            ConfigError: the norm is not L2, or ``max_norm`` differs from the configuration's.
+            EngineError: the call is inside an accumulation, the second in a step, or not for all parameters.
         """
         given = self.trained.config.gradient_clipping
         if float(norm_type) != 2:
             raise ConfigError(
-                f"clip_grad_norm_ was given norm_type {norm_type}, and the engine clips by the L2 norm; leave it out."
+                f"clip_grad_norm_ was given norm_type {norm_type}, but the engine clips by the L2 norm; leave it out."
             )
         if given and given != max_norm:
             raise conflict("gradient_clipping", given, "max_norm of clip_grad_norm_", max_norm, "the loop")
         if not self.sync_gradients:
             raise EngineError(
-                "clip_grad_norm_ inside an accumulation, whose gradients are not complete; call it under "
+                "clip_grad_norm_ was called inside an accumulation, before its gradients are complete; call it under "
                 "`if accelerator.sync_gradients:`."
             )
         if self._clipped:
             raise EngineError(
-                "clip_grad_norm_ was called twice in a step, which clips once; leave out one of the calls."
+                "clip_grad_norm_ was called twice in a step, but a step clips once; remove one of the calls."
             )
         self._check_all(parameters)
         norm = self.trained.clip_gradients(float(max_norm))
@@ -275,21 +275,21 @@ class Accelerator(SavedState):
         ]
         if missing:
             raise EngineError(
-                f"clip_grad_norm_ was given parameters without {missing[0]!r}, and a step clips by the norm of all; "
-                "give model.parameters() of the prepared model."
+                f"clip_grad_norm_ was given parameters without {missing[0]!r}, but a step clips by the norm of all; "
+                "pass model.parameters() of the prepared model."
             )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Refused: a step clips by the norm."""
+        """Raises always: a step clips by the norm."""
         raise ConfigError(
-            "clip_grad_value_ clips each element, and the engine clips by the norm; call clip_grad_norm_."
+            "clip_grad_value_ clips each element, but the engine clips by the norm; call clip_grad_norm_."
         )
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Refused: every data rank makes every step."""
+        """Raises always: every data rank makes every step."""
         raise ConfigError(
-            "join_uneven_inputs lets data ranks end at different steps, and the engine's make the same; leave "
-            "even_batches as it is, and leave join_uneven_inputs out."
+            "join_uneven_inputs lets data ranks stop at different steps, but the engine needs the same number of steps "
+            "on all of them; remove it, and keep even_batches."
         )
 
 
@@ -298,7 +298,7 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def _rows(loader: Any, accelerator: Accelerator) -> int | None:
-    """Rows of a data rank in a batch of a loader, which may be prepared; None if the loader does not say it."""
+    """Returns a data rank's rows in a batch of a loader, which may be prepared; None if the loader has no size."""
     count = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if count is None or not accelerator.split_batches:
         return count

@@ -1,21 +1,21 @@
-"""``transformers.Trainer`` whose model is on the grid of an engine.
+"""``transformers.Trainer`` with a model on an engine's grid.
 
-The host keeps its loop, data, logs, callbacks, optimizer and schedule. What is the engine's is entered where the host
-lets its subclasses enter: the accelerator, the wrapped model, the step, and checkpoints.
+The host keeps its loop, data, logs, callbacks, optimizer and schedule. The engine overrides the accelerator, the
+wrapped model, the step and the checkpoints, which transformers leaves to subclasses.
 
     checkpoint-N/                  weights, configuration and tokenizer for from_pretrained, the host's own files
-    checkpoint-N/engine/step-N/    the engine's checkpoint, from which a run goes on on any grid
+    checkpoint-N/engine/step-N/    the engine's checkpoint, which a run continues from on any grid
 
 Steps that run as one, ``eng.train_batch``, since the stages of a pipeline have one schedule.
 
-The Trainer gives its microbatches one by one; they wait here until the step is complete. The step's loss is that of the
-host, also of a model that takes the number of items and does not divide by it:
+The Trainer passes its microbatches one by one, and they wait here until the step is complete. The step's loss equals
+the host's, also for a model that takes the number of items and does not divide by it:
 
-    host      microbatches are summed, and each is multiplied by the number of data ranks, over which it is averaged
-    engine    averages over microbatches and data ranks, so the loss of each is multiplied by both numbers
+    host      sums microbatches, and multiplies each by the number of data ranks, over which it is averaged
+    engine    averages over microbatches and data ranks, so each loss is multiplied by both numbers
 
-    rows that lack at the end of an epoch            are copies without labels, if the loss is a sum over labels
-    microbatches that lack at the end of an epoch    are copies whose loss is multiplied by zero
+    missing rows at the end of an epoch            are copies without labels, if the loss is a sum over labels
+    missing microbatches at the end of an epoch    are copies with a loss multiplied by zero
 """
 
 import math
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from engine.errors import EngineError
 from engine.program.loss import find_loss
 
-if TYPE_CHECKING:  # importing accelerate takes a second, and this module needs none of it
+if TYPE_CHECKING:  # importing accelerate takes a second, and this module does not need it
     from engine.huggingface.accelerator import EngineAccelerator
 import os
 import random
@@ -62,7 +62,7 @@ from engine.program.batch_rows import Name
 
 _COUNT = "num_items_in_batch"
 _LACKS = "the host has no such microbatch"
-"""Key of a microbatch whose loss is multiplied by zero."""
+"""Key of a microbatch with a loss that is multiplied by zero."""
 _NO_LABEL = -100
 
 OwnLoss = Callable[[Any, Tensor | None, Tensor | None], Tensor]
@@ -70,7 +70,7 @@ OwnLoss = Callable[[Any, Tensor | None, Tensor | None], Tensor]
 
 
 class WholeSteps:
-    """The unfinished step of a Trainer over a pipeline."""
+    """Unfinished step of a Trainer over a pipeline."""
 
     def __init__(
         self,
@@ -80,42 +80,43 @@ class WholeSteps:
         counts: bool,
         summed: bool | None = None,
     ) -> None:
-        """Begin without a microbatch.
+        """Starts without a microbatch.
 
         Args:
             args: the TrainingArguments.
-            accelerator: whose engine makes the step.
-            own_loss: in place of the model's.
-            counts: model and loss are given the number of items of the step.
-            summed: the host sums losses over microbatches, and does not average; None: where there is that number.
+            accelerator: the accelerator of the engine that makes the step.
+            own_loss: loss in place of the model's.
+            counts: True if model and loss take the number of items of the step.
+            summed: True if the host sums losses over microbatches, False if it averages; None: it sums if it counts.
         """
         self._accelerator, self._own_loss, self._counts, self._summed = accelerator, own_loss, counts, summed
         self._accumulation, self._micro = args.gradient_accumulation_steps, args.per_device_train_batch_size
         self._over_ranks = accelerator.num_processes if args.average_tokens_across_devices else 1
         self._waiting: list[dict[str, Any]] = []
         self._fills: bool | None = None
-        """Rows without labels add nothing to the loss; None: not known yet."""
+        """True if rows without labels add nothing to the loss; None: unknown."""
 
     @property
     def scales(self) -> bool:
-        """The loss of a microbatch is not the model's as it is, so that the engine needs :meth:`loss`."""
+        """True if the loss of a microbatch is not the model's unchanged, so the engine needs :meth:`loss`."""
         return self._own_loss is not None or self._counts or bool(self._summed)
 
     def microbatch(self, inputs: Mapping[str, Any], count: Any) -> dict[str, Any]:
-        """What the engine is given of a microbatch; ``count``: the number of items of the step, if it is known."""
+        """Returns the microbatch for the engine; ``count``: the number of items of the step, None if unknown."""
         if count is None or not self._counts or "labels" not in inputs:
             return dict(inputs)
         return {**inputs, _COUNT: torch.as_tensor(count, dtype=torch.float32, device=self._accelerator.device)}
 
     def inputs(self, microbatch: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model is given: no labels where the loss is not its own."""
+        """Returns the inputs of the model: without labels if the loss is not its own."""
         if self._own_loss is not None:
             return {key: value for key, value in microbatch.items() if key not in ("labels", _COUNT, _LACKS)}
         given = {key: value for key, value in microbatch.items() if key != _LACKS}
         return given | {_COUNT: given[_COUNT].sum()} if _COUNT in given else given  # in evaluation by row
 
     def loss(self, output: Any, microbatch: Mapping[str, Any]) -> Tensor:
-        """The loss of a microbatch on the last stage, multiplied so that the engine's average is the host's loss."""
+        """Returns the loss of a microbatch on the last stage, multiplied so that the engine's mean is the host's
+        loss."""
         count, loss = microbatch.get(_COUNT), self._plain_loss(output, microbatch)
         if _LACKS in microbatch:
             return loss * 0
@@ -128,10 +129,10 @@ class WholeSteps:
         return self._own_loss(output, microbatch.get("labels"), microbatch.get(_COUNT))
 
     def add(self, inputs: Mapping[str, Any], count: Any) -> Tensor | None:
-        """Take a microbatch; the loss of the step after its last one, whose update is then made.
+        """Adds a microbatch; after the last one it runs the step, updates, and returns the step's loss.
 
         Raises:
-            EngineError: the end of the epoch lacks rows, and the loss is a mean over those that are there.
+            EngineError: the epoch ends without enough rows, and the loss is a mean over the present ones.
         """
         self._waiting.append(self._filled(self.microbatch(inputs, count)))
         if not self._accelerator.sync_gradients:
@@ -146,15 +147,15 @@ class WholeSteps:
         return torch.tensor(report.loss, device=self._accelerator.device)
 
     def _filled(self, microbatch: dict[str, Any]) -> dict[str, Any]:
-        """``microbatch`` with as many rows as every other, of which the further ones have no labels."""
+        """Returns ``microbatch`` filled up to full size with rows without labels."""
         known = self._accelerator.trained.batch_rows
         rows = known.count(microbatch)
         if rows in (0, self._micro):
             return microbatch
         if others := known.whole_names(microbatch):
             raise EngineError(
-                f"the last step of the epoch has a microbatch of {rows} of {self._micro} rows, and none can be added, "
-                f"since {others[0]} has no rows of the batch; give dataloader_drop_last=True."
+                f"the last step of the epoch has a microbatch of {rows} of {self._micro} rows, and it cannot be filled "
+                f"up, because {others[0]} has no rows of the batch; set dataloader_drop_last=True."
             )
         if _COUNT not in microbatch:
             raise _incomplete(f"a microbatch of {rows} of {self._micro} rows")
@@ -168,9 +169,9 @@ class WholeSteps:
         return filled
 
     def _is_sum(self, microbatch: dict[str, Any]) -> bool:
-        """Whether the loss is a sum over labels, divided by the number of items. Collective.
+        """Returns True if the loss is a sum over labels, divided by the number of items. Collective.
 
-        A model may take the number and ignore it, or use it for a part of its loss, which no signature tells.
+        A model may take the number and ignore it, or use it in a part of its loss, which no signature shows.
         """
         engine, losses = self._accelerator.trained, []
         for times in (1, 2):
@@ -182,42 +183,42 @@ class WholeSteps:
 
 def _incomplete(what: str) -> EngineError:
     return EngineError(
-        f"the last step of the epoch has {what}, and a pipeline's step has all of them, while its loss is a mean that "
-        "none can be added to; give dataloader_drop_last=True and a dataset of whole steps, or max_steps."
+        f"the last step of the epoch has {what}, but a pipeline's step needs all of them, and nothing can be added to "
+        "its loss, a mean; set dataloader_drop_last=True and use a dataset of whole steps, or max_steps."
     )
 
 
 def _without_parts(tensor: Tensor) -> Tensor:
-    """A 0-dim output, which a prediction of one microbatch gives with a dim of microbatches, as the model gave it."""
+    """Returns an output without the dim of microbatches that a prediction adds to a 0-dim output."""
     return tensor[0] if tensor.shape == (1,) else tensor
 
 
 def _without_labels(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """A microbatch whose loss, a sum, is zero."""
+    """Returns a microbatch with a loss of zero, if the loss is a sum over labels."""
     return {**microbatch, "labels": torch.full_like(microbatch["labels"], _NO_LABEL)}
 
 
 _STATE = "engine"
-"""Folder of the engine's checkpoint inside one of the host's."""
+"""Folder of the engine's checkpoint inside the host's."""
 _SCHEDULE = "schedule"
 
 
 class Trainer(TrlLoop):
     """``transformers.Trainer`` with ``engine_config``, a dict or the path of a file; all else is the host's.
 
-    ``whole`` names tensors of a batch that have no rows (patches of pictures), as :func:`engine.initialize` takes them.
+    ``whole`` names tensors of a batch that have no rows (image patches), as in :func:`engine.initialize`.
 
-    ``TrainingArguments`` own sizes, precision, optimizer, schedule and clipping; the configuration says the grid, ZeRO
-    and what the arguments have no word for. ``per_device_train_batch_size`` counts rows of a data rank.
+    ``TrainingArguments`` own sizes, precision, optimizer, schedule and clipping; the configuration owns the grid, ZeRO
+    and all settings that the arguments lack. ``per_device_train_batch_size`` counts rows of a data rank.
 
-    A class of TRL may stand behind it: ``class Tuner(Trainer, trl.GRPOTrainer)``, without a pipeline.
+    A TRL class may follow it: ``class Tuner(Trainer, trl.GRPOTrainer)``, without a pipeline.
 
-    With a pipeline a step runs as one: ``on_pre_optimizer_step`` is called after the update, and the loss is the
-    model's, ``compute_loss_func``'s or that of label smoothing. A subclass that overrides ``compute_loss`` or
-    ``training_step`` has the host's steps: each forward runs all stages and waits for its backward.
+    With a pipeline a step is one call: ``on_pre_optimizer_step`` runs after the update, and the loss is the model's,
+    ``compute_loss_func``'s or label smoothing's. A subclass that overrides ``compute_loss`` or ``training_step`` runs
+    the host's steps: each forward passes all stages and waits for its backward.
 
     Raises:
-        ConfigError: the configuration contradicts the arguments; an argument that places the model in another way.
+        ConfigError: the configuration contradicts the arguments, or an argument places the model.
     """
 
     def __init__(
@@ -228,13 +229,13 @@ class Trainer(TrlLoop):
         model = args[0] if args else kwargs.get("model")
         if self.trl_kind() is None and isinstance(model, str):
             raise ConfigError(
-                f"Trainer was given model {model!r}, a name, and trains a module; give "
+                f"Trainer was given model {model!r}, a name, but trains a module; pass "
                 "AutoModelForCausalLM.from_pretrained of it."
             )
         self._raw, self._whole = load_raw(engine_config), whole
         self._steps: WholeSteps | None = None
         self._parameters = 0
-        """Of the whole model, without embeddings; counted before the engine places it."""
+        """Parameters of the full model without embeddings; counted before the engine places it."""
         super().__init__(*args, **kwargs)
         if self.compute_metrics is not None:
             self.compute_metrics = checked_metrics(self.compute_metrics)
@@ -243,13 +244,13 @@ class Trainer(TrlLoop):
 
     @property
     def engine(self) -> Engine:
-        """The engine; it is made when training or evaluation begins."""
+        """Engine; training or evaluation makes it when it begins."""
         return self.accelerator.trained
 
     # ------------------------------------------------------------------ placing
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Accelerate's object over the engine's grid, in the place of the host's."""
+        """Creates accelerate's object over the engine's grid, in place of the host's."""
         refuse_arguments(self.args)
         super().create_accelerator_and_postprocess()
         config = load_config(settled(self._raw, self.args), self.args.world_size)
@@ -259,7 +260,7 @@ class Trainer(TrlLoop):
         self._check_trl(config)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the engine moves what a rank holds."""
+        """Does nothing: the engine moves each rank's shards."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         hosted = self.accelerator.hosted
@@ -271,7 +272,7 @@ class Trainer(TrlLoop):
         return self.accelerator.hosted
 
     def _place(self) -> HostedModel:
-        """Put the model on the grid, with the host's optimizer."""
+        """Places the model on the grid, with the host's optimizer."""
         model: Any = self.model
         if hasattr(model, "num_parameters"):
             self._parameters = model.num_parameters(exclude_embeddings=True)
@@ -279,7 +280,7 @@ class Trainer(TrlLoop):
         config, own = settled(self._raw, self.args), self._own_loss()
         if self.accelerator.whole_steps:
             given = self.compute_loss_func is not None
-            scaled = getattr(self, "loss_is_scaled_for_ga", None)  # transformers before 5.23 cannot be told
+            scaled = getattr(self, "loss_is_scaled_for_ga", None)  # absent before transformers 5.23
             summed = True if scaled is None and given else scaled
             counts = bool(self.model_accepts_loss_kwargs) or given
             self._steps = WholeSteps(self.args, self.accelerator, own, counts, summed)
@@ -295,9 +296,9 @@ class Trainer(TrlLoop):
         return HostedModel(placed, whole_steps=self.accelerator.whole_steps)
 
     def _example(self) -> Any:
-        """The first microbatch of the dataset, for the plan; None for data that cannot be indexed, and without need."""
+        """Returns the dataset's first microbatch for the plan; None if it is not needed or cannot be indexed."""
         of_trl = self.trl_kind()
-        if of_trl in GENERATING:  # it generates before its first forward
+        if of_trl in GENERATING:  # generates before its first forward
             return self._plan_tokens()
         dataset: Any = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         rows = self.args.per_device_train_batch_size
@@ -318,13 +319,13 @@ class Trainer(TrlLoop):
         return dict(inputs) | ({"num_items_in_batch": count} if counted else {})
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Rows of a step over all data ranks."""
+        """Returns the rows of a step over all data ranks."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """This rank's share of the operations of a forward and backward over a data rank's rows, as the host counts."""
+        """Returns this rank's share of the floating-point operations of a forward and backward, as the host counts."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        main: Any = inputs.get(name) if isinstance(inputs, Mapping) else None  # prompts of TRL are a list
+        main: Any = inputs.get(name) if isinstance(inputs, Mapping) else None  # TRL's prompts are a list
         if main is None:
             return 0
         return int(6 * main.numel() * self._parameters / self.accelerator.grid.size("replica"))
@@ -332,7 +333,7 @@ class Trainer(TrlLoop):
     # ------------------------------------------------------------------ a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of a microbatch; with a pipeline the whole step, after its last microbatch."""
+        """Runs forward and backward of a microbatch; with a pipeline the whole step, at its last microbatch."""
         if self._steps is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
@@ -340,14 +341,14 @@ class Trainer(TrlLoop):
         return torch.zeros((), device=self.args.device) if found is None else found
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """The norm of the step, whose value is there once the engine has clipped by it and updated."""
+        """Returns the tensor of the step's norm, which the engine fills when it clips and updates."""
         return self.accelerator.grad_norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
         return self.accelerator.grad_norm
 
     def _own_loss(self) -> OwnLoss | None:
-        """The loss in place of the model's: that of ``compute_loss_func``, or label smoothing."""
+        """Returns the loss in place of the model's: ``compute_loss_func``, or label smoothing."""
         given, smoother = self.compute_loss_func, self.label_smoother
         if given is not None:
             return lambda output, labels, count: given(output, labels, num_items_in_batch=count)
@@ -357,7 +358,7 @@ class Trainer(TrlLoop):
         return lambda output, labels, count: smoother(output, labels, shift_labels=shifts, num_items_in_batch=count)
 
     def _has_own_steps(self) -> bool:
-        """Whether a subclass computes the loss, or makes a step, by code of its own."""
+        """Returns True if a subclass overrides the loss or the step."""
         names = ("compute_loss", "training_step")
         owners = (next(kind for kind in type(self).__mro__ if name in vars(kind)) for name in names)
         return any(owner not in (Trainer, transformers.Trainer) for owner in owners)
@@ -369,7 +370,7 @@ class Trainer(TrlLoop):
         return bool(super()._determine_best_metric(metrics, trial))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a folder for ``from_pretrained``, with the processing class and the arguments. Collective."""
+        """Writes a folder for ``from_pretrained``, with the processing class and the arguments. Collective."""
         if self.accelerator.hosted is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -396,11 +397,11 @@ class Trainer(TrlLoop):
         self.engine.save_checkpoint(Path(output_dir, _STATE), {_SCHEDULE: schedule.state_dict()}).wait()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing yet: weights and optimizer state are read once the model is placed."""
+        """Checks the folder; weights and optimizer state are read once the model is placed."""
         if not Path(resume_from_checkpoint, _STATE).is_dir():
             raise CheckpointError(
-                f"{resume_from_checkpoint} has no folder {_STATE!r} with the engine's state, from which training goes "
-                "on; give a checkpoint that this Trainer has written without save_only_model."
+                f"{resume_from_checkpoint} has no folder {_STATE!r} with the engine's state, which training continues "
+                "from; pass a checkpoint that this Trainer has written without save_only_model."
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -413,10 +414,10 @@ class Trainer(TrlLoop):
             group["lr"] = rate
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Nothing: the engine's checkpoint has its loss scale."""
+        """Does nothing: the engine's checkpoint has its loss scale."""
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Nothing, as :meth:`_save_scaler`."""
+        """Does nothing, like :meth:`_save_scaler`."""
 
     def _load_best_model(self) -> None:
         best: Any = self.state.best_model_checkpoint
@@ -424,13 +425,13 @@ class Trainer(TrlLoop):
 
 
 def _rows(dataset: Any) -> int | None:
-    """Number of rows; None for a dataset that does not know it."""
+    """Returns the number of rows; None for a dataset without a length."""
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 @contextmanager
 def _unchanged_random_state() -> Iterator[None]:
-    """Reading the example draws no number that training would draw."""
+    """Restores the random state, so that reading the example draws no number that training would draw."""
     kept = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

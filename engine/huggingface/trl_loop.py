@@ -1,8 +1,8 @@
-"""What trainers of TRL ask of the Trainer in front of them, beside what ``transformers.Trainer`` asks.
+"""Hooks for TRL's trainers, which call more than ``transformers.Trainer`` does.
 
-generate             completions come from the engine's weights, ``eng.generate``, on every rank together
-log-probabilities    forwards without gradients, which TRL gives the bare model, go through the engine
-fused head           on tensor ranks it works on this rank's columns of the logits, which are never gathered
+generate             completions come from the engine's weights, ``eng.generate``, on all ranks together
+log-probabilities    forwards without gradients, which TRL calls on the bare model, run through the engine
+fused head           tensor ranks compute on their own columns of the logits, which are never gathered
 """
 
 import inspect
@@ -27,38 +27,38 @@ _IGNORED = -100
 
 
 class TrlLoop(transformers.Trainer):
-    """The calls of TRL's trainers that ``transformers.Trainer`` does not make; without one behind, none is made."""
+    """Overrides for TRL's trainers; without a TRL class among the bases, nothing calls them."""
 
     accelerator: EngineAccelerator
     _sharded: bool
-    """A rank has a part of each parameter; known once a trainer of TRL behind this class is found."""
+    """True if a rank has a part of each parameter; set once a TRL trainer is found among the bases."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         first = _of_trl(cls)
         if first is not None and cls.__mro__.index(first) < cls.__mro__.index(TrlLoop):
             raise ConfigError(
-                f"class {cls.__name__} has {first.__name__} of TRL before the engine's Trainer, which then enters "
-                f"nothing; write class {cls.__name__}(Trainer, {first.__name__})."
+                f"class {cls.__name__} lists TRL's {first.__name__} before the engine's Trainer, so none of Trainer's "
+                f"methods is called; write class {cls.__name__}(Trainer, {first.__name__})."
             )
 
     @classmethod
     def trl_kind(cls) -> str | None:
-        """Name of the trainer of TRL behind this class, or None."""
+        """Returns the name of the TRL trainer among the bases, or None."""
         kind = _of_trl(cls)
         return None if kind is None else kind.__name__
 
     def _check_trl(self, config: Config) -> None:
-        """Refuse a grid on which the trainer of TRL behind this class would compute something else."""
+        """Raises for a grid on which the TRL trainer would compute something else."""
         if (kind := self.trl_kind()) is not None:
             refuse_trl_grid(kind, self.args, config)
             self._sharded = config.tp > 1 or config.zero_optimization.stage == 3
 
     def _check_reference(self) -> None:
-        """Let the engine compute a reference that TRL asks of the bare model without its adapters.
+        """Routes TRL's reference, a call of the bare model without its adapters, through the engine.
 
         Raises:
-            ConfigError: TRL asks it of a copy of the adapters, and a rank has a part of the model.
+            ConfigError: the reference is a copy of the adapters, and a rank has only a part of the model.
         """
         model: Any = self.model
         adapters, reference = getattr(model, "peft_config", None), getattr(self, "ref_model", self)
@@ -66,26 +66,26 @@ class TrlLoop(transformers.Trainer):
             return
         if "ref" in adapters:
             raise ConfigError(
-                f"{self.trl_kind()} was given a model that has adapters already and no ref_model, so that a copy of "
-                "them in the bare model is its reference, and a rank has a part of it; give ref_model, or leave "
-                "parallel.tensor out and give zero_optimization.stage 2."
+                f"{self.trl_kind()} was given a model with adapters and no ref_model, so its reference is a copy of "
+                "the adapters in the bare model, but a rank has only a part of that; pass ref_model, or remove "
+                "parallel.tensor and set zero_optimization.stage to 2."
             )
         _route_reference(model, self.accelerator)
 
     def _plan_tokens(self) -> dict[str, Any]:
-        """Tokens for the plan, where no microbatch of the dataset is there before the first forward."""
+        """Returns tokens for the plan, if the dataset has no microbatch before the first forward."""
         args: Any = self.args
         lengths = (getattr(args, name, None) for name in ("max_completion_length", "max_length"))
         length = next((each for each in lengths if each), 16)
         return plan_inputs({"input_ids": torch.zeros(args.per_device_train_batch_size, length, dtype=torch.int64)})
 
     def _prepare_trl_model(self, model: nn.Module) -> None:
-        """Make the fused head of TRL one that works with a part of the vocabulary, before the engine places it."""
+        """Replaces TRL's fused head by one for a sharded vocabulary, before the engine places the model."""
         if self.trl_kind() is not None and self.accelerator.grid.tp > 1:
             shard_fused_head(model)
 
     def _check_rewards(self) -> None:
-        """Let a mistake in a function that rewards end every rank, which would else wait for the rank that made it."""
+        """Wraps reward functions so that an error on one rank ends every rank, which would otherwise wait for it."""
         functions: Any = getattr(self, "reward_funcs", None)
         for index, function in enumerate(functions or ()):
             awaited = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
@@ -95,13 +95,13 @@ class TrlLoop(transformers.Trainer):
     # ------------------------------------------------------------------ calls of TRL
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Completions of this data rank's prompts, generated by the engine. Collective."""
+        """Generates completions of this data rank's prompts by the engine. Collective."""
         host: Any = super()
         with _generating(self.model, self.accelerator):
             return host._generate_single_turn(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Log-probabilities by the engine where TRL asks the bare model, whose parameters may be sharded."""
+        """Computes log-probabilities by the engine if TRL calls the bare model, which may have shards only."""
         host: Any = super()
         hosted = self.accelerator.hosted
         asked = hosted if hosted is not None and model is self.model else model
@@ -109,13 +109,13 @@ class TrlLoop(transformers.Trainer):
 
 
 def _route_reference(model: Any, accelerator: EngineAccelerator) -> None:
-    """Without its adapters, a call of ``model`` is one of the engine, which has them switched off then."""
+    """Routes calls of ``model`` without its adapters through the engine."""
     own = model.disable_adapter
 
     @contextmanager
     def disable_adapter() -> Iterator[None]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            del model.forward  # the engine calls the model's own
+            del model.forward  # the engine calls the model's own forward
             try:
                 return accelerator.hosted(*args, **kwargs) if accelerator.hosted else model(*args, **kwargs)
             finally:
@@ -132,12 +132,12 @@ def _route_reference(model: Any, accelerator: EngineAccelerator) -> None:
 
 
 def _of_trl(cls: type) -> type | None:
-    """The first class of TRL's among ``cls`` and its bases."""
+    """Returns the first TRL class among ``cls`` and its bases."""
     return next((kind for kind in cls.__mro__ if kind.__module__.startswith("trl.")), None)
 
 
 def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:
-    """``function``, whose errors and wrong results are raised on all ranks; one all-reduce over the world a call."""
+    """Wraps ``function`` so that its errors are raised on all ranks; one all-reduce over the world a call."""
     name = getattr(function, "__name__", type(function).__name__)
 
     @wraps(function)
@@ -152,17 +152,17 @@ def _checked_reward(function: Any, accelerator: EngineAccelerator) -> Any:
 
 
 def plan_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a microbatch of TRL's, what the model's own forward takes, with labels; its losses take the rest."""
+    """Returns the inputs of the model's own forward from a TRL microbatch, with labels; TRL's losses take the rest."""
     ids = inputs["input_ids"]
     return {"input_ids": ids, "attention_mask": inputs.get("attention_mask", torch.ones_like(ids)), "labels": ids}
 
 
 @contextmanager
 def _generating(model: Any, accelerator: EngineAccelerator) -> Iterator[None]:
-    """Inside, ``model.generate`` is that of the engine."""
+    """Replaces ``model.generate`` by the engine's inside the context."""
 
     def generate(input_ids: Tensor, **options: Any) -> Any:
-        del model.generate  # the engine calls the model's own
+        del model.generate  # the engine calls the model's own generate
         return accelerator.trained.generate(input_ids, **options)
 
     model.generate = generate
@@ -173,7 +173,7 @@ def _generating(model: Any, accelerator: EngineAccelerator) -> Iterator[None]:
 
 
 def shard_fused_head(model: nn.Module) -> None:
-    """Replace the forward that TRL has given ``model`` by one for tensor ranks; without one, nothing is changed."""
+    """Replaces TRL's fused forward of ``model`` by one for tensor ranks; does nothing if the model has none."""
     base: Any = model
     whole = base.get_base_model() if hasattr(base, "get_base_model") else base
     fused = vars(whole).get("forward")
@@ -193,7 +193,7 @@ def shard_fused_head(model: nn.Module) -> None:
 
 
 def _scored(model: Any, settings: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What TRL's fused head returns for the same arguments."""
+    """Returns the output of TRL's fused head for the same arguments."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     labels, shifted, count = (kwargs.pop(name, None) for name in ("labels", "shift_labels", "num_items_in_batch"))

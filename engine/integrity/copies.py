@@ -1,17 +1,17 @@
-"""Comparisons by digests of bits: of what a rank holds, between two updates, and of copies, between ranks.
+"""Comparisons of state by digests of bits: of one rank's state between two updates, and of copies between ranks.
 
     update s -> take                         all state is at rest                          compare -> update s + 1
-               digests of all weights, masters and moments                      the first difference is kept
+               digests of all weights, masters and moments                      the first difference is stored
 
-One comparison every N steps would not do: a shard has no copy, and each update hides what was before it. Copies that
-several ranks hold in equal bits are compared by short digests; the odd one is named by majority.
+One comparison every N steps would not suffice: a shard has no copy, and each update hides earlier differences. Copies
+with equal bits on several ranks are compared by short digests; a majority identifies the wrong one.
 
-    data ranks         what ``StateTensor.equal`` says: everything at ZeRO 0, weights at ZeRO 1 and 2
-    shard groups       all the rest, where there are several: the shards of one place in all of them
-    replica's ranks    weights that tensor ranks hold whole, and weights that pipeline ranks share (ties)
+    data ranks         tensors with ``StateTensor.equal``: everything at ZeRO 0, weights at ZeRO 1 and 2
+    shard groups       all other tensors, if there are several groups: the shards of one position in all of them
+    replica's ranks    weights replicated over tensor ranks, and weights shared by pipeline ranks (ties)
 
 Tensor ranks lay their buckets out differently, so weights of a replica are compared by parameter; at ZeRO 3 the digests
-of the shards are added up over the data ranks first. Nobody waits for the device: the host reads every
+of the shards are first summed over the data ranks. The host does not wait for the device in a step: it reads only every
 ``integrity.every`` steps whether there was a difference.
 """
 
@@ -31,12 +31,12 @@ from engine.zero.flat_buckets import FlatBucket
 from engine.zero.state_inventory import StateInventory, StateTensor
 
 INTEGRITY = "integrity"
-_PIECE = 1 << 20  # elements that have int64 copies at a time
+_PIECE = 1 << 20  # elements with int64 copies at a time
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DataCopies:
-    """Copies on the ranks that hold equal parameters, and on those that hold the same shards."""
+    """Comparison of copies on ranks with equal parameters, and on ranks with equal shards."""
 
     def __init__(self, comm: Comm, device: torch.device, axis: Axis | None = None) -> None:
         self.comm, self.device, self._axis, self._whole = comm, device, axis or comm.grid.copies, axis is None
@@ -47,9 +47,9 @@ class DataCopies:
         self._digests: list[Tensor] = []
 
     def compare(self, held: Sequence[StateTensor], digests: Sequence[Tensor]) -> Tensor:
-        """Whether copies differ, 0-dim on the device; one all-gather of 16 bytes a tensor and rank, label "integrity".
+        """Returns whether copies differ, 0-dim on the device. All-gathers 16 bytes a tensor and rank, "integrity".
 
-        Another one over ``Grid.shard_copies``, if several ranks hold a shard. ``digests``: those of ``held``.
+        It all-gathers over ``Grid.shard_copies`` too, if several ranks have a shard. ``digests`` belong to ``held``.
         """
         shards = None if self._shards is None else self._shards.compare(held, digests)
         pairs = [pair for pair in zip(held, digests, strict=True) if pair[0].equal == self._whole]
@@ -63,7 +63,8 @@ class DataCopies:
         return differ if shards is None else differ | shards
 
     def findings(self, update: int) -> list[Finding]:
-        """What differs; all ranks of the axis find the same. The whole digests of what differs are gathered."""
+        """Returns the differences, equal on all ranks of the axis; all-gathers the full digests of differing
+        tensors."""
         found = self._shards.findings(update) if self._shards is not None else []
         if not self._table.numel():
             return found
@@ -87,7 +88,7 @@ class DataCopies:
 
 
 class ReplicaCopies:
-    """Copies on the tensor and pipeline ranks of one replica: weights only."""
+    """Comparison of copies on the tensor and pipeline ranks of one replica: weights only."""
 
     def __init__(self, table: ShardTable, buckets: Sequence[FlatBucket], comm: Comm) -> None:
         self._comm, self._buckets = comm, buckets
@@ -99,10 +100,10 @@ class ReplicaCopies:
         self._found = torch.zeros(0)
 
     def compare(self, device: torch.device) -> Tensor:
-        """Whether copies differ, 0-dim on the device.
+        """Returns whether copies differ, 0-dim on the device.
 
-        One all-gather over the replica of 8 bytes a parameter and rank, label "integrity"; at ZeRO 3 an all-reduce of
-        them over the shards before.
+        All-gathers 8 bytes a parameter and rank over the replica, label "integrity"; at ZeRO 3 it all-reduces them over
+        the shards before.
         """
         if not self._rows or self._comm.grid.size("replica") == 1:
             return torch.zeros((), dtype=torch.bool, device=device)
@@ -118,7 +119,7 @@ class ReplicaCopies:
         return torch.stack(differs).any()
 
     def findings(self, update: int) -> list[Finding]:
-        """What differs; all ranks of the replica find the same."""
+        """Returns the differences, equal on all ranks of the replica."""
         found, peers, table = [], self._comm.grid.peers("replica"), self._found.tolist()
         for column, row in enumerate(self._rows if self._found.numel() else ()):
             for members in self._members(row):
@@ -130,14 +131,15 @@ class ReplicaCopies:
         return found
 
     def _members(self, row: ShardRow) -> list[list[int]]:
-        """Groups of places in the replica that hold the same elements of a parameter."""
+        """Returns groups of indices in the replica with the same elements of a parameter."""
         tp = self._comm.grid.tp
         if row.dim is None:
             return [[stage * tp + index for stage in row.owners for index in range(tp)]]
         return [[stage * tp + index for stage in row.owners] for index in range(tp)]
 
     def _digest(self, name: str, device: torch.device) -> Tensor:
-        """Sum of this rank's elements of a parameter as integers, each times an odd factor of its place; 0 without."""
+        """Returns the sum of this rank's elements of a parameter as integers, each times the odd factor of its
+        index."""
         total = torch.zeros((), dtype=torch.int64, device=device)
         if name not in self._places:
             return total
@@ -154,7 +156,7 @@ class ReplicaCopies:
 
 
 def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
-    """(places of the copies that differ from the majority, a place of the majority); without a majority all places."""
+    """Returns (indices of copies that differ from the majority, an index of the majority); all indices without one."""
     (value, count), *_ = Counter(values).most_common()
     most = values.index(value)
     if 2 * count <= len(values):
@@ -163,13 +165,13 @@ def odd_ones(values: Sequence[Hashable]) -> tuple[list[int], int]:
 
 
 def copies_finding(one: Finding, odd: Sequence[int], ranks: Sequence[int]) -> Finding:
-    """``one`` as a difference between the copies of ``ranks``, of which ``odd`` are to blame."""
+    """Returns ``one`` as a difference between the copies of ``ranks``; ``odd`` are to blame."""
     values = one.to_json() | {"how": "copies", "ranks": odd, "others": [rank for rank in ranks if rank not in odd]}
     return Finding.from_json(values)
 
 
 def _gathered(own: Tensor, comm: Comm, axis: Axis) -> Tensor:
-    """``own`` of every rank of an axis as rows, on the device; the host does not wait."""
+    """All-gathers ``own`` over an axis into rows on the device; the host does not wait."""
     table = own.new_zeros(comm.grid.size(axis), own.numel())
     here = comm.grid.index(axis)
     table[here] = own
@@ -178,16 +180,16 @@ def _gathered(own: Tensor, comm: Comm, axis: Axis) -> Tensor:
 
 
 class Writes:
-    """The writes of the program that torch counts; a bit that flips by itself is none.
+    """Counter of the program's writes, which torch counts; a bit that flips by itself is no write.
 
-    A tensor that has been replaced counts as written. Writes through ``parameter.data`` are not counted by torch.
+    A replaced tensor counts as written. torch does not count writes through ``parameter.data``.
     """
 
     def __init__(self, held: Sequence[StateTensor]) -> None:
         self._seen = [(each.tensor, _versions(each)) for each in held]
 
     def since(self, held: Sequence[StateTensor]) -> list[bool] | None:
-        """For each tensor, whether the program has written it; None if there are others now."""
+        """Returns for each tensor whether the program has written it; None if the tensors are others now."""
         if len(held) != len(self._seen):
             return None
         return [
@@ -202,7 +204,7 @@ def _versions(held: StateTensor) -> tuple[int, ...]:
 
 
 class AtRest:
-    """The digests of one rank."""
+    """Digests of one rank's state."""
 
     def __init__(self, inventory: StateInventory, device: torch.device) -> None:
         self._inventory, self._device = inventory, device
@@ -215,12 +217,12 @@ class AtRest:
         self._writes: Writes | None = None
         self._taken = self._now = self._fault = torch.zeros(0, dtype=torch.int64, device=device)
         self._update = torch.full((), -1, dtype=torch.int64, device=device)
-        """The update after which the digests differ that ``_fault`` is about; -1: none so far."""
+        """Number of the update before the difference in ``_fault``; -1: no difference."""
         self._found: list[Finding] = []
         self._taken_after = 0
 
     def take(self, update: int) -> None:
-        """Take the digests of everything, ``update`` updates after the start."""
+        """Computes the digests of all state, ``update`` updates after the start."""
         held = self._all()
         sizes = [digest_length(each.tensor) for each in held]
         if sizes != [digest_length(each.tensor) for each in self.held]:
@@ -235,7 +237,7 @@ class AtRest:
         return [*self._lasting, *self._inventory.moments()]
 
     def compare(self) -> None:
-        """Compare with what is held now; what the program has written since is left out."""
+        """Compares with the current state; skips tensors that the program has written since."""
         held = self._all()
         written = self._writes.since(held) if self._writes is not None else None
         if written is None:
@@ -243,28 +245,29 @@ class AtRest:
         self._now.copy_(self._taken)
         self._write(self._now, [not each for each in written])
         difference = self._now.sub_(self._taken)
+        # selects on the device: the host must not wait, and later differences may follow from the first
         first = (difference != 0).any() & (self._update < 0)
         self._fault = torch.where(first, difference, self._fault)
         self._update = torch.where(first, self._taken_after, self._update)
 
     @property
     def noticed(self) -> Tensor:
-        """Whether there was a difference, a 0-dim tensor on the device."""
+        """True if there was a difference, a 0-dim tensor on the device."""
         return (self._update >= 0) | bool(self._found)
 
     def findings(self, rank: int) -> list[Finding]:
-        """What has changed since the last call; waits for the device."""
+        """Returns the changes since the last call; waits for the device."""
         self._keep_found()
         found, self._found = self._found, []
         return [finding.of(rank) for finding in found]
 
     def forget(self) -> None:
-        """Drop all digests and differences."""
+        """Drops all digests and differences."""
         self.held, self._writes, self._found = [], None, []
         self._update.fill_(-1)
 
     def digests(self) -> list[Tensor]:
-        """The digests that were taken last, one for each of ``held``."""
+        """Returns the latest digests, one for each tensor of ``held``."""
         return self._parts(self._taken)
 
     def _write(self, target: Tensor, wanted: Sequence[bool]) -> None:
@@ -273,11 +276,11 @@ class AtRest:
                 write_digest(each.tensor, out)
 
     def _parts(self, digests: Tensor) -> list[Tensor]:
-        """The digest of each tensor."""
+        """Returns the digest of each tensor."""
         return list(torch.split(digests, [digest_length(each.tensor) for each in self.held]))
 
     def _keep_found(self) -> None:
-        """Put a difference into words while the tensors that it is about are still known."""
+        """Converts a difference to findings while its tensors are still known."""
         update = int(self._update)
         if update < 0:
             return

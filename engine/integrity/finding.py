@@ -1,16 +1,16 @@
-"""Digests of the bits of tensors, and what a check finds by them: one sentence, which all ranks raise.
+"""Digests of the bits of tensors, and findings of a check: one sentence, which all ranks raise.
 
 Digests are wrapping integer sums: no host synchronization, equal in any order of addition. The bytes of a tensor are
 64-bit words in runs of ``RUN``. Their digest is the sum of each column, modulo 2^64, and the digest of the sums of the
 runs, which are words again; a short tensor is its own digest:
 
-    w0  w1  .. w15 | s0          One changed word changes its column by what it has changed by, which is not 0.
-    w16 w17 .. w31 | s1          Two changed words lie in two columns, of which each changes, or in two runs, whose sums
-    ---------------              are two changed words of the next level.
-    c0  c1  .. c15               So any flipped bit is found and any two are; so are any three words.
+    w0  w1  .. w15 | s0          One changed word changes its column by its own change, which is not 0.
+    w16 w17 .. w31 | s1          Two changed words are in two columns, which both change, or in two runs, and their
+    ---------------              sums are two changed words of the next level.
+    c0  c1  .. c15               So any flipped bit is found, any two are, and any three words.
 
-What is not found needs four words at least, at the corners of a rectangle in all levels, whose changes cancel out.
-Columns and runs tell the word, and the difference of one flipped bit is a power of two that tells the bit.
+Only four or more words that form the corners of a rectangle on all levels can cancel out and stay undetected. Columns
+and runs identify the word, and the difference of one flipped bit is a power of two that identifies the bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,68 +25,68 @@ from engine.parallel.comm.rendezvous import name_ranks
 from engine.zero.state_inventory import StateTensor
 
 RUN = 16
-"""Short enough for the sums of columns to stay in registers: on a CPU both sums take little more than one."""
+"""Short enough to keep the sums of columns in registers: on a CPU both sums take little more time than one."""
 SHORT = 1024
-_AT_ONCE = 1 << 17  # words, on a CPU: a MiB, which stays in the cache for the second sum
+_AT_ONCE = 1 << 17  # words, on a CPU: 1 MiB, which stays in the cache for the second sum
 _WORDS = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 @dataclass(frozen=True, slots=True)
 class FlippedPlace:
-    """Where a tensor's memory has changed."""
+    """Changed place in a tensor's memory."""
 
     element: int
-    """Index in the flat tensor; the first one where more than one may have changed."""
+    """Index in the flat tensor; the first one if more than one may have changed."""
     stop: int
     """End of the elements that may have changed, exclusive."""
     bit: int | None
-    """The one bit of the element that has changed, 0 is the lowest; None: several."""
+    """Index of the changed bit, 0 is the lowest; None: several."""
 
 
 class _Change(NamedTuple):
-    """Words that have changed."""
+    """Changed words."""
 
     word: int
     words: int
     value: int
-    """What the one word has changed by, or the sum of several."""
+    """Change of the word, or the sum of several changes."""
 
 
 def digest_length(tensor: Tensor) -> int:
-    """Number of int64 values in the digest of ``tensor``."""
+    """Returns the number of int64 values in the digest of ``tensor``."""
     return _length(tensor.numel() // _elements_in_word(tensor))
 
 
 @torch.no_grad()
 def write_digest(tensor: Tensor, out: Tensor) -> None:
-    """Write the digest of ``tensor`` into ``out``, int64 [digest_length(tensor)]."""
+    """Writes the digest of ``tensor`` into ``out``, int64 [digest_length(tensor)]."""
     words = _words(tensor)
     if words.device == out.device:
         _write(words, out)
         return
-    there = torch.empty(out.shape, dtype=torch.int64)  # of a tensor in host memory
+    there = torch.empty(out.shape, dtype=torch.int64)  # for a tensor in host memory
     _write(words, there)
     out.copy_(there)
 
 
 @torch.no_grad()
 def short_digest(digest: Tensor) -> Tensor:
-    """Two sums of a digest, int64 [2], to compare between ranks: of its first ``RUN`` values, and of all others.
+    """Returns two sums of a digest, int64 [2], to compare between ranks: of its first ``RUN`` values, and of the rest.
 
-    Each value has an odd factor of its own, so that a difference of one never vanishes modulo 2^64. One changed word
-    changes one of the first values, a column; or, where the tensor is its own digest, one value.
+    Each value has its own odd factor, so a difference in one never vanishes modulo 2^64. One changed word changes one
+    of the first values, a column, or one value of a tensor that is its own digest.
     """
     weighed = digest * odd_factors(0, len(digest), digest.device)
     return torch.stack([weighed[:RUN].sum(), weighed[RUN:].sum()])
 
 
 def odd_factors(start: int, stop: int, device: torch.device) -> Tensor:
-    """Different odd numbers, int64, one for each place from ``start`` to ``stop``."""
+    """Returns different odd numbers, int64, one for each index from ``start`` to ``stop``."""
     return torch.arange(start, stop, device=device).mul_(2).add_(1)
 
 
 def flipped_places(difference: Sequence[int], tensor: Tensor) -> list[FlippedPlace]:
-    """Where memory has changed, by the difference of two digests of ``tensor``; none if it is all 0."""
+    """Returns the changed places from the difference of two digests of ``tensor``; none if it is all 0."""
     return [_place(change, tensor) for change in _changes(difference, tensor.numel() // _elements_in_word(tensor))]
 
 
@@ -115,7 +115,7 @@ def _write(words: Tensor, out: Tensor) -> None:
 
 
 def _changes(difference: Sequence[int], words: int) -> list[_Change]:
-    """The changed words; where columns and runs cannot be told apart, whole runs."""
+    """Returns the changed words; whole runs if columns and runs are ambiguous."""
     if words <= SHORT:
         return [_Change(word, 1, value) for word, value in enumerate(difference) if value]
     columns = {place: value for place, value in enumerate(difference[:RUN]) if value}
@@ -135,7 +135,8 @@ def _changes(difference: Sequence[int], words: int) -> list[_Change]:
 
 
 def _place(change: _Change, tensor: Tensor) -> FlippedPlace:
-    """The place of changed words; one flipped bit changes a word by plus or minus a power of two, modulo 2^64."""
+    """Returns the place of changed words; one flipped bit changes a word by plus or minus a power of two, modulo
+    2^64."""
     size = _elements_in_word(tensor)
     amount = min(change.value % 2**64, -change.value % 2**64)
     if change.words > 1 or amount & (amount - 1):
@@ -146,7 +147,7 @@ def _place(change: _Change, tensor: Tensor) -> FlippedPlace:
 
 
 def _elements_in_word(tensor: Tensor) -> int:
-    """Elements of one word: as many as fill 8 bytes, where memory allows it, or one."""
+    """Returns the number of elements in a word: as many as fill 8 bytes if the memory is aligned, otherwise one."""
     size = tensor.element_size()
     if size > 8:
         raise ValueError(f"elements of {size} bytes have no digest")
@@ -156,7 +157,7 @@ def _elements_in_word(tensor: Tensor) -> int:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The memory of ``tensor`` as int64 [words]; a view, except for tensors that do not consist of whole words."""
+    """Returns the memory of ``tensor`` as int64 [words]; a view, except for tensors without whole words."""
     flat = tensor.detach().reshape(-1)
     if _elements_in_word(tensor) * tensor.element_size() == 8:
         return flat.view(torch.int64)
@@ -166,33 +167,33 @@ def _words(tensor: Tensor) -> Tensor:
 
 How = Literal["rest", "copies", "rerun"]
 _SHOWN = 3
-"""Findings that are put into words; the others are counted."""
+"""Findings that the sentence describes; others are counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is not as it must be; the same on all ranks once it is exchanged."""
+    """Detected corruption; equal on all ranks after the exchange."""
 
     how: How
-    """rest: changed without a write; copies: differs between ranks; rerun: computed otherwise the second time."""
+    """rest: changed without a write; copies: differs between ranks; rerun: the second run computed something else."""
     kind: str
-    """What it is: "weight", "master", the name of a moment, or "gradient"."""
+    """Kind of the tensor: "weight", "master", the name of a moment, or "gradient"."""
     name: str
-    """The parameter."""
+    """Name of the parameter."""
     update: int
-    """Updates that had been made when the state was last known to be right."""
+    """Number of updates when the state was last known to be right."""
     ranks: tuple[int, ...] = ()
-    """The ranks to blame; if copies differ and no majority tells which one is wrong, all of them."""
+    """Ranks to blame; all of them if copies differ without a majority."""
     others: tuple[int, ...] = ()
-    """The ranks whose copies are equal and in the majority."""
+    """Ranks of the majority, with equal copies."""
     element: int = -1
-    """Index of the changed element in the rank's part of the parameter; -1: unknown."""
+    """Index of the changed element in the rank's shard of the parameter; -1: unknown."""
     bit: int | None = None
-    """The one flipped bit of that element."""
+    """The flipped bit of that element; None: unknown or several."""
 
     @classmethod
     def at_rest(cls, held: StateTensor, place: FlippedPlace, update: int) -> "Finding":
-        """A change between two updates."""
+        """Returns the finding of a change between two updates."""
         return cls(
             how="rest",
             kind=held.kind,
@@ -203,34 +204,34 @@ class Finding:
         )
 
     def of(self, *ranks: int) -> "Finding":
-        """The same, with the ranks to blame."""
+        """Returns the finding with the ranks to blame."""
         return replace(self, ranks=ranks)
 
     @property
     def what(self) -> str:
-        """The tensor in words, such as "weight 'head.weight'"."""
+        """Tensor in words, such as "weight 'head.weight'"."""
         where = f"{self.kind} {self.name!r}"
         if self.bit is not None:
             return f"bit {self.bit} of element {self.element} of {where}"
         return f"{where} around element {self.element}" if self.element >= 0 else where
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for the other ranks."""
+        """Returns plain values, for the other ranks."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Finding":
-        """The finding of another rank."""
+        """Returns the finding of another rank."""
         return cls(**{**values, "ranks": tuple(values["ranks"]), "others": tuple(values["others"])})
 
 
 def sentence(findings: Sequence[Finding], hosts: Sequence[str], reruns: bool) -> str:
-    """All findings in one sentence, the certain ones first.
+    """Returns all findings in one sentence, the certain ones first.
 
     Args:
         findings: at least one.
         hosts: the host of each rank.
-        reruns: the step was run again, and each rank compared what it computed.
+        reruns: True if the step was run again, and each rank compared its results.
     """
     order: Mapping[str, int] = {"rest": 0, "rerun": 1, "copies": 2}
     found = sorted(_merged(findings), key=lambda finding: (order[finding.how], finding.ranks))
@@ -240,7 +241,7 @@ def sentence(findings: Sequence[Finding], hosts: Sequence[str], reruns: bool) ->
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:
-    """Ranks of one replica that all computed otherwise are one finding: each is fed by the others."""
+    """Merges reruns: ranks of a replica feed each other, so one faulty rank changes the results of all."""
     again = [finding for finding in findings if finding.how == "rerun"]
     rest = list(dict.fromkeys(finding for finding in findings if finding.how != "rerun"))
     if not again:
@@ -251,28 +252,28 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 def _clause(finding: Finding, hosts: Sequence[str]) -> str:
     who = name_ranks(finding.ranks, hosts)
     if finding.how == "rest":
-        return f"on {who} {finding.what} has changed after update {finding.update}, and nothing has written it"
+        return f"on {who} {finding.what} has changed after update {finding.update} without a write"
     if finding.how == "rerun":
         several = len(finding.ranks) > 1
         return f"{who} computed{' each' * several} another {finding.what} when the step was run again"
     if finding.others:
         return (
-            f"{who} hold{'s' * (len(finding.ranks) == 1)} {finding.what} otherwise than {name_ranks(finding.others)}, "
-            f"since a step after update {finding.update}"
+            f"{who} hold{'s' * (len(finding.ranks) == 1)} {finding.what} with other bits than "
+            f"{name_ranks(finding.others)}, since a step after update {finding.update}"
         )
     return (
         f"{who} hold different copies of {finding.what}, since a step after update {finding.update}, and no majority "
-        "tells which is right"
+        "identifies the right one"
     )
 
 
 def _advice(found: Sequence[Finding], reruns: bool) -> str:
     how = {finding.how for finding in found}
-    resume = "Nothing of it has been saved: resume from the last checkpoint"
+    resume = "The corrupted state has not been saved: resume from the last checkpoint"
     if "rest" in how:
         return f"{resume}, without that machine if it happens again."
     if "rerun" in how:
         return f"{resume}, without that machine unless its operators are not deterministic."
     if reruns:
-        return f"The step run again gave every rank the same, so suspect the update or a bug. {resume}."
-    return f"{resume}; integrity.rerun tells a machine that computes wrongly from a bug."
+        return f"The second run gave every rank the same result, so suspect the update or a bug. {resume}."
+    return f"{resume}; integrity.rerun distinguishes a faulty machine from a bug."

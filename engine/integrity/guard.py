@@ -1,4 +1,4 @@
-"""Guards what the ranks hold against silent corruption: what is taken, compared and read when.
+"""Guard of a rank's state against silent corruption: the times of digests, comparisons and reads.
 
 every step             compare, just before the update         take, just after it
 every N steps          rerun (if asked), before the update     copies, and the host reads: raise or warn
@@ -27,7 +27,7 @@ logger = logging.getLogger("trine")
 
 
 class ComputedGradients:
-    """Sums of the bits of all gradients that the backwards of this rank have made."""
+    """Sums of the bits of all gradients from this rank's backwards."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._places = {name: place for place, name in enumerate(names)}
@@ -36,11 +36,11 @@ class ComputedGradients:
         self._differs: Tensor | None = None
 
     def see(self, name: str, grad: Tensor) -> None:
-        """A gradient as a backward has made it, before any sum over ranks."""
+        """Adds a gradient as backward has computed it, before any reduction."""
         self._sums[self._places[name]] += bit_sum(grad)
 
     def end(self, loss: Tensor) -> None:
-        """End one of the two runs; ``loss``: this rank's sum of losses."""
+        """Ends one of the two runs; ``loss``: this rank's sum of losses."""
         self._sums[-1] = bit_sum(loss)
         if self._before is None:
             self._before = self._sums.clone()
@@ -50,11 +50,11 @@ class ComputedGradients:
 
     @property
     def noticed(self) -> bool | Tensor:
-        """Whether the second run has given anything else, a 0-dim tensor on the device."""
+        """True if the second run computed something else, a 0-dim tensor on the device."""
         return self._differs is not None and self._differs.any()
 
     def findings(self, rank: int, update: int) -> list[Finding]:
-        """The first gradient that differed, or the loss; waits for the device."""
+        """Returns the first differing gradient, or the loss; waits for the device."""
         differs, self._differs = self._differs, None
         if differs is None or not differs.any():
             return []
@@ -65,12 +65,12 @@ class ComputedGradients:
 
     @property
     def compared(self) -> bool:
-        """Whether a step has been run twice since the last findings."""
+        """True if a step has been run twice since the last findings."""
         return self._differs is not None
 
 
 class Integrity(StepPart):
-    """The guard of one engine on this rank; there is none with ``integrity.every`` 0."""
+    """Guard of one engine on this rank; absent with ``integrity.every`` 0."""
 
     order = PartOrder.INTEGRITY
 
@@ -86,37 +86,37 @@ class Integrity(StepPart):
         self._config, self._comm, self._device = config, self._data.comm, self._data.device
         self._at_rest, self._join_update = at_rest, join_update
         self.computed = computed
-        """What a step that is run again has computed; None: none is."""
+        """Sums of a step that is run twice; None: no step is."""
         self._steps, self._update, self._checked_after = 0, 0, 0
         self._failed = ""
 
     # ------------------------------------------------------------------ around an update
 
     def before_update(self, step: StepState) -> BaseException | None:
-        """Compare what the update is going to read. Sends nothing and does not wait."""
+        """Compares the state that the update will read. Communicates nothing and does not wait."""
         self._at_rest.compare()
         return step.problem
 
     def rerun(self) -> ComputedGradients | None:
-        """What compares two runs of the step that begins; None: it runs once."""
+        """Returns the comparison of two runs of the next step; None: it runs once."""
         return self.computed if (self._steps + 1) % self._config.every == 0 else None
 
     def refuse_own_loop(self) -> None:
-        """Refuse reruns in a loop of the user's own.
+        """Raises for reruns in a user's own loop.
 
         Raises:
             EngineError: ``integrity.rerun`` is on.
         """
         if self.computed is not None:
             raise EngineError(
-                "integrity.rerun is true, and the engine cannot run a loop of eng.backward and eng.step again; "
-                "call eng.train_batch(batch), or leave it out."
+                "integrity.rerun is true, but the engine cannot repeat a loop of eng.backward and eng.step; call "
+                "eng.train_batch(batch), or remove integrity.rerun."
             )
 
     def end_step(self, step: StepState, made: int, skipped: bool) -> None:
-        """Take the digests of what a step has left, also one that was skipped, and check if it is time. Collective.
+        """Takes the digests after a step, also after a skipped one, and checks if it is due. Collective.
 
-        A flipped bit may be the reason of a skipped step, so such a step is checked too.
+        A flipped bit may be the cause of a skipped step, so such a step is checked too.
 
         Raises:
             CorruptionError: see ``check``.
@@ -134,7 +134,7 @@ class Integrity(StepPart):
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Context of a call of the engine that may write what ranks hold."""
+        """Returns the context of a call that may write state."""
         self._at_rest.compare()
         try:
             yield
@@ -142,7 +142,7 @@ class Integrity(StepPart):
             self._at_rest.take(self._update)
 
     def restarted(self, made: int) -> None:
-        """Begin anew with the state that has been made or loaded, after ``made`` updates."""
+        """Restarts with initialized or loaded state, after ``made`` updates."""
         self._at_rest.forget()
         self._failed = ""
         self._update = self._checked_after = made
@@ -150,10 +150,10 @@ class Integrity(StepPart):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context of a save, which is made of sound state or not at all. Collective.
+        """Returns the context of a save, which raises rather than save corrupted state. Collective.
 
         Raises:
-            CorruptionError: the state is not sound, or was not in the last check.
+            CorruptionError: this or the last check found corruption.
         """
         if self._failed:
             raise CorruptionError(self._failed)
@@ -167,10 +167,10 @@ class Integrity(StepPart):
     # ------------------------------------------------------------------ the check
 
     def check(self) -> None:
-        """Read what was compared, and compare copies. Collective; on all ranks at the same time.
+        """Reads the comparisons, and compares copies. Collective; all ranks call it at the same time.
 
         Raises:
-            CorruptionError: something was found and ``integrity.on_failure`` is "raise"; the same on all ranks.
+            CorruptionError: corruption was found and ``integrity.on_failure`` is "raise"; equal on all ranks.
         """
         digests = self._at_rest.digests()
         bad = self._data.compare(self._at_rest.held, digests) | self._replica.compare(self._device)
@@ -201,7 +201,7 @@ class Integrity(StepPart):
             logger.warning(text)
 
     def _exchanged(self, text: bytes) -> list[bytes]:
-        """The texts of all ranks; two all-gathers over the world, label "integrity"."""
+        """Returns the texts of all ranks; two all-gathers over the world, label "integrity"."""
         sizes = gather_from_all(torch.tensor([len(text)]), self._comm, self._device, INTEGRITY).flatten().tolist()
         own: Tensor = torch.zeros(max(sizes), dtype=torch.uint8)
         own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -214,11 +214,11 @@ def _words(found: Sequence[Finding]) -> dict[str, object]:
 
 
 _TOLD = 16
-"""Findings of one rank that the others hear of."""
+"""Most findings that a rank sends."""
 
 
 def _certain(found: Sequence[Finding]) -> list[Finding]:
-    """Without the differences of copies that a change at rest explains: the rank to blame is known there."""
+    """Drops differences of copies that a change at rest explains, because that finding names the rank to blame."""
     known = {rank for finding in found if finding.how == "rest" for rank in finding.ranks}
     explained = [finding for finding in found if finding.how == "copies" and known & {*finding.ranks, *finding.others}]
     return [finding for finding in found if finding not in explained] if known else list(found)

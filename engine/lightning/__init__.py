@@ -1,6 +1,6 @@
 """Lightning's Trainer over the engine: ``from engine.lightning import Strategy``.
 
-Imported when a script imports it; ``import engine`` imports neither it nor Lightning.
+Imported on demand; ``import engine`` imports neither this package nor Lightning.
 """
 
 from typing import TYPE_CHECKING, Any

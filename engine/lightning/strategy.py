@@ -1,10 +1,10 @@
-"""A strategy of Lightning's Trainer whose model is on the grid of an engine.
+"""Strategy of Lightning's Trainer with a model on an engine's grid.
 
-Lightning keeps its loop, data, logs, callbacks, optimizer and schedule. What is the engine's is entered where Lightning
-lets its strategies enter: ranks, backward, step, and checkpoints.
+Lightning keeps its loop, data, logs, callbacks, optimizer and schedule. The engine overrides ranks, backward, step and
+checkpoints, which Lightning leaves to strategies.
 
     FILE.ckpt/lightning.ckpt        Lightning's own: loops, callbacks, schedules, hyper-parameters
-    FILE.ckpt/engine/step-N/        the engine's checkpoint, from which a run goes on on any grid
+    FILE.ckpt/engine/step-N/        the engine's checkpoint, which a run continues from on any grid
     FILE.ckpt                       with save_weights_only, one file for load_from_checkpoint
 """
 
@@ -32,23 +32,23 @@ from engine.parallel.grid import Grid
 from engine.program.batch_rows import Name
 
 _STATE, _HOST = "engine", "lightning.ckpt"
-"""Parts of a checkpoint."""
+"""Names of the parts of a checkpoint."""
 
 
 class Strategy(DDPStrategy):  # type: ignore[misc]
-    """A strategy with ``engine_config``, a dict or the path of a file.
+    """Strategy with ``engine_config``, a dict or the path of a file.
 
     Trainer owns accumulation, clipping and precision, the LightningModule optimizer and schedule; the configuration
-    says the grid, ZeRO and what they have no word for. Batches of the data loaders are those of a data rank.
+    owns the grid, ZeRO and all settings that they lack. Batches of the data loaders are a data rank's.
 
     Args:
         engine_config: the engine's configuration.
-        module: name of the module of the LightningModule that is placed; None: its only child with parameters.
-        whole: names of tensors of a batch that have no rows (patches of pictures), as ``initialize`` takes them.
-        more: ``cluster_environment`` and ``checkpoint_io``, as Lightning's strategies take them.
+        module: name of the LightningModule's module that is placed; None: its only child with parameters.
+        whole: names of tensors of a batch that have no rows (image patches), as in ``initialize``.
+        more: ``cluster_environment`` and ``checkpoint_io``, as in Lightning's strategies.
 
     Raises:
-        ConfigError: the configuration contradicts Trainer; manual optimization; parameters beside the module.
+        ConfigError: the configuration contradicts Trainer; manual optimization; trained parameters outside the module.
     """
 
     precision_plugin: Any
@@ -57,15 +57,15 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         self, engine_config: ConfigSource, module: str | None = None, whole: Name | Sequence[Name] = (), **more: Any
     ) -> None:
         if unknown := sorted(more.keys() - {"cluster_environment", "checkpoint_io"}):
-            raise ConfigError(f"Strategy was given {unknown[0]}, which it does not have; say it in engine_config.")
+            raise ConfigError(f"Strategy was given {unknown[0]}, which it does not have; set it in engine_config.")
         super().__init__(**more)
         self._raw, self._name, self._whole = load_raw(engine_config), module, whole
         self._config: Config | None = None
         self._hosted: HostedModel | None = None
         self._placed: nn.Module | None = None
-        """The LightningModule whose model is on the grid."""
+        """LightningModule with its model on the grid."""
         self._accumulating = False
-        """The backward to come is not the last one of its step."""
+        """True if the next backward is not the last one of its step."""
         self._restored: Path | None = None
 
     @property
@@ -73,10 +73,10 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         """The engine.
 
         Raises:
-            EngineError: Trainer has not set it up.
+            EngineError: Trainer has not begun.
         """
         if self._hosted is None:
-            raise EngineError("the engine is made when Trainer begins, and it has not; call trainer.fit before.")
+            raise EngineError("the engine was read before trainer.fit, which makes it; call trainer.fit first.")
         return self._hosted.trained
 
     @property
@@ -87,18 +87,18 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Rows are of data ranks."""
+        """Number and index of data ranks, which read different rows."""
         return {"num_replicas": self.grid.row_ranks, "rank": self.grid.row_rank}
 
     # ------------------------------------------------------------------ setup
 
     def setup_environment(self) -> None:
-        """Read the configuration, then join the ranks."""
+        """Reads the configuration, then joins the ranks."""
         module: Any = self.lightning_module
         if self._layer_sync is not None:
             raise ConfigError(
-                "sync_batchnorm is true in Trainer, and each data rank of the engine has its own running statistics; "
-                "leave it out, or use a layer without them (GroupNorm, LayerNorm)."
+                "sync_batchnorm is true in Trainer, but each data rank of the engine has its own running statistics; "
+                "remove it, or use a layer without them (GroupNorm, LayerNorm)."
             )
         self._config = of_lightning(module.trainer).configuration(self._raw, self.world_size)
         self._refuse_module(module)
@@ -108,28 +108,29 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         kind, fits = type(module).__name__, module.trainer.state.fn == TrainerFn.FITTING
         if fits and not module.automatic_optimization:
             raise ConfigError(
-                f"{kind} optimizes manually, and the engine has to know the last backward of a step before it runs; "
+                f"{kind} optimizes manually, but the engine needs to know the last backward of a step before it runs; "
                 "leave automatic_optimization on, or write the loop with engine.huggingface.Accelerator."
             )
         if fits and is_overridden("backward", module):
             raise ConfigError(
-                f"{kind} overrides backward, which is the engine's; leave it out, and use on_before_backward or "
+                f"{kind} overrides backward, which the engine runs; remove the override, and use on_before_backward or "
                 "on_after_backward."
             )
         if self._placed is None:
             self._name = trained_child(module, self._name)
         elif module is not self._placed:
             raise ConfigError(
-                f"Strategy has placed another {type(self._placed).__name__}; make a Trainer with a Strategy for each."
+                f"Strategy has placed another {type(self._placed).__name__}; make a Trainer with its own Strategy for "
+                "each."
             )
         elif fits:
             raise ConfigError(
-                "fit was called on a Strategy whose engine is made, and a fit begins with a new optimizer; make a "
-                "Trainer with a new Strategy for it, and give ckpt_path to go on."
+                "fit was called on a Strategy with an engine, but a fit begins with a new optimizer; make a Trainer "
+                "with a new Strategy, and pass ckpt_path to continue."
             )
 
     def setup(self, trainer: Any) -> None:
-        """Put the model on the grid, with the optimizer of the LightningModule. Collective."""
+        """Places the model on the grid, with the optimizer of the LightningModule. Collective."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module: Any = self.lightning_module
@@ -147,7 +148,9 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             self.setup_optimizers(trainer)
             if len(self.optimizers) != 1 or not self.optimizers[0].param_groups:
                 count = len([each for each in self.optimizers if each.param_groups])
-                raise ConfigError(f"configure_optimizers gave {count} optimizers, and the engine has one; return one.")
+                raise ConfigError(
+                    f"configure_optimizers returned {count} optimizers, but the engine has one; return one."
+                )
             optimizer = self.optimizers[0]
         move_others(module, self._name, self.root_device)
         inner = module.get_submodule(self._name)
@@ -157,10 +160,10 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         self._placed = module
 
     def model_to_device(self) -> None:
-        """Nothing: the engine moves what a rank holds."""
+        """Does nothing: the engine moves each rank's shards."""
 
     def teardown(self) -> None:
-        """Lightning's, without moving the model: the engine lives on, so that ``test`` may follow ``fit``."""
+        """Tears down as Lightning does, but does not move the model, so ``test`` may follow ``fit``."""
         assert self.accelerator is not None and self.cluster_environment is not None
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -171,7 +174,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, backwards are of an accumulation that goes on."""
+        """Marks backwards inside the context as not the last one of their step."""
         self._accumulating = True
         try:
             yield
@@ -179,7 +182,7 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             self._accumulating = False
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward of a microbatch, whose loss Lightning has divided by their number; the last one has the weight."""
+        """Runs backward of a microbatch, with a loss that Lightning has divided; the last one carries the weight."""
         module, last = self.lightning_module, not self._accumulating
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.engine.set_gradient_accumulation_boundary(last)
@@ -190,22 +193,22 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return done
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Forward and backward of the last microbatch, Lightning's hooks, then the engine's update."""
+        """Runs forward and backward of the last microbatch, Lightning's hooks, then the engine's update."""
         loss = closure()
         if loss is None:
             raise EngineError(
-                "training_step returned None, and every rank makes every step; return a loss, such as the sum of the "
+                "training_step returned None, but every rank makes every step; return a loss, such as the sum of the "
                 "outputs times 0."
             )
         self.precision_plugin._after_closure(self.lightning_module, optimizer)
         self.engine.step()
-        self.engine.guard_gradients(self.lightning_module)  # hooks look for them until the next forward
+        self.engine.guard_gradients(self.lightning_module)  # hooks read gradients until the next forward
         return loss
 
     def _clip(self, optimizer: Any, clip_val: float | None = None, gradient_clip_algorithm: Any = None) -> None:
-        """``clip_gradients`` of the precision plugin, which a hook of the LightningModule may call with its own value.
+        """Clips as ``clip_gradients`` of the precision plugin, which a LightningModule may call with its own value.
 
-        The step clips to Trainer's own value without it.
+        Without such a call the step clips to Trainer's value.
         """
         given = self.engine.config.gradient_clipping
         if not clip_val or clip_val == given:
@@ -214,27 +217,26 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
             raise conflict("gradient_clipping", given, "gradient_clip_val", clip_val, "configure_gradient_clipping")
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) or "norm") != "norm":
             raise ConfigError(
-                'clip_gradients was given gradient_clip_algorithm "value", and the engine clips by the norm; leave it '
-                "out."
+                'clip_gradients was given gradient_clip_algorithm "value", but the engine clips by the norm; remove it.'
             )
         self.engine.clip_gradients(float(clip_val))
 
     # ------------------------------------------------------------------ values of all data ranks
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Lightning's, of data ranks: each counts once, whatever the number of ranks of a replica."""
+        """Reduces as Lightning does, but counts each data rank once, whatever the number of ranks in a replica."""
         reduced, copies = super().reduce(tensor, group, reduce_op), self.grid.size("replica")
         if not _is_world(group) or copies == 1 or not isinstance(tensor, Tensor) or not _is_sum(reduce_op):
             return reduced
         return reduced / copies if reduced.is_floating_point() else reduced // copies
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Lightning's, of all ranks."""
+        """Reduces a decision over all ranks, as Lightning does."""
         count = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
         return bool(count == self.world_size) if all else bool(count)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Lightning's, of data ranks [data ranks, ...]."""
+        """Gathers as Lightning does, over data ranks: [data ranks, ...]."""
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
         if not _is_world(group) or self.grid.size("replica") == 1:
             return gathered
@@ -244,24 +246,24 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """The engine reads into the placed model."""
+        """True: the engine reads into the placed model."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """The engine's checkpoint has its state."""
+        """False: the engine's checkpoint has the optimizer's state."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing yet: weights are gathered when a file of weights is written."""
+        """Returns an empty dict: weights are gathered when a file of weights is written."""
         return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing, as :meth:`lightning_module_state_dict`."""
+        """Returns an empty dict: the engine's checkpoint has the optimizer's state."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a folder to go on from, or a file of weights alone. Collective."""
+        """Writes a folder to continue from, or a file of weights alone. Collective."""
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint | {"state_dict": self._whole_state()}, filepath, storage_options)
             return
@@ -270,10 +272,10 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         super().save_checkpoint(host, Path(filepath, _HOST), storage_options)
 
     def _whole_state(self) -> dict[str, Tensor]:
-        """State of the LightningModule as it is without the engine, on rank 0."""
+        """Returns the LightningModule's state on rank 0, with names as without the engine. Collective."""
         module: Any = self.lightning_module
         assert self._hosted is not None and self._name is not None, "a checkpoint is of a model that is set up"
-        replace_child(module, self._name, nn.Identity())  # whose shards have no state of their own
+        replace_child(module, self._name, nn.Identity())  # keeps the engine's shards out of state_dict
         try:
             others: dict[str, Tensor] = module.state_dict()
         finally:
@@ -281,15 +283,15 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return others | {f"{self._name}.{key}": value for key, value in self.engine.full_state_dict().items()}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's part of a checkpoint; the engine's is read with the weights.
+        """Returns Lightning's part of a checkpoint; ``load_model_state_dict`` reads the engine's.
 
         Raises:
             CheckpointError: the path is no folder that this strategy has written.
         """
         if not Path(checkpoint_path, _STATE).is_dir():
             raise CheckpointError(
-                f"{checkpoint_path} has no folder {_STATE!r} with the engine's state; give a checkpoint that this "
-                "strategy has written without save_weights_only, or load a file of weights before, with "
+                f"{checkpoint_path} has no folder {_STATE!r} with the engine's state; pass a checkpoint that this "
+                "strategy has written without save_weights_only, or load a file of weights before fit, with "
                 "load_from_checkpoint."
             )
         self._restored = Path(checkpoint_path)
@@ -297,14 +299,14 @@ class Strategy(DDPStrategy):  # type: ignore[misc]
         return {**host, "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Read the engine's checkpoint: all of it to train, weights and buffers alone otherwise. Collective."""
+        """Reads the engine's checkpoint: all of it to train, otherwise weights and buffers alone. Collective."""
         module: Any = self.lightning_module
         assert self._restored is not None, "load_checkpoint comes first"
         alone = module.trainer.state.fn != TrainerFn.FITTING
         self.engine.load_checkpoint(self._restored / _STATE, load_module_only=alone, strict=strict)
 
     def on_train_start(self) -> None:
-        """Rates of the schedules that Lightning has restored."""
+        """Sets the learning rates of the schedules that Lightning has restored."""
         for each in self.lr_scheduler_configs if self._restored is not None else ():
             schedule: Any = each.scheduler
             for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):

@@ -1,6 +1,6 @@
-"""The reference decoder: a small GPT-2 style language model on bytes, trained by ``train.py``.
+"""Reference decoder: a small GPT-2 style language model on bytes, trained by ``train.py``.
 
-A plain ``nn.Module`` that knows nothing of the engine; the engine cuts it as it would cut any other model.
+A plain ``nn.Module`` without any reference to the engine, which shards it like any other model.
 Pre-norm blocks, learned positions, biased projections (Radford et al. 2019, "Language Models are Unsupervised
 Multitask Learners", section 2.3, for the norms and for the scale of the residual projections).
 
@@ -62,7 +62,7 @@ class DecoderConfig:
 
 
 class Projection(nn.Linear):
-    """A Linear that initializes itself: weights normal(0, ``std``), bias zero.
+    """Linear that initializes itself: weights normal(0, ``std``), bias zero.
 
     The standard deviation is stored here rather than in the model, so that every module can be initialized alone, in
     any order, and after materialization from the meta device.
@@ -79,7 +79,7 @@ class Projection(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """An Embedding that initializes itself as GPT-2 does: normal(0, 0.02)."""
+    """Embedding that initializes itself as GPT-2 does: normal(0, 0.02)."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=INIT_STD)
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the logits [B, L, V] of the token after each of ``input_ids``, int64 [B, L].
+        """Returns the logits [B, L, V] of the token after each of ``input_ids``, int64 [B, L].
 
         ``labels`` is ignored; it is accepted so that ``model(**batch)`` works with a separate loss.
 
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
 
 
 def loss_sum(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy in nats as (sum, weight): a ``loss_fn`` for ``engine.initialize``.
+    """Returns the cross-entropy in nats as (sum, weight): a ``loss_fn`` for ``engine.initialize``.
 
     ``logits``: [B, L, V], any float dtype. ``batch["labels"]``: int64 [B, L], already shifted; -100 is ignored. Sum:
     0-dim fp32. Weight: 0-dim int64, the number of labels that count. The global mean is the sum of sums over the sum of
@@ -190,13 +190,13 @@ def loss_sum(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def generate(model: Decoder, prompt: bytes, length: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-    """Continue ``prompt`` by ``length`` sampled bytes and return only those.
+    """Continues ``prompt`` by ``length`` sampled bytes and returns only the new bytes.
 
     The model sees the last ``context`` bytes. A ``temperature`` of 0 takes the likeliest byte. Sampling uses its own
     CPU generator, so the global random state is unchanged; module modes are restored.
 
     Raises:
-        ValueError: the prompt is empty, length or temperature is negative, or the vocabulary is not that of bytes.
+        ValueError: the prompt is empty, length or temperature is negative, or the vocabulary does not have 256 entries.
     """
     _check_request(model.config.vocabulary, prompt, length, temperature)
     device = model.tokens.weight.device
@@ -221,6 +221,6 @@ def _check_request(vocabulary: int, prompt: bytes, length: int, temperature: flo
     if vocabulary != 256:
         raise ValueError(f"The model has vocabulary = {vocabulary}; bytes need 256. Use a model of that size.")
     if not prompt:
-        raise ValueError("prompt is empty; a byte is predicted from earlier ones. Give at least one, such as b'\\n'.")
+        raise ValueError("prompt is empty; a byte is predicted from earlier ones. Pass at least one, such as b'\\n'.")
     if length < 0 or temperature < 0:
         raise ValueError(f"length = {length}, temperature = {temperature}: neither can be negative. Choose 0 or more.")

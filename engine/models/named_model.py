@@ -1,4 +1,4 @@
-"""Models that a command line names: ``module:function``, or a folder of Hugging Face."""
+"""Models by their name on a command line: ``module:function``, or a Hugging Face folder."""
 
 import importlib
 import sys
@@ -9,36 +9,36 @@ from torch import nn
 
 from engine.errors import EngineError, PlanError, first_line
 
-_REMEDY = "give one that builds, or a module:function that builds a small one"
+_REMEDY = "pass one that builds, or a module:function that builds a small one"
 
 
 def find_function(name: str) -> Callable[[], Any]:
-    """The function.
+    """Imports the function that a name denotes.
 
     Raises:
-        PlanError: there is no such module, or nothing of that name in it.
+        PlanError: the module does not exist, or has no such attribute.
     """
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:
         found: Callable[[], Any] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise PlanError(f"MODEL {name} is not found ({first_line(error)}); give module:function.") from error
+        raise PlanError(f"MODEL {name} is not found ({first_line(error)}); pass module:function.") from error
     finally:
         sys.path.remove("")
     return found
 
 
 def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: str = _REMEDY) -> Any:
-    """What ``build`` returns.
+    """Returns the result of ``build``.
 
     Args:
-        name: what the user called the model.
-        where: it is built, such as " on the meta device".
-        remedy: what to do where it cannot be built.
+        name: the user's name of the model.
+        where: place of the build for the error, such as " on the meta device".
+        remedy: end of the error.
 
     Raises:
-        PlanError: it raises.
+        PlanError: ``build`` raises something else than an EngineError.
     """
     try:
         return build()
@@ -51,16 +51,16 @@ def build_named(name: str, build: Callable[[], Any], where: str = "", remedy: st
 
 
 def model_and_rows(name: str, made: object) -> tuple[nn.Module, Any, Any]:
-    """(model, rows, loss_fn) of what a function returned; None for what it left out.
+    """Returns (model, rows, loss_fn) from a function's result; None for absent parts.
 
     Raises:
-        PlanError: there is no model, or something behind these three.
+        PlanError: the result has no model, or more than three parts.
     """
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         kinds = f" of {', '.join(type(part).__name__ for part in parts)}" if isinstance(made, tuple) else ""
         raise PlanError(
-            f"MODEL {name} gives a {type(made).__name__}{kinds}; return an nn.Module, or (module, rows), or (module, "
+            f"MODEL {name} returns a {type(made).__name__}{kinds}; return an nn.Module, or (module, rows), or (module, "
             "rows, loss_fn)."
         )
     model, rows, loss_fn = (*parts, None, None)[:3]
@@ -71,24 +71,24 @@ _HEADS = ("MaskedLM", "CausalLM", "Seq2SeqLM")
 
 
 def import_transformers() -> Any:
-    """The package.
+    """Imports transformers.
 
     Raises:
-        PlanError: it is not installed.
+        PlanError: transformers is not installed.
     """
     try:
         import transformers
     except ImportError:
         raise PlanError(
-            "transformers is not installed, which builds Hugging Face models; run: pip install transformers."
+            "transformers is not installed, but it builds Hugging Face models; run: pip install transformers."
         ) from None
     return transformers
 
 
 def huggingface_class(config: Any) -> Any:
-    """The class that builds the model: the architecture that ``config`` names, else the head of its kind, else none.
+    """Returns the class that builds the model: the architecture in ``config``, else one with a head, else one without.
 
-    A configuration of several kinds of heads gives the masked one, unless it makes a decoder of an encoder.
+    For a configuration with several heads it is the masked one, unless ``is_decoder`` is set.
     """
     transformers = import_transformers()
     for name in config.architectures or ():
@@ -98,19 +98,19 @@ def huggingface_class(config: Any) -> Any:
 
 
 def has_language_model_head(kind: Any, config: Any) -> bool:
-    """Whether models of this class compute a loss from token ids and labels alone."""
+    """Returns True if models of this class compute a loss from token ids and labels alone."""
     return any(kind is known for known in _language_models(config))
 
 
 def _language_models(config: Any) -> list[Any]:
     transformers = import_transformers()
-    encodes = not getattr(config, "is_decoder", False)  # an encoder can be made a decoder, and is both then
+    encodes = not getattr(config, "is_decoder", False)  # an encoder with is_decoder has both kinds of heads
     heads = [getattr(transformers, f"AutoModelFor{head}") for head in _HEADS[not encodes :]]
     return [kind for auto in heads if (kind := _mapped(auto, config)) is not None]
 
 
 def _mapped(auto: Any, config: Any) -> Any:
-    """The class of an automatic one; the first where it has several."""
+    """Returns the class of an automatic class for ``config``; the first one if there are several."""
     known = auto._model_mapping
     if known is None or type(config) not in known:
         return None

@@ -1,4 +1,4 @@
-"""The banner that describes a plan before the run, and the comparison of planned and measured traffic."""
+"""Banner that describes a plan before the run, and comparison of planned and measured traffic."""
 
 import logging
 from collections import Counter
@@ -36,10 +36,10 @@ from engine.precision.loss_scaler import make_loss_scale
 
 
 def banner_text(plan: Plan, device: str, measured: OverlapChoices | None = None) -> str:
-    """The banner: grid, parameters, state and traffic of a rank, and the rules of the run, a line or a few for each.
+    """Returns the banner: grid, parameters, state and traffic of a rank, and the rules of the run.
 
     Args:
-        measured: where kernels that communicate were measured to win on this device.
+        measured: measurements of this device in which communicating kernels win.
     """
     config, rank = plan.config, plan.rank(0)
     clip = config.gradient_clipping
@@ -85,22 +85,23 @@ def _checkpoint_lines(checkpoint: CheckpointConfig) -> dict[str, str]:
         lines["weights"] = f"from {checkpoint.init_from}"
     if checkpoint.folder is not None:
         every = f"every {checkpoint.every} steps" if checkpoint.every else "when asked"
-        lines["saves"] = f"{every} into {checkpoint.folder}, the newest {checkpoint.keep} stay"
+        lines["saves"] = f"{every} into {checkpoint.folder}, the newest {checkpoint.keep} are kept"
     return lines
 
 
 def _copies_line(plan: Plan) -> dict[str, str]:
-    """Checkpoints in memory: what a rank sends and what its host holds for it, on average."""
+    """Returns the line of checkpoints in memory: the average bytes that a rank sends and that its host stores for
+    it."""
     every = plan.config.checkpoint.memory_every
     share = plan.stored_bytes // plan.grid(0).world_size
-    held = f"{megabytes(2 * share)} a rank in /dev/shm, twice while they are replaced"
+    held = f"{megabytes(2 * share)} a rank in /dev/shm, doubled while they are replaced"
     return (
         {"copies": f"every {every} steps in the memory of two hosts: {megabytes(share)} sent, {held}"} if every else {}
     )
 
 
 def compare_traffic(plan: Plan, measured: Tally, rank: int, steps: int) -> str:
-    """Table of planned and measured bytes and calls per step."""
+    """Returns a table of planned and measured bytes and calls per step."""
     planned = {(row.axis, row.label): row for row in plan.rank(rank).traffic}
     lines = [f"bytes sent by rank {rank} per step, over {steps} steps", _row("axis", "what", "planned", "measured")]
     for row in measured.rows():
@@ -131,7 +132,7 @@ def _precision_line(plan: Plan) -> str:
     extra = _kept_words(precision) if precision.compute is not None else ""
     exact = config.communication_data_type or ("fp32" if precision.master else "bf16")
     formats = wire_formats(config, precision)
-    wire = f"{extra}; gradients travel in {formats.gradients.word if formats.gradients else exact}"
+    wire = f"{extra}; gradients are sent in {formats.gradients.word if formats.gradients else exact}"
     if precision.autocast is not None:
         return f"fp32, forwards in torch.autocast ({str(precision.autocast).removeprefix('torch.')}){wire}"
     if precision.compute is None:
@@ -147,9 +148,9 @@ def _precision_line(plan: Plan) -> str:
 
 
 def _kept_words(precision: Precision) -> str:
-    """The modules and tensors that stay in fp32."""
+    """Returns words about the modules and tensors that stay in fp32."""
     kept, marked = len(precision.kept.modules), len(precision.kept.marked)
-    modules = f", {kept} module{'s' * (kept != 1)} kept in fp32" * bool(kept)
+    modules = f", {kept} module{'s' * (kept != 1)} in fp32" * bool(kept)
     tensors = f", {marked} tensor{'s' * (marked != 1)} in fp32 as the model marks" * bool(marked)
     return modules + tensors
 
@@ -157,7 +158,7 @@ def _kept_words(precision: Precision) -> str:
 def _zero_line(plan: Plan) -> str:
     stage, layout = plan.config.zero_optimization.stage, plan.layout(plan.grid(0).coord())
     if plan.config.row_ranks == 1 and not hosts_parameters(plan.config):
-        return f"stage {stage}: one data rank, so nothing is shared or sent"
+        return f"stage {stage}: one data rank, so nothing is sharded or sent"
     if (gathers := plan.gathers(plan.grid(0).coord())) is not None:
         return _gathers_line(plan, gathers) + _groups_words(plan.config)
     what = "gradients reduce-scattered, parameters gathered" if stage else "gradients all-reduced"
@@ -166,14 +167,14 @@ def _zero_line(plan: Plan) -> str:
 
 
 def _groups_words(config: Config) -> str:
-    """Shard groups, if there are several."""
+    """Returns words about shard groups, if there are several."""
     groups = config.row_ranks // config.shards
-    words = f"; {groups} groups of {config.shards} data ranks shard alike, and sum their shards once a step"
+    words = f"; {groups} shard groups of {config.shards} data ranks, which sum their shards once a step"
     return words if groups > 1 else ""
 
 
 def _fewer_bits_line(plan: Plan) -> dict[str, str]:
-    """What data ranks send in fewer bits."""
+    """Returns the line about formats with fewer bits between data ranks."""
     formats = wire_formats(plan.config, plan.precision)
     words = []
     if formats.weights is not None:
@@ -187,7 +188,7 @@ def _fewer_bits_line(plan: Plan) -> dict[str, str]:
 
 
 def _wire_line(plan: Plan) -> dict[str, str]:
-    """What stages and tensor ranks round before they send it, and by how much."""
+    """Returns the line about rounded messages of stages and tensor ranks, with the bounds of their errors."""
     stages, tensor, words = pipeline_format(plan.config), tensor_format(plan.config), list[str]()
     if stages is not None:
         kept = ", with error feedback" * plan.config.wire.error_feedback
@@ -211,13 +212,13 @@ def _gathers_line(plan: Plan, gathers: GatherPlan) -> str:
     peak = max(map(sum, zip(whole, [*whole[1:], 0], strict=True)))
     kept = sum(sizes[index] for index in gathers.pinned)
     calls, near = gathers.gathers.calls, gathers.gathers.calls_within
-    inside = f", and {near} times from the other {gathers.within.ranks - 1} of a node" * bool(near)
+    inside = f", and {near} times from the other {gathers.within.ranks - 1} ranks of a node" * bool(near)
     over = f" and {megabytes(kept)} over the step" * bool(kept)
     reduced = "microbatch" if reduces_each_microbatch(plan.config) else "step"
     gathered = "come from host memory" if hosts_parameters(plan.config) else "gathered"
     return (
         f"stage 3: parameters {gathered} in {len(order.turns)} groups, {calls} times a step{inside}, at most "
-        f"{megabytes(peak)} whole at a time{over}; gradients reduce-scattered every {reduced}"
+        f"{megabytes(peak)} full at a time{over}; gradients reduce-scattered every {reduced}"
     )
 
 
@@ -232,8 +233,8 @@ def _tensor_lines(plan: Plan) -> dict[str, str]:
     extra = "; the model's own loss gathers the logits" if gathers else ""
     whole = sum(row.elements * row.dtype.itemsize for row in plan.table if row.name not in plan.tensor.parameters)
     lines = [
-        f"{plan.config.tp} ranks share the layers ({', '.join(counts) or 'nothing is cut'}{extra}), {megabytes(whole)} "
-        f"are whole on every rank; plan: {plan.tensor.source}"
+        f"{plan.config.tp} ranks shard the layers ({', '.join(counts) or 'no layer is sharded'}{extra}), "
+        f"{megabytes(whole)} are replicated on every rank; plan: {plan.tensor.source}"
     ]
     if any(reason.how in ("view", "replicate") for reason in plan.tensor.reasons):
         lines += reasons_table(plan.tensor.reasons).splitlines()
@@ -241,21 +242,21 @@ def _tensor_lines(plan: Plan) -> dict[str, str]:
 
 
 def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> dict[str, str]:
-    """How products of tensor ranks overlap with their communication."""
+    """Returns the line about overlap of tensor ranks' products with communication."""
     if plan.tensor is None:
         return {}
     wanted, rows = plan.config.parallel.overlap, "column inputs and row outputs"
     least, most = megabytes(Overlap().bytes), megabytes(plan.config.parallel.overlap_buffer_bytes)
-    behind = "input gradients are summed behind weight gradients"
+    behind = "input gradients are summed while weight gradients are computed"
     if wanted == "off":
-        return {"overlap": "off: every collective is waited for"}
+        return {"overlap": "off: computation waits for every collective"}
     if wanted == "fused":
         what = rows if plan.tensor.sequence else "row outputs"
         return {"overlap": f"fused for {what} of at most {most} between two ranks; collectives for the rest"}
     if wanted == "chunks":
         return {"overlap": f"chunks for {rows}; collectives for the rest" if plan.tensor.sequence else behind}
     if tensor_format(plan.config) is not None and not device.startswith("cpu"):
-        return {"overlap": f"collectives for {rows}, whose blocks are not cut; from {least} on {behind}"}
+        return {"overlap": f"collectives for {rows}, because encoded blocks are not split; from {least} on {behind}"}
     fused = fused_layers(plan, measured)
     words = [f"fused for {', '.join(fused)}"] * bool(fused)
     if device.startswith("cpu"):
@@ -268,7 +269,7 @@ def _overlap_line(plan: Plan, device: str, measured: OverlapChoices | None) -> d
 
 
 def reasons_table(reasons: Sequence[Reason]) -> str:
-    """Table of a plan that was found: layers of each group, how they run, why, and the bytes of replicated ones."""
+    """Returns the table of a found plan: layers of each group, how they run, why, and the bytes of replicated ones."""
     hows = [reason.how for reason in reasons]
     counts = ", ".join(f"{hows.count(how)} {how}" for how in dict.fromkeys(hows))
     cells = [
@@ -317,12 +318,12 @@ _INDENT = "\n" + 13 * " "
 
 def _state_line(plan: Plan, rank: RankPlan) -> str:
     parts = ", ".join(f"{kind} {megabytes(count)}" for kind, count in rank.state_bytes.items() if count)
-    unknown = "" if plan.moments is not None else ", optimizer state not known"
+    unknown = "" if plan.moments is not None else ", optimizer state unknown"
     return f"{megabytes(sum(rank.state_bytes.values()))} a rank ({parts}{unknown})"
 
 
 def _offload_line(plan: Plan, rank: RankPlan) -> dict[str, str]:
-    """What the host keeps and updates instead of the device, and which part of the elements that is."""
+    """Returns the line about state that the host stores and updates, with its fraction of the elements."""
     offload = plan.config.zero_optimization.offload_optimizer
     if offload.device == "none" and not hosts_parameters(plan.config):
         return {}
@@ -361,7 +362,7 @@ logger = logging.getLogger("trine")
 
 @contextmanager
 def say_what_compiles(device: torch.device, rank: int) -> Iterator[None]:
-    """Say at the end which kernels Triton has compiled inside, and how long that took; on rank 0, nothing if none."""
+    """Logs the kernels that Triton has compiled inside, with the seconds, at the end on rank 0; nothing if none."""
     knobs = _compilation_knobs() if rank == 0 and compiles_triton(device) else None
     if knobs is None:
         yield
@@ -385,14 +386,12 @@ def say_what_compiles(device: torch.device, rank: int) -> Iterator[None]:
         knobs.listener = before
         if kernels:
             names = ", ".join(f"{name} {count}x" for name, count in sorted(kernels.items()))
-            told = (
-                "Triton compiled %d kernels in %.1f s, which the next start finds in its cache, and found %d there: %s"
-            )
+            told = "Triton compiled %d kernels in %.1f s and found %d in its cache, which the next start reads: %s"
             logger.info(told, kernels.total(), microseconds / 1e6, found, names)
 
 
 def _compilation_knobs() -> Any:
-    """Return Triton's settings of compilation; None without Triton."""
+    """Returns Triton's settings of compilation; None without Triton."""
     try:
         from triton import knobs
     except ImportError:

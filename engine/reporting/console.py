@@ -1,6 +1,6 @@
-"""What an engine says on stderr of rank 0: the banner, notes, warnings, and what takes long at the start.
+"""Lines of an engine on stderr of rank 0: the banner, notes, warnings, and slow parts of the start.
 
-the application has configured logging   its handlers and levels decide, nothing is added
+the application has configured logging   its handlers and levels apply, and nothing is added
 it has not                               lines of the logger "trine" from INFO, without prefix
 TRINE_QUIET=1                            errors only, in both cases
 """
@@ -16,13 +16,13 @@ from time import monotonic
 logger = logging.getLogger("trine")
 
 SLOW_SECONDS = 2.0
-"""A part of the start that takes longer says so."""
+"""Seconds after which a part of the start is logged."""
 
 
 def open_console(rank: int) -> Callable[[], None]:
-    """Let the lines of this process reach stderr, and return the function that ends it; engines share one console.
+    """Shows the lines of this process on stderr, and returns the function that ends it; engines share one console.
 
-    On other ranks than 0 nothing is done: Python itself writes warnings to stderr where nobody has configured logging.
+    On ranks other than 0 it does nothing: Python itself writes warnings to stderr if logging is not configured.
     """
     if rank:
         return lambda: None
@@ -40,7 +40,7 @@ def open_console(rank: int) -> Callable[[], None]:
 
 
 class Console(logging.Handler):
-    """The handler of the logger "trine" as long as an engine lives and the application has no handler of its own."""
+    """Handler of the logger "trine" while an engine exists and the application has no handler of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Console(logging.Handler):
         logger.addFilter(self._is_wanted)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, unless the application's own handlers do."""
+        """Writes a line, unless the application's own handlers do."""
         if not _configured():
             print(self.format(record), file=sys.stderr, flush=True)
 
     def leave(self) -> None:
-        """Take the handler off with the last engine, and give the level back."""
+        """Removes the handler with the last engine, and restores the level."""
         self.engines -= 1
         if not self.engines:
             logger.removeFilter(self._is_wanted)
@@ -66,7 +66,7 @@ class Console(logging.Handler):
             logger.setLevel(self._level_before)
 
     def _is_wanted(self, record: logging.LogRecord) -> bool:
-        """Whether the logger passes a record on: the application's level counts, also if it is set after the start."""
+        """Returns True if the logger passes a record on; the application's level applies, also if it is set late."""
         if self._quiet and record.levelno < logging.ERROR:
             return False
         given = logger.parent if self._level_before == logging.NOTSET and _configured() else None
@@ -74,14 +74,14 @@ class Console(logging.Handler):
 
 
 def _configured() -> bool:
-    """Whether the application listens to the logger "trine", by a handler there or above it."""
+    """Returns True if the application has a handler at the logger "trine" or above it."""
     own = any(not isinstance(handler, Console) for handler in logger.handlers)
     return own or (logger.propagate and logger.parent is not None and logger.parent.hasHandlers())
 
 
 @contextmanager
 def unless_within(seconds: float, call: Callable[[], object]) -> Iterator[None]:
-    """Call ``call`` in a thread of its own, unless the block ends within ``seconds``."""
+    """Calls ``call`` in a separate thread, unless the block ends within ``seconds``."""
     timer = Timer(seconds, call)
     timer.daemon = True
     timer.start()
@@ -92,14 +92,14 @@ def unless_within(seconds: float, call: Callable[[], object]) -> Iterator[None]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, whose columns are as wide as they have to be."""
+    """Returns the lines of a table, with columns as wide as their longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 @contextmanager
 def say_if_slow(what: str, rank: int, seconds: float = SLOW_SECONDS) -> Iterator[None]:
-    """Say that ``what`` is under way once it has taken ``seconds``, and in the end how long it took; on rank 0."""
+    """Logs on rank 0 that ``what`` is under way after ``seconds``, and at the end the seconds that it took."""
     if rank:
         yield
         return

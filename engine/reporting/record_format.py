@@ -1,4 +1,4 @@
-"""Names and contents of the files of a recorded run that its ranks write and ``trine report`` reads. Needs no torch."""
+"""Names and contents of a recorded run's files, which ranks write and ``trine report`` reads. Needs no torch."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -6,22 +6,22 @@ from typing import Any, Final
 from engine.parallel.pipeline.schedule.actions import Action, Schedule
 
 FORMAT: Final = 1
-"""Version of the files of ranks."""
+"""Version of the files of a rank."""
 STEPS: Final = "steps.jsonl"
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file of a rank."""
+    """Returns the file name of a rank."""
     return f"rank-{rank:05}.json"
 
 
 def trace_file(rank: int) -> str:
-    """Name of the trace of a rank."""
+    """Returns the file name of a rank's trace."""
     return f"trace-{rank:05}.json"
 
 
 def schedule_facts(schedule: Schedule) -> dict[str, Any]:
-    """A schedule as plain data."""
+    """Returns a schedule as plain data."""
     return {
         "name": schedule.name,
         "stages": schedule.stages,
@@ -32,10 +32,10 @@ def schedule_facts(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(facts: Mapping[str, Any]) -> Schedule:
-    """The schedule that ``schedule_facts`` has told.
+    """Returns the schedule that ``schedule_facts`` has described.
 
     Raises:
-        ScheduleError, KeyError, TypeError, ValueError: these are not its facts.
+        ScheduleError, KeyError, TypeError, ValueError: ``facts`` describes no schedule.
     """
     return Schedule(
         name=str(facts["name"]),

@@ -1,12 +1,12 @@
-"""The files that a run leaves for ``trine report``: one of each rank, replaced at every logged step, and the steps.
+"""Files of a run for ``trine report``: one of each rank, replaced at every logged step, and one of the steps.
 
 runs/train/
-  steps.jsonl        a line for each logged step, by rank 0; a run that goes on appends to it
+  steps.jsonl        a line for each logged step, by rank 0; a resumed run appends to it
   rank-00000.json    plan and measurement of rank 0, with configuration, schedule and environment
   rank-00001.json    plan and measurement of rank 1
   trace-00000.json   pipeline actions, collectives and messages of rank 0 in the steps of ``monitor.profile``
 
-No rank sends or waits for them: a rank that ends in any way leaves its last file whole.
+No rank communicates for them, so a rank that ends in any way leaves its last complete file.
 """
 
 import json
@@ -38,12 +38,12 @@ logger = logging.getLogger("trine")
 
 
 class RunRecord:
-    """Writes the files of one rank.
+    """Writer of the files of one rank.
 
     Args:
-        folder: made if it is missing; ranks of several hosts may have one each.
+        folder: created if it is missing; each host may have its own.
         runtime: the parts of this rank.
-        device: of the parameters.
+        device: the device of the parameters.
     """
 
     def __init__(self, folder: Path, runtime: RankRuntime, device: torch.device) -> None:
@@ -57,12 +57,12 @@ class RunRecord:
         self._in_steps, self._attempts, self._stopped = 0.0, 0, False
 
     def take(self, report: StepReport, sent: Tally, due: bool) -> None:
-        """Count a training step; write it if it is ``due``.
+        """Counts a training step; writes it if it is ``due``.
 
         Args:
             report: the report of the step.
-            sent: what this rank sent in it.
-            due: the step is one of the logged ones.
+            sent: the traffic of this rank in the step.
+            due: True if the step is logged.
         """
         self._in_steps += report.seconds
         self._attempts += 1
@@ -73,7 +73,7 @@ class RunRecord:
             self._replace(json.dumps(self._state(report, sent)))
             if self._grid.rank == 0:
                 self._append(json.dumps(report.as_dict() | {"time": time.time(), "waits": self._waits()}))
-        except OSError as error:  # a full disk ends no training
+        except OSError as error:  # a full disk must not end training
             self._stopped = True
             logger.warning("rank %d records nothing more in %s: %s", self._grid.rank, self._folder, first_line(error))
 
@@ -92,7 +92,7 @@ class RunRecord:
         }
 
     def _identify(self) -> dict[str, Any]:
-        """What stays the same over the run."""
+        """Returns the facts that stay the same over the run."""
         return {
             "format": FORMAT,
             "rank": self._grid.rank,
@@ -105,7 +105,7 @@ class RunRecord:
         }
 
     def _traffic(self, sent: Tally) -> list[dict[str, Any]]:
-        """Planned and measured, a row for each axis and label; None where only one of both has it."""
+        """Returns planned and measured traffic, a row for each axis and label; None if only one of them has it."""
         planned = {(row.axis, row.label): (row.bytes, row.calls) for row in self._planned.traffic}
         measured = {(row.axis, row.label): (row.bytes, row.calls) for row in sent.rows()}
         return [
@@ -114,7 +114,7 @@ class RunRecord:
         ]
 
     def _waits(self) -> dict[str, float] | None:
-        """Seconds by axis since the engine was built; None where no watchdog watches."""
+        """Returns seconds of waiting by axis since the engine was built; None without a watchdog."""
         if (now := self._waited()) is None or self._before is None:
             return None
         return {axis: seconds - self._before[axis] for axis, seconds in now.items() if seconds > self._before[axis]}
@@ -124,7 +124,8 @@ class RunRecord:
         return recorder.waits if recorder is not None else None
 
     def _spans(self) -> list[tuple[str, float, float]] | None:
-        """Actions of the step with begin and end in seconds since 1970; None if a user's own loop has made it."""
+        """Returns actions of the step with begin and end in seconds since 1970; None for a step of a user's own
+        loop."""
         spans, row = self._runtime.executor.spans, self._runtime.plan.schedule.per_rank[self._grid.coord().pp]
         if [span.action for span in spans] != list(row):
             return None
@@ -139,7 +140,7 @@ class RunRecord:
     def _append(self, line: str) -> None:
         with (self._folder / STEPS).open("a+b") as file:
             if file.tell() and not _ends_line(file.name):
-                file.write(b"\n")  # a start that was killed has left half a line
+                file.write(b"\n")  # a killed start has left half a line
             file.write(line.encode() + b"\n")
 
 
@@ -150,7 +151,7 @@ def _ends_line(path: str) -> bool:
 
 
 def _run_facts(plan: Plan, device: torch.device) -> dict[str, Any]:
-    """What is the same on all ranks."""
+    """Returns the facts that are equal on all ranks."""
     return {
         "grid": str(plan.grid(0)),
         "plan": banner_text(plan, str(device)),
@@ -178,19 +179,19 @@ LABEL = "profile clock"
 
 
 def profiled_steps(text: str) -> tuple[int, int]:
-    """The first and the last step of ``A:B``, a value that the configuration has checked."""
+    """Returns the first and the last step of ``A:B``, which the configuration has checked."""
     first, _, last = text.partition(":")
     return int(first), int(last)
 
 
 class StepProfile:
-    """Writes the trace of one rank. Collective once: the all-reduce of 4 bytes over the world, label "profile clock".
+    """Writer of the trace of one rank. Communicates once: an all-reduce of 4 bytes over the world, "profile clock".
 
-    step A - 1   the place in the flight recorder is kept
-    step A       an all-reduce over the world aligns the clocks: its end is time 0 of every rank
-    A .. B       after each step the recorder is read, and the file of this rank replaced
+    step A - 1   stores the position in the flight recorder
+    step A       aligns the clocks by an all-reduce over the world: its end is time 0 of every rank
+    A .. B       reads the recorder after each step, and replaces the file of this rank
 
-    The recorder keeps 512 events; what a longer step has overwritten is counted as lost.
+    The recorder stores 512 events; events that a longer step has overwritten are counted as lost.
 
     Args:
         folder: the folder of ``monitor.report``.
@@ -210,7 +211,7 @@ class StepProfile:
         self._clock = time.monotonic_ns() - time.perf_counter_ns()
 
     def take(self, step: int) -> None:
-        """Keep what the training step that made update ``step`` has noted, if it is one of the profiled ones.
+        """Stores the events of the training step with update ``step``, if it is profiled.
 
         All ranks call it after every training step.
         """
@@ -223,14 +224,14 @@ class StepProfile:
                 self._zero = self._align()
             try:
                 self._write()
-            except OSError as error:  # a full disk ends no training
+            except OSError as error:  # a full disk must not end training
                 logger.warning("rank %d writes no trace: %s", self._runtime.comm.grid.rank, first_line(error))
         elif step == self._first - 1:
             self._begin = self._newest() + 1
         self._entered = time.monotonic_ns()
 
     def close(self) -> None:
-        """Stop reading the recorder."""
+        """Closes the recorder's file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -240,7 +241,7 @@ class StepProfile:
         return events[-1].sequence if events else 0
 
     def _drain(self) -> None:
-        """Read what is in the recorder; what had not ended the last time may have by now."""
+        """Reads the recorder again, because an event that was unfinished may have ended."""
         for event in self._file.events() if self._file is not None else ():
             if event.sequence >= self._begin:
                 self._seen.add(event.sequence)
@@ -248,7 +249,7 @@ class StepProfile:
                     self._events[event.sequence] = event
 
     def _spans(self) -> list[tuple[str, int, int]]:
-        """Actions of the step that has ended, in nanoseconds of the monotonic clock; none of a user's own loop."""
+        """Returns actions of the last step, in nanoseconds of the monotonic clock; none for a user's own loop."""
         row = self._runtime.plan.schedule.per_rank[self._runtime.comm.grid.coord().pp]
         spans = self._runtime.executor.spans
         if [span.action for span in spans] != list(row):
@@ -256,10 +257,10 @@ class StepProfile:
         return [(str(s.action), int(s.start * 1e9) + self._clock, int(s.end * 1e9) + self._clock) for s in spans]
 
     def _align(self) -> int:
-        """The moment at which an all-reduce has ended on this rank, as on all others at nearly the same time."""
+        """Returns the end of an all-reduce on this rank; all ranks finish it at nearly the same time."""
         word = torch.zeros(1, device=self._device)
         self._runtime.comm.all_reduce(word, "world", LABEL).wait()
-        word.item()  # waits for a GPU
+        word.item()  # waits for the GPU
         return time.monotonic_ns()
 
     def _write(self) -> None:

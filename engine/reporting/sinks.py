@@ -1,4 +1,4 @@
-"""The reporter, which makes step reports on every rank, and the sinks of rank 0, which write them."""
+"""Reporter, which makes step reports on every rank, and sinks of rank 0, which write them."""
 
 import csv
 import json
@@ -29,35 +29,35 @@ class Sink(Protocol):
     """Destination of step reports; only rank 0 has sinks."""
 
     def write(self, report: StepReport) -> None:
-        """Write one report."""
+        """Writes one report."""
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flushes and closes."""
 
 
 class AppendedFile:
-    """A text file that a resumed run continues."""
+    """Text file that a resumed run continues."""
 
     def __init__(self, path: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a+", encoding="utf-8", newline="")  # noqa: SIM115 - lives as long as the run
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
 
 class JsonLines(AppendedFile):
-    """One JSON object a line."""
+    """File with one JSON object a line."""
 
     def write(self, report: StepReport) -> None:
-        """Append one line."""
+        """Appends one line."""
         self._file.write(json.dumps(report.as_dict()) + "\n")
         self._file.flush()
 
 
 class CommaSeparated(AppendedFile):
-    """A line of comma-separated values for each report; the first line names the columns."""
+    """File with a line of comma-separated values for each report; the first line names the columns."""
 
     def __init__(self, path: str, metrics: Sequence[str], experts: bool = False) -> None:
         super().__init__(path)
@@ -69,7 +69,7 @@ class CommaSeparated(AppendedFile):
         if known and known != self._columns:
             self._file.close()
             raise ConfigError(
-                f"monitor.csv: {path} has other columns than this run would write ({','.join(known)[:60]}...); give "
+                f"monitor.csv: {path} has other columns than this run would write ({','.join(known)[:60]}...); set "
                 "another file."
             )
         self._writer = csv.DictWriter(self._file, self._columns, extrasaction="ignore", lineterminator="\n")
@@ -77,13 +77,13 @@ class CommaSeparated(AppendedFile):
             self._writer.writeheader()
 
     def write(self, report: StepReport) -> None:
-        """Append one line."""
+        """Appends one line."""
         self._writer.writerow(report.flat())
         self._file.flush()
 
 
 class TensorBoard:
-    """Scalars for TensorBoard; needs the extra ``ui``."""
+    """Writer of scalars for TensorBoard; needs the extra ``ui``."""
 
     def __init__(self, folder: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -91,17 +91,17 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(folder)
 
     def write(self, report: StepReport) -> None:
-        """Write every number of the report."""
+        """Writes every number of the report."""
         for name, value in report.numbers().items():
             self._writer.add_scalar(name, value, report.step)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flushes and closes."""
         self._writer.close()
 
 
 def make_sinks(config: Config) -> Sequence[Sink]:
-    """The sinks that a configuration asks for."""
+    """Returns the sinks of a configuration."""
     asked, sinks = config.monitor, list[Sink]()
     if asked.jsonl:
         sinks.append(JsonLines(asked.jsonl))
@@ -117,13 +117,13 @@ def make_sinks(config: Config) -> Sequence[Sink]:
 
 
 def _by_layer(stacks: Sequence[ExpertStack], counts: Sequence[float]) -> dict[str, tuple[int, ...]]:
-    """Rows of each expert by the name of its layer."""
+    """Returns the rows of each expert by the name of its layer."""
     rest = iter(map(int, counts))
     return {stack.name: tuple(islice(rest, stack.experts)) for stack in stacks}
 
 
 class StepReporter:
-    """The reports of one engine."""
+    """Maker of the reports of one engine."""
 
     def __init__(self, config: Config, comm: Comm, device: torch.device) -> None:
         self._every, self._comm, self._device = config.monitor.every, comm, device
@@ -137,10 +137,10 @@ class StepReporter:
         self._run_record: RunRecord | None = None
         self._profile: StepProfile | None = None
         self._elements = 0
-        """Of the whole model."""
+        """Parameters of the full model."""
 
     def make(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
-        """The report of a step after ``made`` updates."""
+        """Returns the report of a step after ``made`` updates."""
         totals, world = outcome.totals, self._comm.grid.world_size
         self._elements = self._elements or plan.table.elements
         parameter_tokens = self._elements * totals.tokens / world if step.text else None
@@ -167,9 +167,9 @@ class StepReporter:
         )
 
     def record(self, step: StepState, outcome: UpdateOutcome, plan: Plan, made: int) -> StepReport:
-        """Count a training step and return its report; write it to the sinks at every ``monitor.every`` updates.
+        """Counts a training step and returns its report; writes it to the sinks at every ``monitor.every`` updates.
 
-        The updates that are written are the same after a resume; skipped steps and the first step are always written.
+        A resumed run writes the same updates; skipped steps and the first step are always written.
         """
         report = self.make(step, outcome, plan, made)
         self.attempts += 1
@@ -188,7 +188,7 @@ class StepReporter:
         return report
 
     def built(self, runtime: RankRuntime) -> None:
-        """Record and profile the run from now on, as the configuration asks."""
+        """Starts to record and profile the run, if the configuration enables it."""
         if self._monitor.report is None:
             return
         folder = Path(self._monitor.report)
@@ -198,11 +198,11 @@ class StepReporter:
             self._profile = StepProfile(folder, steps, runtime, self._device)
 
     def tell(self, callback: Callable[[StepReport], object]) -> None:
-        """Call ``callback`` with the report of every training step from now on, on this rank."""
+        """Registers ``callback`` for the report of every later training step, on this rank."""
         self._callbacks.append(callback)
 
     def close(self) -> None:
-        """Close all sinks and what is read."""
+        """Closes all sinks and the recorder's file."""
         for sink in self._sinks:
             sink.close()
         self._sinks = ()
@@ -211,7 +211,7 @@ class StepReporter:
 
 
 class WeightsAndBiases:
-    """A run of a Weights & Biases project, with the configuration; ``WANDB_MODE=offline`` keeps it in a folder."""
+    """Run of a Weights & Biases project, with the configuration; ``WANDB_MODE=offline`` stores it in a folder."""
 
     def __init__(self, project: str, config: dict[str, Any]) -> None:
         import wandb
@@ -219,16 +219,16 @@ class WeightsAndBiases:
         self._run: Any = wandb.init(project=project, config=config, resume="allow")
 
     def write(self, report: StepReport) -> None:
-        """Log every number of the report."""
+        """Logs every number of the report."""
         self._run.log(report.numbers(), step=report.step)
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finishes the run."""
         self._run.finish()
 
 
 class MLflow:
-    """A run of an MLflow experiment; ``MLFLOW_TRACKING_URI`` says where, a resumed job goes on with MLFLOW_RUN_ID."""
+    """Run of an MLflow experiment at ``MLFLOW_TRACKING_URI``; a resumed job continues the run MLFLOW_RUN_ID."""
 
     def __init__(self, experiment: str, config: dict[str, Any]) -> None:
         from mlflow import MlflowClient
@@ -245,7 +245,7 @@ class MLflow:
                 self._client.log_batch(self._run, params=settings[start : start + _MOST])
 
     def write(self, report: StepReport) -> None:
-        """Log every number of the report, in one request."""
+        """Logs every number of the report, in one request."""
         from mlflow.entities import Metric
 
         now = round(1e3 * time.time())
@@ -253,16 +253,16 @@ class MLflow:
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
-        """Finish the run."""
+        """Finishes the run."""
         self._client.set_terminated(self._run)
 
 
 _LONGEST, _MOST = 500, 100
-"""Characters of a parameter's value, and parameters of a request, that every MLflow server takes."""
+"""Characters of a parameter's value, and parameters of a request, that every MLflow server accepts."""
 
 
 def _flat(config: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """The settings by their dotted keys."""
+    """Returns the settings by their dotted keys."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         path = f"{above}.{key}" if above else key

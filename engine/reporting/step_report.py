@@ -1,4 +1,4 @@
-"""The report of a step: loss, norm and counts that are equal on every rank, and this rank's times and bytes."""
+"""Report of a step: loss, norm and counts that are equal on every rank, and this rank's times and bytes."""
 
 import resource
 import sys
@@ -13,7 +13,7 @@ import torch
 from engine.kernels.device import device_name, is_host, peak_allocated
 from engine.parallel.comm.traffic import megabytes
 
-# Dense bf16 TFLOP/s by the vendors' datasheets; MFU is stated only against one of these.
+# Dense bf16 TFLOP/s from the vendors' datasheets; MFU needs one of these.
 PEAK_TFLOPS = MappingProxyType(
     {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0, "L40S": 362.0, "V100": 125.0}
 )
@@ -24,7 +24,7 @@ class StepReport:
     """One optimizer step. Loss, weight, norm, lr, tokens, skipped, nonfinite and scale are equal on every rank."""
 
     step: int
-    """Updates made, this one included (0 for an evaluation before the first)."""
+    """Number of updates, including this one (0 for an evaluation before the first)."""
     loss: float
     """Sum of losses over sum of weights, over all microbatches and data ranks."""
     weight: float
@@ -46,27 +46,27 @@ class StepReport:
     bytes_sent: int
     """Bytes that this rank sent in this step, by ring convention."""
     skipped: bool
-    """The gradient was not finite and nothing was updated."""
+    """True if the gradient was not finite and nothing was updated."""
     nonfinite: str | None
-    """Cause of a skipped step: "the loss", "the weight", the name of the first parameter whose gradient is not finite
-    while the loss is, or "the gradient norm"; None in any other step."""
+    """Cause of a skipped step: "the loss", "the weight", the name of the first parameter with a gradient that is not
+    finite while the loss is, or "the gradient norm"; None in any other step."""
     loss_scale: float
     """Factor of the loss in backward; 1.0 without fp16."""
     grid: str = ""
-    """The ranks that made the step, as "4 ranks = 1 pipeline x 4 data x 1 tensor"; another start may have others."""
+    """Ranks of the step, as "4 ranks = 1 pipeline x 4 data x 1 tensor"; another start may have others."""
     nonfinite_ranks: tuple[int, ...] = ()
-    """Ranks on which it was not finite; empty for the first skipped step if it was a gradient, whose sum over data
-    ranks hides them."""
+    """Ranks with the non-finite value; empty for the first skipped step if it was a gradient, because the sum over
+    data ranks hides them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further values that ``loss_fn`` returned, by the names of ``monitor.metrics``: sum over weight, over all
     microbatches and data ranks. Equal on every rank."""
     expert_load: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """With ``monitor.expert_load``: rows that each expert was given, by the name of the module that holds them, over
-    all microbatches and data ranks. A row that goes to two experts counts twice. Equal on every rank."""
+    """With ``monitor.expert_load``: rows of each expert, by the name of the module that has the experts, over all
+    microbatches and data ranks. A row that goes to two experts counts twice. Equal on every rank."""
 
     @property
     def expert_imbalance(self) -> float | None:
-        """Rows of the busiest expert over the mean of its layer, of the least even layer; None: nothing was counted."""
+        """Rows of the busiest expert over the mean of its layer, in the least even layer; None without counts."""
         return max(_imbalances(self.expert_load).values(), default=None)
 
     @property
@@ -75,7 +75,7 @@ class StepReport:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """All values, for a log; NaN and infinity become None, since JSON cannot express them."""
+        """Returns all values for a log; NaN and infinity become None, because JSON cannot express them."""
         values = asdict(self) | {"tokens_per_second": self.tokens_per_second}
         metrics = {name: _finite(value) for name, value in values.pop("metrics").items()}
         load = {name: list(rows) for name, rows in values.pop("expert_load").items()}
@@ -85,15 +85,15 @@ class StepReport:
         return {name: _finite(value) for name, value in values.items()} | further
 
     def numbers(self) -> dict[str, float]:
-        """All numbers that are finite by a name for a chart, such as ``train/loss``; metrics as ``metrics/NAME``, and
-        the busiest expert of a layer over its mean as ``experts/LAYER``."""
+        """Returns all finite numbers under chart names: ``train/loss``, a metric as ``metrics/NAME``, and the busiest
+        expert of a layer over its mean as ``experts/LAYER``."""
         found = {
             name: value for name, value in self.flat().items() if isinstance(value, int | float) and name != "step"
         }
         return {name if "/" in name else f"train/{name}": value for name, value in found.items()}
 
     def flat(self) -> dict[str, Any]:
-        """:meth:`as_dict` without a dict in it: a metric is ``metrics/NAME``, a layer ``experts/NAME``."""
+        """Returns :meth:`as_dict` without nested dicts: a metric is ``metrics/NAME``, a layer ``experts/NAME``."""
         values = self.as_dict()
         metrics = {metric_key(name): value for name, value in values.pop("metrics", {}).items()}
         layers = {f"experts/{name}": value for name, value in _imbalances(values.pop("expert_load", {})).items()}
@@ -101,12 +101,12 @@ class StepReport:
 
 
 def metric_key(name: str) -> str:
-    """Of a metric of ``loss_fn``, among the values of a report."""
+    """Returns the key of a metric of ``loss_fn`` in a report."""
     return f"metrics/{name}"
 
 
 def _imbalances(load: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Rows of the busiest expert over the mean, of each layer that was given any."""
+    """Returns the rows of the busiest expert over the mean, for each layer with rows."""
     return {name: max(rows) * len(rows) / total for name, rows in load.items() if (total := sum(rows))}
 
 
@@ -115,13 +115,13 @@ def _finite(value: Any) -> Any:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the allocator's peak on a GPU, the resident peak of the process on a CPU."""
+    """Returns bytes: the allocator's peak on a GPU, the resident peak of the process on a CPU."""
     allocated = peak_allocated(device)
     return allocated if allocated is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device in TFLOP/s; None if it is unknown."""
+    """Returns the dense bf16 peak of the device in TFLOP/s; None if it is unknown."""
     if is_host(device):
         return None
     name = device_name(device)
@@ -131,9 +131,9 @@ def peak_tflops(device: torch.device) -> float | None:
 def utilisation(
     parameter_tokens: float | None, seconds: float, device: torch.device
 ) -> tuple[float | None, float | None]:
-    """(TFLOP/s, share of the device's dense bf16 peak) for this rank's share of parameters x tokens.
+    """Returns (TFLOP/s, share of the device's dense bf16 peak) for this rank's share of parameters x tokens.
 
-    Each parameter takes six operations per token. None if the tokens or the peak of the device are unknown.
+    Each parameter needs six operations a token. None if the tokens or the peak of the device are unknown.
     """
     if parameter_tokens is None:
         return None, None
@@ -142,7 +142,7 @@ def utilisation(
 
 
 def line_parts(report: StepReport) -> list[str]:
-    """What a line says of a step behind its number and loss: rate, norm, metrics, speed, memory, loss scale."""
+    """Returns the parts of a step's line after its number and loss: rate, norm, metrics, speed, memory, loss scale."""
     parts = [
         f"lr {report.lr:.1e}",
         f"norm {report.grad_norm:.2f}",
@@ -156,25 +156,25 @@ def line_parts(report: StepReport) -> list[str]:
 
 
 def trouble(report: StepReport) -> str:
-    """Why a step was skipped; nothing for any other step."""
+    """Returns the cause of a skipped step; an empty text for any other step."""
     where = f" on rank {', '.join(map(str, report.nonfinite_ranks))}" if report.nonfinite_ranks else ""
     return f"SKIPPED: {report.nonfinite} not finite{where}" if report.skipped else ""
 
 
 def _thousands(number: float) -> str:
-    """A number of tokens, short."""
+    """Returns a short text of a number of tokens."""
     return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
 
 
 class ProgressSink:
-    """Prints ``step 40  loss 2.413  lr 1.9e-03  norm 0.81  24.1k tok/s  mem 0.4 GiB``; in a terminal with colours of
-    rich, where that is installed."""
+    """Printer of ``step 40  loss 2.413  lr 1.9e-03  norm 0.81  24.1k tok/s  mem 0.4 GiB``; in a terminal with colours,
+    if rich is installed."""
 
     def __init__(self) -> None:
         self._console = _console()
 
     def write(self, report: StepReport) -> None:
-        """Print one line."""
+        """Prints one line."""
         parts = [f"step {report.step}", f"loss {report.loss:.4f}", *line_parts(report), trouble(report)]
         line = "  ".join(filter(None, parts))
         if self._console is None:
@@ -183,11 +183,11 @@ class ProgressSink:
             self._console.print(line, markup=False, style="red" if report.skipped else None)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 def _console() -> Any:
-    """Rich's console; None without rich, and where output goes into a file."""
+    """Returns rich's console; None without rich, and if output goes into a file."""
     if not sys.stdout.isatty():
         return None
     try:

@@ -1,12 +1,12 @@
-"""Who is to blame when ranks wait: pure data, from the views of all ranks.
+"""Diagnosis of a hang: pure data, from the views of all ranks.
 
-    rank 0   in all_reduce 'gradients' #17 ----waits for----> rank 2, which has begun #16 of this stream only
+    rank 0   in all_reduce 'gradients' #17 ----waits for----> rank 2, which has begun only #16 of this stream
     rank 1   in receive from rank 0        ----waits for----> rank 0
-    rank 2   in F of stage 1, since 61 s                      waits for nobody: it is to blame
+    rank 2   in F of stage 1, since 61 s                      waits for no rank: it is the cause
 
-A rank that has ended or stopped is to blame at once. Otherwise those are that others wait for, over any number of
-ranks, and that wait for nobody. If all wait for each other, they make different calls: the odd one of the first call
-that differs is named.
+A rank that has ended or was stopped is the cause at once. Otherwise it is a rank that others wait for, directly or
+over other ranks, and that waits for none. If all wait for each other, their calls differ: the first differing call
+names the rank in the minority.
 """
 
 from collections import Counter
@@ -24,19 +24,19 @@ _ORDERLY = "exit status 0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """Whom the watchdog blames."""
+    """Ranks that the watchdog names as the cause."""
 
     ranks: tuple[int, ...]
     kind: str
     """ended, stopped, computing, outside, different, host or link."""
     sentence: str
     certain: bool = True
-    """False: the words of this rank blame another one, which has not been heard of yet."""
+    """False: the message of this rank blames another rank, which has not sent a view yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentHost:
-    """A host whose monitor does not answer."""
+    """Host with a monitor that does not answer."""
 
     host: str
     ranks: tuple[int, ...]
@@ -46,42 +46,44 @@ class SilentHost:
 def diagnose(
     views: Mapping[int, RankView], size: int, timeout: float, silent: Sequence[SilentHost] = ()
 ) -> Blame | None:
-    """The ranks to blame, or None while everything goes on.
+    """Returns the ranks to blame, or None while all ranks make progress.
 
     Args:
-        views: of all ranks that are known; those of a silent host as they were last.
+        views: of all known ranks; for a silent host, the last ones.
         size: ranks of the job.
-        timeout: how long a rank may wait for another, and a host be silent, in seconds.
+        timeout: seconds for which a rank may wait for another, and a host may be silent.
     """
     waiting = {view.rank: view for view in views.values() if view.waiting is not None and view.runs}
     overdue = [view for view in waiting.values() if view.waiting is not None and view.waiting.seconds > timeout]
     gone = [view for view in views.values() if not view.runs and view.phase != "ENDED"]
+    # a rank that has exited in order between two steps is no cause until another rank waits too long
     bad = [view for view in gone if overdue or view.words or view.ended not in ("", _ORDERLY) or view.phase == "STEP"]
     if bad:
         return _ended(bad, views)
     if not overdue:
         return None
+    # a silent host comes before its ranks: their last views are old, so they only seem to wait or to compute
     late = [host for host in silent if host.seconds > timeout / 2]
     if late:
         return _lost(late, size)
     stopped = [view for view in views.values() if view.process in ("T", "t")]
     if stopped:
         return _still(stopped, overdue, "stopped", "has been stopped, by SIGSTOP or a debugger, for {}")
-    blamed = _roots(overdue, views)
+    blamed = _roots(overdue, views)  # without a root all wait in a ring, so their calls must differ
     if any(view.rank not in waiting for view in blamed):
         return _not_waiting([view for view in blamed if view.rank not in waiting], overdue)
     return _another_call(views) or _different(overdue, views) or _no_arrival(overdue, views, silent)
 
 
 def _ended(gone: Sequence[RankView], views: Mapping[int, RankView]) -> Blame:
-    """A rank has ended while others went on: the first whose own words do not blame another one.
+    """Blames an ended rank: the first one with a message that does not blame another rank.
 
-    One that is still about to end may have said the cause already.
+    A rank that is still ending may already have reported the cause.
     """
     causes = [view for view in gone if not is_consequence(view.words)]
     causes = causes or [view for view in views.values() if view.words and not is_consequence(view.words)]
     first = max(causes or gone, key=lambda view: view.idle)
-    how = first.words.strip() or first.ended or "it ended without a word"
+    how = first.words.strip() or first.ended or "it left no message"
     told = f"{first.name} has ended: {how}{_doing(first)}{_finished(first)}."
     return Blame(ranks=(first.rank,), kind="ended", sentence=told, certain=bool(causes))
 
@@ -97,7 +99,7 @@ def _lost(late: Sequence[SilentHost], size: int) -> Blame:
 
 
 def _roots(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> list[RankView]:
-    """Ranks that others wait for, directly or over others, and that wait for nobody themselves; all if there is a
+    """Returns the ranks that others wait for, directly or over other ranks, and that wait for none; all ranks of a
     ring."""
     seen: dict[int, RankView] = {}
     todo = list(overdue)
@@ -114,7 +116,7 @@ def _roots(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> list[R
 
 
 def _awaited(view: RankView, views: Mapping[int, RankView]) -> list[int]:
-    """Known ranks that have not begun the call in which ``view`` waits."""
+    """Returns the known ranks that have not begun the call in which ``view`` waits."""
     call = view.waiting
     if call is None:
         return []
@@ -124,9 +126,9 @@ def _awaited(view: RankView, views: Mapping[int, RankView]) -> list[int]:
 def _not_waiting(blamed: Sequence[RankView], overdue: Sequence[RankView]) -> Blame:
     computing = [view for view in blamed if view.phase == "STEP"]
     if computing:
-        return _still(computing, overdue, "computing", "has computed for {} and does not come")
+        return _still(computing, overdue, "computing", "has computed for {} without reaching the call")
     closed = [view for view in blamed if view.phase == "ENDED"]
-    what = "closed its engine {} ago" if closed else "has been in the user's code for {} and does not come"
+    what = "closed its engine {} ago" if closed else "has run the user's code for {} without calling the engine"
     found = _still(closed or blamed, overdue, "outside", what)
     return replace(found, sentence=_alone(closed or blamed, overdue) + found.sentence)
 
@@ -172,32 +174,33 @@ def _waiters(others: Sequence[RankView]) -> str:
 
 
 def _alone(blamed: Sequence[RankView], overdue: Sequence[RankView]) -> str:
-    """What to do about a call of the engine that some ranks do not make, in words before what those do."""
+    """Returns the remedy for a call of the engine that some ranks do not make, before the description of these
+    ranks."""
     _, call = _longest(overdue)
     if call.stream != CALLS:
         return ""
     came = name_ranks(tuple(sorted(view.rank for view in overdue)))
     absent = name_ranks(tuple(view.rank for view in blamed))
     return (
-        f"{call.text} was called on {came} and for {call.seconds:.1f} s not on {absent}: every rank calls it, so take "
-        "it out of `if rank == 0:`; "
+        f"{call.text} was called on {came} and for {call.seconds:.1f} s not on {absent}: every rank must call it, so "
+        "move it out of `if rank == 0:`; "
     )
 
 
 def _longest(waiting: Sequence[RankView]) -> tuple[RankView, CallView]:
-    """The rank that waits longest, and its call."""
+    """Returns the rank with the longest wait, and its call."""
     calls = [(view, view.waiting) for view in waiting if view.waiting is not None]
     return max(calls, key=lambda each: each[1].seconds)
 
 
 def _another_call(views: Mapping[int, RankView]) -> Blame | None:
-    """Ranks whose calls of the engine are not those of the others, such as one that evaluates while they train."""
+    """Blames ranks with other calls of the engine than the rest, such as one that evaluates while the rest trains."""
     calls = _first_unlike(CALLS, views)
     return None if calls is None else _unlike(calls, views)
 
 
 def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blame | None:
-    """Ranks that wait for each other in different calls: the first call of a stream that is not the same on all."""
+    """Blames ranks that wait for each other in different calls: by the first call of a stream that differs."""
     found: list[dict[int, CallView]] = []
     for view in overdue:
         assert view.waiting is not None
@@ -210,7 +213,7 @@ def _different(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Bl
 
 
 def _first_unlike(stream: str, views: Mapping[int, RankView]) -> dict[int, CallView] | None:
-    """The first call of a stream that is not the same on all ranks, by rank; None if all known ones are."""
+    """Returns the first call of a stream that differs between ranks, by rank; None if all known calls are equal."""
     made = {
         rank: {call.count: call for call in view.recent if call.stream == stream}
         for rank, view in sorted(views.items())
@@ -223,7 +226,7 @@ def _first_unlike(stream: str, views: Mapping[int, RankView]) -> dict[int, CallV
 
 
 def _unlike(calls: Mapping[int, CallView], views: Mapping[int, RankView]) -> Blame:
-    """Who makes another call than most, of ranks that should make the same one."""
+    """Blames the minority among ranks that should make the same call."""
     usual, _ = Counter(call.likeness for call in calls.values()).most_common(1)[0]
     odd = tuple(sorted(rank for rank, call in calls.items() if call.likeness != usual))
     others = tuple(sorted(rank for rank, call in calls.items() if call.likeness == usual))
@@ -231,13 +234,13 @@ def _unlike(calls: Mapping[int, CallView], views: Mapping[int, RankView]) -> Bla
     told = (
         f"{names} {'are' if len(odd) > 1 else 'is'} in {calls[odd[0]].text}, while {name_ranks(others)} "
         f"{'are' if len(others) > 1 else 'is'} in {calls[others[0]].text}: all ranks of a group must make the same "
-        "calls in one order."
+        "calls in the same order."
     )
     return Blame(ranks=odd, kind="different", sentence=told)
 
 
 def _unequal(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blame | None:
-    """Ranks that wait in a ring: who is behind in the call of the longest wait."""
+    """Blames ranks in a ring of waits: the ones that have not reached the call of the longest wait."""
     first, _ = _longest(overdue)
     behind = [views[rank] for rank in _awaited(first, views)]
     return _still(behind, overdue, "different", "has waited elsewhere for {}") if behind else None
@@ -246,17 +249,17 @@ def _unequal(overdue: Sequence[RankView], views: Mapping[int, RankView]) -> Blam
 def _no_arrival(
     overdue: Sequence[RankView], views: Mapping[int, RankView], silent: Sequence[SilentHost]
 ) -> Blame | None:
-    """All have come to the same call, and nothing arrives: the network between hosts."""
+    """Blames the network between hosts: all ranks are in the same call, and no data arrives."""
     _, call = _longest(overdue)
     if silent:
         return _lost(silent, len(views))
     unheard = tuple(rank for rank in call.peers if rank not in views)
     if unheard:
-        told = f"{name_ranks(unheard)} of {len(call.peers)} have never been heard of; {_waiters(overdue)}."
+        told = f"{name_ranks(unheard)} of {len(call.peers)} have never answered; {_waiters(overdue)}."
         return Blame(ranks=unheard, kind="host", sentence=told)
     hosts = sorted({views[rank].host for rank in call.peers})
     told = (
-        f"{name_ranks(call.peers)} have all come to {call.text}, and it does not end since {call.seconds:.1f} s: "
-        f"nothing passes between {', '.join(hosts)}."
+        f"{name_ranks(call.peers)} have all reached {call.text}, which has not finished for {call.seconds:.1f} s: "
+        f"no data passes between {', '.join(hosts)}."
     )
     return Blame(ranks=call.peers, kind="link", sentence=told)

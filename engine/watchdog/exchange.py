@@ -1,9 +1,9 @@
-"""Messages between the monitors of a job: one JSON object a line, over TCP, from each host to the first one and back.
+"""Messages between the monitors of a job: one JSON object a line, over TCP, between each host and the first one.
 
     monitor of host A (hub)   <--- hello, views, bye ---   monitor of host B (spoke)
                               ---- stacks, end, over --->  monitor of host C (spoke)
 
-Neither end ever blocks: a host whose network is down, or whose monitor stands still, delays nobody.
+Neither end ever blocks: a host with a broken network or a stopped monitor delays no other.
 """
 
 import json
@@ -17,18 +17,18 @@ from typing import Any
 Message = dict[str, Any]
 _PIECE = 1 << 16
 _MOST_UNSENT = 1 << 22
-"""Bytes after which a line whose other end takes nothing is given up."""
+"""Unsent bytes after which a connection is closed, because its other end reads nothing."""
 _RECONNECT_SECONDS = 1.0
-"""Between two attempts to connect; one that has not succeeded by then is given up."""
+"""Seconds between two attempts to connect, and the limit of an attempt."""
 
 
 @dataclass(slots=True)
 class Line:
-    """One connection."""
+    """Connection to one host."""
 
     link: socket.socket
     heard: float
-    """When the other end was last heard of."""
+    """Time of the last message from the other end."""
     host: str = ""
     ranks: tuple[int, ...] = ()
     open: bool = True
@@ -36,14 +36,14 @@ class Line:
     _outward: bytes = b""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send as much as the kernel takes now; ``flush`` sends the rest."""
+        """Sends as much as the kernel accepts now; ``flush`` sends the rest."""
         self._outward += json.dumps(message).encode() + b"\n"
         self.flush()
         if len(self._outward) > _MOST_UNSENT:
             self.close()
 
     def flush(self) -> None:
-        """Send what is left."""
+        """Sends the unsent rest."""
         try:
             while self.open and self._outward:
                 self._outward = self._outward[self.link.send(self._outward) :]
@@ -54,11 +54,11 @@ class Line:
 
     @property
     def all_sent(self) -> bool:
-        """Whether the kernel has taken everything; of a new connection, that it has come about."""
+        """True if the kernel has accepted everything; for a new connection, if it is established."""
         return not self._outward
 
     def receive(self) -> Iterator[Message]:
-        """Messages that have come."""
+        """Yields the messages that have arrived."""
         try:
             while self.open:
                 piece = self.link.recv(_PIECE)
@@ -75,23 +75,23 @@ class Line:
             try:
                 message = json.loads(text)
             except ValueError:
-                self.close()  # this is no monitor
+                self.close()  # the other end is no monitor
                 return
             if isinstance(message, dict):
                 yield message
 
     def close(self) -> None:
-        """End the connection."""
+        """Closes the connection."""
         self.open = False
         self.link.close()
 
 
 @dataclass(slots=True)
 class Hub:
-    """The end of the first host, to which all others connect.
+    """End of the first host, to which all others connect.
 
     Args:
-        job: a word that only this job knows; who does not say it is not heard.
+        job: a secret word of this job; a connection without it is closed.
     """
 
     job: str
@@ -106,11 +106,11 @@ class Hub:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port of the listening socket."""
         return int(self.listener.getsockname()[1])
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[tuple[Line, Message]]:
-        """Messages of other hosts; waits at most ``seconds`` for one, or until one of ``also`` is readable."""
+        """Returns messages of other hosts; waits at most ``seconds`` for one, or until one of ``also`` is readable."""
         links = [self.listener.fileno(), *(line.link.fileno() for line in self.lines if line.open)]
         select.select([*links, *also], [], [], seconds)
         while True:
@@ -127,27 +127,27 @@ class Hub:
                 if "hello" in message and message["hello"] == self.job:
                     line.host, line.ranks = str(message["host"]), tuple(message["ranks"])
                 elif not line.host:
-                    line.close()  # a stranger
+                    line.close()  # not a monitor of this job
                     break
                 found.append((line, message))
         self.lines = [line for line in self.lines if line.open or line.host]
         return found
 
     def broadcast(self, message: Message) -> None:
-        """Tell all other hosts."""
+        """Sends a message to all other hosts."""
         for line in self.lines:
             if line.open:
                 line.send(message)
 
     def close(self) -> None:
-        """End all connections."""
+        """Closes all connections."""
         for line in self.lines:
             line.close()
         self.listener.close()
 
 
 class Spoke:
-    """The end of another host. It connects again when the line breaks.
+    """End of another host. It connects again when the connection breaks.
 
     Args:
         hello: first message of each connection.
@@ -157,13 +157,13 @@ class Spoke:
         self._place, self._hello = (address, port), hello
         self._line: Line | None = None
         self._opening = False
-        """Whether the line has not come about yet."""
+        """True until the connection is established."""
         self._tried = float("-inf")
         self.heard = time.monotonic()
-        """When the hub was last reached."""
+        """Time of the last contact with the hub."""
 
     def poll(self, seconds: float, also: Sequence[int] = ()) -> list[Message]:
-        """Messages of the hub; waits at most ``seconds`` for one, or until one of ``also`` is readable."""
+        """Returns messages of the hub; waits at most ``seconds`` for one, or until one of ``also`` is readable."""
         if (self._line is None or self._opening or not self._line.open) and self._due():
             self._connect()
         links = [self._line.link.fileno()] if self._line is not None and self._line.open else []
@@ -178,12 +178,12 @@ class Spoke:
         return found
 
     def send(self, message: Message) -> None:
-        """Tell the hub, if it can be reached."""
+        """Sends a message to the hub, if it can be reached."""
         if self._line is not None and self._line.open and not self._opening:
             self._line.send(message)
 
     def close(self) -> None:
-        """End the connection."""
+        """Closes the connection."""
         if self._line is not None:
             self._line.flush()
             self._line.close()
@@ -192,7 +192,7 @@ class Spoke:
         return time.monotonic() - self._tried >= _RECONNECT_SECONDS
 
     def _connect(self) -> None:
-        """Begin a connection; a host that is gone does not even refuse it, so nobody waits for its end."""
+        """Begins a connection without waiting for it, because a dead host does not even refuse it."""
         if self._line is not None:
             self._line.close()
         self._tried, self._line, self._opening = time.monotonic(), None, True
@@ -202,6 +202,6 @@ class Spoke:
         except OSError:
             return
         link.setblocking(False)
-        link.connect_ex(place)  # what becomes of it is told by the first send
+        link.connect_ex(place)  # the first send shows its result
         self._line = Line(link, self.heard)
         self._line.send(self._hello)

@@ -1,6 +1,6 @@
-"""The ranks of one host, seen from its monitor: their files, whether they run and how they ended, their stacks.
+"""Ranks of one host, as its monitor sees them: their files, their processes and exit statuses, their stacks.
 
-Their last events are shown on one clock, as text and as a trace for ui.perfetto.dev:
+Their last events are printed on one clock, as text and as a trace for ui.perfetto.dev:
 
 -5.312 s  rank 1  forward of stage 0, microbatch 0                      not ended
 -5.310 s  rank 0  gradients over dp (#70 of 'dp', 5120 bytes float32)   not ended
@@ -25,22 +25,22 @@ from engine.reporting.failure_message import torchrun_error
 from engine.watchdog.view import RankView, ending, exit_of, look, process_state
 
 MOST = 200
-"""Newest events of each rank that are told."""
+"""Newest events of each rank in a report."""
 
 
 class TimedEvent(NamedTuple):
-    """An event in nanoseconds since 1970; it travels as a JSON list."""
+    """Event in nanoseconds since 1970; sent as a JSON list."""
 
     begun: int
     ended: int
-    """0: not yet."""
+    """0: unfinished."""
     text: str
     axis: str
     """Empty for computation."""
 
 
 def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
-    """The newest events of a rank on the clock of its host."""
+    """Returns the newest events of a rank on the clock of its host."""
     return [
         TimedEvent(event.begun + wall_offset, event.ended and event.ended + wall_offset, str(event), event.axis)
         for event in events[-MOST:]
@@ -48,7 +48,7 @@ def timed(events: Sequence[Event], wall_offset: int) -> list[TimedEvent]:
 
 
 def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """A line for each event, in the order of their begin; times are seconds before ``now``."""
+    """Returns a line for each event, in the order of their begin; times are seconds before ``now``."""
     rows = sorted((event.begun, rank, event) for rank, events in ranks.items() for event in events)
     lines = []
     for begun, rank, event in rows:
@@ -58,7 +58,7 @@ def merged_text(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
 
 
 def perfetto_trace(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
-    """A trace in which a rank is a process and an axis a thread; what has not ended lasts until ``now``."""
+    """Returns a trace with a process for each rank and a thread for each axis; unfinished events last until ``now``."""
     found = [
         {
             "name": event.text, "ph": "X", "ts": event.begun / 1e3, "dur": ((event.ended or now) - event.begun) / 1e3,
@@ -74,7 +74,7 @@ def perfetto_trace(ranks: Mapping[int, Sequence[TimedEvent]], now: int) -> str:
 
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
-"""A rank answers it with its Python stack, see :class:`Watchdog`."""
+"""Signal that a rank answers with its Python stack, see :class:`Watchdog`."""
 SUFFIX, STACK_SUFFIX, ERROR_VARIABLE = ".flight", ".stack", "error_file"
 
 
@@ -83,7 +83,7 @@ class _Local:
     file: FlightFile
     pid: int
     process: int | None
-    """Descriptor that is readable once the process has ended; None: it had before we looked."""
+    """Descriptor that is readable once the process has ended; None: it ended before it was opened."""
     state: str = "R"
     """Letter of its state in /proc; empty once it has ended."""
     ended: str = ""
@@ -91,13 +91,13 @@ class _Local:
 
 @dataclass(slots=True)
 class LocalRanks:
-    """Files appear in ``folder`` as ranks start; those of ranks that have closed their engine stay until they end."""
+    """Ranks with a file in ``folder``, which appears when a rank starts and stays until its process ends."""
 
     folder: Path
     ranks: dict[int, _Local] = field(default_factory=dict)
 
     def refresh(self) -> list[int]:
-        """Find new files and processes that have ended; returns the ranks that have ended since the last time."""
+        """Finds new files and ended processes; returns the ranks that have ended since the last call."""
         ended = []
         for path in self.folder.glob(f"*{SUFFIX}"):
             number = path.stem.removeprefix("rank")
@@ -108,7 +108,7 @@ class LocalRanks:
                 over = _readable(local.process)
                 state, status = process_state(local.pid)
                 if over and state not in ("Z", "X"):
-                    state, status = "", 0  # another process has its number
+                    state, status = "", 0  # another process has the same pid now
                 local.state = "" if state in ("Z", "X") else state
                 if not local.state:
                     told = status if state else None if local.process is None else exit_of(local.process)
@@ -121,7 +121,7 @@ class LocalRanks:
             file = FlightFile(path)
             pid = file.read().pid
         except (OSError, ValueError):
-            return  # its rank is still writing the head, or has removed it again
+            return  # the rank is still writing the header, or has removed the file again
         try:
             process = os.pidfd_open(pid)
         except OSError:
@@ -130,11 +130,11 @@ class LocalRanks:
 
     @property
     def descriptors(self) -> list[int]:
-        """Those of processes that run: readable at the moment in which one ends."""
+        """Descriptors of running processes: readable at the moment in which one ends."""
         return [local.process for local in self.ranks.values() if local.process is not None and local.state]
 
     def views(self, detailed: bool) -> list[RankView]:
-        """What all ranks of this host do now; whether they run is what ``refresh`` has seen."""
+        """Returns the current views of all ranks of this host; ``refresh`` decides which of them run."""
         found = []
         for local in self.ranks.values():
             flight, events = local.file.read(), local.file.events() if detailed else []
@@ -142,7 +142,7 @@ class LocalRanks:
         return found
 
     def stacks(self, seconds: float) -> dict[int, str]:
-        """Ask all ranks that run for their Python stacks; those that cannot answer are left out."""
+        """Returns the Python stacks of all running ranks that answer within ``seconds``."""
         asked = [(rank, local) for rank, local in self.ranks.items() if local.state]
         paths = {rank: local.file.path.with_suffix(STACK_SUFFIX) for rank, local in asked}
         for _, local in asked:
@@ -154,11 +154,11 @@ class LocalRanks:
         return {rank: path.read_text(errors="replace") for rank, path in paths.items() if path.exists()}
 
     def events(self) -> dict[int, list[TimedEvent]]:
-        """The newest events of all ranks, also of those that have ended."""
+        """Returns the newest events of all ranks, including ended ones."""
         return {rank: timed(local.file.events(), local.file.read().wall_offset) for rank, local in self.ranks.items()}
 
     def tell_launcher(self, rank: int, sentence: str) -> None:
-        """Write the sentence where torchrun looks for the error of a rank, unless the rank has written its own."""
+        """Writes the sentence into torchrun's error file of a rank, unless the rank has written its own."""
         name = self.ranks[rank].file.read().identity.get(ERROR_VARIABLE, "")
         if not name or Path(name).exists():
             return
@@ -170,14 +170,14 @@ class LocalRanks:
             temporary.unlink(missing_ok=True)
 
     def end(self, sentence: str) -> None:
-        """Kill all ranks of this host, stopped ones too; the launcher is told why."""
+        """Kills all ranks of this host, including stopped ones, and writes the cause for the launcher."""
         for rank, local in self.ranks.items():
             if local.state:
                 self.tell_launcher(rank, sentence)
                 self._signal(local, signal.SIGKILL)
 
     def close(self, remove: bool) -> None:
-        """Release all files, and remove them if nobody needs them any more."""
+        """Closes all files; removes them if ``remove``."""
         for local in self.ranks.values():
             local.file.close()
             if local.process is not None:
@@ -192,12 +192,12 @@ class LocalRanks:
 
 
 def _readable(process: int | None) -> bool:
-    """Whether a pidfd says that its process has ended."""
+    """Returns True if a pidfd reports that its process has ended."""
     return process is not None and bool(select.select([process], [], [], 0)[0])
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, which would end it otherwise."""
+    """Returns True if a process has a handler for a signal, which would kill it otherwise."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -210,18 +210,18 @@ _OLD_SECONDS = 24 * 3600
 
 
 def flight_folder() -> Path:
-    """Where this user's flight files lie on this host: in memory where that is possible."""
+    """Returns the folder of this user's flight files on this host: in memory if possible."""
     memory = Path("/dev/shm")
     folder = (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / f"trine-{os.getuid()}"
     folder.mkdir(exist_ok=True, mode=0o700)
-    there = folder.lstat()  # everybody may write beside it, so it may be a link to what is not ours to clean up
+    there = folder.lstat()  # anyone may write next to it, so it may be a link to files of somebody else
     if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid() or there.st_mode & 0o022:
         raise OSError(f"{folder} is no folder that only this user can write; remove it")
     return folder
 
 
 def remove_old(folder: Path) -> None:
-    """Remove what jobs have left there a day ago."""
+    """Removes files that jobs have left there for over a day."""
     for old in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:

@@ -1,12 +1,12 @@
-"""The monitor: a process of each host that reads flight files and ends a job that stands still.
+"""Monitor: a process of each host that reads flight files and ends a hung job.
 
-    look        files and processes of this host
-    tell        the hub, the monitor of the first host that has one, hears what all ranks do
-    diagnose    the hub finds who is to blame, twice in a row before it says so
-    report      sentence on its standard error and in the file of the job, with the stacks of all ranks
-    end         every monitor tells its launcher why and kills the ranks of its host
+    look        reads files and processes of this host
+    tell        sends what all ranks do to the hub, the monitor of the first host
+    diagnose    the hub finds the cause, and reports it once it has found the same twice
+    report      writes a sentence to standard error and to the file of the job, with the stacks of all ranks
+    end         every monitor writes the cause for its launcher and kills the ranks of its host
 
-It imports no torch and no thread of it runs within a rank, so it costs a step nothing and answers when ranks do not.
+It imports no torch, and no thread of it runs in a rank, so it costs a step nothing and answers when ranks do not.
 """
 
 import json
@@ -28,48 +28,48 @@ from engine.watchdog.view import RankView
 
 _MOST_POLL_SECONDS = 0.25
 _TELL_SECONDS = 1.0
-"""Between two messages of a host that has nothing to say."""
+"""Seconds between two messages of a host without news."""
 _STACK_SECONDS = 0.5
 _LAUNCHER_SECONDS = 4.0
-"""Time for the launcher to end the others when a rank has ended; then we do."""
+"""Seconds for the launcher to end the other ranks after a rank has ended; then the monitor ends them."""
 _CAUSE_SECONDS = 1.5
-"""How long a rank whose words blame another one waits for the words of that one."""
+"""Seconds for which a message that blames another rank waits for the message of that rank."""
 REPORT, EVENTS, TRACE = "watchdog_report.json", "watchdog_events.txt", "watchdog_trace.json"
 STRAGGLERS = "watchdog_stragglers.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubPlace:
-    """Where the hub is, and what its host has."""
+    """Address of the hub, and the ranks of its host."""
 
     address: str
     port: int = 0
-    """0: the monitor that is told this is the hub."""
+    """0: the monitor with these orders is the hub."""
     host: str = ""
     ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What a monitor is told at its start, as JSON on its standard input."""
+    """Settings of a monitor, as JSON on its standard input."""
 
     folder: str
-    """Of the flight files of this host."""
+    """Folder of the flight files of this host."""
     job: str
     host: str
     size: int
     timeout: float
     slow_factor: float
-    """0: nobody is called slow."""
+    """0: no rank or link is reported as slow."""
     slow_steps: int
     report: str
-    """Folder of the report; empty: none is written."""
+    """Folder of the report; empty: no report is written."""
     hub: HubPlace
 
 
 @dataclass(slots=True)
 class Monitor:
-    """One host's monitor."""
+    """Monitor of one host."""
 
     orders: Orders
     local: LocalRanks = field(init=False)
@@ -85,7 +85,7 @@ class Monitor:
     stacks: dict[int, str] = field(default_factory=dict)
     events: dict[int, list[TimedEvent]] = field(default_factory=dict)
     over: set[str] = field(default_factory=set)
-    """Hosts that have said goodbye."""
+    """Hosts that have ended well."""
     stragglers: Stragglers | None = None
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Monitor:
             self.hub = Hub(orders.job, orders.hub.address)
 
     def run(self) -> None:
-        """Until all ranks of this host have ended."""
+        """Runs until all ranks of this host have ended."""
         poll = min(_MOST_POLL_SECONDS, self.orders.timeout / 20)
         try:
             while True:
@@ -110,7 +110,7 @@ class Monitor:
                 if self.hub is not None or self._alone():
                     self._judge()
                 self._name_stragglers()
-                # where no file is left, all ranks of this host have closed their engines before the first look
+                # without files, all ranks of this host have closed their engines before the first look
                 over = all(not view.runs or view.phase == "ENDED" for view in own)
                 if over or time.monotonic() > self.ends_at:
                     break
@@ -118,7 +118,7 @@ class Monitor:
             self._leave()
 
     def _name_stragglers(self) -> None:
-        """Say which ranks and links are slow; the job goes on."""
+        """Reports slow ranks and links; the job continues."""
         if self.hub is None or self.stragglers is None or self.reported is not None:
             return
         for sentence in self.stragglers.look(self.views, self.orders.size):
@@ -126,7 +126,7 @@ class Monitor:
             self._append(STRAGGLERS, {"time": datetime.now(UTC).isoformat(), "sentence": sentence})
 
     def _detailed(self) -> bool:
-        """Whether calls are told, too: once a rank waits for long."""
+        """Returns True if views contain calls, which begins when a rank has waited for long."""
         late = max((view.waiting.seconds for view in self.views.values() if view.waiting is not None), default=0.0)
         if late > self.orders.timeout / 2:
             self.detailed_until = time.monotonic() + self.orders.timeout
@@ -143,7 +143,7 @@ class Monitor:
         if self.hub is not None:
             if due:
                 self.told_at = time.monotonic()
-                self.hub.broadcast({"alive": True})  # a host that no longer hears the hub judges by itself
+                self.hub.broadcast({"alive": True})  # a host without messages of the hub judges by itself
             for line, message in self.hub.poll(poll, self.local.descriptors):
                 self._hear_host(line.host, message)
         elif self.spoke is not None:
@@ -175,13 +175,13 @@ class Monitor:
             self.over.add(self.orders.hub.host)
 
     def _hub_silence(self) -> float:
-        """Seconds since the hub was heard of; 0 once it has ended well."""
+        """Returns the seconds since the last contact with the hub; 0 once it has ended well."""
         if self.spoke is None or self.orders.hub.host in self.over:
             return 0.0
         return time.monotonic() - self.spoke.heard
 
     def _alone(self) -> bool:
-        """Whether the hub cannot be reached, or has ended: then this host judges by itself."""
+        """Returns True if the hub cannot be reached or has ended, so this host judges by itself."""
         return self._hub_silence() > self.orders.timeout or self.orders.hub.host in self.over
 
     def _silent(self) -> list[SilentHost]:
@@ -204,22 +204,23 @@ class Monitor:
             self.suspected_at = time.monotonic()
         self.suspected = verdict
         seen = time.monotonic() - self.suspected_at
+        # one verdict may compare views of different moments; only an exit is certain at first sight
         wanted = 0.0 if verdict.kind == "ended" else 1e-3
         if self.reported is None and seen >= (wanted if verdict.certain else _CAUSE_SECONDS):
             self._report(verdict)
 
     def _tell_launcher(self, view: RankView) -> None:
-        """At once: the launcher reads the error of a rank as soon as it has noticed its end."""
+        """Writes the cause at once: the launcher reads the error of a rank as soon as it notices its end."""
         verdict = diagnose({view.rank: view}, self.orders.size, self.orders.timeout)
         if verdict is not None and verdict.certain:
             self.local.tell_launcher(view.rank, verdict.sentence)
 
     def _report(self, verdict: Blame) -> None:
-        """Say who is to blame, and end the job."""
+        """Reports the cause, and ends the job."""
         self.reported = verdict
         print(f"trine watchdog: {verdict.sentence}", file=sys.stderr, flush=True)
         self.events |= self.local.events()
-        self._write(verdict)  # the launcher may end this host before all stacks are there
+        self._write(verdict)  # the launcher may end this host before all stacks have arrived
         if self.hub is not None:
             self.hub.broadcast({"stacks": True})
         self.stacks |= self.local.stacks(_STACK_SECONDS)
@@ -251,7 +252,7 @@ class Monitor:
                 temporary.replace(folder / name)
 
     def _append(self, name: str, told: dict[str, str]) -> None:
-        """Add a line to a file of the report's folder."""
+        """Appends a line to a file in the report's folder."""
         if not self.orders.report:
             return
         folder = Path(self.orders.report)
@@ -259,13 +260,13 @@ class Monitor:
             file.write(json.dumps(told) + "\n")
 
     def _leave(self) -> None:
-        """End the ranks if that was decided, and tell the others that this host is done."""
+        """Ends the ranks if that was decided, and sends the end of this host to the others."""
         if self.reported is not None:
             if self.hub is not None:
                 self.hub.broadcast({"end": self.reported.sentence})
             self.local.end(self.reported.sentence)
         elif self.hub is not None:
-            self.hub.broadcast({"over": True})  # its ranks have ended well; others may still be about to
+            self.hub.broadcast({"over": True})  # its ranks have ended well; other hosts may still end theirs
         if self.spoke is not None:
             self.spoke.send({"views": [view.to_json() for view in self.local.views(False)], "bye": True})
             self.spoke.close()
@@ -276,16 +277,16 @@ class Monitor:
 
 @contextmanager
 def _writing_into(folder: Path) -> Iterator[None]:
-    """Make the folder of the report; what cannot be written there is said, and watching goes on."""
+    """Creates the folder of the report; prints errors of writing, so that the watchdog continues."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        print(f"trine watchdog: nothing is written into {folder}: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"trine watchdog: {folder} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def watch() -> None:
-    """Read the orders, say the port of the hub, watch; end at once where the rank that asked for it has ended."""
+    """Reads the orders, prints the port of the hub, watches; returns if the requesting rank has ended before."""
     given = sys.stdin.readline()
     if not given.endswith("\n"):
         return
@@ -294,7 +295,7 @@ def watch() -> None:
     with suppress(BrokenPipeError):
         print(monitor.hub.port if monitor.hub is not None else 0, flush=True)
     if os.fork():
-        os._exit(0)  # who has started us need not wait for our end, and cannot take us down with it
+        os._exit(0)  # the starting rank need not wait for the monitor's end, and cannot end it with itself
     os.close(1)
     monitor.run()
 

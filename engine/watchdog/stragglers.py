@@ -1,4 +1,4 @@
-"""Who is slow: ranks that compute longer for a step than others that do the same work.
+"""Stragglers: ranks that compute longer for a step than others with the same work, and slow links.
 
     in a step     |------ computation ------|-- waits for others --|
     rank 0        0.12 s                     0.21 s
@@ -6,18 +6,17 @@
 
 The ranks of one pipeline stage do the same work, so each is compared with the median of the others of its stage.
 
-A slow rank makes others wait, and so does a slow link : computation and waits are
-kept apart.
+A slow rank makes others wait, and so does a slow link, so computation and waits are measured separately.
 
-Which link is slow: ranks that wait longer for each other than others do, although all of them have come.
+A link is slow if its ranks wait longer for each other than others do, although all of them have arrived.
 
     in a step   |---- computation ----|-- wait --|
     rank 0      0.12 s                 0.31 s         dp between node0 and node1
-    rank 1      0.35 s                 0.08 s         comes last, so it waits for the network only
+    rank 1      0.35 s                 0.08 s         arrives last, so it waits only for the network
 
-Who comes last to a collective waits for nobody, so the shortest wait of a group is the time of the transfer. A message
-is waited for by its receiver, for the computation of its sender too: what a rank of the same replica computes longer
-than the others of its stage is taken off.
+The last rank in a collective waits for no other, so the shortest wait of a group is the time of the transfer. A
+receiver of a message also waits for its sender's computation, so the excess computation of a rank of the same replica,
+over others of its stage, is subtracted.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,9 +28,9 @@ from engine.parallel.comm.rendezvous import name_ranks
 from engine.watchdog.view import RankView
 
 _WORTH_A_LINK = 1e-3
-"""Seconds a step by which a transfer has to be longer than others."""
+"""Seconds a step by which a transfer must exceed others to be reported."""
 _SHARE_OF_STEP = 0.1
-"""Of a step, likewise: less is not worth a word."""
+"""Share of a step by which a transfer must exceed others to be reported."""
 
 
 class StreamGroup(NamedTuple):
@@ -44,20 +43,20 @@ class StreamGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What all ranks did between two looks; seconds are those of a step."""
+    """Measurement of all ranks between two looks; seconds are a step's."""
 
     views: Mapping[int, RankView]
-    """At its end."""
+    """Views at its end."""
     steps: int
     computed: Mapping[int, float]
     longer: Mapping[int, float]
-    """What a rank computed longer than others of its stage; 0 for one that did not."""
+    """Seconds by which a rank computed longer than others of its stage; 0 for one that did not."""
     waited: Mapping[StreamGroup, float]
-    """The transfer of each link, as far as anybody waited for it."""
+    """Transfer of each link: the time that every rank waited for it."""
 
     @property
     def step_seconds(self) -> float:
-        """Of the rank with the longest."""
+        """Seconds of the slowest rank's step."""
         waits = {rank: 0.0 for rank in self.computed}
         for link, seconds in self.waited.items():
             for rank in link.ranks:
@@ -66,8 +65,7 @@ class Window:
 
 
 def transfers(began: Mapping[int, RankView], now: Mapping[int, RankView]) -> dict[StreamGroup, float]:
-    """Seconds a step of every link between two looks, see :class:`Window`; links that not all ranks tell of are left
-    out."""
+    """Returns the seconds a step of every link between two looks; leaves out links that some ranks did not measure."""
     told: dict[StreamGroup, dict[int, float]] = {}
     wanted: dict[StreamGroup, int] = {}
     for rank, view in now.items():
@@ -87,16 +85,16 @@ def _is_message(stream: str) -> bool:
 
 
 class SlowLinks:
-    """Names a link once that took ``factor`` times what others of its kind take, or what it took itself before."""
+    """Detector that names a link once if it took ``factor`` times the time of similar links, or of its own before."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
         self._named: set[StreamGroup] = set()
         self._best: dict[StreamGroup, Window] = {}
-        """The window in which each link took least."""
+        """Window with the least time of each link."""
 
     def look(self, window: Window) -> list[str]:
-        """A sentence for each axis with links that have become slow; a group that has a slow one within is left out."""
+        """Returns a sentence for each axis with links that have become slow; a slow subgroup replaces its group."""
         found: dict[StreamGroup, str] = {}
         for link, seconds in window.waited.items():
             if link not in self._named and (usual := self._usual(link, window)) is not None:
@@ -104,14 +102,15 @@ class SlowLinks:
             if link not in self._best or seconds < self._best[link].waited[link]:
                 self._best[link] = window
         self._named.update(found)
+        # the calls of a group are slow because of the slow link inside it
         found = {link: words for link, words in found.items() if not any(set(o.ranks) < set(link.ranks) for o in found)}
         axes = dict.fromkeys(link.axis for link in found)
         return [_link_sentence({link: found[link] for link in found if link.axis == axis}, window) for axis in axes]
 
     def _usual(self, link: StreamGroup, window: Window) -> str | None:
-        """What a slow link should take, in words; None if it is not slow.
+        """Returns words about the usual time of a slow link; None if it is not slow.
 
-        Others that have become slow as well, such as those between the same two nodes, tell nothing of this one.
+        Other links that have become slow too, such as those between the same two nodes, are not compared.
         """
         seconds = window.waited[link] - _explained(link, window)
         alike = [other for other in window.waited if other != link and _alike(link, other, window)]
@@ -123,11 +122,11 @@ class SlowLinks:
         return None
 
     def _has_slowed(self, link: StreamGroup, seconds: float, window: Window) -> bool:
-        """Whether ``seconds`` exceed what the link took in its best window."""
+        """Returns True if ``seconds`` exceeds the link's time in its best window."""
         if (best := self._best.get(link)) is None:
             return False
         slower = max(window.computed[rank] / max(best.computed[rank], 1e-9) for rank in link.ranks)
-        usual = best.waited[link] * max(1.0, slower)  # a machine with less time for us is slow in everything
+        usual = best.waited[link] * max(1.0, slower)  # a machine that is slower overall is no slow link
         return self._exceeds(seconds, usual, window)
 
     def _exceeds(self, seconds: float, usual: float, window: Window) -> bool:
@@ -136,14 +135,14 @@ class SlowLinks:
 
 
 def _explained(link: StreamGroup, window: Window) -> float:
-    """Seconds a step for which receivers of this message wait because a rank before them computes for long."""
+    """Returns the seconds a step for which receivers of this message wait for a slow rank before them."""
     if not _is_message(link.stream):
         return 0.0
     return max(window.longer.values(), default=0.0)
 
 
 def _alike(link: StreamGroup, other: StreamGroup, window: Window) -> bool:
-    """Whether two groups make the same calls: the same stream, of the same stages."""
+    """Returns True if two groups make the same calls: the same stream, of the same stages."""
     return link.stream == other.stream and _stages(link, window.views) == _stages(other, window.views)
 
 
@@ -152,18 +151,18 @@ def _stages(link: StreamGroup, views: Mapping[int, RankView]) -> frozenset[int]:
 
 
 def _link_sentence(slow: Mapping[StreamGroup, str], window: Window) -> str:
-    """About the slowest link of an axis, and the others."""
+    """Returns a sentence about the slowest link of an axis, and the number of others."""
     worst = max(slow, key=lambda link: window.waited[link])
     hosts = _hosts(worst.ranks, window.views)
     where = f"link between {' and '.join(hosts)}" if len(hosts) == 2 else f"network between {', '.join(hosts)}"
     where = where if len(hosts) > 1 else f"link within {hosts[0]}"
     others = [link for link in slow if link != worst]
-    more = f"; so {'are' if len(others) > 1 else 'is'} {len(others)} more of this axis" if others else ""
+    more = f"; {len(others)} more of this axis {'are' if len(others) > 1 else 'is'} slow" if others else ""
     common = set(hosts).intersection(*(_hosts(link.ranks, window.views) for link in others)) if others else set()
     shared = f", all with {common.pop()}" if len(common) == 1 and len(hosts) > 1 else ""
     return (
         f"the {where} is slow: {worst.axis} over {name_ranks(worst.ranks)} ({worst.stream!r}) waited "
-        f"{slow[worst]}, with all ranks there{more}{shared}."
+        f"{slow[worst]}, with all ranks in the call{more}{shared}."
     )
 
 
@@ -172,18 +171,19 @@ def _hosts(ranks: Iterable[int], views: Mapping[int, RankView]) -> list[str]:
 
 
 _WORTH_A_NAME = 1e-3
-"""Seconds a step by which a rank has to be slower than others: the clock of less is that of the scheduler's slices."""
+"""Seconds a step by which a rank must be slower than others; shorter times are noise of the scheduler."""
 
 
 @dataclass(slots=True)
 class Stragglers:
-    """Names a rank or a link once, after ``steps`` steps in which it took ``factor`` times what others took."""
+    """Detector that names a rank or link once, after ``steps`` steps in which it took ``factor`` times the usual
+    time."""
 
     factor: float
     steps: int
     links: SlowLinks = field(init=False)
     window: Window | None = None
-    """What was seen last."""
+    """Last measurement."""
     _began: dict[int, RankView] = field(default_factory=dict)
     _named: set[int] = field(default_factory=set)
 
@@ -191,7 +191,7 @@ class Stragglers:
         self.links = SlowLinks(self.factor)
 
     def look(self, views: Mapping[int, RankView], size: int) -> list[str]:
-        """Sentences about ranks and links that have become slow; views of all ranks are needed."""
+        """Returns sentences about ranks and links that have become slow; needs views of all ranks."""
         if len(views) < size or any(not view.runs or view.phase == "ENDED" for view in views.values()):
             return []
         if not self._began:
@@ -229,7 +229,7 @@ def _computed(view: RankView) -> float:
 
 
 def _usual(rank: int, computed: Mapping[int, float], stages: Mapping[int, int]) -> float:
-    """The median over other ranks of the same stage; of a rank that has its stage alone, its own time."""
+    """Returns the median over other ranks of the same stage; the rank's own time if it is alone."""
     found = [taken for other, taken in computed.items() if other != rank and stages[other] == stages[rank]]
     return median(found) if found else computed[rank]
 

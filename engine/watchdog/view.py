@@ -1,4 +1,4 @@
-"""What one rank does, as its host sees it: from its flight file and from the operating system. It travels as JSON."""
+"""View of one rank, as its host sees it: from its flight file and from the operating system. Sent as JSON."""
 
 import fcntl
 import os
@@ -11,25 +11,25 @@ from engine.parallel.comm.flight.flight import SECOND, Event, Flight, StreamWait
 from engine.parallel.comm.flight.layout import EventKind, Phase
 
 RECENT = 6
-"""Newest events of each stream that are told."""
+"""Newest events of each stream in a view."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallView:
-    """A collective, a message or a computation, and how long ago it began."""
+    """Collective, message or computation, and the seconds since its begin."""
 
     text: str
     stream: str
     count: int
     likeness: str
-    """Equal on all ranks that make the same call: what it is, of how much."""
+    """Equal on all ranks that make the same call: label, bytes and dtype."""
     peers: tuple[int, ...]
-    """Ranks that take part, this one too."""
+    """Ranks that take part, including this one."""
     seconds: float
 
     @classmethod
     def of(cls, event: Event, flight: Flight, since: int, now: int) -> Self:
-        """The call that an event of this rank's file notes."""
+        """Returns the call that an event of this rank's file describes."""
         return cls(
             text=str(event) if event.bytes or event.kind == EventKind.ACTION else event.label,
             stream=event.stream,
@@ -50,14 +50,14 @@ def _peers(stream: str, axis: str, peer: int, flight: Flight) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitView:
-    """What a rank has waited for in one stream since its start."""
+    """Total wait of a rank in one stream since its start."""
 
     axis: str
     stream: str
     receives: bool
-    """Messages from another rank; False: collectives, or messages to another rank."""
+    """True: messages from another rank. False: collectives, or messages to another rank."""
     runs: tuple[tuple[int, int, int], ...]
-    """Ranks that take part, this one too, as :func:`rank_runs` tells them."""
+    """Ranks that take part, including this one, in the form of :func:`rank_runs`."""
     count: int
     seconds: float
 
@@ -68,7 +68,7 @@ class WaitView:
 
     @classmethod
     def of(cls, waits: StreamWaits, flight: Flight) -> Self:
-        """The waits that this rank's file has summed."""
+        """Returns the waits that this rank's file has summed."""
         return cls(
             axis=waits.axis,
             stream=waits.stream,
@@ -81,7 +81,7 @@ class WaitView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankView:
-    """One rank at one moment; durations are seconds before it."""
+    """State of one rank at one moment; durations are seconds before it."""
 
     rank: int
     host: str
@@ -89,50 +89,50 @@ class RankView:
     phase: str
     """Name of a :class:`Phase`."""
     stage: int
-    """Index of axis pp: ranks with the same one do the same work."""
+    """Index on axis pp: ranks with the same stage do the same work."""
     step: int
     in_phase: float
     idle: float
-    """Since the last note in the file."""
+    """Seconds since the last event in the file."""
     process: str
     """Letter of the state of the process in /proc: T is stopped; empty: it has ended."""
     ended: str
-    """How the process has ended, in words; empty while it runs or if nobody knows."""
+    """Exit of the process in words; empty while it runs or if it is unknown."""
     words: str
     waiting: CallView | None
     action: CallView | None
     last: CallView | None
     recent: tuple[CallView, ...]
-    """Newest calls of each stream, oldest first, to compare with those of others."""
+    """Newest calls of each stream, oldest first, for comparison with other ranks."""
     in_steps: float
     """Seconds in calls of the engine."""
     waits: dict[str, float]
     """Seconds of waiting by axis."""
     streams: tuple[WaitView, ...] = ()
-    """The same by stream, and so by the ranks that are waited for."""
+    """Seconds of waiting by stream, which determines the awaited ranks."""
 
     @property
     def runs(self) -> bool:
-        """Whether the process is there."""
+        """True if the process exists and is no zombie."""
         return bool(self.process) and self.process not in "ZX"
 
     @property
     def name(self) -> str:
-        """Rank, host and process."""
+        """Rank, host and pid."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def begun(self, call: CallView) -> bool | None:
-        """Whether this rank has begun the call that another rank is in; None if the file does not say."""
+        """Returns True if this rank has begun the call that another rank is in."""
         mine = [each.count for each in self.recent if each.stream == call.stream]
         return bool(mine) and max(mine) >= call.count
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns plain data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """The view that ``to_json`` has told."""
+        """Returns the view that ``to_json`` has described."""
         calls = {name: _call(data[name]) for name in ("waiting", "action", "last")}
         streams = tuple(WaitView(**{**each, "runs": tuple(map(tuple, each["runs"]))}) for each in data["streams"])
         return cls(**{**data, **calls, "recent": tuple(_call(each) for each in data["recent"]), "streams": streams})
@@ -143,7 +143,7 @@ def _call(data: dict[str, Any] | None) -> Any:
 
 
 def look(flight: Flight, events: list[Event], now: int, process: str, ended: str) -> RankView:
-    """The view of a rank of this host.
+    """Returns the view of a rank of this host.
 
     Args:
         now: ``time.monotonic_ns``.
@@ -179,7 +179,8 @@ def look(flight: Flight, events: list[Event], now: int, process: str, ended: str
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """State letter of a process and its exit code as ``wait`` encodes it; an empty letter once it is gone."""
+    """Returns the state letter of a process and its exit code as ``wait`` encodes it; an empty letter once it is
+    gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -189,7 +190,7 @@ def process_state(pid: int) -> tuple[str, int]:
 
 
 def exit_of(process: int) -> int | None:
-    """The status of a process that somebody has waited for already, from a pidfd; None where Linux is before 6.15."""
+    """Returns the exit status of a process that has been waited for, from a pidfd; None before Linux 6.15."""
     told = bytearray(_INFO_BYTES)
     struct.pack_into("Q", told, 0, _WANTS_EXIT)
     try:
@@ -201,13 +202,13 @@ def exit_of(process: int) -> int | None:
 
 
 _INFO_BYTES, _EXIT_AT, _WANTS_EXIT = 64, 60, 1 << 3
-"""Of ``struct pidfd_info`` in linux/pidfd.h."""
+"""Sizes and offsets of ``struct pidfd_info`` in linux/pidfd.h."""
 _GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
 """PIDFD_GET_INFO."""
 
 
 def ending(status: int) -> str:
-    """An exit status in words."""
+    """Returns an exit status in words."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exit status {code}"

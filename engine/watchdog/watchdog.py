@@ -1,7 +1,7 @@
-"""The watchdog within a rank: its flight recorder, and the start of this host's monitor.
+"""Watchdog inside a rank: its flight recorder, and the start of this host's monitor.
 
-    0 s          the file of this rank is there
-    some seconds a thread wakes up once, starts the monitor unless another rank of this host was first, and ends
+    0 s          the file of this rank exists
+    some seconds a thread wakes up once, starts the monitor unless another rank of this host has, and ends
     close        the file is removed; the monitor ends with the last rank of its host
 
 A job that ends before the thread wakes up never has a monitor.
@@ -46,14 +46,14 @@ MONITOR_COMMAND = ("-I", "-S", "-c", _START, str(_ROOT))
 
 
 class Watchdog:
-    """Watches over one engine of this rank.
+    """Watchdog of one engine of this rank.
 
     Args:
-        store: of the job, with a prefix of this meeting.
-        job: a word that only this job knows, equal on all ranks.
+        store: the store of the job, with a prefix of this rendezvous.
+        job: a secret word of this job, equal on all ranks.
         config: the section of the configuration.
         seconds: for which a rank may wait for another one.
-        report: folder of the report; None: the report is printed only.
+        report: folder of the report; None: the report is only printed.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class Watchdog:
         self._closed, self._stop, self._process = False, Lock(), os.getpid()
         self._stop.acquire()
         atexit.register(self._leave)
-        # threading.Thread and Event take locks, which may be held when the garbage collector closes a dropped engine
+        # threading.Thread and Event take locks, which may be locked when the garbage collector closes a dropped engine
         start_new_thread(self._start_monitor, ())
 
     def close(self) -> None:
-        """Note that this rank takes part no longer, and remove its files. A second call does nothing.
+        """Marks the end of this rank's part, and removes its files. A second call does nothing.
 
-        An engine that is closed because of an exception, which most often ends the process, leaves its words to the
+        An engine that closes because of an exception, which usually ends the process, leaves its message to the
         monitor.
         """
-        if self._closed or os.getpid() != self._process:  # in a forked child everything is the parent's
+        if self._closed or os.getpid() != self._process:  # a forked child must not close its parent's files
             return
         self._stop.release()
         raised = sys.exc_info()[1]
@@ -99,13 +99,13 @@ class Watchdog:
             self._leave()
 
     def _leave(self) -> None:
-        """Release everything, and remove the files."""
+        """Closes everything, and removes the files."""
         if os.getpid() != self._process:
             return
         self._release()
         for suffix in (SUFFIX, STACK_SUFFIX):
             self.recorder.path.with_suffix(suffix).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others are still there, or the monitor, which removes it
+        with contextlib.suppress(OSError):  # other ranks still use the folder, or the monitor, which removes it
             self._folder.rmdir()
 
     def _release(self) -> None:
@@ -124,10 +124,10 @@ class Watchdog:
             pass  # another rank of this host was first
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             if not self._closed:
-                logger.warning("no watchdog runs on %s: %s", socket.gethostname(), first_line(error))
+                logger.warning("%s has no watchdog: %s", socket.gethostname(), first_line(error))
 
     def _run_monitor(self) -> None:
-        """Start it; the first host of the job becomes the hub, and tells the others where."""
+        """Starts the monitor; the first host of the job becomes the hub, and publishes its address in the store."""
         found = None if self._store.add("watchdog/hosts", 1) == 1 else self._find_hub()
         hub = HubPlace(address=own_address()) if found is None else found
         orders = Orders(
@@ -152,7 +152,7 @@ class Watchdog:
             self._store.set("watchdog/hub", json.dumps(asdict(at)))
 
     def _find_hub(self) -> HubPlace | None:
-        """Where the hub is; None if its host says nothing, which may have ended: then this host becomes the hub."""
+        """Returns the address of the hub; None if its host publishes none in time, so this host becomes the hub."""
         deadline = time.monotonic() + min(_HUB_SECONDS, self._timeout)
         while not self._store.check(["watchdog/hub"]):
             if self._stop.acquire(timeout=_POLL_SECONDS):
@@ -163,7 +163,7 @@ class Watchdog:
 
 
 def open_watchdog(config: Config, grid: Grid, store: KeyStore, job: str) -> Watchdog | None:
-    """The watchdog that ``config`` asks for; None if it asks for none, or if this host has no place for its files."""
+    """Returns the watchdog of ``config``; None if it is off, or if this host has no folder for its files."""
     if not config.watchdog.enabled:
         return None
     seconds = watchdog_seconds(config.communication.timeout_seconds)

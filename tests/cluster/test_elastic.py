@@ -53,8 +53,8 @@ def test_a_job_loses_a_node_and_takes_it_in_again(
     grids = [update["grid"].partition(" ")[0] for update in updates]
     changes = grids[:1] + [now for before, now in pairwise(grids) if now != before]
     assert changes[-3:] == ["4", "2", "4"] and len(changes) <= 4
-    assert "the grid was 4 ranks = 1 pipeline x 4 data x 1 tensor up to step" in ended[0].text
-    assert "a batch stays 8 rows, 4 microbatches a data rank" in ended[0].text
+    assert "the grid was 4 ranks = 1 pipeline x 4 data x 1 tensor until step" in ended[0].text
+    assert "a batch still has 8 rows, 4 microbatches a data rank" in ended[0].text
     assert ("checkpoint loaded from the memory of the hosts" in ended[0].text) == (kept == "memory")
     expected = losses_of_one_process(warm_python, tmp_path / "undisturbed", STEPS)
     assert [update["loss"] for update in updates] == pytest.approx(expected, rel=1e-5)

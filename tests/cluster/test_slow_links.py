@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark
 @pytest.mark.parametrize(
     ("nodes", "hosts", "words"),
     [
-        (2, "node0 and node1", " before, with all ranks there"),
+        (2, "node0 and node1", " before, with all ranks in the call"),
         (4, "node1 and node3", "where others of its kind took "),
     ],
 )

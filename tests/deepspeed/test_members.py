@@ -129,7 +129,7 @@ def test_module_state_is_loaded(stage: int) -> None:
     alone.load_state_dict(other)
     assert torch.equal(eng(x), alone(x))
     with pytest.raises(
-        engine.EngineError, match=r"the state lacks \['0.weight'\] and has \['head'\] beside the model's"
+        engine.EngineError, match=r"the state lacks \['0.weight'\] and has \['head'\] that the model lacks"
     ):
         eng.load_module_state_dict({name: value for name, value in other.items() if name != "0.weight"} | {"head": x})
     eng.load_module_state_dict({"2.bias": torch.ones(2)}, strict=False)
@@ -140,7 +140,7 @@ def test_sizes_are_those_of_the_plan() -> None:
     eng = started()
     eng.set_train_batch_size(4)
     eng.set_train_micro_batch_size(2)
-    with pytest.raises(engine.EngineError, match="train_batch_size 8 instead of 4: the plan of a run holds for one"):
+    with pytest.raises(engine.EngineError, match="train_batch_size 8 instead of 4: the plan of a run is made for one"):
         eng.set_train_batch_size(8)
     with pytest.raises(engine.EngineError, match="train_micro_batch_size_per_gpu 1 instead of 2"):
         eng.set_train_micro_batch_size(1)
@@ -157,7 +157,9 @@ def test_grid_memory_and_compilation() -> None:
     eng.reload_states()
     assert next(eng.module.parameters()).isfinite().all()
     eng.empty_partition_cache()
-    with pytest.raises(engine.EngineError, match=r"compile\(\) after initialize, when the model is placed; give"):
+    with pytest.raises(
+        engine.EngineError, match=r"compile\(\) was called after initialize, which has placed the model"
+    ):
         eng.compile()
 
 
@@ -219,10 +221,10 @@ def test_a_pipeline_shows_loaded_weights_before_its_first_batch(run_ranks: Any, 
 def test_a_client_state_has_strings_for_keys(tmp_path: Path) -> None:
     eng = started()
     with pytest.raises(
-        engine.CheckpointError, match=r"client_state has the key 1 \(int\), and keys are strings in JSON"
+        engine.CheckpointError, match=r"client_state has the key 1 \(int\), but keys are strings in JSON"
     ):
         eng.save_checkpoint(tmp_path, client_state={"table": [{1: "a"}]})
-    with pytest.raises(engine.EngineError, match="save_checkpoint was given save_dir ''; give the folder of the run"):
+    with pytest.raises(engine.EngineError, match="save_checkpoint was given save_dir ''; pass the folder of the run"):
         eng.save_checkpoint("")
 
 
@@ -314,11 +316,11 @@ def test_arguments_of_members_act_or_are_refused(tmp_path: Path) -> None:
     assert torch.equal(eng.eval_batch(iter(given), compute_loss=False), output)
     assert torch.equal(eng.eval_batch(iter(given), num_micro_batches=2, bcast_loss=False), loss)
     refused: tuple[tuple[Callable[[], object], str], ...] = (
-        (lambda: eng.eval_batch(iter(given), reduce_output=None), "reduce_output=None.: the loss is a mean here"),
-        (lambda: eng.eval_batch(iter(given), num_micro_batches=3), "a call takes the 2 microbatches of a step"),
-        (lambda: eng.load_checkpoint(tmp_path, custom_load_fn=print), "weights are read into their places by name"),
+        (lambda: eng.eval_batch(iter(given), reduce_output=None), "reduce_output=None.: the loss is always a mean"),
+        (lambda: eng.eval_batch(iter(given), num_micro_batches=3), "a call reads the 2 microbatches of a step"),
+        (lambda: eng.load_checkpoint(tmp_path, custom_load_fn=print), "weights are read by name into their places"),
         (lambda: eng.load_module_state_dict({}, custom_load_fn=print), "load_module_state_dict.custom_load_fn"),
-        (lambda: eng.module_state_dict(prefix="a."), "rename them in what it returns"),
+        (lambda: eng.module_state_dict(prefix="a."), "rename them in the result"),
     )
     for call, says in refused:
         with pytest.raises(engine.EngineError, match=says):
@@ -326,5 +328,5 @@ def test_arguments_of_members_act_or_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="load_optim_states"):
         eng.load_checkpoint(tmp_path, load_optim_states=False)
     assert (eng.get_data_parallel_rank(), eng.get_model_parallel_rank(), eng.get_pipeline_parallel_rank()) == (0, 0, 0)
-    with pytest.raises(engine.ConfigError, match="tp_model_init was given tp_group: tensor ranks are neighbours"):
+    with pytest.raises(engine.ConfigError, match="tp_model_init was given tp_group, but tensor ranks are neighbours"):
         deepspeed.tp_model_init(net(), 2, torch.float32, tp_group=object())

@@ -96,7 +96,7 @@ def test_members_of_the_engine_object() -> None:
     assert (eng.global_steps, eng.micro_steps, eng.global_samples, eng.skipped_steps) == (2, 4, 8, 0)
     assert eng.get_parameter("0.weight") is weight  # what the engine object lacks is the model's
     assert optimizer.param_groups is eng.engine.optimizer.param_groups
-    with pytest.raises(engine.EngineError, match="the optimizer keeps no 'momentum'; it has exp_avg, exp_avg_sq"):
+    with pytest.raises(engine.EngineError, match="the optimizer has no state 'momentum'; it has exp_avg, exp_avg_sq"):
         safe_get_full_optimizer_state(weight, "momentum")
     with pytest.raises(engine.EngineError, match="safe_get_full_grad was given a tensor that no engine trains"):
         safe_get_full_grad(nn.Parameter(torch.ones(1)))
@@ -149,15 +149,15 @@ def test_what_initialize_refuses() -> None:
         ),
         (
             {"model": model, "config": CONFIG, "mpu": _Megatron()},
-            'given 2 tensor ranks of mpu, and the configuration asks for 1; give the model whole, with "parallel"',
+            'given 2 tensor ranks of mpu, and the configuration has 1; pass the full model and set "parallel"',
         ),
         (
             {"model": model, "config": CONFIG, "mesh_param": (1, 2)},
-            "given 2 sequence ranks of mesh_param, and the configuration asks for 1; give the model whole",
+            "given 2 sequence ranks of mesh_param, and the configuration has 1; pass the full model",
         ),
         (
             {"model": model, "config": CONFIG, "model_parameters": [{"params": list(model.parameters()), "eps": 1}]},
-            "a group with 'eps', and groups of an optimizer that the configuration names differ in lr and weight_decay",
+            "a group with 'eps', but groups of a configured optimizer may differ only in lr and weight_decay",
         ),
     ):
         given: Any = arguments

@@ -122,7 +122,7 @@ DEEPSPEED_DOOR = (
         name="frozen-weights-of-an-excluding-save-sought",
         about="A checkpoint that left frozen parameters out by exclude_frozen_parameters cannot be loaded.",
         file="engine/checkpoint/run_state.py",
-        old="""        config["checkpoint"]["frozen"] &= whole  # a load then looks for no frozen parameter\n""",
+        old="""        config["checkpoint"]["frozen"] &= whole  # a load then expects no frozen parameter\n""",
         new="",
         tests=(f"{_MEMBERS}::test_a_checkpoint_leaves_out_frozen_parameters_when_asked",),
     ),

@@ -1,14 +1,14 @@
-"""The folder of a ``PeftModel``: its adapters alone, as ``PeftModel.from_pretrained`` loads them.
+"""Folder of a ``PeftModel``: its adapters alone, as ``PeftModel.from_pretrained`` loads them.
 
     rank 0     asks PEFT which keys of the state dict it would save     label "start"
-    all        gather those weights, not those of the base              label "full state"
-    rank 0     lets PEFT write the folder beside its place, and moves its files there
+    all        gather those weights, not the base's                     label "full state"
+    rank 0     lets PEFT write a temporary folder, and moves its files to their place
 
-PEFT chooses, cuts and renames tensors by kinds of adapters. It is asked with tensors that know the key that they stand
-for, whatever is made of them. Prompts come from an encoder that computes them, which PEFT runs: there a copy of the
-encoder from before the engine changed its modules stands in, with the whole weights.
+PEFT chooses, slices and renames tensors by kinds of adapters. Here it gets tensors that remember their key through any
+operation. An encoder that PEFT runs computes prompts; a copy of the encoder from before the engine changed its modules
+runs in its place, with the full weights.
 
-PEFT is imported by the user of such a model, so it is imported here only when there is one.
+PEFT is imported only for such a model, because its user has imported it.
 """
 
 import json
@@ -35,12 +35,12 @@ GatherState = Callable[[frozenset[str]], Mapping[str, Tensor]]
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether PEFT has put adapters around this model."""
+    """Returns True if PEFT has wrapped this model with adapters."""
     return any((base.__module__, base.__name__) == ("peft.peft_model", "PeftModel") for base in type(model).__mro__)
 
 
 def prompt_encoders(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Copies without content of the encoders of prompts of a ``PeftModel``. Call before modules are changed."""
+    """Returns copies of a ``PeftModel``'s prompt encoders on the meta device. Call it before modules are changed."""
     found = getattr(model, _ENCODERS, None) if is_peft_model(model) else None
     return {name: _without_content(encoder) for name, encoder in found.items()} if found is not None else {}
 
@@ -57,21 +57,21 @@ def _without_content(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """A ``PeftModel`` on its grid."""
+    """``PeftModel`` on its grid."""
 
     model: nn.Module
     entries: Mapping[str, Any]
-    """By key of its state dict."""
+    """Entries of its state dict by key."""
     gather: GatherState
     """Returns the full tensors of some keys on rank 0; collective."""
     shapes: Callable[[], AbstractContextManager[None]]
-    """Context in which parameters that this rank does not hold have their shapes."""
+    """Context in which parameters of other ranks have their shapes."""
     encoders: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Copies of its encoders of prompts."""
+    """Copies of its prompt encoders."""
 
 
 def write_adapters(folder: Path, source: AdapterSource, comm: Comm, device: torch.device) -> None:
-    """Write the adapters of a ``PeftModel`` on any grid, replacing files of the same names. Collective.
+    """Writes the adapters of a ``PeftModel`` on any grid, replacing files of the same names. Collective.
 
     Raises:
         CheckpointError: the folder cannot be written; raised on all ranks.
@@ -82,13 +82,13 @@ def write_adapters(folder: Path, source: AdapterSource, comm: Comm, device: torc
 
 
 class _Asked(Tensor):
-    """Stands for a tensor of the state dict while PEFT chooses; what is made of it stands for the same key."""
+    """Placeholder of a tensor of the state dict while PEFT chooses; its results stand for the same key."""
 
     keys: tuple[str, ...] = ()
 
     @classmethod
     def named(cls, *keys: str) -> "_Asked":
-        """One without content."""
+        """Returns a placeholder of these keys."""
         made = torch.empty((), device="meta").as_subclass(cls)
         made.keys = keys
         return made
@@ -97,7 +97,7 @@ class _Asked(Tensor):
     def __torch_function__(
         cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Give what may be unpacked and used as a tensor."""
+        """Returns a placeholder of all arguments' keys; two for ``topk``, which callers unpack."""
         keys = [key for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls) for key in vars(leaf)["keys"]]
         if getattr(function, "__name__", "") == "topk":
             return cls.named(*keys), cls.named(*keys)
@@ -105,7 +105,7 @@ class _Asked(Tensor):
 
 
 def _adapter_keys(source: AdapterSource) -> list[str]:
-    """The keys that PEFT saves."""
+    """Returns the keys that PEFT saves."""
     from peft import get_peft_model_state_dict
 
     model: Any = source.model
@@ -124,7 +124,7 @@ def _adapter_keys(source: AdapterSource) -> list[str]:
 
 @contextmanager
 def _prompts_from(source: AdapterSource, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, PEFT computes prompts by the copies of the encoders, from ``weights``."""
+    """Lets PEFT compute prompts inside the context by the copies of the encoders, from ``weights``."""
     model: Any = source.model
     if not source.encoders:
         yield
@@ -142,7 +142,7 @@ def _prompts_from(source: AdapterSource, weights: Mapping[str, Tensor]) -> Itera
 
 
 def _write(source: AdapterSource, weights: Mapping[str, Tensor], folder: Path) -> bytes:
-    """Let PEFT write ``weights`` on this rank; returns the files that are there now."""
+    """Lets PEFT write ``weights`` on this rank; returns the paths of the files."""
     model: Any = source.model
     moved = []
     try:
@@ -152,7 +152,7 @@ def _write(source: AdapterSource, weights: Mapping[str, Tensor], folder: Path) -
                 type(model).save_pretrained(model, written, state_dict=weights)  # of the object it is refused
             for file in sorted(path for path in Path(written).rglob("*") if path.is_file()):
                 target = folder / file.relative_to(written)
-                if file.name != _CARD or not target.exists():  # a card may have been written by hand
+                if file.name != _CARD or not target.exists():  # a person may have edited the card
                     target.parent.mkdir(parents=True, exist_ok=True)
                     os.replace(file, target)
                     moved.append(str(target))

@@ -1,12 +1,12 @@
-"""Views of every tensor that this rank holds, to be stored or filled, and ownership in a save: which rank stores which
-elements of which tensor.
+"""Views of every tensor on this rank, to be stored or filled, and ownership in a save: the elements of each tensor
+that a rank stores.
 
 Ownership follows from the plan, so every rank knows it for all ranks without communication.
 
-A rank stores its 1/N of every bucket over the data axis, at every ZeRO stage: the shard whose gradient norm it counts.
-Where there are several shard groups, the first one stores.
-Replicated elements (tied stages, rows held by several tensor ranks) are stored by their first holder. Parameters
-outside buckets (frozen and not sharded) are stored by data rank 0.
+A rank stores its 1/N of every bucket over the data axis, at every ZeRO stage: the shard that it counts in the gradient
+norm. With several shard groups, the first one stores.
+The first holder of replicated elements (tied stages, rows on several tensor ranks) stores them. Data rank 0 stores
+parameters outside buckets (frozen and not sharded).
 
 For the model folder, weights are then sent to their tensor's owner, which writes the full tensor. The tensors of a
 stage are divided among its ranks by bytes.
@@ -35,7 +35,7 @@ from engine.zero.state_inventory import StateInventory, StateTensor, UpdatedTens
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A tensor of the model folder, written in full by one rank."""
+    """Tensor of the model folder, written in full by one rank."""
 
     name: str
     """"param/..." or "buffer/..."."""
@@ -50,14 +50,14 @@ class ModelTensor:
 
 
 def local_region(row: ShardRow, tp: int) -> Part:
-    """The part of a parameter that a tensor rank holds."""
+    """Returns the part of a parameter on a tensor rank."""
     if row.dim is None:
         return Part(row.shape)
     return Part(row.shape, row.dim, tuple((r.start, r.stop) for r in row.ranges if tp in r.holders))
 
 
 def stored_part(row: ShardRow, tp: int) -> Part | None:
-    """The part that a tensor rank stores: the rows of which it is the first holder; None if there are none."""
+    """Returns the part that a tensor rank stores: the rows that it holds first; None if there are none."""
     first = tuple((r.start, r.stop) for r in row.ranges if r.holders[0] == tp)
     if not first:
         return None
@@ -66,7 +66,7 @@ def stored_part(row: ShardRow, tp: int) -> Part | None:
 
 @dataclass(frozen=True)
 class SaveOwnership:
-    """Divides all tensors among all ranks."""
+    """Division of all tensors among all ranks."""
 
     plan: Plan
 
@@ -80,7 +80,7 @@ class SaveOwnership:
 
     @property
     def shards(self) -> int:
-        """Data ranks among which every bucket is divided."""
+        """Number of data ranks that share every bucket."""
         return self.plan.config.shards
 
     @cached_property
@@ -89,11 +89,11 @@ class SaveOwnership:
         return self.plan.grid(0)
 
     def stores(self, coord: Coord) -> bool:
-        """Whether a rank stores anything of a bucket: the first shard group does, others hold copies of it."""
+        """Returns True if a rank stores elements of a bucket: only the first shard group does."""
         return self.grid.is_first(self.grid.shard_copies, coord)
 
     def own(self, row: ShardRow, coord: Coord) -> Piece:
-        """This rank's share of a row: a piece of its local part."""
+        """Returns this rank's share of a row: a piece of its local part."""
         part = local_region(row, coord.tp)
         found = self.slots[coord.pp, coord.tp].get(row.name)
         if found is None:
@@ -104,7 +104,7 @@ class SaveOwnership:
         return Piece(part, start - slot.start, max(start, min(slot.stop, shard.stop)) - slot.start)
 
     def stored(self, row: ShardRow, coord: Coord) -> Piece | None:
-        """The piece of a row that this rank stores, or None."""
+        """Returns the piece of a row that this rank stores, or None."""
         part = stored_part(row, coord.tp)
         if part is None or coord.pp != row.owners[0] or not self.stores(coord):
             return None
@@ -112,11 +112,11 @@ class SaveOwnership:
         return piece if piece.elements else None
 
     def frozen_dtype(self, row: ShardRow) -> torch.dtype:
-        """The dtype in which the model computes with a frozen parameter."""
+        """Returns the dtype in which the model computes with a frozen parameter."""
         return self.plan.precision.frozen(row.name, row.dtype)
 
     def kind(self, row: ShardRow) -> TensorKind:
-        """Shape of a parameter, and the dtype that the model computes with."""
+        """Returns the shape of a parameter, and the dtype in which the model computes with it."""
         precision = self.plan.precision
         dtype = precision.parameter(row.name, row.dtype) if row.trainable else self.frozen_dtype(row)
         return TensorKind(code_of(str(dtype).removeprefix("torch.")), row.shape)
@@ -125,7 +125,7 @@ class SaveOwnership:
 def model_tensors(
     ownership: SaveOwnership, keys: Mapping[str, str], buffers: Mapping[str, tuple[str, TensorKind]]
 ) -> tuple[ModelTensor, ...]:
-    """All tensors of the model folder, with their owners.
+    """Returns all tensors of the model folder, with their owners.
 
     Args:
         keys: parameter -> key.
@@ -146,13 +146,14 @@ def model_tensors(
 
 
 def _spread(sizes: Sequence[tuple[int, int]], plan: Plan) -> list[int]:
-    """One rank for each (stage, bytes): adjacent tensors stay together, and ranks of a stage write similar amounts."""
+    """Returns a rank for each (stage, bytes): adjacent tensors stay together, and ranks of a stage write similar
+    amounts."""
     grid, totals, before = plan.grid(0), dict[int, int](), dict[int, int]()
     for stage, size in sizes:
         totals[stage] = totals.get(stage, 0) + size
     ranks = [grid.peers("stage", grid.rank_at(pp=stage)) for stage in range(grid.pp)]
     owners = []
-    # a tensor goes to the rank in whose equal share of the stage's bytes the middle of the tensor lies
+    # a tensor goes to the rank with the middle of the tensor in its equal share of the stage's bytes
     for stage, size in sizes:
         middle = before.get(stage, 0) + size // 2
         before[stage] = before.get(stage, 0) + size
@@ -176,14 +177,14 @@ class Held:
     values: Tensor
     """[own.elements], on the device; a view."""
     apart: bool = False
-    """It has a shape of its own, and a rank that has any of it has all."""
+    """True: state in a shape of its own; a rank with any element has all."""
     stores: bool = False
-    """Of state apart: this rank stores it, of all that have it."""
+    """True: this rank stores it; only for ``apart``."""
 
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """Lists the tensors that one rank holds, but for weights of which it holds codes (``quantized``)."""
+    """Tensors of one rank, except for weights that it stores as codes (``quantized``)."""
 
     ownership: SaveOwnership
     coord: Coord
@@ -200,12 +201,12 @@ class LocalTensors:
         return self.inventory.optimizer.places
 
     def weights(self) -> Iterator[Held]:
-        """Parameters in the dtype that the model computes with; those outside buckets are full on every data rank."""
+        """Yields parameters in the model's dtype; parameters outside buckets are full on every data rank."""
         for state in self.inventory.weights():
             yield from self._of(state, "param")
 
     def place_quantized(self, row: ShardRow, full: Tensor) -> None:
-        """Quantize the values of a whole weight, and keep the part that this rank holds."""
+        """Quantizes a full weight, and stores this rank's part."""
         device = self.buckets[0].params.device if self.buckets else full.device
         codes = quantize_part(full.to(device, self.ownership.frozen_dtype(row)), row, self.coord.tp)
         for _, flat, slot in (found for found in self._slots() if found[0] is row):
@@ -214,13 +215,13 @@ class LocalTensors:
         dict(self.inventory.model.named_parameters())[row.name].data.copy_(codes)
 
     def masters(self) -> Iterator[Held]:
-        """fp32 master weights of parameters in a narrower dtype."""
+        """Yields fp32 master weights of parameters with a narrower dtype."""
         for state in self.inventory.masters():
             if state.flat is not None and state.flat.wide is not None:
                 yield from self._of(state, "master")
 
     def state(self, tensors: Mapping[nn.Parameter, Mapping[str, Tensor]]) -> Iterator[Held]:
-        """Moments as views of ``tensors``, which has them by updated parameter and name, in that parameter's shape."""
+        """Yields moments as views of ``tensors``: updated parameter -> name -> moment in that parameter's shape."""
         return self._elements(self.inventory.element_state(tensors))
 
     def averages(self) -> Iterator[Held]:
@@ -242,14 +243,14 @@ class LocalTensors:
                     yield Held(f"{state.kind}/{row.name}", row, kind_of(values, row.shape), piece, values)
 
     def apart(self, updates: WholeUpdates) -> Iterator[Held]:
-        """State that this rank has whole, in shapes of its own."""
+        """Yields the state that this rank has in full, in its own shapes."""
         grid = self.ownership.grid
         kept: dict[str, list[StateTensor]] = {}
         for state in self.inventory.whole_state(updates):
             kept.setdefault(state.name, []).append(state)
         first = grid.is_first(grid.copies if updates.on_all_data_ranks else grid.shard_copies, self.coord)
         for row in self.ownership.plan.table.held_by(self.coord.pp):
-            # of a matrix that tensor ranks cut, one of them is the owner; of others all of them have the state
+            # one tensor rank owns a sharded matrix; all tensor ranks have the state of other parameters
             stores = first and (self.coord.tp == 0 or (updates.by_owner and row.dim is not None))
             for state in kept.get(row.name, ()):
                 values, whole = state.tensor, Part(tuple(state.tensor.shape)).whole()
@@ -264,7 +265,7 @@ class LocalTensors:
                 yield rows[slot.name], flat, slot
 
     def _of(self, state: StateTensor, folder: str) -> Iterator[Held]:
-        """The parameters of which a tensor holds elements, but for those that are held as codes."""
+        """Yields the parameters with elements in a tensor, except for weights stored as codes."""
         if state.flat is None:
             row = next(row for row in self.inventory.rows if row.name == state.name)
             if row.quantized is None:
@@ -294,13 +295,13 @@ def _by_part(states: Iterable[StateTensor]) -> Iterator[tuple[FlatBucket, slice,
 
 
 def slot_slice(owned: slice, slot: Slot, own: Piece) -> slice:
-    """Position of a piece of a slot in memory that starts at ``owned``."""
+    """Returns the position of a piece of a slot in memory that starts at ``owned``."""
     return slice(slot.start + own.start - owned.start, slot.start + own.stop - owned.start)
 
 
 @torch.no_grad()
 def copy_shared(source: Tensor, held: Piece, target: Tensor, wanted: Piece) -> None:
-    """Copy the elements that two pieces of a tensor share; ``source`` and ``target`` are flat."""
+    """Copies the elements that two pieces of a tensor share; ``source`` and ``target`` are flat."""
     if held == wanted:
         target.copy_(source)
         return

@@ -1,10 +1,10 @@
-"""The state of a torch optimizer as tensors of its parameters and plain numbers.
+"""State of a torch optimizer as tensors of its parameters and plain numbers.
 
 moments    state tensors in their parameter's shape; sharded, stored and loaded like the parameter
-numbers    scalars ("step" of torch's Adam), by optimizer group, and of parameters that differ from their group
+numbers    scalars ("step" of torch's Adam), by optimizer group, and for parameters that differ from their group
 fresh      parameters without a state, because no step has had a gradient for them
 options    settings of the groups (lr, betas, the step count of the built-in optimizers)
-missed     by parameter, the updates that it had no gradient for
+missed     by parameter, the number of updates without a gradient
 
 For a parameter of one element, moments and numbers have the same shape. Such a state is stored as a moment, unless it
 is a number for other parameters of the group (``arranged``).
@@ -33,34 +33,34 @@ Numbers = dict[str, dict[str, list[Any]]]
 """Parameter -> name -> [value, dtype of a tensor or None], and the number of dims of a tensor that has any."""
 
 _NO_MOMENTS = frozenset({"param", "buffer", "master", FAMILY})
-"""Families of tensors that are no state of the optimizer."""
+"""Families of tensors outside the optimizer's state."""
 
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 """Optimizer options that schedulers change."""
 
 
 def moments_by_bucket(optimizer: ShardedOptimizer) -> Moments:
-    """Moments by the flat parameter that the optimizer updates, then by name; empty before the first step.
+    """Returns moments by the flat parameter that the optimizer updates, then by name; empty before the first step.
 
-    What is kept in another form, such as 8-bit codes, is decoded into host memory.
+    Moments in another form, such as 8-bit codes, are decoded into host memory.
     """
     return element_state(optimizer, torch.device("cpu"))
 
 
 def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers:
-    """Scalars of the state of each parameter that this rank updates.
+    """Returns the scalars in the state of each parameter that this rank updates.
 
-    Of a parameter of one element also those that may be moments; ``arranged`` tells them apart.
+    For a parameter of one element they include possible moments; ``arranged`` separates them.
 
     Raises:
         CheckpointError: a state is neither a moment nor a number.
     """
-    if isinstance(optimizer.inner, FlatOptimizer):  # its numbers are options of the groups
+    if isinstance(optimizer.inner, FlatOptimizer):  # its numbers are group options
         return {}
     single = {row.name for row in table if row.elements == 1}
     found: Numbers = {}
     for place in optimizer.places:
-        for parameter in place.names():  # one, or none of padding
+        for parameter in place.names():  # one, or none for padding
             for name, value in optimizer.inner.state.get(place.parameter, {}).items():
                 if parameter in single or not _is_moment(name, value, place):
                     found.setdefault(parameter, {})[name] = _number(name, value, optimizer)
@@ -70,17 +70,17 @@ def parameter_scalars(optimizer: ShardedOptimizer, table: ShardTable) -> Numbers
 def arranged(
     tensors: Mapping[str, StoredTensor], groups: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any]
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """The tensors and the numbers of a save: numbers by group, and those of parameters that differ from their group.
+    """Returns the tensors and the numbers of a save: numbers by group, and for parameters that differ from their group.
 
-    The shape of a state does not tell what it is where the parameter has one element, so a rank stores it as a moment
-    and sends it as a number. It is a number if other parameters of the group have it as one.
+    For a parameter of one element, the shape of a state does not decide between moment and number. So a rank stores it
+    as a moment and sends it as a number; it is a number if other parameters of the group have it as one.
 
     Args:
-        groups: the optimizer's groups, as ``describe_optimizer`` gives them.
+        groups: the optimizer's groups, as ``describe_optimizer`` returns them.
         numbers: the numbers of all ranks, by parameter.
 
     Raises:
-        CheckpointError: a state is a moment of some parameters of a group, and a number for others.
+        CheckpointError: a state is a moment for some parameters of a group, and a number for others.
     """
     kept, common, own, fresh = dict(tensors), dict[str, Any](), dict[str, Any](), list[str]()
     for index, group in enumerate(groups):
@@ -101,21 +101,21 @@ def _check_single(key: str, tensor: StoredTensor | None) -> None:
     if tensor is not None and tensor.kind.elements != 1:
         kind, _, name = key.partition("/")
         raise CheckpointError(
-            f"not saved: the optimizer keeps {kind!r} in the shape of {name!r} and as a number for other parameters of "
-            "its group, and a checkpoint has one kind of state per group; put parameters that differ into groups of "
-            "their own."
+            f"not saved: the optimizer has {kind!r} in the shape of {name!r} and as a number for other parameters of "
+            "its group, but a checkpoint has one kind of state per group; put parameters that differ into separate "
+            "groups."
         )
 
 
 def _fresh(tensors: Iterable[str], counts: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """Parameters of a group without any state, because no step has had a gradient for them, where others have some."""
+    """Returns the parameters without a state in a group with some, because no step has had a gradient for them."""
     split = [key.partition("/") for key in tensors]
     having = {name for family, _, name in split if family not in _NO_MOMENTS}.intersection(names) | counts.keys()
     return [name for name in names if name not in having] if having else []
 
 
 def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
-    """Merge the numbers of all ranks, each of which has those of the parameters that it updates.
+    """Merges the numbers of all ranks; each rank has those of the parameters that it updates.
 
     Raises:
         CheckpointError: two ranks disagree.
@@ -126,14 +126,14 @@ def merge_numbers(ranks: Sequence[Numbers]) -> Numbers:
             for name, number in values.items():
                 if merged.setdefault(parameter, {}).setdefault(name, number) != number:
                     raise CheckpointError(
-                        f"not saved: ranks disagree on {name!r} of parameter {parameter!r}, which has to be the same "
-                        "on all; look for a step that one of them skipped."
+                        f"not saved: ranks disagree on {name!r} of parameter {parameter!r}, which must be equal on "
+                        "all; look for a step that one of them skipped."
                     )
     return merged
 
 
 def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled: frozenset[str]) -> dict[str, Any]:
-    """Type and groups of the optimizer, for the manifest. ``scheduled``: options that a schedule sets."""
+    """Returns type and groups of the optimizer, for the manifest. ``scheduled``: options that a schedule sets."""
     groups = [
         {
             "params": names,
@@ -149,30 +149,30 @@ def describe_optimizer(optimizer: ShardedOptimizer, table: ShardTable, scheduled
 
 
 def check_type(optimizer: ShardedOptimizer, stored: Mapping[str, Any], step: object) -> None:
-    """Refuse the state of another type of optimizer; another engine's files tell it by their moments alone."""
+    """Raises for the state of another optimizer type; foreign files have only their moments to identify it."""
     own = _type(optimizer)
     known = [stored["type"]] if stored.get("type") else stored.get("types", [])
     if known and own not in known:
         raise CheckpointError(
-            f"{step} has the optimizer state of {' or '.join(map(str, known))}, and this run's optimizer is {own}; "
+            f"{step} has the optimizer state of {' or '.join(map(str, known))}, but this run's optimizer is {own}; "
             "load it with load_optimizer_states=False, or configure the same optimizer."
         )
 
 
 def updated_parameters(stored: Mapping[str, Any]) -> frozenset[str]:
-    """The parameters that the saved run's built-in optimizer has updated at least once."""
+    """Returns the parameters that the saved run's built-in optimizer has updated at least once."""
     missed = stored.get("missed", {})
     updates = {name: each.get("options", {}).get("step", 0) for each in stored["groups"] for name in each["params"]}
     return frozenset(name for name, count in updates.items() if isinstance(count, int) and count > missed.get(name, 0))
 
 
 class Families:
-    """The moments that a checkpoint has of each parameter; those of a group have the same, so a gap is detected."""
+    """Moments of each parameter in a checkpoint; a group's parameters have equal ones, so a gap is detected."""
 
     def __init__(
         self, kinds: Mapping[str, TensorKind], stored: Mapping[str, Any], apart: frozenset[str] = frozenset()
     ) -> None:
-        """``apart``: families whose tensors have shapes of their own."""
+        """Sorts the families. ``apart``: families of tensors in shapes of their own."""
         named = [(name.partition("/")[0], name.partition("/")[2], kind) for name, kind in kinds.items()]
         others = _NO_MOMENTS | apart
         self.kinds = {family: kind for family, _, kind in named if family not in others}
@@ -185,7 +185,7 @@ class Families:
         self._groups, self._found, self._fresh = groups, found, frozenset(stored.get("fresh", ()))
 
     def of(self, parameters: Iterable[str]) -> set[str]:
-        """Moments that any of the parameters has; those without a state have none."""
+        """Returns the moments that any of the parameters has; parameters without a state have none."""
         groups = self._groups
         return {
             family
@@ -195,16 +195,17 @@ class Families:
         }
 
     def begins_anew(self, parameter: str) -> bool:
-        """True if the saved run had no state of a parameter."""
+        """Returns True if the saved run had no state of a parameter."""
         return parameter in self._fresh or parameter not in self._groups
 
 
 def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTable) -> Moments:
-    """Replace the optimizer's state by zeros for the moments that are stored.
+    """Replaces the optimizer's state by zeros for the stored moments.
 
-    Those that are kept in another form are on the host, and ``keep_state`` encodes them once they are read. What holds
-    nothing but padding gets the moments of its group, since ``restore`` gives it the group's numbers, and an optimizer
-    takes a state that has some of its entries for one that has all.
+    Moments in another form are read into host memory, and ``keep_state`` encodes them afterwards. Tensors that hold
+    only
+    padding get the moments of their group too: ``restore`` sets the group's numbers there, and an optimizer treats a
+    partly filled state as complete and would skip its initialization.
     """
     inner, names = optimizer.inner, _names(optimizer, table)
     groups = {place.parameter: names[index] for index, place in _grouped(optimizer)}
@@ -227,7 +228,7 @@ def make_moments(optimizer: ShardedOptimizer, families: Families, table: ShardTa
 
 
 def _by_hand(group: Mapping[str, Any], configured: Mapping[str, Any], scheduled: frozenset[str]) -> dict[str, Any]:
-    """Options that the user has changed since the optimizer was built: [value, configured value] by name."""
+    """Returns options that the user has changed since the optimizer was built: [value, configured value] by name."""
     names = [name for name in configured if name not in scheduled and _is_plain(name, group[name])]
     pairs = {name: [_plain(group[name]), _plain(configured[name])] for name in names}
     changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -237,11 +238,11 @@ def _by_hand(group: Mapping[str, Any], configured: Mapping[str, Any], scheduled:
 def restore(
     optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any], scheduled: frozenset[str] = frozenset()
 ) -> None:
-    """Restore numbers and options.
+    """Restores numbers and options.
 
     The built-in optimizers take the step count, and options that the user had set by hand, unless their configured
-    value has changed or they are ``scheduled``; all others come from the configuration. A group whose parameters were
-    grouped differently when saved keeps its configured rate and weight decay.
+    value has changed or they are ``scheduled``; all others come from the configuration. A group with other parameters
+    than when it was saved keeps its configured rate and weight decay.
     """
     inner, sources = optimizer.inner, _sources(optimizer, table, stored)
     missed, known = stored.get("missed", {}), {name for each in stored["groups"] for name in each["params"]}
@@ -256,13 +257,14 @@ def restore(
                 if name in group and name not in scheduled and _plain(group[name]) == configured:
                     _put(group, {name: value})
             continue
+        # rates of a group that was formed differently belong to other parameters
         kept = () if set(then["params"]) == set(names) else ("lr", "weight_decay")
         options = {key: value for key, value in then["options"].items() if key not in kept}
         _put(group, {key: value for key, value in options.items() if key != "step" or key in group})
     groups = {name: index for index, each in enumerate(stored["groups"]) for name in each["params"]}
     fresh, own = frozenset(stored.get("fresh", ())), stored.get("own_numbers", {})
     for index, place in _grouped(optimizer):
-        name = next(iter(place.names()), None)  # of the built-in optimizers, whose tensors have several, no number
+        name = next(iter(place.names()), None)  # built-in optimizers have several names a tensor, and no numbers
         if name in fresh or (name is not None and name not in groups):
             continue
         at = sources[index] if name is None else groups[name]
@@ -273,7 +275,7 @@ def restore(
 
 
 def _restored(number: Sequence[Any], device: torch.device) -> Any:
-    """The inverse of ``_number``."""
+    """Inverts ``_number``."""
     value, dtype, *dims = number
     if dtype is None:
         return value
@@ -282,18 +284,18 @@ def _restored(number: Sequence[Any], device: torch.device) -> Any:
 
 
 def check_schedule(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> None:
-    """Refuse the state of a scheduler whose groups differ from those of this run."""
+    """Raises for the state of a scheduler with other groups than this run's."""
     sources, count = _sources(optimizer, table, stored), len(stored["groups"])
     if len(sources) != count or any(source not in (index, None) for index, source in enumerate(sources)):
         raise CheckpointError(
-            f"the learning-rate scheduler was saved over {count} optimizer group(s), and this run's {len(sources)} "
-            "hold other parameters; group them as in the saved run (optimizer.no_weight_decay, optimizer.groups), or "
+            f"the learning-rate scheduler was saved over {count} optimizer group(s), but this run's {len(sources)} "
+            "have other parameters; group them as in the saved run (optimizer.no_weight_decay, optimizer.groups), or "
             "load with load_module_only=True."
         )
 
 
 def restore_schedule(optimizer: ShardedOptimizer, stored: Mapping[str, Any]) -> None:
-    """Restore what torch's schedulers keep in the groups, such as the next update's rate; after ``check_schedule``."""
+    """Restores the group options of torch's schedulers, such as the next update's rate; after ``check_schedule``."""
     for group, then in zip(optimizer.inner.param_groups, stored["groups"], strict=True):
         own = optimizer.inner.defaults.keys() - _SCHEDULED
         _put(group, {key: value for key, value in then["options"].items() if key in group and key not in own})
@@ -303,19 +305,19 @@ def _put(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         given = group.get(key)
         if isinstance(given, Tensor):
-            given.fill_(value)  # a rate that compiled or captured code reads
+            given.fill_(value)  # compiled or captured code reads this tensor
         else:
             group[key] = tuple(value) if isinstance(given, tuple) else value
 
 
 def _sources(optimizer: ShardedOptimizer, table: ShardTable, stored: Mapping[str, Any]) -> list[int | None]:
-    """Index of the stored group that has each group's first known parameter, or None."""
+    """Returns the index of the stored group with each group's first known parameter, or None."""
     by_name = {name: index for index, group in enumerate(stored["groups"]) for name in group["params"]}
     return [next((by_name[name] for name in names if name in by_name), None) for names in _names(optimizer, table)]
 
 
 def _device_of_numbers(group: Mapping[str, Any], parameter: nn.Parameter) -> torch.device:
-    """Device on which torch's optimizers keep their step count."""
+    """Returns the device of the step count in torch's optimizers."""
     there = group.get("capturable") or group.get("fused")
     return parameter.device if there else torch.device("cpu")
 
@@ -333,7 +335,7 @@ def _grouped(optimizer: ShardedOptimizer) -> Iterator[tuple[int, OptimizerTensor
 
 
 def _names(optimizer: ShardedOptimizer, table: ShardTable) -> list[list[str]]:
-    """Names of the parameters of every group, on all ranks."""
+    """Returns the names of the parameters of every group, on all ranks."""
     names: list[list[str]] = [[] for _ in optimizer.inner.param_groups]
     for row in table:
         if row.trainable and row.group < len(names):
@@ -353,15 +355,15 @@ def _number(name: str, value: Any, optimizer: ShardedOptimizer) -> list[Any]:
         return [value, None]
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise CheckpointError(
-        f"optimizer {type(optimizer.inner).__name__} keeps {name!r}, {what}; a checkpoint stores state of the "
-        "parameter's shape and single numbers, so use an optimizer that keeps only those."
+        f"optimizer {type(optimizer.inner).__name__} has {name!r}, {what}; a checkpoint stores state of the "
+        "parameter's shape and single numbers, so use an optimizer with such state only."
     )
 
 
 def unsaved_state(optimizer: ShardedOptimizer) -> str | None:
-    """Where the optimizer keeps tensors that a checkpoint does not hold, such as "self.muon"; None if nowhere.
+    """Returns the attribute with tensors outside a checkpoint, such as "self.muon"; None if there are none.
 
-    A checkpoint holds what torch's optimizers have: ``self.state[parameter]`` and the options of the groups.
+    A checkpoint stores the state of torch's optimizers: ``self.state[parameter]`` and the options of the groups.
     """
     inner = optimizer.inner
     if isinstance(inner, FlatOptimizer):
@@ -375,7 +377,7 @@ def unsaved_state(optimizer: ShardedOptimizer) -> str | None:
 
 
 def _keeps_tensors(value: Any, known: set[int], depth: int) -> bool:
-    """True for a tensor or an optimizer, and for an object that holds one up to ``depth`` steps away."""
+    """Returns True for a tensor or an optimizer, and for an object with one up to ``depth`` references away."""
     if id(value) in known or isinstance(value, nn.Parameter | nn.Module | type):
         return False
     if isinstance(value, torch.optim.Optimizer):
@@ -396,7 +398,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    """True for values that JSON returns unchanged, except for tuples and for rates that are tensors."""
+    """Returns True for values that JSON returns unchanged, for tuples of them, and for tensors of one element."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The part of a save that training waits for: one copy of this rank's share into host memory.
+"""Snapshot, the part of a save that training waits for: one copy of this rank's share into host memory.
 
 weights    -> messages, one for each other rank that writes some of these tensors
            -> the image of the model file, for tensors that this rank writes itself
@@ -26,7 +26,7 @@ METADATA = {"format": "pt"}
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Manifest fields other than tensors; those of rank 0 are written."""
+    """Manifest fields other than tensors; rank 0 writes its own."""
 
     step: int
     aliases: Mapping[str, str]
@@ -35,7 +35,7 @@ class Contents:
     optimizer: Mapping[str, Any]
     user: Any
     model_files: Mapping[str, bytes]
-    """ "config.json" and other files of the model folder that hold no tensors, by name."""
+    """ "config.json" and other files of the model folder without tensors, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Ours:
     """Everything that this rank stores."""
 
     weights: Sequence[Held]
-    """Parameters, which their owners write in full."""
+    """Parameters; their owners write them in full."""
     buffers: Mapping[str, Tensor]
     """"buffer/..." -> values."""
     pieces: Sequence[Held]
@@ -56,13 +56,13 @@ class Ours:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A rank's bytes as they were between two steps."""
+    """Bytes of a rank, as they were between two steps."""
 
     contents: Contents
     outgoing: Mapping[int, memoryview]
-    """Pieces of this rank for the tensors that another rank writes, by that rank."""
+    """Pieces of this rank for the tensors of another writer, by that rank."""
     model: HostImage
-    """Image of the tensors that this rank owns; the pieces of other ranks are received later."""
+    """Image of the tensors that this rank owns; other ranks' pieces are received later."""
     optim: HostImage
     state: HostImage
     pieces: Mapping[str, tuple[TensorKind, Piece]]
@@ -85,10 +85,10 @@ class Messages:
     ownership: SaveOwnership
     tensors: Sequence[ModelTensor]
     _known: dict[tuple[Coord, int], list[MessagePart]] = field(default_factory=dict)
-    """Layouts found so far: the plan is constant, and training waits while a message is filled."""
+    """Cache of layouts: the plan is constant, and training waits while a message is filled."""
 
     def parts(self, source: Coord, owner: int) -> list[MessagePart]:
-        """(tensor, piece, first byte, last byte) of the message of a rank to an owner; starts are aligned."""
+        """Returns (tensor, piece, first byte, last byte) of a rank's message to an owner; starts are aligned."""
         if (source, owner) not in self._known:
             self._known[source, owner] = self._find(source, owner)
         return self._known[source, owner]
@@ -106,7 +106,7 @@ class Messages:
 
 
 class Snapshots:
-    """Takes the snapshots of one rank and inserts the weights that other ranks send."""
+    """Maker of the snapshots of one rank; also inserts the weights that other ranks send."""
 
     def __init__(self, ownership: SaveOwnership, tensors: Sequence[ModelTensor], rank: int) -> None:
         self.owned = [tensor for tensor in tensors if tensor.owner == rank]
@@ -119,16 +119,16 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, ours: Ours, contents: Contents) -> Snapshot:
-        """Copy everything that training will change. Nothing is communicated."""
+        """Copies everything that training will change. Communicates nothing."""
         weights = {held.tensor: held for held in ours.weights}
         others = [owner for owner in self.writers if owner != self._grid.rank]
         outgoing = {owner: memory for owner in others if (memory := self._message(weights, owner)) is not None}
-        # a buffer may have been replaced since the model was built, by one of another dtype or shape
+        # a buffer may have been replaced since the model was built, with another dtype or shape
         live = {tensor.name: kind_of(ours.buffers[tensor.name]) for tensor in self.owned if tensor.row is None}
         model = self._image("model", {tensor.key: live.get(tensor.name, tensor.kind) for tensor in self.owned})
         for tensor, *_ in self._messages.parts(self._coord, self._grid.rank):
             held, whole = weights[tensor.name], model.tensor(tensor.key).view(-1)
-            # includes rows that other ranks hold too; the message of their first holder overwrites them
+            # includes rows that other ranks have too; the message of their first holder overwrites them
             copy_shared(held.values, held.own, whole, Part(tensor.kind.shape).whole())
         for tensor in self.owned:
             if tensor.row is None:
@@ -152,7 +152,7 @@ class Snapshots:
         )
 
     def incoming(self) -> Iterator[tuple[int, int]]:
-        """(rank, bytes) of the messages that this rank combines with its own pieces."""
+        """Yields (rank, bytes) of the messages that this rank combines with its own pieces."""
         for coord in self._sources():
             parts = self._messages.parts(coord, self._grid.rank)
             if parts and coord != self._coord:
@@ -160,7 +160,7 @@ class Snapshots:
 
     @torch.no_grad()
     def put(self, snapshot: Snapshot, source: int, message: memoryview) -> None:
-        """Copy the weights that another rank has sent into the image of the model file."""
+        """Copies the weights from another rank's message into the image of the model file."""
         for tensor, piece, start, stop in self._messages.parts(self._grid.coord(source), self._grid.rank):
             values = as_tensor(message[start:stop], TensorKind(tensor.kind.dtype, (piece.elements,)))
             whole = snapshot.model.tensor(tensor.key).view(-1)
@@ -181,7 +181,7 @@ class Snapshots:
         return memory
 
     def _stored(self, held: Held) -> Piece | None:
-        """The piece of ``held`` that this rank stores; None if it is a copy of what another rank stores."""
+        """Returns the piece of ``held`` that this rank stores; None if another rank stores these elements."""
         if held.row.owners[0] != self._coord.pp:
             return None
         if held.apart:

@@ -1,6 +1,6 @@
-"""Training state that needs no model: counters, registered objects, random generators, learning-rate scheduler.
+"""Training state without the model: counters, registered objects, random generators, learning-rate scheduler.
 
-tracked      the state of every registered object, as JSON, the same on all ranks
+tracked      the state of every registered object, as JSON, equal on all ranks
 generators   the random generators of torch, Python and NumPy that user code such as a shuffling data loader draws
              from, as bytes, for each rank; the engine's own randomness is keyed by seed and step and needs no state
 scheduler    counters and rates of a torch scheduler, and of the schedulers nested in it, as JSON
@@ -31,21 +31,21 @@ logger = logging.getLogger("trine")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that can be registered for checkpointing; its state is JSON, the same on every rank."""
+    """Object that can be registered for checkpointing; its state is JSON, equal on every rank."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The state, as ``load_state_dict`` takes it."""
+        """Returns the state in the form that ``load_state_dict`` takes."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Restore the state."""
+        """Restores the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
     """Progress of a run, restored as soon as a load is requested, even before the model is built.
 
-    A model that is built at its first batch draws that batch from a sampler and its generators, so they have to be at
-    their positions by then.
+    A model that is built at its first batch draws that batch from a sampler and its generators, so their positions must
+    be restored before.
     """
 
     update: Update
@@ -54,7 +54,7 @@ class TrainerState:
     device: torch.device
 
     def check(self, reader: OpenCheckpoint) -> None:
-        """Refuse a checkpoint without the state of a registered object; warn of stored state that nobody registered.
+        """Refuses a checkpoint without the state of a registered object; warns of stored state without an object.
 
         Raises:
             CheckpointError: names the first object without state.
@@ -64,12 +64,12 @@ class TrainerState:
         if missing is not None and "origin" in reader.manifest.info:
             if self.grid.rank == 0:
                 logger.warning(
-                    "%s is of another engine: what is registered starts afresh, such as %r", reader.step, missing
+                    "%s is of another engine, so registered objects such as %r start afresh", reader.step, missing
                 )
         elif missing is not None:
             raise CheckpointError(
                 f"{reader.step} has no state of {missing!r}, which is registered for checkpointing; register it under "
-                "the name it was saved under, or load with load_module_only=True."
+                "its saved name, or load with load_module_only=True."
             )
         left = next((name for name in stored if name not in self.tracked), None)
         if left is not None and self.grid.rank == 0:
@@ -81,12 +81,12 @@ class TrainerState:
             )
 
     def restore(self, reader: OpenCheckpoint) -> dict[str, torch.Tensor]:
-        """Restore counters, registered objects and generators; returns this rank's own state, see ``own_states``."""
+        """Restores counters, registered objects and generators; returns this rank's own state, see ``own_states``."""
         manifest = reader.manifest
         self.update.load_state_dict(_counters(manifest.progress["update"]))
         if self.update.made != manifest.step:
             raise CheckpointError(
-                f"{reader.step} is damaged: it is of step {manifest.step}, and its counters are those of "
+                f"{reader.step} is damaged: it is of step {manifest.step}, but its counters have "
                 f"{self.update.made} updates."
             )
         stored = reader.manifest.progress["tracked"]
@@ -100,7 +100,7 @@ class TrainerState:
 
 
 def _counters(state: Any) -> dict[str, Any]:
-    """The state of :class:`Update` in a checkpoint, checked.
+    """Returns the state of :class:`Update` in a checkpoint, checked.
 
     Raises:
         CheckpointError: a counter is missing, or is not an integer of at least 0.
@@ -117,19 +117,19 @@ def _counters(state: Any) -> dict[str, Any]:
 
 
 def own_states(reader: OpenCheckpoint, grid: Grid) -> dict[str, torch.Tensor]:
-    """Tensors of this rank's state file; empty if the grid differs, because then no rank has its old position."""
+    """Returns the tensors of this rank's state file; none on another grid, where no rank has its old position."""
     saved = reader.manifest.info["grid"]
     if ({axis: saved.get(axis, 1) for axis in grid.sizes}, saved_order(saved)) != (grid.sizes, grid.order):
         return {}
     file = f"state/rank-{grid.rank:05d}.safetensors"
     found = reader.tensors_of(file)
     if not found:
-        raise CheckpointError(f"{reader.step / file} is damaged: it holds no states of random generators.")
+        raise CheckpointError(f"{reader.step / file} is damaged: it has no states of random generators.")
     return {key: as_tensor(data, kind) for key, (kind, data) in found.items()}
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """States as uint8 tensors: torch's generators, Python's, and NumPy's global one."""
+    """Returns states as uint8 tensors: torch's generators, Python's, and NumPy's global one."""
     states = {f"torch/{index}": generator.get_state() for index, generator in enumerate(generators_of(device))}
     states["python"] = _bytes(random.getstate())
     legacy: Any = np.random.get_state(legacy=False)
@@ -139,7 +139,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the generators from ``random_states``, as many as were stored."""
+    """Sets the generators from ``random_states``, as many as were stored."""
     for index, generator in enumerate(generators_of(device)):
         if f"torch/{index}" in states:
             generator.set_state(states[f"torch/{index}"])
@@ -158,12 +158,12 @@ _LEAVES = (bool, int, float, str, type(None))
 
 
 def schedule_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the entries of ``scheduler.state_dict()`` that JSON can hold; the user rebuilds functions on resume."""
+    """Returns a copy of the JSON entries of ``scheduler.state_dict()``; the user rebuilds functions on resume."""
     return {key: _plain(value) for key, value in state.items() if _is_plain(value)}
 
 
 def joined(fresh: Any, stored: Any) -> Any:
-    """``fresh``, the state of a scheduler just built, overwritten by the stored entries."""
+    """Returns ``fresh``, the state of a new scheduler, overwritten by the stored entries."""
     if isinstance(fresh, Mapping) and isinstance(stored, Mapping):
         return {**fresh, **{key: joined(fresh.get(key), value) for key, value in stored.items()}}
     if isinstance(fresh, list) and isinstance(stored, list) and len(fresh) == len(stored):
@@ -194,9 +194,9 @@ TRAINING = (
     "communication_data_type", "keep_fp32", "quantize_frozen", "wire", "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_gradients", "zero_optimization.zero_gradient_error_feedback",
 )  # fmt: skip
-"""Keys on which the numbers of an update depend."""
+"""Keys that change the numbers of an update."""
 RATES = ("scheduler", "optimizer")
-"""Sections from which learning rates follow."""
+"""Sections that determine learning rates."""
 _REPLACED = frozenset({"optimizer.type", "optimizer.params"})
 """Keys that an optimizer from code replaces."""
 
@@ -204,7 +204,7 @@ _REPLACED = frozenset({"optimizer.type", "optimizer.params"})
 def changed_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], own_optimizer: bool, among: Sequence[str] = TRAINING
 ) -> list[str]:
-    """Changes such as "optimizer.params.lr 0.001 -> 0.002", of the keys that both configurations have.
+    """Returns changes such as "optimizer.params.lr 0.001 -> 0.002", for the keys of both configurations.
 
     Args:
         before, now: the configurations as JSON.
@@ -230,7 +230,7 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _changes(before: Any, now: Any, at: str) -> Iterator[tuple[str, str]]:
-    """Paths, and what has changed there; a section of another ``type`` has params of its own, which are left out."""
+    """Yields paths with their changes; a section with another ``type`` has other params, which are not compared."""
     if before == now:
         return
     if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
@@ -242,7 +242,7 @@ def _changes(before: Any, now: Any, at: str) -> Iterator[tuple[str, str]]:
 
 
 def _shown(value: Any) -> str:
-    """A value, of a section that has a type its name."""
+    """Returns the text of a value; for a section with a type, the type."""
     return str(value["type"]) if isinstance(value, Mapping) and "type" in value else shown_value(value)
 
 
@@ -253,7 +253,8 @@ def _replaced(path: str) -> bool:
 def kept_options(
     groups: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], scheduled: frozenset[str]
 ) -> list[str]:
-    """Options of an optimizer from code that go on as saved, where the code has others; not those of a schedule."""
+    """Returns optimizer options that continue as saved although the code sets others; schedules' options are left
+    out."""
     found = []
     for index, (group, own) in enumerate(zip(groups, before, strict=True)):
         driven = scheduled | ({"lr", "momentum", "betas"} if "initial_lr" in group else set())

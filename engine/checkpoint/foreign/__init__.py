@@ -1,8 +1,8 @@
-"""Checkpoints of other engines, read without running anything that is in them.
+"""Checkpoints of other engines, read without executing their contents.
 
 pickle_values        a pickle's values; nothing is imported or called
-torch_file           a file of torch.save: the values, and where each tensor's bytes are
-deepspeed_zero       which elements of a parameter are in which file of ZeRO
+torch_file           a file of torch.save: the values, and the position of each tensor's bytes
+deepspeed_zero       elements of each parameter in the files of ZeRO
 deepspeed_folder     DeepSpeed's folders -> ForeignContents
 torch_dcp            folders of torch.distributed.checkpoint -> ForeignContents
 megatron             Megatron's torch format -> ForeignContents
@@ -26,7 +26,7 @@ logger = logging.getLogger("trine")
 
 
 def foreign_folder(files: Files, folder: Path) -> Path | None:
-    """The folder of another engine's checkpoint: ``folder``, or the one that its file "latest" names."""
+    """Returns the folder of another engine's checkpoint: ``folder``, or the one that its file "latest" names."""
     for place in (folder, *_tag_folders(files, folder)) if files.is_folder(folder) else ():
         if _reader(files.names(place)) is not None:
             return place
@@ -34,28 +34,28 @@ def foreign_folder(files: Files, folder: Path) -> Path | None:
 
 
 def open_checkpoint(files: Files, folder: Path, optimizer: bool = True) -> OpenCheckpoint:
-    """Open a checkpoint of this engine, or one that ``foreign_folder`` has found."""
+    """Opens a checkpoint of this engine, or one that ``foreign_folder`` has found."""
     return StepReader(files, folder) if is_step(files, folder) else open_foreign(files, folder, optimizer)
 
 
 def open_foreign(files: Files, folder: Path, optimizer: bool = True) -> ForeignStep:
-    """Open the checkpoint of another engine.
+    """Opens the checkpoint of another engine.
 
     Args:
-        optimizer: the optimizer's state is wanted.
+        optimizer: True if the optimizer's state is wanted.
 
     Raises:
-        CheckpointError: the folder is damaged, or holds what cannot be read.
+        CheckpointError: the folder is damaged, or has unreadable contents.
     """
     read = _reader(files.names(folder)) or read_dcp
     contents, dropped = read(files, folder, optimizer)
     if dropped:
-        logger.warning("%s: client state that is no JSON is left out: %s", folder, ", ".join(dropped[:5]))
+        logger.warning("%s: client state without a JSON form is left out: %s", folder, ", ".join(dropped[:5]))
     return ForeignStep(files, folder, contents)
 
 
 def _reader(names: Sequence[str]) -> Callable[[Files, Path, bool], tuple[ForeignContents, list[str]]] | None:
-    """What reads a folder with these names."""
+    """Returns the reader of a folder with these names."""
     if is_deepspeed(names):
         return read_deepspeed
     if METADATA in names:
@@ -64,7 +64,7 @@ def _reader(names: Sequence[str]) -> Callable[[Files, Path, bool], tuple[Foreign
 
 
 def _tag_folders(files: Files, folder: Path) -> Iterator[Path]:
-    """Folders that a hint beside them names."""
+    """Yields the folders that a hint file names."""
     names = files.names(folder)
     for hint in ("latest_universal", "latest", "latest_checkpointed_iteration.txt"):
         if hint in names:

@@ -1,6 +1,6 @@
-"""Write another engine's checkpoint as one of ours: safetensors with a hash of every block, in a step folder.
+"""Conversion of another engine's checkpoint to ours: safetensors with a hash of every block, in a step folder.
 
-open -> read and write one file of at most FILE bytes after the other -> hashes, manifest, COMMIT -> rename
+open -> read and write one file after another, of at most FILE bytes -> hashes, manifest, COMMIT -> rename
 """
 
 import secrets
@@ -25,24 +25,24 @@ from engine.checkpoint.format.strict_json import dump
 from engine.errors import CheckpointError
 
 FILE = 1 << 30
-"""Bytes of tensors in a file, and so in memory; a larger tensor has a file of its own."""
+"""Bytes of tensors in a file, and so in memory; a larger tensor has its own file."""
 
 
 def convert(folder: Path, out: Path, weights_only: bool = False) -> Path:
-    """Convert the checkpoint in ``folder``; returns the new step folder in ``out``.
+    """Converts the checkpoint in ``folder``; returns the new step folder in ``out``.
 
     Args:
-        weights_only: leave out the optimizer, whose files may not say which parameter is which.
+            weights_only: leave out the optimizer, whose files may not name their parameters.
 
-    Raises:
-        CheckpointError: ``folder`` holds no checkpoint of a known engine, or is damaged; the disk is full.
+        Raises:
+            CheckpointError: ``folder`` has no checkpoint of a known engine, or is damaged; the disk is full.
     """
     files = Files()
     given, target = resolved(folder), resolved(out)
     found = foreign_folder(files, given)
     if found is None:
         raise CheckpointError(
-            f"{folder} holds no checkpoint of DeepSpeed, torch.distributed.checkpoint or Megatron; give the folder "
+            f"{folder} has no checkpoint of DeepSpeed, torch.distributed.checkpoint or Megatron; pass the folder "
             "that was saved."
         )
     try:
@@ -110,7 +110,7 @@ def _write_small(files: Files, path: Path, data: bytes) -> Hashes:
 
 
 def _files_of(kinds: Mapping[str, TensorKind], weights_only: bool) -> Iterator[tuple[str, dict[str, TensorKind]]]:
-    """Name and tensors of each file."""
+    """Yields name and tensors of each file."""
     model = {name: kind for name, kind in kinds.items() if name.startswith(("param/", "buffer/"))}
     others = {} if weights_only else {name: kind for name, kind in kinds.items() if name not in model}
     shards = list(in_batches(model.items(), lambda item: item[1].bytes, FILE))

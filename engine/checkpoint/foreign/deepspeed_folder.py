@@ -1,7 +1,7 @@
 """DeepSpeed's checkpoint folders: ZeRO 0 to 3, pipelines, and universal ones.
 
 mp_rank_00_model_states.pt                        weights (ZeRO 0 to 2), names, counters, client state
-zero_pp_rank_D_mp_rank_00_model_states.pt         the same at ZeRO 3, where the weights are in the next files
+zero_pp_rank_D_mp_rank_00_model_states.pt         the same at ZeRO 3, without the weights, which are in the next files
 zero_pp_rank_D_mp_rank_00_optim_states.pt         fp32 weights and moments of data rank D
 layer_NN-model_states.pt                          weights of layer NN of a pipeline; mp_rank is then the stage
 zero/NAME/fp32.pt, exp_avg.pt, ...                a universal folder: one file a tensor
@@ -49,44 +49,44 @@ _OWN = frozenset({
 
 
 def count_of(state: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """A counter; ``default`` where it was not written."""
+    """Returns a counter; ``default`` if it was not written."""
     value = state.get(key, default)
     return numbers_of([default if value is None else value], key)[0]
 
 
 def zero_stage_of(optimizer: Mapping[str, Any]) -> int:
-    """The ZeRO stage; 1 for the optimizer of bf16 runs, which does not write it."""
+    """Returns the ZeRO stage; 1 for the optimizer of bf16 runs, which does not write it."""
     value = optimizer.get("zero_stage", 1)
     value = value.arguments[0] if isinstance(value, PickledObject) and value.arguments else value
     return value if isinstance(value, int) else 1
 
 
 def client_state(state: Mapping[str, Any], dropped: list[str]) -> Any:
-    """What the user passed to ``save_checkpoint``, as JSON; paths of what is no JSON are put into ``dropped``."""
+    """Returns the user's argument of ``save_checkpoint`` as JSON; adds paths of other values to ``dropped``."""
     return plain({key: value for key, value in state.items() if key not in _OWN}, dropped)
 
 
 def first_flat(options: Mapping[str, Any], index: int) -> int:
-    """Index of the state that belongs to a group; ``index`` where the group does not say."""
+    """Returns the index of a group's state; ``index`` if the group does not name it."""
     params = options.get("params")
     first = params[0] if isinstance(params, list) and params else index
     return first if isinstance(first, int) else index
 
 
 def loss_scale_state(scaler: Any) -> dict[str, Any] | None:
-    """A dynamic loss scale in our counters; None for any other."""
+    """Returns a dynamic loss scale in our counters; None for any other."""
     if not isinstance(scaler, PickledObject) or scaler.get("dynamic") is not True:
         return None
     value, window = scaler.get("cur_scale"), scaler.get("scale_window")
     last, now = scaler.get("last_overflow_iter"), scaler.get("cur_iter")
     counts = (window, last, now, scaler.get("delayed_shift"), scaler.get("cur_hysteresis"))
     if not isinstance(value, int | float) or not all(isinstance(count, int) for count in counts) or not window:
-        raise CheckpointError("the loss scaler of the checkpoint has something else where its counters belong.")
+        raise CheckpointError("the loss scaler of the checkpoint has other values in place of its counters.")
     return {"value": float(value), "forgiven": max(0, counts[3] - counts[4]), "good": (now - last - 1) % window}
 
 
 def scheduler_state(state: Any) -> dict[str, Any] | None:
-    """The state of a scheduler object in the terms of torch's schedulers."""
+    """Returns the state of a scheduler object in the form of torch's schedulers."""
     if not isinstance(state, dict):
         return None
     found: dict[str, Any] = plain(state, [])
@@ -102,18 +102,19 @@ _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|ex
 
 
 def is_deepspeed(names: Sequence[str]) -> bool:
-    """Whether a folder with these names holds a checkpoint of DeepSpeed's."""
+    """Returns True if a folder with these names is a DeepSpeed checkpoint."""
     return any(_MODEL.fullmatch(name) for name in names)
 
 
 def read_deepspeed(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """The checkpoint in ``folder``, and the client state's entries that are no JSON and are left out.
+    """Returns the checkpoint in ``folder``, and the paths of client state without a JSON form, which is left out.
 
     Args:
-        optimizer: the optimizer's state is wanted; if not, files that do not name its parameters are read too.
+        optimizer: True if the optimizer's state is wanted; otherwise files that do not name its parameters are read
+        too.
 
     Raises:
-        CheckpointError: damage; a model cut by tensor parallelism; experts; an optimizer whose state has no names.
+        CheckpointError: damage; a model with tensor parallelism; experts; an optimizer state without names.
     """
     names = files.names(folder)
     listing = _Listing.of(folder, names)
@@ -147,7 +148,7 @@ def read_deepspeed(files: Files, folder: Path, optimizer: bool = True) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """Files of the folder by rank of the model: pipeline stages, since tensor parallelism is refused."""
+    """Files of the folder by rank of the model: pipeline stages, because tensor parallelism is refused."""
 
     model: Mapping[int, Mapping[int, str]]
     """Stage -> data rank -> file."""
@@ -170,8 +171,8 @@ class _Listing:
                 layers[int(found[1])] = name
             elif _EXPERT.fullmatch(name):
                 raise CheckpointError(
-                    f"{folder} holds experts ({name}), whose files DeepSpeed writes by expert rank, and this engine "
-                    "does not read them; convert the folder with DeepSpeed's zero_to_fp32 first."
+                    f"{folder} has experts ({name}), which DeepSpeed writes by expert rank and this engine does not "
+                    "read; convert the folder with DeepSpeed's zero_to_fp32 first."
                 )
         if len(model) > 1 and not layers:
             _refuse_tensor_ranks(folder)
@@ -187,19 +188,19 @@ class _Listing:
 
 def _refuse_tensor_ranks(folder: Path) -> None:
     raise CheckpointError(
-        f"{folder} is of several model-parallel ranks, and DeepSpeed's files do not say how their parameters are cut; "
-        "make it a universal checkpoint with deepspeed.checkpoint.ds_to_universal first."
+        f"{folder} is of several model-parallel ranks, but DeepSpeed's files do not describe the sharding of their "
+        "parameters; make it a universal checkpoint with deepspeed.checkpoint.ds_to_universal first."
     )
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """The files of one pipeline stage, or of the whole model."""
+    """Files of one pipeline stage, or of the whole model."""
 
     state: Mapping[str, Any]
     """Data rank 0's model states."""
     others: Sequence[Mapping[str, Any]]
-    """Model states of all data ranks at ZeRO 3, else those of rank 0."""
+    """Model states of all data ranks at ZeRO 3, otherwise of rank 0."""
     ranks: Sequence[RankState]
     """Optimizer of each data rank; empty at ZeRO 0."""
     zero: int
@@ -217,7 +218,7 @@ class _Stage:
             ranks.append(rank_state(optimizer, str(folder / name)))
         if optim and len(ranks) != count_of(states[0], "dp_world_size", len(ranks)):
             raise CheckpointError(
-                f"{folder} has the optimizer of {len(ranks)} data ranks and was saved by "
+                f"{folder} has the optimizer of {len(ranks)} data ranks, but was saved by "
                 f"{count_of(states[0], 'dp_world_size')}; copy the whole folder."
             )
         return cls(states[0], states, ranks, zero, str(folder / model[min(model)]))
@@ -232,7 +233,7 @@ class _Stage:
 
     @property
     def module(self) -> dict[Any, Any]:
-        """The state dict of the model; empty with a pipeline."""
+        """State dict of the model; empty with a pipeline."""
         return value_dict(self.state.get("module") or {}, self.what)
 
     @property
@@ -242,7 +243,7 @@ class _Stage:
 
     @property
     def shared(self) -> dict[str, str]:
-        """Other names of tied parameters -> the first."""
+        """Further names of tied parameters -> the first name."""
         return {str(k): str(v) for k, v in value_dict(self.state.get("shared_params") or {}, self.what).items()}
 
 
@@ -252,7 +253,7 @@ class _Stage:
 def _sharded(
     stages: Sequence[_Stage], files: Files, optimizer: bool
 ) -> tuple[dict[str, SpannedTensor], list[ParameterGroup]]:
-    """Weights and moments of the optimizer's files, and its groups."""
+    """Returns weights and moments from the optimizer's files, and its groups."""
     tensors: dict[str, SpannedTensor] = {}
     groups: list[ParameterGroup] = []
     for stage in stages:
@@ -265,13 +266,13 @@ def _sharded(
         fragments = fragments_of_shares if stage.zero == 3 else fragments_of_groups
         flat = {name: shape for group in shapes for name, shape in group.items()}
         for name, tensor in tensors_of_fragments(stage.ranks, dict(fragments(stage.ranks, shapes)), flat).items():
-            tensors.setdefault(name, tensor)  # a tied parameter is on several stages
+            tensors.setdefault(name, tensor)  # several stages have a tied parameter
         groups = _merged(groups, [_group(stage.ranks[0], i, list(each), files) for i, each in enumerate(shapes)])
     return tensors, groups
 
 
 def _merged(groups: Sequence[ParameterGroup], more: Sequence[ParameterGroup]) -> list[ParameterGroup]:
-    """The groups of all stages; a stage has some parameters of each."""
+    """Returns the groups of all stages; a stage has some parameters of each."""
     merged = list(groups)
     for index, group in enumerate(more):
         if index == len(merged):
@@ -292,10 +293,10 @@ def _group(rank: RankState, index: int, params: Sequence[str], files: Files) -> 
 def _whole_optimizer(
     stage: _Stage, files: Files, wanted: bool
 ) -> tuple[dict[str, SpannedTensor], list[ParameterGroup]]:
-    """Moments at ZeRO 0, where the state has the index of each parameter and not its name.
+    """Returns moments at ZeRO 0, which stores the state by the index of each parameter, without names.
 
     Raises:
-        CheckpointError: several groups, or counts and shapes that do not fit the parameters in their order.
+        CheckpointError: several groups, or counts and shapes that do not match the parameters in their order.
     """
     state = stage.state.get("optimizer")
     if not wanted or not isinstance(state, dict):
@@ -320,8 +321,8 @@ def _whole_optimizer(
     if not fits or not isinstance(groups, list):
         raise CheckpointError(
             f"{stage.what} is of ZeRO 0, where DeepSpeed numbers the optimizer's parameters and does not name them, "
-            "and these numbers do not tell which is which (several groups, frozen parameters, a pipeline, or 16 "
-            "bits); load it with load_optimizer_states=False, or save it at ZeRO 1."
+            "and these numbers are ambiguous (several groups, frozen parameters, a pipeline, or 16 bits); load it with "
+            "load_optimizer_states=False, or save it at ZeRO 1."
         )
     return tensors, [described_group(list(weights), value_dict(groups[0], stage.what), first, files)]
 
@@ -329,7 +330,7 @@ def _whole_optimizer(
 def _unsharded(
     files: Files, folder: Path, stages: Sequence[_Stage], listing: _Listing, trained: Mapping[str, SpannedTensor]
 ) -> dict[str, SpannedTensor]:
-    """Buffers, frozen parameters, and what no optimizer holds, from the model's files."""
+    """Returns buffers, frozen parameters, and tensors outside the optimizer, from the model's files."""
     tensors: dict[str, SpannedTensor] = {}
     layers = _layers(files, folder, listing, trained)
     for stage in stages:
@@ -345,9 +346,9 @@ def _unsharded(
 
 
 def _layers(files: Files, folder: Path, listing: _Listing, trained: Mapping[str, SpannedTensor]) -> dict[str, Any]:
-    """State of the layers of a pipeline, under the names that ``PipelineModule`` gives them.
+    """Returns the state of a pipeline's layers, under the names of ``PipelineModule``.
 
-    A tied layer is in the file of its first index too, while its name is tied_modules.KEY.
+    A tied layer is also in the file of its first index, although its name is tied_modules.KEY.
     """
     tied = [name for name in trained if name.startswith("param/tied_modules.")]
     own = {name.split(".")[0] for name in trained}
@@ -361,7 +362,7 @@ def _layers(files: Files, folder: Path, listing: _Listing, trained: Mapping[str,
 
 
 def _frozen(stage: _Stage) -> dict[str, SpannedTensor]:
-    """Frozen parameters, which ZeRO 3 cuts over the data ranks."""
+    """Returns frozen parameters, which ZeRO 3 shards over the data ranks."""
     shapes = value_dict(stage.state.get("frozen_param_shapes") or {}, stage.what)
     tensors: dict[str, SpannedTensor] = {}
     for name, given in shapes.items():
@@ -378,7 +379,7 @@ def _frozen(stage: _Stage) -> dict[str, SpannedTensor]:
 
 
 def _alike(module: Mapping[Any, Any]) -> dict[str, str]:
-    """Names whose tensor has another name before -> that name."""
+    """Returns later names of a tensor -> its first name."""
     seen: dict[Any, str] = {}
     other: dict[str, str] = {}
     for name, value in module.items():

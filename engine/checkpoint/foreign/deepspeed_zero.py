@@ -1,19 +1,19 @@
-"""Where DeepSpeed's ZeRO files hold each parameter and its moments.
+"""Positions of each parameter and its moments in DeepSpeed's ZeRO files.
 
-ZeRO 1, 2   each optimizer group is one flat tensor, cut into one partition a data rank
+ZeRO 1, 2   each optimizer group is one flat tensor, split into one partition a data rank
 
     group 0     | embed.weight .......... | hidden.weight ....... | padding |
     partition   |         rank 0          |         rank 1        |
 
-ZeRO 3      each parameter is cut over the data ranks, and a rank keeps its shares in a row, in flat tensors
+ZeRO 3      each parameter is sharded over the data ranks, and a rank stores its shares in sequence, in flat tensors
 
     rank 0      | embed.weight 0 | hidden.weight 0 | ...
     rank 1      | embed.weight 1 | hidden.weight 1 | ...     the last share of a parameter ends in padding
 
-A universal folder of DeepSpeed's: one file a tensor, in full.
+A universal DeepSpeed folder: one file a tensor, in full.
 
 zero/NAME/fp32.pt, exp_avg.pt, ...    {"param": tensor}
-zero/NAME/step.pt                     updates of that parameter; not written from ZeRO 3
+zero/NAME/step.pt                     updates of that parameter; ZeRO 3 does not write it
 zero/optimizer_state.pt               loss scaler, options of the groups
 """
 
@@ -56,7 +56,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """The optimizer of one data rank."""
+    """Optimizer of one data rank."""
 
     flats: Sequence[TorchTensor]
     """fp32 weights."""
@@ -65,15 +65,15 @@ class RankState:
     groups: Sequence[Mapping[str, Any]]
     """Options of the groups."""
     gaps: Sequence[Sequence[int]]
-    """ZeRO 1 and 2: elements of padding after each parameter of a flat tensor; empty where there are none."""
+    """ZeRO 1 and 2: elements of padding after each parameter of a flat tensor; empty without padding."""
     loss_scaler: Any
 
 
 def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
-    """Read ``optimizer_state_dict`` of a file of ZeRO.
+    """Reads ``optimizer_state_dict`` of a ZeRO file.
 
     Raises:
-        CheckpointError: its parts are missing, as with state that was swapped to a disk.
+        CheckpointError: parts are missing, as with state that was swapped to a disk.
     """
     sharded = "fp32_flat_groups" in optimizer
     flats = value_list(optimizer.get("fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"), what)
@@ -92,7 +92,7 @@ def rank_state(optimizer: Mapping[str, Any], what: str) -> RankState:
 
 
 def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[Fragment]]]:
-    """The fragments of each parameter at ZeRO 1 and 2."""
+    """Yields the fragments of each parameter at ZeRO 1 and 2."""
     for group, params in enumerate(shapes):
         ends = list(accumulate(rank.flats[group].kind.elements for rank in ranks))
         firsts, place = [0, *ends[:-1]], 0
@@ -107,7 +107,7 @@ def fragments_of_groups(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 
 
 def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[tuple[str, list[Fragment]]]:
-    """The fragments of each parameter at ZeRO 3."""
+    """Yields the fragments of each parameter at ZeRO 3."""
     flat, place = 0, 0
     sizes = [each.kind.elements for each in ranks[0].flats]
     for name, shape in ((name, shape) for params in shapes for name, shape in params.items()):
@@ -116,7 +116,7 @@ def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
         while flat < len(sizes) and place + share > sizes[flat]:
             flat, place = flat + 1, 0
         if flat == len(sizes):
-            raise CheckpointError(f"the flat tensors are too short for {name!r}: files of two saves are mixed.")
+            raise CheckpointError(f"the flat tensors are too short for {name!r}: the folder mixes files of two saves.")
         pieces = [
             Piece(part, min(index * share, part.elements), min((index + 1) * share, part.elements))
             for index in range(len(ranks))
@@ -128,7 +128,7 @@ def fragments_of_shares(ranks: Sequence[RankState], shapes: Shapes) -> Iterator[
 def tensors_of_fragments(
     ranks: Sequence[RankState], found: Mapping[str, Sequence[Fragment]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, SpannedTensor]:
-    """Weights and moments of all parameters: "param/NAME", "exp_avg/NAME"."""
+    """Returns weights and moments of all parameters: "param/NAME", "exp_avg/NAME"."""
     tensors: dict[str, SpannedTensor] = {}
     for name, fragments in found.items():
         held = {"param": [(ranks[each.rank].flats[each.flat], each) for each in fragments]}
@@ -139,13 +139,13 @@ def tensors_of_fragments(
             kind = TensorKind(parts[0][0].kind.dtype, shapes[name])
             spans = [flat.span(each.piece, each.start, name) for flat, each in parts if each.piece.elements]
             if prod(kind.shape) and any(flat.kind.dtype != kind.dtype for flat, _ in parts):
-                raise CheckpointError(f"{family}/{name} has several dtypes: files of two saves are mixed.")
+                raise CheckpointError(f"{family}/{name} has several dtypes: the folder mixes files of two saves.")
             tensors[f"{family}/{name}"] = spanned(kind, spans)
     return tensors
 
 
 def _families(ranks: Sequence[RankState], fragments: Sequence[Fragment]) -> set[str]:
-    """Entries of a state that have a value for each element."""
+    """Returns the entries of a state with a value for each element."""
     return {
         str(key)
         for each in fragments
@@ -167,11 +167,11 @@ class UniversalFolder:
 
 
 def read_universal(files: Files, folder: Path, shapes: Shapes, others: set[str]) -> UniversalFolder:
-    """Read the folder ``zero``.
+    """Reads the folder ``zero``.
 
     Args:
-        shapes: trained parameters by group, from the model's file; where it has none, all in the folder are one group.
-        others: names of buffers and second names of tied parameters, which have folders too.
+        shapes: trained parameters by group, from the model's file; without any, all in the folder are one group.
+        others: names of buffers and further names of tied parameters, which have folders too.
     """
     known = {name: shape for group in shapes for name, shape in group.items()}
     groups = [list(group) for group in shapes] or [[name for name in files.names(folder) if name not in others]]
@@ -185,7 +185,7 @@ def read_universal(files: Files, folder: Path, shapes: Shapes, others: set[str])
             elif value is not None:
                 held = tensor_of(value.get("param") if isinstance(value, dict) else value, f"{name}/{file}")
                 family = "param" if file == "fp32.pt" else file.removesuffix(".pt")
-                kind = TensorKind(held.kind.dtype, known.get(name, held.kind.shape))  # from ZeRO 3 they are flat
+                kind = TensorKind(held.kind.dtype, known.get(name, held.kind.shape))  # ZeRO 3 writes them flat
                 tensors[f"{family}/{name}"] = spanned(kind, [held.span(Part(kind.shape).whole(), 0, name)])
     common = _common(files, folder)
     inner = value_dict(common.get("optimizer_state_dict") or {}, COMMON)

@@ -1,4 +1,4 @@
-"""A checkpoint of another engine, seen as one of ours: a manifest, kinds by name, tensors that are read in pieces."""
+"""Checkpoint of another engine in our form: a manifest, kinds by name, tensors that are read in pieces."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +22,12 @@ _TYPES: Mapping[frozenset[str], tuple[str, ...]] = {
     frozenset({"momentum_buffer"}): ("SGD",),
     frozenset({"sum"}): ("Adagrad",),
 }
-"""Moments -> the optimizers that keep these; the files do not say which one wrote them."""
+"""Moments -> the optimizers with these; the files do not name the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterGroup:
-    """A group of the optimizer."""
+    """Group of the optimizer."""
 
     params: Sequence[str]
     options: Mapping[str, Any]
@@ -38,14 +38,14 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignContents:
-    """What the folder of another engine says, beside the values of tensors."""
+    """Contents of another engine's folder, without the values of tensors."""
 
     origin: str
     """For people: "DeepSpeed 0.19.8, ZeRO 2 over 2 data ranks"."""
     tensors: Mapping[str, SpannedTensor]
-    """By our names: "param/...", "buffer/...", "exp_avg/..."."""
+    """Tensors by our names: "param/...", "buffer/...", "exp_avg/..."."""
     made: int = 0
-    """Updates."""
+    """Number of updates."""
     skipped: int = 0
     samples: int = 0
     loss_scale: Mapping[str, Any] | None = None
@@ -57,7 +57,7 @@ class ForeignContents:
 
 
 class ForeignStep:
-    """An open checkpoint of another engine; a stand-in for ``StepReader``.
+    """Open checkpoint of another engine; a stand-in for ``StepReader``.
 
     Raises:
         CheckpointError: the pieces of a tensor leave a gap or overlap.
@@ -68,7 +68,7 @@ class ForeignStep:
         for name, tensor in contents.tensors.items():
             if not covers_once(tensor.kind.shape, [span.piece for span in tensor.spans]):
                 raise CheckpointError(
-                    f"{step} does not hold {name!r} exactly once: a file is missing or of another save; copy the "
+                    f"{step} does not have {name!r} exactly once: a file is missing or is of another save; copy the "
                     "folder again."
                 )
         self.kinds: dict[str, TensorKind] = {name: tensor.kind for name, tensor in contents.tensors.items()}
@@ -80,26 +80,26 @@ class ForeignStep:
         return self.step
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fill the targets of all requests."""
+        """Fills the targets of all requests."""
         read_spans(self._files, self._tensors, wanted)
 
     def check_file(self, file: str) -> None:
-        """Nothing: such a folder has no hashes."""
+        """Does nothing: such a folder has no hashes."""
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """Nothing: states of random generators are not taken over."""
+        """Returns an empty dict: states of random generators are not read."""
         return {}
 
 
 def spanned(kind: TensorKind, spans: Iterable[FileSpan]) -> SpannedTensor:
-    """A tensor from its pieces; empty ones are left out."""
+    """Returns a tensor from its pieces; empty pieces are left out."""
     return SpannedTensor(kind, tuple(span for span in spans if span.piece.elements))
 
 
 def described_group(
     params: Sequence[str], options: Mapping[str, Any], state: Mapping[Any, Any], files: Files
 ) -> ParameterGroup:
-    """A group with the numbers of one state of it."""
+    """Returns a group with the numbers of one of its states."""
     kept = plain({key: value for key, value in options.items() if key != "params"}, [])
     numbers: dict[str, list[Any]] = {}
     for key, value in state.items():

@@ -4,13 +4,13 @@
     iter_0000010/mp_rank_TT/model_optim_rng.pt            a file for each tensor rank
     iter_0000010/mp_rank_TT_PPP/model_optim_rng.pt        the same, with pipeline stages
 
-The parts of a parameter are joined by the layer that it belongs to, as Megatron-core and its older GPT cut them:
+The parts of a parameter are joined by the layer that it belongs to, as Megatron-core and its older GPT shard them:
 
-    cut along dim 0    embeddings, output layer, query_key_value, first layer of the MLP (gate and up part each)
-    cut along dim 1    projection of the attention, second layer of the MLP
-    the same on all    norms, and biases of the layers that are cut along dim 1
+    sharded along dim 0    embeddings, output layer, query_key_value, first layer of the MLP (gate and up part each)
+    sharded along dim 1    projection of the attention, second layer of the MLP
+    replicated             norms, and biases of the layers that are sharded along dim 1
 
-Layers are numbered through from stage to stage. The optimizer's state in these files has no names and is not read.
+Layer numbers continue from stage to stage. The optimizer's state in these files has no names and is not read.
 """
 
 import re
@@ -39,15 +39,15 @@ _GATED = re.compile(r".*\b(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
 
 
 def is_megatron(names: Sequence[str]) -> bool:
-    """Whether a folder with these names is an iteration in the ``torch`` format."""
+    """Returns True if a folder with these names is an iteration in the ``torch`` format."""
     return any(_RANK.fullmatch(name) for name in names)
 
 
 def read_megatron(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """The weights and counters in ``folder``.
+    """Returns the weights and counters in ``folder``.
 
     Raises:
-        CheckpointError: ``optimizer`` is wanted; a rank is missing; parts that do not fit each other.
+        CheckpointError: ``optimizer`` is wanted; a rank is missing; parts do not match each other.
     """
     if optimizer:
         raise CheckpointError(
@@ -86,7 +86,7 @@ def read_megatron(files: Files, folder: Path, optimizer: bool = True) -> tuple[F
 
 
 def _ranks(files: Files, folder: Path) -> dict[tuple[int, int], dict[Any, Any]]:
-    """(stage, tensor rank) -> what its file holds."""
+    """Returns (stage, tensor rank) -> contents of its file."""
     found = {}
     for name in files.names(folder):
         if rank := _RANK.fullmatch(name):
@@ -96,13 +96,13 @@ def _ranks(files: Files, folder: Path) -> dict[tuple[int, int], dict[Any, Any]]:
 
 
 def _models(state: Mapping[Any, Any], what: str) -> Iterator[Iterator[tuple[str, TorchTensor]]]:
-    """The model chunks of a rank, each as its parameters."""
+    """Yields the model chunks of a rank, each as its parameters."""
     for key in [key for key in state if re.fullmatch(r"model\d*", str(key))]:
         yield _flat("", value_dict(state[key], what))
 
 
 def _flat(prefix: str, value: Mapping[Any, Any]) -> Iterator[tuple[str, TorchTensor]]:
-    """Tensors by name; older files nest the dicts of ``language_model``, ``encoder`` and so on."""
+    """Yields tensors by name; older files nest the dicts of ``language_model``, ``encoder`` and so on."""
     for key, item in value.items():
         if isinstance(item, TorchTensor) and item.kind.elements:
             yield f"{prefix}{key}", item
@@ -111,7 +111,7 @@ def _flat(prefix: str, value: Mapping[Any, Any]) -> Iterator[tuple[str, TorchTen
 
 
 def _through(name: str, before: int) -> str:
-    """The name with the number of its layer in the whole model."""
+    """Returns the name with its layer's number in the whole model."""
     found = _LAYER.fullmatch(name)
     return name if found is None else f"{found[1]}{int(found[2]) + before}{found[3]}"
 
@@ -120,11 +120,11 @@ def _joined(name: str, parts: Sequence[TorchTensor | None], gated: bool) -> Span
     dim = 0 if _FIRST.fullmatch(name) else 1 if _SECOND.fullmatch(name) else None
     first = parts[0]
     if first is None or any(part is None or part.kind != first.kind for part in parts):
-        raise CheckpointError(f"the tensor ranks hold parts of {name!r} that do not fit each other.")
+        raise CheckpointError(f"the tensor ranks have parts of {name!r} that do not match each other.")
     if dim is None or len(parts) == 1:
         return spanned(first.kind, [first.span(Part(first.kind.shape).whole(), 0, name)])
     if len(first.kind.shape) <= dim:
-        raise CheckpointError(f"{name!r} has shape {list(first.kind.shape)}, and it would be cut along dim {dim}.")
+        raise CheckpointError(f"{name!r} has shape {list(first.kind.shape)}, but it should be sharded along dim {dim}.")
     shape = tuple(size * len(parts) if at == dim else size for at, size in enumerate(first.kind.shape))
     spans = []
     halves = 2 if gated and _GATED.fullmatch(name) else 1

@@ -1,9 +1,8 @@
-"""Values of a pickle, read without running anything in it.
+"""Values of a pickle, read without executing it.
 
 The opcodes are interpreted here; nothing is imported, called or looked up. Plain values become themselves. An import
 becomes a :class:`PickledName`; a call or an object becomes a :class:`PickledObject` with its name, arguments and
-state. The few calls of which torch's files consist (an ordered dict, a size, a tensor) are known
-to ``torch_file`` and become values there.
+state. ``torch_file`` turns the few calls in torch's files (an ordered dict, a size, a tensor) into values.
 """
 
 import pickletools
@@ -14,14 +13,14 @@ from typing import Any
 from engine.errors import CheckpointError
 
 LIMIT = 1 << 28
-"""Largest pickle in bytes: the description of some 1,000,000 tensors."""
+"""Largest pickle in bytes; it describes about 1,000,000 tensors."""
 NODES = 1 << 20
-"""Most values that ``plain`` visits: a small pickle may refer to one list so often that no memory holds its copy."""
+"""Most values that ``plain`` visits: a small pickle may refer to one list so often that its copy fits no memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PickledName:
-    """A class or function that a pickle names; it is not imported."""
+    """Name of a class or function in a pickle; it is not imported."""
 
     module: str
     attribute: str
@@ -32,30 +31,30 @@ class PickledName:
 
 @dataclass(eq=False, repr=False, slots=True)
 class PickledObject:
-    """An object that a pickle would build, by its parts."""
+    """Object that a pickle would build, as its parts."""
 
     name: PickledName
     arguments: tuple[Any, ...] = ()
     state: Any = None
     items: dict[Any, Any] = field(default_factory=dict)
-    """What it would be given as a dict."""
+    """Entries that it would get as a dict."""
     elements: list[Any] = field(default_factory=list)
-    """What it would be given as a list."""
+    """Elements that it would get as a list."""
 
     def get(self, attribute: str) -> Any:
-        """An attribute of the object's state, or None."""
+        """Returns an attribute of the object's state, or None."""
         state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
         return state.get(attribute) if isinstance(state, dict) else None
 
 
 Call = Callable[[PickledName, tuple[Any, ...]], Any]
-"""Gives the value of a known call, or an :class:`PickledObject`."""
+"""Function that returns the value of a known call, or a :class:`PickledObject`."""
 
 
 def read_pickle(
     data: bytes | bytearray, what: str, call: Call = PickledObject, persistent: Callable[[Any], Any] = id
 ) -> Any:
-    """The value of a pickle.
+    """Returns the value of a pickle.
 
     Args:
         what: name of the file, for messages.
@@ -63,10 +62,10 @@ def read_pickle(
         persistent: value of a persistent id, which torch uses for storages.
 
     Raises:
-        CheckpointError: the pickle is damaged, or has opcodes that no file of torch has.
+        CheckpointError: the pickle is damaged, or has opcodes that torch does not write.
     """
     if len(data) > LIMIT:
-        raise CheckpointError(f"{what} is damaged: its pickle has {len(data)} bytes, and at most {LIMIT} are read.")
+        raise CheckpointError(f"{what} is damaged: its pickle has {len(data):,} bytes, but at most {LIMIT:,} are read.")
     try:
         return _Machine(call, persistent).run(bytes(data))
     except CheckpointError as error:
@@ -76,7 +75,7 @@ def read_pickle(
 
 
 def plain(value: Any, dropped: list[str], path: str = "") -> Any:
-    """A copy in JSON types; keys that hold anything else are left out and their paths put into ``dropped``.
+    """Returns a copy in JSON types; keys with other values are left out, and their paths added to ``dropped``.
 
     Raises:
         CheckpointError: the value is larger than any state that a user stores.
@@ -121,7 +120,7 @@ _LITERALS = frozenset({
 
 
 class _Machine:
-    """The stack and the memo of a pickle."""
+    """Stack and memo of a pickle."""
 
     def __init__(self, call: Call, persistent: Callable[[Any], Any]) -> None:
         self._call, self._persistent = call, persistent
@@ -143,7 +142,7 @@ class _Machine:
             elif name not in _NOTHING:
                 step = getattr(self, f"on_{name.lower()}", None)
                 if step is None:
-                    raise CheckpointError(f"its pickle has the opcode {name}, which no file of torch has.")
+                    raise CheckpointError(f"its pickle has the opcode {name}, which torch does not write.")
                 step(argument)
         (value,) = self._stack
         return value
@@ -156,7 +155,7 @@ class _Machine:
         self._stack = []
 
     def _popped(self) -> list[Any]:
-        """Everything above the last mark."""
+        """Returns everything above the last mark."""
         found, self._stack = self._stack, self._below.pop()
         return found
 
@@ -241,7 +240,7 @@ class _Machine:
     def _called(self, callee: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple):
             raise TypeError("arguments that are no tuple")
-        if not isinstance(callee, PickledName):  # what a call returned is called again
+        if not isinstance(callee, PickledName):  # the result of a call is called again
             return PickledObject(PickledName("", "?"), (callee, *arguments))
         return self._call(callee, arguments)
 
@@ -277,7 +276,7 @@ def _fill(target: dict[Any, Any], values: list[Any]) -> None:
 
 
 def _keys(values: list[Any]) -> Iterator[Any]:
-    """Keys of one level, since hashing a deep tuple may exhaust the stack of the interpreter."""
+    """Yields keys of one level; hashing a deeper tuple may exhaust the interpreter's stack."""
     for key in values[::2]:
         if not isinstance(key, _SCALARS) and not (
             isinstance(key, tuple) and all(isinstance(item, _SCALARS) for item in key)

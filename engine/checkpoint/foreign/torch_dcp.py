@@ -1,15 +1,15 @@
 """Folders of ``torch.distributed.checkpoint``, which TorchTitan, FSDP2 scripts and Megatron's ``torch_dist`` write.
 
-    .metadata          a pickle: names, full shapes, and of each chunk its box, its file and its bytes there
+    .metadata          a pickle: names, full shapes, and for each chunk its box, its file and its byte range
     __R_N.distcp       chunks of rank R, each a file of torch.save
 
-A name is the path of a value in the saved dict. Two forms of an optimizer's state are known, the nested one and the one
-that ``flatten_optimizer_state_dict`` gives:
+    A name is the path of a value in the saved dict. The optimizer's state has two known forms, the nested one and the
+    one of ``flatten_optimizer_state_dict``:
 
     optim, state, NAME, exp_avg              optim, param_groups, 0, lr
     optimizer, state.NAME.exp_avg            optimizer, param_groups.NAME.lr
 
-Of a ``torch_dist`` folder, "optimizer.state.exp_avg.NAME" is the moment, "fp32_param" the fp32 weight, and a name with
+In a ``torch_dist`` folder, "optimizer.state.exp_avg.NAME" is the moment and "fp32_param" the fp32 weight. A name with
 "layers." and no number is a stack of the layers along its first dim.
 """
 
@@ -41,14 +41,14 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _MEGATRON = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param)\.(.+)")
 _STACKED = re.compile(r"(.*\blayers)\.(?!\d+\.)(.+)")
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
-"""What wrappers of torch put before every name."""
+"""Prefixes that torch's wrappers add to every name."""
 
 Place = tuple[Any, ...]
 
 
 @dataclass
 class _Parts:
-    """The saved values, by what they are."""
+    """Saved values by their kind."""
 
     weights: dict[str, SpannedTensor] = field(default_factory=dict)
     moments: dict[str, SpannedTensor] = field(default_factory=dict)
@@ -60,17 +60,17 @@ class _Parts:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Parameter -> options, in the flattened form."""
     rest: dict[str, Any] = field(default_factory=dict)
-    """Everything else, nested as it was saved."""
+    """All other values, nested as they were saved."""
 
 
 def read_dcp(files: Files, folder: Path, optimizer: bool = True) -> tuple[ForeignContents, list[str]]:
-    """The checkpoint in ``folder``, and its other values that are no JSON and are left out.
+    """Returns the checkpoint in ``folder``, and the paths of other values without a JSON form, which are left out.
 
     Args:
-        optimizer: the optimizer's state is wanted.
+        optimizer: True if the optimizer's state is wanted.
 
     Raises:
-        CheckpointError: damage; chunks that are compressed; a Megatron optimizer whose state has no names.
+        CheckpointError: damage; compressed chunks; a Megatron optimizer with a state without names.
     """
     what = str(folder / METADATA)
     metadata = read_pickle(bytes(read_all(files, folder, METADATA, _LIMIT)), what, call_of_torch)
@@ -80,7 +80,7 @@ def read_dcp(files: Files, folder: Path, optimizer: bool = True) -> tuple[Foreig
     parts, dropped = _Parts(), list[str]()
     for name, described in value_dict(state.get("state_dict_metadata"), what).items():
         if not isinstance(name, str) or not isinstance(described, PickledObject):
-            raise CheckpointError(f"{what} is damaged: it describes something that has no name.")
+            raise CheckpointError(f"{what} is damaged: it describes a value without a name.")
         path = places.get(name)
         place = tuple(path) if isinstance(path, tuple | list) else _guessed(name)
         if optimizer or not _of_optimizer(place):
@@ -118,7 +118,7 @@ def _chunks(stored: Mapping[Any, Any], folder: Path, what: str) -> dict[str, lis
     found: dict[str, list[_Chunk]] = {}
     for index, info in stored.items():
         if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
-            raise CheckpointError(f"{what} is damaged: it stores something that has no name.")
+            raise CheckpointError(f"{what} is damaged: it stores a chunk without a name.")
         if info.get("transform_descriptors"):
             raise CheckpointError(f"{folder} has compressed chunks, which are not read; save it without extensions.")
         name, file = index.get("fqn"), info.get("relative_path")
@@ -131,7 +131,7 @@ def _chunks(stored: Mapping[Any, Any], folder: Path, what: str) -> dict[str, lis
 
 
 def _value(files: Files, described: PickledObject, chunks: Sequence[_Chunk], name: str, what: str) -> Any:
-    """A full tensor as pieces, or the object that was saved."""
+    """Returns a full tensor as pieces, or the saved object."""
     saved = [(each, read_torch_file(files, each.path, each.start, each.length)) for each in chunks]
     if described.name.attribute != "TensorStorageMetadata":
         return saved[0][1] if saved else None
@@ -147,7 +147,7 @@ def _value(files: Files, described: PickledObject, chunks: Sequence[_Chunk], nam
     for each, held in saved:
         size = boxes.get(each.offset)
         if not isinstance(held, TorchTensor) or size is None or not len(size) == len(shape) == len(each.offset):
-            raise CheckpointError(f"{each.path} is damaged: a chunk of {name!r} is not what {METADATA} says.")
+            raise CheckpointError(f"{each.path} is damaged: a chunk of {name!r} does not match {METADATA}.")
         if any(at + count > whole for at, count, whole in zip(each.offset, size, shape, strict=True)):
             raise CheckpointError(f"{what} is damaged: a chunk of {name!r} reaches beyond its shape.")
         spans += [held.span(piece, first, name) for piece, first in pieces_of_box(shape, each.offset, size)]
@@ -160,7 +160,7 @@ def _value(files: Files, described: PickledObject, chunks: Sequence[_Chunk], nam
 
 
 def _guessed(name: str) -> Place:
-    """The path of a name, where the planner did not write it."""
+    """Returns the path of a name that the planner did not write."""
     root, _, rest = name.partition(".")
     return (root, rest) if root in ("model", "optim", "optimizer") and rest else (name,)
 
@@ -170,7 +170,7 @@ def _of_optimizer(place: Place) -> bool:
 
 
 def _classified(place: Place) -> tuple[str, Any, Any]:
-    """(kind, parameter or group, moment or option)."""
+    """Returns (kind, parameter or group, moment or option)."""
     last = str(place[-1])
     if found := _MEGATRON.fullmatch(".".join(map(str, place))):
         return "moment", found[2], found[1]
@@ -207,7 +207,7 @@ def _put(parts: _Parts, place: Place, value: Any, files: Files) -> None:
 
 
 def _number(value: Any, files: Files) -> Any:
-    """The value of a tensor without dims; anything else as it is."""
+    """Returns the value of a tensor with one element; anything else unchanged."""
     if not isinstance(value, SpannedTensor) or value.kind.elements != 1:
         return value
     span = value.spans[0]
@@ -215,7 +215,7 @@ def _number(value: Any, files: Files) -> Any:
 
 
 def _unstacked(name: str, tensor: SpannedTensor) -> Iterator[tuple[str, SpannedTensor]]:
-    """The layers of a stack, or the tensor alone."""
+    """Yields the layers of a stack, or the tensor alone."""
     found = _STACKED.fullmatch(name)
     if found is None or not tensor.kind.shape:
         yield name, tensor
@@ -231,7 +231,7 @@ def _unstacked(name: str, tensor: SpannedTensor) -> Iterator[tuple[str, SpannedT
 
 
 def _groups(parts: _Parts, common: Mapping[Any, Any], files: Files) -> list[ParameterGroup]:
-    """The optimizer's groups; parameters of equal options are one where the groups were not written."""
+    """Returns the optimizer's groups; without written groups, parameters with equal options form one."""
     if parts.moments and not any(f"{name.partition('/')[2]}" in parts.weights for name in parts.moments):
         raise CheckpointError(
             "the optimizer's state in this folder does not name the model's parameters; load it with "
@@ -254,7 +254,7 @@ def _groups(parts: _Parts, common: Mapping[Any, Any], files: Files) -> list[Para
 
 
 def _common_options(common: Mapping[Any, Any]) -> dict[str, Any]:
-    """Options of the first group that Megatron's ``common.pt`` has."""
+    """Returns the options of the first group in Megatron's ``common.pt``."""
     inner: Any = common.get("optimizer")
     while isinstance(inner, dict) and "optimizer" in inner:
         inner = inner["optimizer"]
@@ -263,7 +263,7 @@ def _common_options(common: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _updates(parts: _Parts, common: Mapping[Any, Any], groups: Sequence[ParameterGroup]) -> int:
-    """The number of updates: "step", "train_state.step", Megatron's iteration, or what the optimizer counted."""
+    """Returns the number of updates: "step", "train_state.step", Megatron's iteration, or the optimizer's count."""
     train_state = parts.rest.get("train_state")
     nested = train_state.pop("step", None) if isinstance(train_state, dict) else None
     for value in (parts.rest.pop("step", None), nested, common.get("iteration")):

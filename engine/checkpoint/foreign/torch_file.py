@@ -1,9 +1,9 @@
-"""A file of ``torch.save``: a zip with a pickle, and one uncompressed entry for the bytes of each storage.
+"""File of ``torch.save``: a zip with a pickle, and one uncompressed entry for the bytes of each storage.
 
     archive/data.pkl      the value; a tensor is (storage key, first element, size, stride)
     archive/data/0        bytes of storage "0"
 
-The pickle is interpreted without running anything, and tensors stay on disk: each is known by its first byte.
+The pickle is interpreted without executing it, and tensors stay on disk: each is known by its first byte.
 """
 
 import io
@@ -33,7 +33,7 @@ _STORAGES: Mapping[str, str] = MappingProxyType({
 _DTYPES: Mapping[str, str] = MappingProxyType({
     "uint16": "U16", "uint32": "U32", "uint64": "U64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 })  # fmt: skip
-"""Dtypes that have no storage class: torch stores their bytes."""
+"""Dtypes without a storage class: torch stores their bytes."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _NUMBERS: Mapping[str, str] = MappingProxyType(
     {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i", "I16": "<h", "I8": "<b", "U8": "<B", "BOOL": "<?"}
@@ -50,7 +50,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class TorchTensor:
-    """A tensor in a file of ``torch.save``."""
+    """Tensor in a file of ``torch.save``."""
 
     kind: TensorKind
     path: Path
@@ -59,10 +59,10 @@ class TorchTensor:
     strides: tuple[int, ...]
 
     def span(self, piece: Piece, first: int = 0, tensor: str = "a tensor") -> FileSpan:
-        """``piece`` of a tensor, whose elements are these from ``first`` on.
+        """Returns the span of ``piece`` of a tensor, whose elements are this tensor's from ``first`` on.
 
         Raises:
-            CheckpointError: the elements do not lie in a row, or are fewer.
+            CheckpointError: the elements are not contiguous, or too few.
         """
         self.check_row(tensor)
         if not 0 <= first <= first + piece.elements <= self.kind.elements:
@@ -73,18 +73,18 @@ class TorchTensor:
         return FileSpan(self.path, self.start + first * self.kind.width, piece)
 
     def check_row(self, tensor: str) -> None:
-        """Refuse a tensor whose elements do not lie in a row."""
+        """Refuses a tensor that is not contiguous."""
         expected = 1
         for size, stride in reversed(list(zip(self.kind.shape, self.strides, strict=True))):
             if size != 1 and stride != expected and self.kind.elements:
                 raise CheckpointError(
-                    f"{self.path}: {tensor} has shape {list(self.kind.shape)} and strides {list(self.strides)}, and "
-                    "tensors are read whose elements lie in a row; save it with .contiguous()."
+                    f"{self.path}: {tensor} has shape {list(self.kind.shape)} and strides {list(self.strides)}, but "
+                    "only contiguous tensors are read; save it with .contiguous()."
                 )
             expected *= size
 
     def number(self, files: Files) -> float | int | bool | None:
-        """The value of a tensor with one element of a number's dtype, else None."""
+        """Returns the value of a tensor with one element of a number's dtype, otherwise None."""
         if self.kind.elements != 1 or self.kind.dtype not in _NUMBERS:
             return None
         data = bytearray(self.kind.width)
@@ -95,7 +95,7 @@ class TorchTensor:
 
 
 class _Range(io.RawIOBase):
-    """Bytes ``start : start + size`` of an open file, as a file of its own."""
+    """Bytes ``start : start + size`` of an open file, as a separate file."""
 
     def __init__(self, files: Files, file: int, start: int, size: int) -> None:
         self._files, self._file, self._start, self._size, self._at = files, file, start, size, 0
@@ -133,7 +133,7 @@ def read_torch_file(files: Files, path: Path, start: int = 0, size: int | None =
     with opened(files, path.parent, path.name) as file:
         size = files.size(file) - start if size is None else size
         if start < 0 or size < 0 or start + size > files.size(file):
-            raise CheckpointError(f"{path} is damaged: it has no bytes {start} to {start + size}.")
+            raise CheckpointError(f"{path} is damaged: it has no bytes {start:,} to {start + size:,}.")
         with _entries(files, file, path, start, size) as entries:
             data = entries.read("data.pkl")
             if "byteorder" in entries.known and entries.read("byteorder") != b"little":
@@ -153,17 +153,17 @@ class _Entries:
         self.known = {i.filename.removeprefix(folder): i for i in archive.infolist() if i.filename.startswith(folder)}
 
     def read(self, name: str) -> bytes:
-        """The bytes of a small entry."""
+        """Returns the bytes of a small entry."""
         entry = self._entry(name)
         if entry.file_size > LIMIT:
-            raise CheckpointError(f"{self._path} is damaged: {name} has {entry.file_size} bytes.")
+            raise CheckpointError(f"{self._path} is damaged: {name} has {entry.file_size:,} bytes.")
         return self._archive.read(entry)
 
     def storage(self, persistent: Any) -> _Storage:
-        """The storage of ("storage", class, key, device, elements)."""
+        """Returns the storage of ("storage", class, key, device, elements)."""
         word, kind, key, *_ = persistent if isinstance(persistent, tuple) and len(persistent) == 5 else (None,) * 3
         if word != "storage" or not isinstance(kind, PickledName) or not isinstance(key, str):
-            raise CheckpointError("its pickle refers to something that is no storage.")
+            raise CheckpointError("its pickle refers to an object that is no storage.")
         code = _STORAGES.get(kind.attribute, "U8" if kind.attribute == "UntypedStorage" else None)
         if code is None:
             raise CheckpointError(f"its storages of class {kind} are not read; save them in another dtype.")
@@ -177,13 +177,13 @@ class _Entries:
         return entry
 
     def _first_byte(self, entry: zipfile.ZipInfo) -> int:
-        """Where the data begin, behind the entry's own header, whose length the directory does not tell."""
+        """Returns the byte at which the data begins, after the entry's own header of variable length."""
         data = bytearray(_LOCAL_HEADER.size)
         with memoryview(data) as target:
             self._files.read_into(self._file, target, self._start + entry.header_offset)
         magic, name, extra = _LOCAL_HEADER.unpack(data)
         if magic != b"PK\3\4":
-            raise CheckpointError(f"{self._path} is damaged: its entries are not where its directory says.")
+            raise CheckpointError(f"{self._path} is damaged: its entries are not at the offsets in its directory.")
         return int(entry.header_offset + _LOCAL_HEADER.size + name + extra)
 
 
@@ -204,8 +204,8 @@ _PARAMETERS = frozenset({"torch._utils._rebuild_parameter", "torch._utils._rebui
 
 
 def call_of_torch(name: PickledName, arguments: tuple[Any, ...]) -> Any:
-    """The value of the calls of which torch's files consist."""
-    match str(name).replace("__builtin__.", "builtins."), arguments:  # as Python 2 called it, and protocol 2 still does
+    """Returns the value of a call that torch's files contain."""
+    match str(name).replace("__builtin__.", "builtins."), arguments:  # the name of Python 2, which protocol 2 still has
         case ("collections.OrderedDict" | "builtins.dict", ()) | ("collections.defaultdict", _):
             return {}
         case "torch.Size" | "builtins.tuple", (list(values) | tuple(values),):
@@ -254,33 +254,33 @@ def _is_natural(value: Any) -> bool:
 
 
 def value_dict(value: Any, what: str) -> dict[Any, Any]:
-    """``value``, if it is a dict.
+    """Returns ``value``, if it is a dict.
 
     Raises, as the functions below:
         CheckpointError: it is something else.
     """
     if not isinstance(value, dict):
-        raise CheckpointError(f"{what} has a {type(value).__name__} where a dict belongs; it is damaged.")
+        raise CheckpointError(f"{what} has a {type(value).__name__} in place of a dict; it is damaged.")
     return value
 
 
 def value_list(value: Any, what: str) -> list[Any]:
-    """``value``, if it is a list or a tuple."""
+    """Returns ``value`` as a list, if it is a list or a tuple."""
     if not isinstance(value, list | tuple):
-        raise CheckpointError(f"{what} has a {type(value).__name__} where a list belongs; it is damaged.")
+        raise CheckpointError(f"{what} has a {type(value).__name__} in place of a list; it is damaged.")
     return list(value)
 
 
 def numbers_of(value: Any, what: str) -> tuple[int, ...]:
-    """``value``, if it is a list of whole numbers, such as a shape."""
+    """Returns ``value`` as a tuple, if it is a list of whole numbers, such as a shape."""
     found = value_list(value, what)
     if not all(map(_is_natural, found)):
-        raise CheckpointError(f"{what} has something else where whole numbers of 0 or more belong; it is damaged.")
+        raise CheckpointError(f"{what} has other values in place of whole numbers of 0 or more; it is damaged.")
     return tuple(found)
 
 
 def shape_of(value: Any, what: str) -> tuple[int, ...]:
-    """``value``, if it is the shape of a tensor that can exist."""
+    """Returns ``value``, if it is the shape of a possible tensor."""
     found = numbers_of(value, what)
     if len(found) > 64 or prod(size or 1 for size in found) >= 2**62:
         raise CheckpointError(f"{what} has a shape that is too large for any tensor; it is damaged.")
@@ -288,7 +288,7 @@ def shape_of(value: Any, what: str) -> tuple[int, ...]:
 
 
 def tensor_of(value: Any, what: str) -> TorchTensor:
-    """``value``, if it is a tensor."""
+    """Returns ``value``, if it is a tensor."""
     if not isinstance(value, TorchTensor):
-        raise CheckpointError(f"{what} is a {type(value).__name__} where a tensor belongs; the file is damaged.")
+        raise CheckpointError(f"{what} is a {type(value).__name__} in place of a tensor; the file is damaged.")
     return value

@@ -1,9 +1,9 @@
-"""Hashes of the blocks of a file, and reading it in chunks whose blocks are checked.
+"""Hashes of the blocks of a file, and reads in chunks of checked blocks.
 
 Common formats load a flipped bit without an error. Here each block of a file has a 64-bit hash that is checked whenever
 a part of the block is read.
 
-A long stretch is read in chunks that stay in the processor's cache while they are checked, by two threads, since
+A long stretch is read in chunks that stay in the processor's cache while they are checked, by two threads, because
 reading and hashing release the interpreter lock. So the disk is always busy:
 
     thread 0    read chunk 0 | check | copy      read chunk 2 | check | copy
@@ -37,7 +37,8 @@ except ImportError:  # without xxhash, blocks are hashed with crc32, as the mani
 
 
 BLOCK = 1 << 18
-"""Bytes that one hash covers. Reads are rounded to blocks, so a block is small beside a rank's share of a tensor."""
+"""Bytes that one hash covers. Reads are rounded to blocks, so a block is small compared to a rank's share of a
+tensor."""
 
 Hashes = NDArray[np.uint64]
 _HashFunction = Callable[[memoryview], int]
@@ -51,26 +52,26 @@ DEFAULT_ALGORITHM = next(iter(_ALGORITHMS))
 
 
 def block_count(size: int, block: int = BLOCK) -> int:
-    """Number of blocks of a file of ``size`` bytes."""
+    """Returns the number of blocks of a file of ``size`` bytes."""
     return -(-size // block)
 
 
 def hash_function(algorithm: str) -> _HashFunction:
-    """The function that hashes one block.
+    """Returns the function that hashes one block.
 
     Raises:
-        CheckpointError: this machine lacks the package that computes it.
+        CheckpointError: the package of the algorithm is missing on this machine.
     """
     if algorithm not in _ALGORITHMS:
         raise CheckpointError(
-            f"this checkpoint's blocks are hashed with {algorithm}, and the package that computes it is missing; "
+            f"this checkpoint's blocks are hashed with {algorithm}, but the package that computes it is missing; "
             "run pip install xxhash."
         )
     return _ALGORITHMS[algorithm]
 
 
 def hash_blocks(data: memoryview, algorithm: str = DEFAULT_ALGORITHM, block: int = BLOCK) -> Hashes:
-    """uint64 [blocks]: the hash of every block of ``data``, which starts at a block boundary."""
+    """Returns the hash of every block of ``data``, which starts at a block boundary: uint64 [blocks]."""
     function = hash_function(algorithm)
     starts = range(0, len(data), block)
     return np.fromiter((function(data[start : start + block]) for start in starts), dtype=np.uint64, count=len(starts))
@@ -87,7 +88,7 @@ Check = Callable[[memoryview, int], None]
 
 
 class ChunkReader:
-    """Reads a file in chunks of at most ``size`` bytes, a whole number of pages."""
+    """Reader of a file in chunks of at most ``size`` bytes, a whole number of pages."""
 
     def __init__(self, files: Files, size: int) -> None:
         self._files, self._size = files, size
@@ -95,7 +96,7 @@ class ChunkReader:
         self._pool = ThreadPoolExecutor(THREADS, "reader")  # threads start with the first read and end with the reader
 
     def read(self, file: int, target: ByteRange, start: int, check: Check) -> int:
-        """Fill ``target`` from byte ``start``, a page boundary; returns the number of bytes read.
+        """Fills ``target`` from byte ``start``, a page boundary; returns the number of bytes read.
 
         Raises:
             OSError: an error of the disk, or whatever ``check`` raises; of several errors the first in the file.
@@ -129,13 +130,13 @@ class ChunkReader:
 
 
 def _whole(count: int, target: ByteRange) -> None:
-    """Refuse a short read: the buffer may still hold the same bytes from before, and the check would pass."""
+    """Refuses a short read: the buffer may still contain equal bytes from before, and the check would pass."""
     if count < len(target):
         raise OSError(errno.EIO, "it has become shorter")
 
 
 def _results(futures: Sequence[Future[int]]) -> list[int]:
-    """All results; every future has ended when this returns or raises."""
+    """Returns all results; every future has ended when this returns or raises."""
     try:
         return [future.result() for future in futures]
     finally:
@@ -146,16 +147,16 @@ def _results(futures: Sequence[Future[int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class HashSlice:
-    """Where the file of all hashes has those of one file."""
+    """Position of one file's hashes in the file of all hashes."""
 
     start: int
     """First byte."""
     sha256: str
-    """Of those bytes."""
+    """sha256 of these bytes."""
 
 
 def hash_slices(hashes: Mapping[str, Hashes]) -> dict[str, HashSlice]:
-    """The slices of the file that ``hashes_file`` makes of these hashes."""
+    """Returns the slices of the file that ``hashes_file`` makes from these hashes."""
     layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
     return {
         name: HashSlice(start, hashlib.sha256(hashes[name].tobytes()).hexdigest())

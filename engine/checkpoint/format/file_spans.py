@@ -1,4 +1,4 @@
-"""Tensors that lie in files without block hashes: where the bytes of each piece begin, and reading them."""
+"""Tensors in files without block hashes: the first byte of each piece, and reads of them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from engine.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """A piece of a tensor whose elements lie in a row in a file."""
+    """Piece of a tensor with contiguous elements in a file."""
 
     path: Path
     start: int
@@ -23,9 +23,9 @@ class FileSpan:
     piece: Piece
 
     def slice_of(self, index: int, kind: TensorKind) -> "FileSpan | None":
-        """What it holds of element ``index`` along the first dim, a tensor of ``kind``; None if nothing."""
+        """Returns the span's part of element ``index`` along the first dim, a tensor of ``kind``; None if empty."""
         part = self.piece.part
-        if part.dim == 0:  # rows of the first dim, which are neighbours: elements of the full tensor in a row
+        if part.dim == 0:  # adjacent rows of the first dim: contiguous elements of the full tensor
             inner, offset = Part(kind.shape), part.rows[0][0] * kind.elements
         else:
             inner, offset = Part(kind.shape, None if part.dim is None else part.dim - 1, part.rows), 0
@@ -40,14 +40,14 @@ class FileSpan:
 
 @dataclass(frozen=True, slots=True)
 class SpannedTensor:
-    """A full tensor, as pieces that lie in files."""
+    """Full tensor, as pieces in files."""
 
     kind: TensorKind
     spans: tuple[FileSpan, ...]
 
 
 def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Iterable[ReadRequest]) -> None:
-    """Fill the targets of all requests, reading only the bytes that they need.
+    """Fills the targets of all requests, reading only the bytes that they need.
 
     Raises:
         CheckpointError: a file ends too early, or the pieces of a tensor lack some of its elements.
@@ -59,7 +59,7 @@ def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Itera
             got += int(shared.length.sum())
             if not len(shared.length):
                 continue
-            path = resolved(span.path)  # in the cache of the Hugging Face hub it is a link
+            path = resolved(span.path)  # a link in the cache of the Hugging Face hub
             with opened(files, path.parent, path.name) as file:
                 for copy in copies(shared, span.start, tensor.kind.width, want):
                     if files.read_into(file, copy.target, copy.start) < copy.length:
@@ -68,15 +68,15 @@ def read_spans(files: Files, tensors: Mapping[str, SpannedTensor], wanted: Itera
                         )
         if got != want.piece.elements:
             raise CheckpointError(
-                f"{want.tensor!r}: the files hold {got} of {want.piece.elements} elements; copy the folder again."
+                f"{want.tensor!r}: the files have {got} of {want.piece.elements} elements; copy the folder again."
             )
 
 
 def pieces_of_box(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> Iterator[tuple[Piece, int]]:
-    """The box ``start : start + size`` of a tensor as pieces, each with the index of its first element in the box.
+    """Yields the box ``start : start + size`` of a tensor as pieces, each with its first element's index in the box.
 
-    Row 1 of a 3 x 4 tensor's columns 2:4 is elements 2:4 of the part that those columns are. A cut of one dim, or of
-    two of which one is the first, is one piece.
+    Row 1 of a 3 x 4 tensor's columns 2:4 is elements 2:4 of the part with these columns. A cut along one dim, or along
+    the first and one other, is one piece.
     """
     cut = [dim for dim in range(len(shape)) if size[dim] != shape[dim]]
     if not cut:
@@ -85,7 +85,7 @@ def pieces_of_box(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[in
     last = cut[-1]
     part = Part(shape, last, ((start[last], start[last] + size[last]),))
     block = size[last] * prod(shape[last + 1 :])
-    # dims before the last cut one: rows of them that are neighbours in the tensor make one piece
+    # dims before the last cut one: their rows that are adjacent in the tensor make one piece
     inner = cut[-2] if len(cut) > 1 else 0
     whole = prod(shape[inner + 1 : last]) if last else 1
     length = (size[inner] if last else 1) * whole * block

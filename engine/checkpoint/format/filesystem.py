@@ -1,4 +1,4 @@
-"""Every file operation of a checkpoint, in one small class, so that tests can record, replay and fail them.
+"""File operations of a checkpoint, all in one small class, so that tests can record, replay and fail them.
 
 Paths are absolute. Nothing is overwritten: files are always created, and folders appear by rename.
 """
@@ -21,11 +21,11 @@ class Files:
     """File operations on the real file system."""
 
     def make_folder(self, path: Path) -> None:
-        """Create a folder; its parent exists."""
+        """Creates a folder; its parent exists."""
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        """Create a file and open it for writing, past the page cache if the file system can."""
+        """Creates a file and opens it for writing, past the page cache if the file system can."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
             return os.open(path, flags | os.O_DIRECT, 0o644)
@@ -37,7 +37,7 @@ class Files:
         return os.open(path, flags, 0o644)
 
     def write(self, file: int, data: memoryview) -> None:
-        """Append ``data``; past the page cache, ``data`` consists of whole pages at page-aligned addresses."""
+        """Appends ``data``; past the page cache, ``data`` consists of whole pages at page-aligned addresses."""
         while data:
             try:
                 written = os.write(file, data)
@@ -50,15 +50,15 @@ class Files:
             data = data[written:]
 
     def truncate(self, file: int, size: int) -> None:
-        """Cut the file to ``size`` bytes."""
+        """Cuts the file to ``size`` bytes."""
         os.ftruncate(file, size)
 
     def sync(self, file: int) -> None:
-        """Force the contents of a file to disk."""
+        """Forces the contents of a file to disk."""
         os.fsync(file)
 
     def sync_folder(self, path: Path) -> None:
-        """Force the names in a folder to disk."""
+        """Forces the names in a folder to disk."""
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with named(path):
@@ -67,21 +67,21 @@ class Files:
             os.close(file)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Rename a file or folder within a file system; an existing file is replaced, an existing folder is not."""
+        """Renames a file or folder within a file system; an existing file is replaced, an existing folder is not."""
         os.rename(path, target)
 
     def unlink(self, path: Path, parent: int | None = None) -> None:
-        """Remove a file or link; with ``parent``, the open folder that holds it, whatever ``path`` leads to now."""
+        """Removes a file or link; ``parent`` is its open folder, which decides even if ``path`` leads elsewhere now."""
         os.unlink(path if parent is None else path.name, dir_fd=parent)
 
     def remove_folder(self, path: Path, parent: int | None = None) -> None:
-        """Remove an empty folder; ``parent`` as in ``unlink``."""
+        """Removes an empty folder; ``parent`` as in ``unlink``."""
         os.rmdir(path if parent is None else path.name, dir_fd=parent)
 
     # ------------------------------------------------------------------ reading
 
     def open(self, root: Path, name: str) -> int:
-        """Open the regular file ``name`` ("model/x.safetensors") under ``root`` for reading; links are not followed.
+        """Opens the regular file ``name`` ("model/x.safetensors") under ``root`` for reading; links are not followed.
 
         Raises:
             CheckpointError: it is a link, a folder or a device, or its path contains a link.
@@ -109,11 +109,11 @@ class Files:
         return file
 
     def size(self, file: int) -> int:
-        """Size of an open file in bytes."""
+        """Returns the size of an open file in bytes."""
         return os.fstat(file).st_size
 
     def read_into(self, file: int, target: memoryview, offset: int) -> int:
-        """Fill ``target`` from ``offset`` on; returns the number of bytes read, fewer at the end of the file."""
+        """Fills ``target`` from ``offset`` on; returns the number of bytes read, fewer at the end of the file."""
         done = 0
         while done < len(target):
             count = os.preadv(file, [target[done:]], offset + done)
@@ -123,7 +123,7 @@ class Files:
         return done
 
     def is_cached(self, file: int, offset: int) -> bool:
-        """True if the byte at ``offset`` is in the page cache, or if the system cannot tell."""
+        """Returns True if the byte at ``offset`` is in the page cache, or if the system cannot tell."""
         try:
             os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT)
         except BlockingIOError:
@@ -133,7 +133,7 @@ class Files:
         return True
 
     def read_direct(self, file: int, target: memoryview, offset: int) -> int:
-        """As ``read_into`` but past the page cache, so that data read once does not evict cached pages.
+        """Reads as ``read_into`` does, but past the page cache, so that data read once does not evict cached pages.
 
         ``target`` and ``offset`` are page-aligned, and the length is a whole number of pages, also at the end of the
         file.
@@ -158,24 +158,24 @@ class Files:
             os.close(direct)
 
     def close(self, file: int) -> None:
-        """Close an open file."""
+        """Closes an open file."""
         os.close(file)
 
     def names(self, path: Path) -> list[str]:
-        """Names in a folder, sorted."""
+        """Returns the names in a folder, sorted."""
         return sorted(os.listdir(path))
 
     def is_folder(self, path: Path) -> bool:
-        """True for a folder or a link to one, since a run may be on another disk."""
+        """Returns True for a folder or a link to one, because a run may be on another disk."""
         return path.is_dir()
 
     def is_link(self, path: Path) -> bool:
-        """True for a link, whatever it points to."""
+        """Returns True for a link, whatever its target."""
         return path.is_symlink()
 
     @contextmanager
     def locked(self, path: Path) -> Iterator[bool]:
-        """Lock a folder until the context or the process ends; yields False if another process holds the lock."""
+        """Locks a folder until the context or the process ends; yields False if another process has the lock."""
         file, free = os.open(path, os.O_RDONLY | os.O_NOFOLLOW), True
         try:
             try:
@@ -187,26 +187,28 @@ class Files:
             os.close(file)
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that this user can still write to the file system of ``path``."""
+        """Returns the bytes that this user can still write to the file system of ``path``."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """The absolute path without links, so that it stays valid when the working directory changes."""
+    """Returns the absolute path without links, which stays valid when the working directory changes."""
     return Path(os.path.realpath(path))
 
 
 def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
-    """Contents of a small file.
+    """Returns the contents of a small file.
 
     Raises:
-        CheckpointError: it cannot be read, or it is larger than ``limit`` bytes, the most that a sound file has.
+        CheckpointError: it cannot be read, or it is larger than ``limit`` bytes, the most of a sound file.
     """
     with opened(files, root, name) as file:
         size = files.size(file)
         if size > limit:
-            raise CheckpointError(f"{root / name} is damaged: it has {size} bytes, and at most {limit} are allowed.")
+            raise CheckpointError(
+                f"{root / name} is damaged: it has {size:,} bytes, but at most {limit:,} are allowed."
+            )
         data = bytearray(size)
         with memoryview(data) as target:
             count = files.read_into(file, target, 0)
@@ -215,7 +217,7 @@ def read_all(files: Files, root: Path, name: str, limit: int) -> bytearray:
 
 
 def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
-    """Write the chunks to a new file and force it to disk; returns its size in bytes."""
+    """Writes the chunks to a new file and forces it to disk; returns its size in bytes."""
     count = 0
     with named(path):
         file = files.create(path)
@@ -231,7 +233,7 @@ def write_new(files: Files, path: Path, chunks: Iterable[memoryview]) -> int:
 
 @contextmanager
 def opened(files: Files, root: Path, name: str) -> Iterator[int]:
-    """Open a file for reading and close it at the end.
+    """Opens a file for reading and closes it at the end.
 
     Raises:
         CheckpointError: names the file and the reason why it cannot be read.
@@ -248,7 +250,7 @@ def opened(files: Files, root: Path, name: str) -> Iterator[int]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Add the path to an OSError: the system omits it once the file is open."""
+    """Adds the path to an OSError: the system omits it once the file is open."""
     try:
         yield
     except OSError as error:
@@ -257,9 +259,9 @@ def named(path: Path) -> Iterator[None]:
 
 
 def remove_tree(files: Files, path: Path) -> None:
-    """Remove a file, or a folder with its contents; links are removed and not followed.
+    """Removes a file, or a folder with its contents; links are removed and not followed.
 
-    Names are looked up in open folders, so that a folder which somebody replaces by a link meanwhile leads nowhere.
+    Names are looked up in open folders, so a folder that somebody replaces by a link meanwhile leads nowhere.
     """
     parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -269,7 +271,7 @@ def remove_tree(files: Files, path: Path) -> None:
 
 
 def _remove(files: Files, path: Path, parent: int) -> None:
-    """Remove what has the name of ``path`` in the open folder ``parent``."""
+    """Removes the entry with the name of ``path`` from the open folder ``parent``."""
     try:
         folder = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     except OSError as error:
@@ -289,7 +291,7 @@ def _remove(files: Files, path: Path, parent: int) -> None:
 
 @contextmanager
 def _at(path: Path) -> Iterator[None]:
-    """Put the whole path into an OSError, which has the name in the open folder."""
+    """Sets the whole path in an OSError, which has only the name in the open folder."""
     try:
         yield
     except OSError as error:
@@ -302,6 +304,6 @@ def _is_direct(file: int) -> bool:
 
 
 def _buffered(file: int) -> None:
-    """Continue through the page cache: after a short write the rest is no longer aligned."""
+    """Continues through the page cache: after a short write the rest is no longer aligned."""
     if _is_direct(file):
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)

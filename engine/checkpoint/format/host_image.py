@@ -36,7 +36,7 @@ class ImageMemory:
         self._buffers: dict[str, mmap.mmap] = {}
 
     def take(self, name: str, size: int) -> memoryview:
-        """A buffer of at least ``size`` bytes, rounded up to pages; it still contains the bytes of its previous use."""
+        """Returns a buffer of at least ``size`` bytes, rounded up to pages, with the bytes of its previous use."""
         wanted = max(PAGE, -(-size // PAGE) * PAGE)
         held = self._buffers.get(name)
         if held is None or len(held) < wanted:
@@ -60,7 +60,7 @@ class HostImage:
     """Whole pages; the file is its first ``layout.size`` bytes."""
 
     def tensor(self, key: str) -> Tensor:
-        """A view of a tensor's bytes, to be filled with its values."""
+        """Returns a view of a tensor's bytes, to be filled with its values."""
         kind, start = self.layout.places[key]
         return as_tensor(self.memory[start : start + kind.bytes], kind)
 
@@ -68,7 +68,7 @@ class HostImage:
 def make_image(
     tensors: Mapping[str, TensorKind], metadata: Mapping[str, str], memory: ImageMemory, name: str
 ) -> HostImage:
-    """An image of a safetensors file: header and padding are written, the values are still to be filled in."""
+    """Returns an image of a safetensors file with header and padding, without the values."""
     layout = lay_out(tensors, metadata)
     image = HostImage(layout, memory.take(name, layout.size))
     image.memory[: len(layout.header)] = layout.header
@@ -77,14 +77,14 @@ def make_image(
 
 
 def as_tensor(memory: memoryview, kind: TensorKind) -> Tensor:
-    """A tensor that shares this memory."""
+    """Returns a tensor that shares this memory."""
     if not len(memory):
         return torch.empty(kind.shape, dtype=torch_dtype(kind))
     return torch.frombuffer(memory, dtype=torch_dtype(kind)).view(kind.shape)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Returns the memory of a contiguous CPU tensor."""
     if not tensor.numel():
         return memoryview(b"")
     data: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
@@ -92,13 +92,13 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def kind_of(tensor: Tensor, shape: tuple[int, ...] | None = None) -> TensorKind:
-    """Dtype and shape of a tensor in a file; ``shape`` replaces the tensor's own."""
+    """Returns dtype and shape of a tensor in a file; ``shape`` replaces the tensor's own."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorKind(code_of(dtype), tuple(tensor.shape) if shape is None else shape)
 
 
 def torch_dtype(kind: TensorKind) -> torch.dtype:
-    """The torch dtype of a kind."""
+    """Returns the torch dtype of a kind."""
     dtype: torch.dtype = getattr(torch, DTYPES[kind.dtype])
     return dtype
 
@@ -108,7 +108,7 @@ CHUNK = 1 << 24
 
 
 def write_file(files: Files, path: Path, memory: memoryview, size: int) -> Hashes:
-    """Write the first ``size`` bytes of ``memory`` to a new file; returns the hashes of its blocks.
+    """Writes the first ``size`` bytes of ``memory`` to a new file; returns the hashes of its blocks.
 
     ``memory`` starts at a page boundary and extends to the end of the last page, so that the last write can bypass the
     page cache too.
@@ -141,7 +141,7 @@ def _write(files: Files, path: Path, memory: memoryview, size: int) -> None:
 
 
 def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Cut ``items`` into runs of at most ``limit`` bytes; an item that has more is a run by itself."""
+    """Yields runs of ``items`` of at most ``limit`` bytes; a larger item is a run by itself."""
     batch: list[T] = []
     size = 0
     for item in items:

@@ -23,15 +23,15 @@ INDEXED = 2
 """Major version of a manifest in parts."""
 NAME, COMMIT, CHECKSUMS = "manifest.json", "COMMIT", "checksums.safetensors"
 LIMIT = 1 << 26
-"""Largest manifest in bytes: some 500,000 pieces. Parsed, it takes up to twenty times its size."""
+"""Largest manifest in bytes, about 500,000 pieces. Parsed, it takes up to twenty times its size."""
 PARTS = 1 << 12
-"""Most parts of a tensor, each of which is that of a tensor rank."""
+"""Most parts of a tensor; each tensor rank has one."""
 
 _FILE = re.compile(r"(model|optim|state)/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 class FileNames(Protocol):
-    """The names of files by number."""
+    """Names of files by number."""
 
     def __len__(self) -> int: ...
 
@@ -40,7 +40,7 @@ class FileNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A piece of a tensor, and the file and key under which it is stored."""
+    """Piece of a tensor, with the file and key of its values."""
 
     file: str
     key: str
@@ -49,7 +49,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A full tensor: pieces that cover it exactly once."""
+    """Full tensor: pieces that cover it exactly once."""
 
     kind: TensorKind
     pieces: Sequence[StoredPiece]
@@ -57,7 +57,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """How blocks are hashed, and the length and digest of the file of hashes."""
+    """Algorithm of the block hashes, and the length and digest of the file of hashes."""
 
     algorithm: str
     block_bytes: int
@@ -69,7 +69,7 @@ class Checksum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint without the values of its tensors."""
+    """Checkpoint without the values of its tensors."""
 
     step: int
     """Number of updates made."""
@@ -80,7 +80,7 @@ class Manifest:
     """Size of each file in bytes, by name."""
     checksum: Checksum
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of tied parameters -> their first name."""
+    """Further names of tied parameters -> their first name."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Information for people: time, versions, grid, configuration."""
     progress: Mapping[str, Any] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Manifest:
 
     @property
     def kinds(self) -> dict[str, TensorKind]:
-        """Dtype and shape of every tensor; of a manifest in parts they are known without reading a part."""
+        """Dtype and shape of every tensor; a manifest in parts has them without reading a part."""
         known: dict[str, TensorKind] | None = getattr(self.tensors, "kinds", None)
         return {name: tensor.kind for name, tensor in self.tensors.items()} if known is None else known
 
@@ -102,12 +102,12 @@ class Manifest:
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def model_kinds(self) -> dict[str, TensorKind]:
-        """Kind of every "param/..." and "buffer/..."."""
+        """Returns the kind of every "param/..." and "buffer/..."."""
         return {n: kind for n, kind in self.kinds.items() if n.startswith(("param/", "buffer/"))}
 
 
 def hashes_file(hashes: Mapping[str, Hashes]) -> tuple[bytearray, Checksum]:
-    """The contents of the file of hashes, and its entry in the manifest."""
+    """Returns the contents of the file of hashes, and its entry in the manifest."""
     layout = lay_out({name: TensorKind("U64", (len(found),)) for name, found in hashes.items()})
     data = bytearray(layout.size)
     data[: len(layout.header)] = layout.header
@@ -117,7 +117,7 @@ def hashes_file(hashes: Mapping[str, Hashes]) -> tuple[bytearray, Checksum]:
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """The text of the file.
+    """Returns the text of the file.
 
     Raises:
         CheckpointError: a value cannot be expressed in JSON.
@@ -137,7 +137,7 @@ def to_json(manifest: Manifest) -> bytes:
 
 
 def head_to_json(manifest: Manifest, version: str) -> dict[str, Any]:
-    """JSON of everything but tensors and files."""
+    """Returns JSON of everything except tensors and files."""
     return {
         "format": FORMAT, "version": version, "step": manifest.step, "attempt": manifest.attempt,
         "signature": manifest.signature, "aliases": dict(manifest.aliases), "info": dict(manifest.info),
@@ -150,7 +150,7 @@ def head_to_json(manifest: Manifest, version: str) -> dict[str, Any]:
 
 
 def dumped(fields: Mapping[str, Any]) -> bytes:
-    """The text of a manifest.
+    """Returns the text of a manifest.
 
     Raises:
         CheckpointError: a value cannot be expressed in JSON.
@@ -159,20 +159,20 @@ def dumped(fields: Mapping[str, Any]) -> bytes:
         return dump(fields)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"not saved: {error}; client_state and the states of registered objects have to be JSON: dicts with string "
+            f"not saved: {error}; client_state and the states of registered objects must be JSON: dicts with string "
             "keys, lists, strings, finite numbers, true, false and null."
         ) from error
 
 
 def piece_to_json(stored: StoredPiece, file: int | str) -> dict[str, Any]:
-    """JSON of a piece; ``file`` is its number in the manifest, or its name in a report."""
+    """Returns JSON of a piece; ``file`` is its number in the manifest, or its name in a report."""
     part = stored.piece.part
     rows = None if part.dim is None else [part.dim, [list(row) for row in part.rows]]
     return {"file": file, "key": stored.key, "rows": rows, "flat": [stored.piece.start, stored.piece.stop]}
 
 
 def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) -> StoredPiece:
-    """The inverse of ``piece_to_json``, for a tensor of ``shape``."""
+    """Inverts ``piece_to_json``, for a tensor of ``shape``."""
     fields = Fields(value, what)
     flat = naturals(fields.any("flat"), f"{what}: flat")
     piece = Piece(_part(fields.any("rows"), shape, what), *flat) if len(flat) == 2 else None
@@ -182,11 +182,11 @@ def piece_from_json(value: Any, shape: tuple[int, ...], file: str, what: str) ->
 
 
 def from_fields(fields: Fields) -> Manifest:
-    """Check the manifest of one file, which is parsed already.
+    """Returns the manifest of one parsed file, checked.
 
     Raises:
         CheckpointError: it is damaged, has an unknown format or version, names a file outside the folder, or has a
-            tensor whose pieces do not cover it exactly once.
+            tensor with pieces that do not cover it exactly once.
     """
     check_version(fields)
     files = _files(fields)
@@ -195,7 +195,7 @@ def from_fields(fields: Fields) -> Manifest:
 
 
 def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[str, int]) -> Manifest:
-    """The manifest with these tensors and files, and everything else from its fields."""
+    """Returns the manifest with these tensors and files, and everything else from its fields."""
     what = fields.what
     aliases = fields.each("aliases", lambda value, where: _text(value, where))
     checksum = _checksum(Fields(fields.any("checksum"), f"{what}: checksum"))
@@ -217,17 +217,17 @@ def head_of(fields: Fields, tensors: Mapping[str, StoredTensor], files: Mapping[
 
 
 def check_version(fields: Fields, known: int = MAJOR) -> None:
-    """Refuse another format, or a major version that is not the ``known`` one."""
+    """Refuses another format, or a major version other than ``known``."""
     if fields.text("format") != FORMAT:
         raise CheckpointError(
-            f"{fields.what} has format {fields.text('format')[:40]!r}, and this engine reads {FORMAT!r}; give a "
+            f"{fields.what} has format {fields.text('format')[:40]!r}, but this engine reads {FORMAT!r}; pass a "
             "checkpoint of this engine."
         )
     version = fields.text("version")
     major = version.split(".")[0]
     if major != str(known):
         raise CheckpointError(
-            f"{fields.what} has version {version[:20]!r}, and this engine reads {MAJOR}.x and {INDEXED}.x; use the "
+            f"{fields.what} has version {version[:20]!r}, but this engine reads {MAJOR}.x and {INDEXED}.x; use the "
             "engine version that saved it."
         )
 
@@ -243,10 +243,10 @@ def _files(fields: Fields) -> dict[str, int]:
 
 
 def check_file_name(name: Any, known: Container[str], what: str) -> None:
-    """Refuse a name outside the folders of a checkpoint, or one that is ``known`` already."""
+    """Refuses a name outside the folders of a checkpoint, and a name in ``known``."""
     if not isinstance(name, str) or not _FILE.fullmatch(name) or name in known:
         raise CheckpointError(
-            f"{what} names file {str(name)[:80]!r}; files have to be in model/, optim/ or state/ and be listed "
+            f"{what} names file {str(name)[:80]!r}; files must be in model/, optim/ or state/ and be listed "
             "once, so the manifest is damaged."
         )
 
@@ -259,14 +259,13 @@ def _checksum(fields: Fields) -> Checksum:
         )
     if block not in (1 << power for power in range(12, 25)):
         raise CheckpointError(
-            f"{fields.what}: block_bytes is {block} where a power of 2 from 4 KiB to 16 MiB belongs; the file is "
-            "damaged."
+            f"{fields.what}: block_bytes is {block}, not a power of 2 from 4 KiB to 16 MiB; the file is damaged."
         )
     return Checksum(algorithm, block, fields.text("sha256"), fields.count("bytes"))
 
 
 def read_tensor(value: Any, files: FileNames, what: str) -> StoredTensor:
-    """A tensor whose pieces name ``files`` by number; every piece is checked, and that they cover it once."""
+    """Returns a tensor with pieces in ``files``, by number; checks every piece, and that they cover it exactly once."""
     fields = Fields(value, what)
     kind = read_kind(fields)
     parts = _Parts(kind.shape, what)
@@ -276,7 +275,7 @@ def read_tensor(value: Any, files: FileNames, what: str) -> StoredTensor:
 
 
 class _Parts:
-    """The parts of a tensor of ``shape``, each made once: a manifest may have 100,000 pieces."""
+    """Parts of a tensor of ``shape``, each created once: a manifest may have 100,000 pieces."""
 
     def __init__(self, shape: tuple[int, ...], what: str) -> None:
         self.shape, self.what = shape, what
@@ -284,18 +283,18 @@ class _Parts:
         self._known: dict[tuple[Any, ...], Part] = {}
 
     def of(self, rows: Any) -> Part:
-        """The part with these rows."""
+        """Returns the part with these rows."""
         if rows is None:
             return self._whole
         part = _part(rows, self.shape, self.what)
         if len(self._known) == PARTS:
             raise CheckpointError(
-                f"{self.what} has more than {PARTS} parts, which no number of tensor ranks makes; the file is damaged."
+                f"{self.what} has more than {PARTS} parts, more than any number of tensor ranks; the file is damaged."
             )
         return self._known.setdefault(_key(rows), part)
 
     def known(self, rows: Any) -> Part | None:
-        """The part with these rows if it was made before."""
+        """Returns the part with these rows if it was created before, otherwise None."""
         if rows is None:
             return self._whole
         try:
@@ -310,7 +309,7 @@ def _key(rows: Any) -> tuple[Any, ...]:
 
 
 def _sound(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece | None:
-    """A piece in which nothing is wrong, of a known part; None if it has to be looked at field by field."""
+    """Returns a valid piece of a known part; None if it needs a check field by field."""
     if type(entry) is not dict:
         return None
     file, key, flat, part = entry.get("file"), entry.get("key"), entry.get("flat"), parts.known(entry.get("rows"))
@@ -323,7 +322,7 @@ def _sound(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece | None:
 
 
 def _piece(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece:
-    """A piece, checked field by field."""
+    """Returns a piece, checked field by field."""
     what, fields = parts.what, Fields(entry, parts.what)
     index = natural(fields.any("file"), f"{what}: file")
     if index >= len(files):
@@ -333,11 +332,11 @@ def _piece(entry: Any, files: FileNames, parts: _Parts) -> StoredPiece:
 
 
 def check_cover(what: str, shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> None:
-    """Refuse pieces that omit an element or contain one twice."""
+    """Refuses pieces that omit an element or contain one twice."""
     if not covers_once(shape, [stored.piece for stored in pieces]):
         held = sum(stored.piece.elements for stored in pieces)
         raise CheckpointError(
-            f"{what}: its pieces hold {held} elements and do not cover its {prod(shape)} exactly once."
+            f"{what}: its pieces have {held} elements and do not cover its {prod(shape)} exactly once."
         )
 
 

@@ -1,13 +1,13 @@
-"""Manifests of many ranks: an index that every rank reads, and parts that a rank reads when it needs them.
+"""Manifests of many ranks: an index that every rank reads, and parts that a rank reads on demand.
 
-    COMMIT                 sha256 of
-    manifest.json          dtype and shape of every tensor: grows with the model alone; sha256 of
-    index/tensors-N.json   the pieces of some tensors, as runs, in files by number
-    index/files-N.json     the files with some numbers: name, size, and sha256 of
-    checksums.safetensors  the hashes of the blocks of a file, as a slice of the file of all hashes
+COMMIT                 sha256 of
+manifest.json          dtype and shape of every tensor: grows with the model alone; sha256 of
+index/tensors-N.json   the pieces of some tensors, as runs, in files by number
+index/files-N.json     the files of a range of numbers: name, size, and sha256 of
+checksums.safetensors  the hashes of the blocks of a file, as a slice of the file of all hashes
 
-So a rank reads and parses hardly more in a world of 16,384 ranks than in one of 64, and each byte that it reads is
-checked from COMMIT on. A manifest of few pieces is one file (:mod:`~engine.checkpoint.format.manifest`).
+So a rank reads and parses hardly more in a world of 16,384 ranks than in one of 64, and COMMIT covers each byte that it
+reads. A manifest of few pieces is one file (:mod:`~engine.checkpoint.format.manifest`).
 """
 
 import hashlib
@@ -43,7 +43,7 @@ PIECES, FILES = 1 << 13, 1 << 11
 """Most runs of pieces, unless one tensor has more, and most files of a part: about 1 MiB and 0.4 MiB."""
 
 ReadPart = Callable[[str, int], bytes | bytearray]
-"""Reads a file of the checkpoint by name, of so many bytes at most."""
+"""Reads a file of the checkpoint by name, with at most the given number of bytes."""
 
 
 # ------------------------------------------------------------------------------------------------ runs of pieces
@@ -51,7 +51,7 @@ ReadPart = Callable[[str, int], bytes | bytearray]
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """A run of pieces, in files of equal distance."""
+    """Run of pieces, in files at equal distances."""
 
     run: PieceRun
     key: str
@@ -61,7 +61,7 @@ class StoredRun:
 
 
 class StoredRuns(Sequence[StoredPiece]):
-    """The pieces of a tensor, made when they are asked for."""
+    """Pieces of a tensor, created on access."""
 
     def __init__(self, runs: Sequence[StoredRun], files: FileNames) -> None:
         self._runs, self._files = runs, files
@@ -83,7 +83,7 @@ class StoredRuns(Sequence[StoredPiece]):
             yield from self._stored(one, range(one.run.count))
 
     def sharing(self, want: Piece) -> Iterator[StoredPiece]:
-        """The pieces that may share elements with ``want``."""
+        """Yields the pieces that may share elements with ``want``."""
         for one in self._runs:
             yield from self._stored(one, one.run.sharing(want))
 
@@ -93,12 +93,12 @@ class StoredRuns(Sequence[StoredPiece]):
 
 
 def sharing(tensor: StoredTensor, want: Piece) -> Iterable[StoredPiece]:
-    """The pieces of a tensor that may share elements with ``want``; those that surely share none may be left out."""
+    """Returns the pieces of a tensor that may share elements with ``want``; others may be left out."""
     return tensor.pieces.sharing(want) if isinstance(tensor.pieces, StoredRuns) else tensor.pieces
 
 
 def fold(pieces: Iterable[StoredPiece], number: Mapping[str, int]) -> list[StoredRun]:
-    """The pieces of a tensor as runs."""
+    """Returns the pieces of a tensor as runs."""
     groups: dict[tuple[str, Part], list[StoredPiece]] = {}
     for stored in pieces:
         groups.setdefault((stored.key, stored.piece.part), []).append(stored)
@@ -106,7 +106,7 @@ def fold(pieces: Iterable[StoredPiece], number: Mapping[str, int]) -> list[Store
 
 
 def _fold_part(key: str, members: list[StoredPiece], number: Mapping[str, int]) -> Iterator[StoredRun]:
-    """The pieces of one part. Millions of pieces take this path on rank 0, so a run is made when it has ended."""
+    """Yields the runs of one part; one at a time, because rank 0 folds millions of pieces."""
     members.sort(key=lambda stored: (stored.piece.start, stored.piece.stop))
     first, base, step, count, size = members[0].piece, number[members[0].file], 1, 1, members[0].piece.elements
     for stored in members[1:]:
@@ -122,13 +122,14 @@ def _fold_part(key: str, members: list[StoredPiece], number: Mapping[str, int]) 
 
 
 def run_to_json(stored: StoredRun) -> dict[str, Any]:
-    """JSON of a run: of its first piece, and how many there are in which files."""
+    """Returns JSON of a run: its first piece, the number of pieces, and the distance of their files."""
     told = piece_to_json(StoredPiece("", stored.key, stored.run.first), stored.file)
     return told if stored.run.count == 1 else told | {"step": stored.step, "count": stored.run.count}
 
 
 def runs_from_json(values: Sequence[Any], shape: tuple[int, ...], files: FileNames, what: str) -> StoredRuns:
-    """The inverse, for a tensor of ``shape``: every run is checked, and that the pieces cover the tensor once."""
+    """Inverts ``run_to_json`` for a tensor of ``shape``: checks every run, and that the pieces cover the tensor
+    once."""
     runs = [_run(value, shape, len(files), what) for value in values]
     found, wholes = StoredRuns(runs, files), _wholes(runs)
     check_cover(what, shape, list(found) if wholes is None else wholes)
@@ -151,7 +152,7 @@ def _run(value: Any, shape: tuple[int, ...], files: int, what: str) -> StoredRun
 
 
 def _wholes(runs: Sequence[StoredRun]) -> list[StoredPiece] | None:
-    """One piece for each part, if the runs of each part cover it once, one behind the other; None if they do not."""
+    """Returns one piece for each part, if consecutive runs cover each part once; otherwise None."""
     ends: dict[Part, int] = {}
     for run in sorted((one.run for one in runs), key=lambda run: run.first.start):
         if run.first.start != ends.get(run.first.part, 0):
@@ -166,7 +167,7 @@ def _wholes(runs: Sequence[StoredRun]) -> list[StoredPiece] | None:
 
 
 def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes, dict[str, bytes]]:
-    """The index, and the parts by the names of their files.
+    """Returns the index, and the parts by the names of their files.
 
     Raises:
         CheckpointError: a value cannot be expressed in JSON.
@@ -203,7 +204,7 @@ def to_parts(manifest: Manifest, slices: Mapping[str, HashSlice]) -> tuple[bytes
 
 
 def _divided(tensors: Mapping[str, Sequence[StoredRun]]) -> Iterator[list[str]]:
-    """Names of tensors in the order of their parameters, so that a stage reads few parts."""
+    """Yields names of tensors in the order of their parameters, so that a stage reads few parts."""
     order = {name: place for place, name in enumerate(tensors)}
     first: dict[str, int] = {}
     for name in tensors:
@@ -237,16 +238,16 @@ class _Parts:
         self._entries = [Fields(entry, what) for entry in entries]
         self._name, self._read = name, read
         self.read: dict[int, Fields] = {}
-        """Those that have been read, by number."""
+        """Parts that have been read, by number."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def part(self, number: int) -> Fields:
-        """The contents of a part.
+        """Returns the contents of a part.
 
         Raises:
-            CheckpointError: it is not the file that the index names.
+            CheckpointError: the file differs from its entry in the index.
         """
         if number not in self.read:
             name, entry = self._name(number), self._entries[number]
@@ -259,7 +260,7 @@ class _Parts:
 
 
 class IndexedFiles(Mapping[str, int]):
-    """Sizes of files by name; a part is read when one of its files is asked for."""
+    """Sizes of files by name; a part is read when one of its files is accessed."""
 
     def __init__(self, fields: Fields, read: ReadPart) -> None:
         entries = fields.list("file_parts")
@@ -268,7 +269,7 @@ class IndexedFiles(Mapping[str, int]):
         self._parts = _Parts(entries, _file_part, read, fields.what)
         self._rows: dict[int, dict[str, tuple[int, HashSlice]]] = {}
         if len(entries) != -(-self._count // FILES) or self._firsts != sorted(self._firsts):
-            raise CheckpointError(f"{fields.what} is damaged: its parts do not hold its {self._count} files.")
+            raise CheckpointError(f"{fields.what} is damaged: its parts do not list its {self._count} files.")
 
     def __getitem__(self, name: str) -> int:
         return self._row(name)[0]
@@ -281,11 +282,11 @@ class IndexedFiles(Mapping[str, int]):
         return self._count
 
     def names_of(self, number: int) -> list[str]:
-        """Names of the files of a part, in order."""
+        """Returns the names of the files of a part, in order."""
         return list(self._part(number))
 
     def slice_of(self, name: str) -> HashSlice:
-        """Where its hashes are."""
+        """Returns the position of a file's hashes."""
         return self._row(name)[1]
 
     def _row(self, name: str) -> tuple[int, HashSlice]:
@@ -304,13 +305,13 @@ class IndexedFiles(Mapping[str, int]):
                 rows[name] = (natural(size, fields.what), place)
             wanted = min(FILES, self._count - number * FILES)
             if len(rows) != wanted or next(iter(rows)) != self._firsts[number] or list(rows) != sorted(rows):
-                raise CheckpointError(f"{fields.what} is damaged: it does not hold the {wanted} files of its part.")
+                raise CheckpointError(f"{fields.what} is damaged: it does not list the {wanted} files of its part.")
             self._rows[number] = rows
         return self._rows[number]
 
 
 class _Names:
-    """The names of files by number, as a list has them."""
+    """Names of files by number, as a sequence."""
 
     def __init__(self, files: IndexedFiles) -> None:
         self._files = files
@@ -327,7 +328,7 @@ class _Names:
 
 
 class IndexedTensors(Mapping[str, StoredTensor]):
-    """Tensors by name; a part is read when one of its tensors is asked for."""
+    """Tensors by name; a part is read when one of its tensors is accessed."""
 
     def __init__(self, fields: Fields, files: IndexedFiles, read: ReadPart) -> None:
         given = fields.each("tensors", lambda value, where: Fields(value, where))
@@ -346,7 +347,7 @@ class IndexedTensors(Mapping[str, StoredTensor]):
             where = f"{fields.what}: {name}"
             told, kind = Fields(fields.object("tensors").get(name), where), self.kinds[name]
             if read_kind(told) != kind:
-                raise CheckpointError(f"{where} is {read_kind(told)}, and {kind} in the index; the file is damaged.")
+                raise CheckpointError(f"{where} is {read_kind(told)}, but {kind} in the index; the file is damaged.")
             pieces = runs_from_json(told.list("pieces"), kind.shape, self._names, where)
             self._known[name] = StoredTensor(kind, pieces)
         return self._known[name]
@@ -362,10 +363,10 @@ class IndexedTensors(Mapping[str, StoredTensor]):
 
 
 def from_index(fields: Fields, read: ReadPart) -> Manifest:
-    """The manifest of an index; its parts are read when they are needed.
+    """Returns the manifest of an index; its parts are read on demand.
 
     Raises:
-        CheckpointError: the index is damaged; later, when a part is.
+        CheckpointError: the index is damaged; later, when a damaged part is read.
     """
     check_version(fields, INDEXED)
     files = IndexedFiles(fields, read)
@@ -373,5 +374,5 @@ def from_index(fields: Fields, read: ReadPart) -> Manifest:
 
 
 def is_indexed(fields: Fields) -> bool:
-    """Whether the manifest is in parts."""
+    """Returns True if the manifest is in parts."""
     return str(fields.any("version")).split(".")[0] == str(INDEXED)

@@ -1,6 +1,6 @@
 """Parts and pieces of a tensor, and the runs of elements that two pieces share. Pure arithmetic.
 
-A tensor of 6 x 4 elements whose dim 0 is sharded over two tensor ranks, each part shared by two data ranks:
+Example: dim 0 of a 6 x 4 tensor is sharded over two tensor ranks, and two data ranks share each part:
 
     part of tensor rank 0    rows 0:2 and 4:5 (a fused weight has several ranges), 12 elements, concatenated
     piece of data rank 1     elements 6:12 of that part
@@ -40,7 +40,7 @@ class Part:
         return inner * sum(stop - start for start, stop in self.rows)
 
     def whole(self) -> "Piece":
-        """The piece with all elements of the part."""
+        """Returns the piece with all elements of the part."""
         return Piece(self, 0, self.elements)
 
 
@@ -68,7 +68,7 @@ class Piece:
         return self.stop - self.start
 
     def spans(self) -> Spans:
-        """Positions of the piece's elements in the full tensor."""
+        """Returns the positions of the piece's elements in the full tensor."""
         full, count = _full_spans(self.part)
         local = np.cumsum(count) - count
         first = np.maximum(local, self.start)
@@ -78,7 +78,7 @@ class Piece:
         return Spans(full + first - local, first - self.start, last - first)
 
     def within(self, part: Part) -> "Piece":
-        """The same elements, limited to those in ``part``, whose rows are a subset of this part's rows."""
+        """Returns the piece's elements inside ``part``; rows of ``part`` must be a subset of this part's rows."""
         if part == self.part:
             return self
         before = int(runs(Piece(self.part, 0, self.start), part.whole()).length.sum())
@@ -95,7 +95,7 @@ class Runs(NamedTuple):
 
 
 def runs(source: Piece, target: Piece) -> Runs:
-    """The elements that two pieces of one tensor share, in the order of the full tensor."""
+    """Returns the elements that two pieces of one tensor share, in the order of the full tensor."""
     left, right = source.spans(), target.spans()
     empty = np.zeros(0, dtype=np.int64)
     if not len(left.full) or not len(right.full):
@@ -111,10 +111,10 @@ def runs(source: Piece, target: Piece) -> Runs:
 
 
 def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
-    """True if every element of a tensor of ``shape`` is in exactly one piece: pieces tile parts, parts tile the tensor.
+    """Returns True if every element of a tensor of ``shape`` is in exactly one piece.
 
-    All parts are cut along one dim. No span is materialised, so the check is cheap even for a hostile file's huge
-    tensors.
+    Pieces must tile parts, and parts, all along one dim, must tile the tensor. No span is materialized, so the check is
+    cheap even for the huge tensors of a hostile file.
     """
     ranges: dict[Part, list[tuple[int, int]]] = {}
     for piece in pieces:
@@ -132,7 +132,7 @@ def covers_once(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
 
 
 def _tiles(ranges: Iterable[tuple[int, int]], length: int) -> bool:
-    """True if the ranges, sorted, cover 0 to ``length`` without gap or overlap."""
+    """Returns True if the ranges, sorted, cover 0 to ``length`` without gap or overlap."""
     end = 0
     for start, stop in sorted(ranges):
         if start != end:
@@ -142,7 +142,7 @@ def _tiles(ranges: Iterable[tuple[int, int]], length: int) -> bool:
 
 
 def _full_spans(part: Part) -> tuple[Numbers, Numbers]:
-    """(start in the full tensor, count) of the part's contiguous stretches, in the part's own order."""
+    """Returns (start in the full tensor, count) of the part's contiguous stretches, in the part's own order."""
     if part.dim is None:
         whole = prod(part.shape)
         return np.zeros(min(whole, 1), dtype=np.int64), np.full(min(whole, 1), whole, dtype=np.int64)
@@ -156,13 +156,13 @@ def _full_spans(part: Part) -> tuple[Numbers, Numbers]:
 
 
 def _containing(spans: Spans, places: Numbers) -> tuple[Numbers, NDArray[np.bool_]]:
-    """For each place, the index of the last span that starts at or before it, and a mask of the places inside it."""
+    """Returns for each place the index of the last span that starts at or before it, and a mask of places inside it."""
     index = np.searchsorted(spans.full, places, side="right") - 1
     return index, (index >= 0) & (places < spans.full[index] + spans.length[index])
 
 
 def _joined(found: Runs) -> Runs:
-    """Merge adjacent runs that continue in both source and target."""
+    """Merges adjacent runs that continue in both source and target."""
     if len(found.length) < 2:
         return found
     goes_on = (found.source[1:] == found.source[:-1] + found.length[:-1]) & (
@@ -174,18 +174,18 @@ def _joined(found: Runs) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class PieceRun:
-    """Pieces of one part, one behind the other, of equal size: what data ranks make of it, however many they are."""
+    """Consecutive pieces of one part, of equal size: the shares of any number of data ranks."""
 
     first: Piece
     count: int = 1
 
     def piece(self, index: int) -> Piece:
-        """One of the pieces."""
+        """Returns one of the pieces."""
         size = self.first.elements
         return Piece(self.first.part, self.first.start + index * size, self.first.stop + index * size)
 
     def sharing(self, want: Piece) -> range:
-        """Indices of pieces that may share elements with ``want``; those that surely share none are left out."""
+        """Returns the indices of pieces that may share elements with ``want``."""
         size, (start, stop) = self.first.elements, _bounds(self.first.part, want)
         if not size:
             return range(0)
@@ -194,7 +194,7 @@ class PieceRun:
 
 
 def _bounds(part: Part, want: Piece) -> tuple[int, int]:
-    """Elements of ``part`` outside which none are shared with ``want``."""
+    """Returns bounds in ``part`` outside which it shares no element with ``want``."""
     if part == want.part:
         return want.start, want.stop
     here, there = _offset(part), _offset(want.part)
@@ -206,7 +206,7 @@ def _bounds(part: Part, want: Piece) -> tuple[int, int]:
 
 
 def _offset(part: Part) -> int | None:
-    """Where a part that is one stretch of the full tensor begins; None if it is several."""
+    """Returns the begin of a part that is one stretch of the full tensor; None for several stretches."""
     if part.dim is None:
         return 0
     return part.rows[0][0] * prod(part.shape[1:]) if part.dim == 0 and len(part.rows) == 1 else None

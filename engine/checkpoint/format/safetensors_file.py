@@ -1,10 +1,10 @@
-"""The safetensors format: a length, a JSON header, then the bytes of all tensors in sequence. Independent of torch.
+"""Safetensors format: a length, a JSON header, then the bytes of all tensors in sequence. Independent of torch.
 
     0         8                    page                              size
     | length | {"name": ...}  ... | tensor | tensor | ... | tensor |
 
-Headers written here are padded with spaces to a page, as the format allows, and tensors are ordered by descending
-element width, so that each starts at a multiple of its width.
+Headers written here are padded with spaces to a page, as the format allows. Tensors are ordered by descending element
+width, so each starts at a multiple of its width.
 """
 
 import mmap
@@ -22,9 +22,9 @@ from engine.checkpoint.format.strict_json import Fields, dump, naturals, parse
 from engine.errors import CheckpointError, EngineError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-"""Names in a folder of several files, and of one."""
+"""Names of the files in a folder of several files, and of one."""
 HEADER_LIMIT = 1 << 25
-"""Largest header in bytes: some 100,000 tensors. The format allows more; a parsed header takes ten times its size."""
+"""Largest header in bytes, about 100,000 tensors. The format allows more; a parsed header takes ten times its size."""
 
 DTYPES: Mapping[str, str] = MappingProxyType({
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -64,7 +64,7 @@ class TensorKind(NamedTuple):
 
 
 def code_of(dtype: str) -> str:
-    """The format's name of a torch dtype ("bfloat16").
+    """Returns the format's name of a torch dtype ("bfloat16").
 
     Raises:
         CheckpointError: the format has no such dtype.
@@ -88,7 +88,7 @@ class FileLayout:
 
 
 def lay_out(tensors: Mapping[str, TensorKind], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Layout of a file that holds these tensors.
+    """Returns the layout of a file with these tensors.
 
     Raises:
         CheckpointError: a tensor has the name that the format reserves.
@@ -110,14 +110,14 @@ def lay_out(tensors: Mapping[str, TensorKind], metadata: Mapping[str, str] | Non
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict[str, tuple[TensorKind, int]]:
-    """Kind and first byte of each tensor in a file of ``size`` bytes, whose bytes ``read(start, stop)`` returns.
+    """Returns kind and first byte of each tensor in a file of ``size`` bytes; ``read(start, stop)`` returns its bytes.
 
     Raises:
         CheckpointError: another format, or the tensors do not fill the file from the header to its end.
     """
     length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
     if length > min(size - 8, HEADER_LIMIT):
-        raise CheckpointError(f"{what} is damaged: a header of {length} bytes in a file of {size}.")
+        raise CheckpointError(f"{what} is damaged: a header of {length:,} bytes in a file of {size:,}.")
     entries = parse(read(8, 8 + length), f"the header of {what}")
     entries.pop(_METADATA, None)
     places = {key: _place(entry, f"the header of {what}: {key!r}") for key, entry in entries.items()}
@@ -125,11 +125,11 @@ def read_header(read: Callable[[int, int], bytes], size: int, what: str) -> dict
     for key, (kind, start) in sorted(places.items(), key=lambda item: (item[1][1], item[1][0].bytes)):
         if start != end:
             raise CheckpointError(
-                f"{what} is damaged: tensor {key!r} begins at byte {start}, and the one before it ends at {end}."
+                f"{what} is damaged: tensor {key!r} begins at byte {start}, but the one before it ends at {end}."
             )
         end += kind.bytes
     if 8 + length + end != size:
-        raise CheckpointError(f"{what} is damaged: it has {size} bytes, and its tensors end at {8 + length + end}.")
+        raise CheckpointError(f"{what} is damaged: it has {size:,} bytes, but its tensors end at {8 + length + end:,}.")
     return {key: (kind, 8 + length + start) for key, (kind, start) in places.items()}
 
 
@@ -138,12 +138,12 @@ def _place(entry: object, what: str) -> tuple[TensorKind, int]:
     kind = read_kind(fields)
     offsets = naturals(fields.any("data_offsets"), f"{what}: data_offsets")
     if len(offsets) != 2 or offsets[1] - offsets[0] != kind.bytes:
-        raise CheckpointError(f"{what}: data_offsets {list(offsets)} do not fit {kind.dtype} {list(kind.shape)}.")
+        raise CheckpointError(f"{what}: data_offsets {list(offsets)} do not match {kind.dtype} {list(kind.shape)}.")
     return kind, offsets[0]
 
 
 def read_kind(fields: Fields) -> TensorKind:
-    """The kind in the fields "dtype" and "shape"."""
+    """Returns the kind in the fields "dtype" and "shape"."""
     dtype = fields.text("dtype")
     if dtype not in DTYPES:
         raise CheckpointError(f"{fields.what}: dtype {dtype!r} is unknown; this engine knows {', '.join(DTYPES)}.")
@@ -156,12 +156,12 @@ def read_kind(fields: Fields) -> TensorKind:
 
 
 _AT_ONCE = 1 << 24
-"""Bytes that are copied at a time; whole pages."""
+"""Bytes of one copy; whole pages."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def shard_bytes(size: int | str) -> int:
-    """Bytes of a size such as 5_000_000_000, "5GB" or "512MiB", as transformers reads it.
+    """Returns the bytes of a size such as 5_000_000_000, "5GB" or "512MiB", as transformers reads it.
 
     Raises:
         EngineError: it is no size above 0.
@@ -170,15 +170,15 @@ def shard_bytes(size: int | str) -> int:
     unit = _UNITS.get(found[2].upper()) if found is not None else None
     if isinstance(size, bool) or found is None or unit is None or not (wanted := int(float(found[1]) * unit)):
         raise EngineError(
-            f'max_shard_size was given {size!r}; give bytes above 0, or a size such as "5GB" or "512MiB".'
+            f'max_shard_size was given {size!r}; pass bytes above 0, or a size such as "5GB" or "512MiB".'
         )
     return wanted
 
 
 def repack(files: Files, source: Path, target: Path, keys: Sequence[str], limit: int) -> None:
-    """Write the tensors ``keys`` of the files in ``source`` into new files in ``target``, of ``limit`` bytes at most.
+    """Writes the tensors ``keys`` of the files in ``source`` into new files in ``target``, of ``limit`` bytes at most.
 
-    A file ends before the tensor that does not fit; a larger tensor has a file of its own. Several files get an index.
+    A file ends before a tensor that exceeds the limit; a larger tensor has its own file. Several files get an index.
     """
     with _opened(files, source) as opened:
         places = {key: (file, *place) for file, own in opened for key, place in own.items()}
@@ -214,7 +214,7 @@ def _shards(kinds: Mapping[str, TensorKind], limit: int) -> list[list[str]]:
 
 @contextmanager
 def _opened(files: Files, folder: Path) -> Iterator[list[tuple[int, dict[str, tuple[TensorKind, int]]]]]:
-    """Every safetensors file of a folder, open, with its tensors."""
+    """Opens every safetensors file of a folder; yields each with its tensors."""
     opened: list[tuple[int, dict[str, tuple[TensorKind, int]]]] = []
     try:
         for name in files.names(folder):
@@ -235,7 +235,7 @@ def _opened(files: Files, folder: Path) -> Iterator[list[tuple[int, dict[str, tu
 
 
 class _PagedFile:
-    """A new file that is appended to, and written in whole pages."""
+    """New file for appending, written in whole pages."""
 
     def __init__(self, files: Files, path: Path) -> None:
         self._files, self._file = files, files.create(path)
@@ -256,7 +256,7 @@ class _PagedFile:
             self._files.close(self._file)
 
     def append(self, data: bytes | bytearray) -> None:
-        """Append bytes."""
+        """Appends bytes."""
         rest = memoryview(data)
         while rest:
             room = self._room(len(rest))
@@ -264,14 +264,14 @@ class _PagedFile:
             rest = rest[len(room) :]
 
     def copy(self, file: int, start: int, size: int) -> None:
-        """Append ``size`` bytes of an open file from ``start`` on."""
+        """Appends ``size`` bytes of an open file from ``start`` on."""
         while size:
             room = self._room(size)
             self._files.read_into(file, room, start)
             start, size = start + len(room), size - len(room)
 
     def _room(self, wanted: int) -> memoryview:
-        """Memory for the next bytes, ``wanted`` or fewer, which count as appended."""
+        """Returns memory for the next bytes, ``wanted`` or fewer, and counts them as appended."""
         if self._filled == _AT_ONCE:
             self._files.write(self._file, self._buffer)
             self._written, self._filled = self._written + _AT_ONCE, 0

@@ -1,4 +1,4 @@
-"""The step folders of a run: list them, commit a new one, retain the newest, sweep leftovers.
+"""Step folders of a run: list them, commit a new one, retain the newest, sweep leftovers.
 
     write files into   step-00001200.tmp-ATTEMPT/      no loader reads such a name
     manifest, COMMIT, every file and folder forced to disk
@@ -7,18 +7,18 @@
 
 A folder named ``step-`` is a committed checkpoint: if it cannot be read, it is reported as damaged and never skipped. A
 step that is saved again gets a revision, ``step-00001200-r1``, so that nothing is overwritten. Steps beyond the one
-being saved belong to a continuation that was given up when an older step was loaded: they are renamed to
+being saved belong to an abandoned continuation, after an older step was loaded: they are renamed to
 ``abandoned-...`` first, so that the newest folder is always the one to resume from.
 
 A lock on the folder keeps other engines from setting its checkpoints aside:
 
     RUN/.trine.lock    {"host": ..., "pid": ..., "since": ...} of the last holder; the lock is flock's, not the file
 
-A lock ends with ``close`` or with the process, also when it is killed: the file that stays behind locks nothing.
+A lock ends with ``close`` or with the process, even a killed one: the remaining file locks nothing.
 
 On NFS (Linux, version 3 with lockd or version 4) and on Lustre mounted with ``flock``, the lock holds on all machines.
-Lustre with ``localflock`` sees the engines of one machine only. On a file system without locks an engine goes on
-without one, and a warning says so.
+Lustre with ``localflock`` sees the engines of one machine only. On a file system without locks an engine continues
+without one and logs a warning.
 """
 
 import fcntl
@@ -49,17 +49,17 @@ _LEFTOVER = re.compile(r"\.trash-step-[0-9]{8,18}(-r[0-9]{1,9})?|(step-[0-9]{8,1
 """Names that only a save creates; everything else in a folder belongs to the user."""
 _SMALL = 1 << 12
 WHOLE_PIECES = 1 << 14
-"""Most pieces of a manifest of one file, which has some 2 MiB."""
+"""Most pieces of a manifest of one file, about 2 MiB."""
 
 
 def step_of(name: str) -> tuple[int, int] | None:
-    """(step, revision) from the name of a step folder, or None."""
+    """Returns (step, revision) from the name of a step folder, or None."""
     found = _STEP.fullmatch(name)
     return (int(found[1]), int(found[2] or 0)) if found else None
 
 
 def committed(files: Files, folder: Path) -> list[Path]:
-    """The checkpoints of a run, the newest last; empty if the folder does not exist."""
+    """Returns the checkpoints of a run, the newest last; empty if the folder does not exist."""
     if not files.is_folder(folder):
         return []
     found = [(key, folder / name) for name in files.names(folder) if (key := step_of(name)) is not None]
@@ -67,34 +67,34 @@ def committed(files: Files, folder: Path) -> list[Path]:
 
 
 def make_run_folder(files: Files, folder: Path) -> None:
-    """Create the folder of a run and its missing parents, forced to disk."""
+    """Creates the folder of a run and its missing parents, forced to disk."""
     if files.is_folder(folder):
         return
     make_run_folder(files, folder.parent)
     try:
         files.make_folder(folder)
-    except FileExistsError:  # another process was faster, or it is a file: the next operation reports that
+    except FileExistsError:  # another process was faster, or it is a file, which the next operation reports
         return
     files.sync_folder(folder.parent)
 
 
 def temporary(folder: Path, step: int, attempt: str) -> Path:
-    """The folder that a save writes into."""
+    """Returns the folder that a save writes into."""
     return folder / f"step-{step:08d}.tmp-{attempt}"
 
 
 def is_step(files: Files, path: Path) -> bool:
-    """True for the folder of a checkpoint, whatever its name, as opposed to the folder of a run."""
+    """Returns True for the folder of a checkpoint, whatever its name, and False for the folder of a run."""
     return step_of(path.name) is not None or (files.is_folder(path) and NAME in files.names(path))
 
 
 def steps_of(files: Files, path: Path) -> list[Path]:
-    """The checkpoint at ``path``, or the checkpoints of the run at ``path``, the newest last."""
+    """Returns the checkpoint at ``path``, or the checkpoints of the run at ``path``, the newest last."""
     return [path] if is_step(files, path) else committed(files, path)
 
 
 def read_manifest(files: Files, step: Path) -> Manifest:
-    """The manifest of a committed checkpoint.
+    """Returns the manifest of a committed checkpoint.
 
     Raises:
         CheckpointError: COMMIT is missing, the manifest differs from the committed one, or it is of another step.
@@ -104,7 +104,7 @@ def read_manifest(files: Files, step: Path) -> Manifest:
     size, digest = commit.count("manifest_bytes"), commit.text("manifest_sha256")
     if text != _commit_text(size, digest):
         raise CheckpointError(
-            f"{step / COMMIT} is damaged: it has to contain the length and sha256 of {NAME} and nothing else."
+            f"{step / COMMIT} is damaged: it must contain the length and sha256 of {NAME} and nothing else."
         )
     data = read_all(files, step, NAME, min(size, LIMIT))
     if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
@@ -121,10 +121,10 @@ def read_manifest(files: Files, step: Path) -> Manifest:
 
 
 def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping[str, HashSlice] | None = None) -> None:
-    """Write ``manifest.json``, then ``COMMIT``, both forced to disk.
+    """Writes ``manifest.json``, then ``COMMIT``, both forced to disk.
 
-    With the ``slices`` of the hashes of each file a manifest of many pieces is written in parts, so that a rank of many
-    reads what it needs.
+    With the ``slices`` of each file's hashes, a manifest of many pieces is written in parts, so that one of many ranks
+    reads only the parts that it needs.
     """
     if slices is not None and sum(len(tensor.pieces) for tensor in manifest.tensors.values()) > WHOLE_PIECES:
         data, parts = to_parts(manifest, slices)
@@ -139,11 +139,11 @@ def write_manifest(files: Files, step: Path, manifest: Manifest, slices: Mapping
 
 
 def commit(files: Files, written: Path, step: int) -> Path:
-    """Rename the finished folder ``written`` to its step's name; returns the new path.
+    """Renames the finished folder ``written`` to its step's name; returns the new path.
 
     Raises:
         OSError: the folder was not committed.
-        CheckpointError: it was committed, and the new name could not be forced to disk.
+        CheckpointError: it was committed, but the new name could not be forced to disk.
     """
     folder = written.parent
     for name in files.names(written):
@@ -171,14 +171,14 @@ def commit(files: Files, written: Path, step: int) -> Path:
 
 
 def point_to(files: Files, step: Path, attempt: str) -> None:
-    """Write the hint ``latest``."""
+    """Writes the hint ``latest``."""
     hint = step.parent / f"latest.tmp-{attempt}"
     write_new(files, hint, [memoryview(dump({"newest": step.name}))])
     files.rename(hint, step.parent / "latest")
 
 
 def retain(files: Files, folder: Path, keep: int) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints, at least one; returns the removed folders."""
+    """Removes all but the newest ``keep`` checkpoints, at least one; returns the removed folders."""
     old = committed(files, folder)[: -max(1, keep)]
     for path in old:
         trash = folder / f".trash-{path.name}"
@@ -189,7 +189,7 @@ def retain(files: Files, folder: Path, keep: int) -> list[Path]:
 
 
 def sweep(files: Files, folder: Path) -> None:
-    """Remove the leftovers of interrupted saves and clean-ups."""
+    """Removes the leftovers of interrupted saves and clean-ups."""
     for name in files.names(folder) if files.is_folder(folder) else ():
         path = folder / name
         if not _LEFTOVER.fullmatch(name):
@@ -197,7 +197,7 @@ def sweep(files: Files, folder: Path) -> None:
         if files.is_link(path) or not files.is_folder(path):
             files.unlink(path)
             continue
-        with files.locked(path) as free:  # locked while another engine is saving there
+        with files.locked(path) as free:  # locked while another engine saves there
             if free:
                 remove_tree(files, path)
 
@@ -211,24 +211,24 @@ LOCK = ".trine.lock"
 
 
 class FolderLocks:
-    """The folders that one engine has locked. Two engines of one process exclude each other too."""
+    """Folders that one engine has locked. Two engines of one process exclude each other too."""
 
     def __init__(self) -> None:
         self._held: dict[Path, int | None] = {}
-        """Open lock file of each folder; None where the file system has no locks."""
+        """Open lock file of each folder; None if the file system has no locks."""
         self._closed = False
 
     def hold(self, folder: Path, early: bool = False) -> None:
-        """Lock an existing folder until ``close``; a second call locks it again if the folder was replaced.
+        """Locks an existing folder until ``close``; a second call locks it again if the folder was replaced.
 
-        ``early``: nothing is written yet, so an engine of this process may hold the lock until the next call: in
-        ``eng = initialize(...)`` the old one is dropped once the new one is there.
+        ``early``: nothing is written yet, so an engine of this process may have the lock until the next call:
+        ``eng = initialize(...)`` drops the old engine only after it has made the new one.
 
         Raises:
             CheckpointError: another engine holds the lock; the message names its process and machine.
         """
         if self._closed:
-            raise CheckpointError(f"{folder} was to be locked after close(): the engine is over; make a new one.")
+            raise CheckpointError(f"{folder} cannot be locked after close(): the engine has ended; make a new one.")
         if not self._held:
             self._forget_in_children()
         file = self._held.get(folder)
@@ -252,7 +252,7 @@ class FolderLocks:
             self._held[folder] = None
 
     def close(self) -> None:
-        """Unlock all folders. A second call does nothing."""
+        """Unlocks all folders. A second call does nothing."""
         self._closed = True
         while self._held:
             _, file = self._held.popitem()
@@ -261,7 +261,7 @@ class FolderLocks:
                 os.close(file)
 
     def _forget_in_children(self) -> None:
-        """Let forked children close their copies: a data loader's workers must not keep the lock of a killed run."""
+        """Makes forked children close their copies: a data loader's workers must not keep a killed run's lock."""
         this = weakref.ref(self)
 
         def forget() -> None:
@@ -275,14 +275,14 @@ class FolderLocks:
 
 
 class _HeldHereError(CheckpointError):
-    """Another engine of this process holds the lock."""
+    """Another engine of this process has the lock."""
 
 
 def _locked(folder: Path) -> int:
-    """Open and lock the lock file of a folder, and write into it who holds it.
+    """Opens and locks the lock file of a folder, and writes its holder into it.
 
     Raises:
-        CheckpointError: somebody else holds the lock.
+        CheckpointError: another engine has the lock.
         OSError: the file cannot be written, or the file system has no locks.
     """
     while True:
@@ -297,7 +297,7 @@ def _locked(folder: Path) -> int:
             os.close(file)
             raise (_HeldHereError if here else CheckpointError)(
                 f"{folder}: {holder} saves its checkpoints there, and a second engine would set them aside; end that "
-                "one first, or name another folder."
+                "engine first, or name another folder."
             ) from error
         except BaseException:
             os.close(file)
@@ -320,7 +320,7 @@ def _write_holder(file: int) -> None:
 
 
 def _holder(file: int) -> tuple[bool, str]:
-    """Whether the engine that holds the lock is in this process, and words for it."""
+    """Returns whether the lock's engine is in this process, and words for it."""
     try:
         found = json.loads(os.pread(file, 1 << 12, 0))
         host, pid, since = found["host"], int(found["pid"]), found["since"]

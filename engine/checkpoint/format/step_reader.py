@@ -1,4 +1,4 @@
-"""Read pieces of tensors from a committed checkpoint: only the blocks that hold them, every block checked.
+"""Reader of pieces of tensors from a committed checkpoint: only the blocks that contain them, every block checked.
 
     wanted runs     ....[=======]....[==]...........[=============================]....
     blocks          |       |       |       |       |       |       |       |       |
@@ -33,7 +33,7 @@ DIRECT = 4
 
 
 class _DamageError(Exception):
-    """A block differs from what was written; ``byte`` is its offset in the file."""
+    """Block that differs from its saved hash; ``byte`` is its offset in the file."""
 
     def __init__(self, byte: int) -> None:
         self.byte = byte
@@ -41,7 +41,7 @@ class _DamageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A piece of a stored tensor, and the memory to read it into."""
+    """Piece of a stored tensor, and the memory to read it into."""
 
     tensor: str
     piece: Piece
@@ -59,30 +59,30 @@ class Copy(NamedTuple):
 
 
 class OpenCheckpoint(Protocol):
-    """An open checkpoint, of this engine or of another one."""
+    """Open checkpoint, of this engine or of another one."""
 
     step: Path
-    """Its folder."""
+    """Folder of the checkpoint."""
     manifest: Manifest
     kinds: dict[str, TensorKind]
     """Dtype and shape of every stored tensor."""
 
     @property
     def name(self) -> Path:
-        """Its folder, as a source of tensors."""
+        """Folder of the checkpoint, as a source of tensors."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fill the targets of all requests."""
+        """Fills the targets of all requests."""
 
     def check_file(self, file: str) -> None:
-        """Read and check every block of a file."""
+        """Reads and checks every block of a file."""
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """All tensors of a file."""
+        """Returns all tensors of a file."""
 
 
 class StepReader:
-    """An open checkpoint. ``bytes_read`` counts the bytes read from its tensor files.
+    """Open checkpoint of this engine. ``bytes_read`` counts the bytes read from its tensor files.
 
     Raises:
         CheckpointError: the checkpoint is not committed or is damaged, or a file is missing or has another length.
@@ -93,7 +93,7 @@ class StepReader:
         self.step = step
         self.manifest: Manifest = read_manifest(files, step)
         self._sized = set[str]()
-        """Files that have the length that was saved."""
+        """Files with their saved length."""
         self._hashes = dict[str, Hashes]()
         if not isinstance(self.manifest.files, IndexedFiles):
             self._check_sizes()
@@ -105,7 +105,7 @@ class StepReader:
         """Dtype and shape of every stored tensor."""
 
     def read(self, wanted: Iterable[ReadRequest]) -> None:
-        """Fill the targets of all requests.
+        """Fills the targets of all requests.
 
         Raises:
             CheckpointError: names the damaged file, and the tensor in the damaged block.
@@ -115,7 +115,7 @@ class StepReader:
                 self._fetch(file, opened_file, found)
 
     def verify(self) -> int:
-        """Read and check every block of every file, and all headers; returns the bytes read."""
+        """Reads and checks every block of every file, and all headers; returns the bytes read."""
         before = self.bytes_read
         for file in self.manifest.files:
             self.check_file(file)
@@ -125,12 +125,12 @@ class StepReader:
         return self.bytes_read - before
 
     def check_file(self, file: str) -> None:
-        """Read and check every block of a file; its contents are discarded."""
+        """Reads and checks every block of a file; its contents are discarded."""
         for _ in self.chunks(file):
             pass
 
     def chunks(self, file: str) -> Iterator[memoryview]:
-        """A file of the manifest in order, checked; each chunk is valid until the next one is requested."""
+        """Yields a file of the manifest in order, checked; each chunk is valid until the next one is requested."""
         size = self.manifest.files[file]
         buffer = np.empty(min(size, 8 * max(BUFFER, self.manifest.checksum.block_bytes)), dtype=np.uint8)
         with self._open(file) as opened_file:
@@ -140,7 +140,7 @@ class StepReader:
                 yield chunk.data
 
     def tensors_of(self, file: str) -> dict[str, tuple[TensorKind, memoryview]]:
-        """All tensors of a file.
+        """Returns all tensors of a file.
 
         Raises:
             CheckpointError: the checkpoint has no such file.
@@ -155,7 +155,7 @@ class StepReader:
 
     @property
     def name(self) -> Path:
-        """The checkpoint's folder."""
+        """Folder of the checkpoint."""
         return self.step
 
     # ------------------------------------------------------------------ from pieces to bytes
@@ -169,12 +169,12 @@ class StepReader:
         return self.manifest.tensors[name]
 
     def _by_file(self, wanted: Iterable[ReadRequest]) -> dict[str, list[Copy]]:
-        """Copies that the requests need, grouped by file, in the order of the file."""
+        """Returns the copies that the requests need, grouped by file, in the order of the file."""
         found: dict[str, list[Copy]] = {}
         for want in wanted:
             tensor = self._tensor(want.tensor)
             got = 0
-            # only for the requested shape: the runs of a hostile one could fill any memory
+            # only for the requested shape: the runs of a hostile shape could fill any memory
             for stored in sharing(tensor, want.piece) if tensor.kind.shape == want.piece.part.shape else ():
                 shared = runs(stored.piece, want.piece)
                 if len(shared.length):
@@ -183,12 +183,12 @@ class StepReader:
                     got += int(shared.length.sum())
             if got != want.piece.elements or got * tensor.kind.width != len(want.target):
                 raise CheckpointError(
-                    f"{self.step}: {want.tensor!r} is {tensor.kind}, and {want.piece} is not a piece of it."
+                    f"{self.step}: {want.tensor!r} is {tensor.kind}, but {want.piece} is not a piece of it."
                 )
         return {file: sorted(members, key=lambda copy: copy.start) for file, members in sorted(found.items())}
 
     def _place(self, file: str, key: str, kind: TensorKind, piece: Piece) -> int:
-        """First byte of a stored piece, after checking that the header of its file agrees with the manifest."""
+        """Returns the first byte of a stored piece, after a check of its file's header against the manifest."""
         held = self._header(file).get(key)
         if held is None or held[0].dtype != kind.dtype or held[0].bytes != piece.elements * kind.width:
             raise CheckpointError(
@@ -197,7 +197,7 @@ class StepReader:
         return held[1]
 
     def _header(self, file: str) -> dict[str, tuple[TensorKind, int]]:
-        """Kind and first byte of the tensors in a file, read from checked blocks and cached."""
+        """Returns kind and first byte of the tensors in a file, read from checked blocks and cached."""
         if file not in self._headers:
             with self._open(file) as opened_file:
                 self._headers[file] = read_header(
@@ -229,7 +229,7 @@ class StepReader:
                 np.frombuffer(copy.target, dtype=np.uint8)[:] = buffer[copy.start - start :][: copy.length]
 
     def _fill(self, file: str, opened_file: int, target: ByteRange, start: int, tensor: str = "") -> None:
-        """Read whole blocks from ``start`` on and check them."""
+        """Reads whole blocks from ``start`` on and checks them."""
         checksum, hashes = self.manifest.checksum, self._hashes_of(file)
         size, digest = checksum.block_bytes, hash_function(checksum.algorithm)
 
@@ -248,7 +248,7 @@ class StepReader:
             ) from None
 
     def _whose(self, file: str, block: int, tensor: str) -> str:
-        """The tensors in a damaged block if the header is sound, otherwise all tensors in the file.
+        """Returns words about the tensors in a damaged block; about all tensors of the file if the header is damaged.
 
         Tensors in one block share its hash, so the damaged one among them cannot be determined.
         """
@@ -276,7 +276,7 @@ class StepReader:
         return self._headers.get(file, {})
 
     def _checked(self, file: str, opened_file: int, start: int, stop: int) -> bytes:
-        """Bytes ``start:stop``, from checked blocks."""
+        """Returns bytes ``start:stop``, from checked blocks."""
         block, size = self.manifest.checksum.block_bytes, self.manifest.files[file]
         first, last = start // block * block, min(block_count(stop, block) * block, size)
         buffer = np.empty(max(0, last - first), dtype=np.uint8)
@@ -286,7 +286,7 @@ class StepReader:
     # ------------------------------------------------------------------ opening
 
     def _check_sizes(self) -> None:
-        """Of all files: a manifest in parts is for many ranks, of which each checks the files that it reads."""
+        """Checks the sizes of all files; with a manifest in parts, each rank checks only the files that it reads."""
         for file in self.manifest.files:
             try:
                 with self._open(file):
@@ -297,7 +297,7 @@ class StepReader:
     def _check_size(self, file: str, found: int) -> None:
         size = self.manifest.files[file]
         if found != size:
-            raise CheckpointError(f"{self.step / file} is damaged: it has {found} bytes, and {size} were saved.")
+            raise CheckpointError(f"{self.step / file} is damaged: it has {found:,} bytes, but {size:,} were saved.")
         self._sized.add(file)
 
     def _held_in(self, file: str) -> str:
@@ -305,7 +305,7 @@ class StepReader:
         return f" It holds {_listed(named)}." if named else ""
 
     def _hashes_of(self, file: str) -> Hashes:
-        """Hashes of the blocks of a file; of a manifest in parts they are read when they are needed."""
+        """Returns the hashes of the blocks of a file; with a manifest in parts they are read on demand."""
         files = self.manifest.files
         if file not in self._hashes and isinstance(files, IndexedFiles):
             place = files.slice_of(file)
@@ -340,20 +340,23 @@ def _listed(tensors: Sequence[str]) -> str:
 
 
 def copies(shared: Runs, begin: int, width: int, want: ReadRequest) -> Iterator[Copy]:
-    """The copies for runs of a piece that starts at byte ``begin`` of a file and has elements of ``width`` bytes."""
+    """Yields the copies for runs of a piece that starts at byte ``begin`` of a file, with elements of ``width``
+    bytes."""
     for source, target, count in zip(*(column.tolist() for column in shared), strict=True):
         place = want.target[target * width : (target + count) * width]
         yield Copy(begin + source * width, count * width, place, want.tensor)
 
 
 def _extents(wanted: Sequence[Copy], block: int, size: int) -> Iterator[tuple[int, int, list[Copy]]]:
-    """(start, stop, copies): whole blocks that are read together, for copies in the order of the file."""
+    """Yields (start, stop, copies): whole blocks that are read together, for copies in the order of the file."""
     start = stop = 0
     members: list[Copy] = []
     for copy in sorted(_split(wanted, block, size), key=lambda copy: copy.start):
         first = copy.start // block * block
         last = min(block_count(copy.start + copy.length, block) * block, size)
+        # a long aligned copy needs no buffer, so it is an extent of its own and the others never grow over it
         aligned = copy.start == first and copy.start + copy.length == last and copy.length >= DIRECT * block
+        # adjacent blocks are read together, because two copies may share a block that is then checked once
         if members and (aligned or first > stop or last - start > BUFFER):
             yield start, stop, members
             members = []
@@ -369,7 +372,7 @@ def _extents(wanted: Sequence[Copy], block: int, size: int) -> Iterator[tuple[in
 
 
 def _split(wanted: Iterable[Copy], block: int, size: int) -> Iterator[Copy]:
-    """Split long copies into head, whole blocks and tail, so that the middle needs no buffer."""
+    """Splits long copies into head, whole blocks and tail, so that the middle needs no buffer."""
     for copy in wanted:
         end = copy.start + copy.length
         first = block_count(copy.start, block) * block
@@ -385,7 +388,7 @@ def _split(wanted: Iterable[Copy], block: int, size: int) -> Iterator[Copy]:
 
 
 def _bounded(copy: Copy) -> Iterator[Copy]:
-    """Split a copy so that no extent exceeds the buffer."""
+    """Splits a copy so that no extent exceeds the buffer."""
     for start in range(0, copy.length, BUFFER // 2):
         part = copy.target[start : start + BUFFER // 2]
         yield copy._replace(start=copy.start + start, length=len(part), target=part)

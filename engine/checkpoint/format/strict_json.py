@@ -11,7 +11,7 @@ _Value = TypeVar("_Value")
 
 
 def parse(data: bytes | bytearray, what: str) -> dict[str, Any]:
-    """Parse a JSON object without duplicate keys.
+    """Parses a JSON object without duplicate keys.
 
     Raises:
         CheckpointError: the text is not such an object.
@@ -26,73 +26,71 @@ def parse(data: bytes | bytearray, what: str) -> dict[str, Any]:
 
 
 def dump(value: Mapping[str, Any]) -> bytes:
-    """JSON text of our own values: sorted keys, no spaces, NaN refused."""
+    """Returns JSON text of our own values: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 class Fields:
-    """Reads the fields of a JSON object; a field of the wrong type or range raises a CheckpointError that names it."""
+    """Reader of a JSON object's fields; a field of a wrong type or range raises a CheckpointError that names it."""
 
     def __init__(self, value: Any, what: str) -> None:
         self.what = what
         self._value: Mapping[str, Any] = self._must(value, dict)
 
     def text(self, name: str) -> str:
-        """The string ``name``."""
+        """Returns the string ``name``."""
         return self._must(self._value.get(name), str, name)
 
     def count(self, name: str) -> int:
-        """The integer ``name``, at least 0 and within 64 bits."""
+        """Returns the integer ``name``, at least 0 and within 64 bits."""
         return natural(self._value.get(name), f"{self.what}: {name}")
 
     def positive(self, name: str) -> float:
-        """The finite number ``name``, above 0."""
+        """Returns the finite number ``name``, above 0."""
         value = self._value.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise CheckpointError(f"{self.what}: {name} is {_named(value)} where a number above 0 belongs.")
+            raise CheckpointError(f"{self.what}: {name} is {_named(value)}, not a number above 0.")
         return float(value)
 
     def object(self, name: str) -> dict[str, Any]:
-        """The JSON object ``name``."""
+        """Returns the JSON object ``name``."""
         return self._must(self._value.get(name), dict, name)
 
     def list(self, name: str) -> list[Any]:
-        """The JSON array ``name``."""
+        """Returns the JSON array ``name``."""
         return self._must(self._value.get(name), list, name)
 
     def any(self, name: str) -> Any:
-        """The value ``name`` of any type, None if it is absent."""
+        """Returns the value ``name`` of any type, None if it is absent."""
         return self._value.get(name)
 
     def each(self, name: str, read: Callable[[Any, str], _Value]) -> dict[str, _Value]:
-        """The JSON object ``name``, each value converted by ``read``."""
+        """Returns the JSON object ``name``, each value converted by ``read``."""
         return {key: read(value, f"{self.what}: {name}[{key!r}]") for key, value in self.object(name).items()}
 
     def _must(self, value: Any, kind: type[_Value], name: str = "") -> _Value:
         if not isinstance(value, kind):
             where = f"{self.what}: {name}" if name else self.what
-            raise CheckpointError(f"{where} is {_named(value)} where a {kind.__name__} belongs; the file is damaged.")
+            raise CheckpointError(f"{where} is {_named(value)}, not a {kind.__name__}; the file is damaged.")
         return value
 
 
 def natural(value: Any, what: str) -> int:
-    """An integer of at least 0 within 64 bits."""
+    """Returns ``value``, if it is an integer of at least 0 within 64 bits."""
     if type(value) is not int or not 0 <= value < 2**63:
-        raise CheckpointError(
-            f"{what} is {_named(value)} where a whole number of 0 or more belongs; the file is damaged."
-        )
+        raise CheckpointError(f"{what} is {_named(value)}, not a whole number of 0 or more; the file is damaged.")
     return value
 
 
 def naturals(value: Any, what: str) -> tuple[int, ...]:
-    """A list of integers of at least 0 within 64 bits."""
+    """Returns ``value`` as a tuple, if it is a list of integers of at least 0 within 64 bits."""
     if not isinstance(value, list):
-        raise CheckpointError(f"{what} is {_named(value)} where a list belongs; the file is damaged.")
+        raise CheckpointError(f"{what} is {_named(value)}, not a list; the file is damaged.")
     return tuple(natural(item, what) for item in value)
 
 
 def _named(value: Any) -> str:
-    # a value of a pickle may hold one list so often that no memory holds its whole text
+    # a value of a pickle may contain one list so often that its whole text fits no memory
     text = repr(value) if isinstance(value, str | int | float | None) else reprlib.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -1,4 +1,4 @@
-"""``deepspeed.ops``: optimizers by the names of DeepSpeed's compiled ones; the engine's kernels make the updates."""
+"""``deepspeed.ops``: optimizers under the names of DeepSpeed's compiled ones; the engine's kernels run the updates."""
 
 from engine.deepspeed.ops import adagrad, adam
 

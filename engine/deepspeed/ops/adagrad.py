@@ -7,7 +7,7 @@ import torch
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad; ``offload_optimizer`` of the configuration says where its state is."""
+    """Adagrad; ``offload_optimizer`` of the configuration places its state."""
 
     elementwise = True
 

@@ -20,18 +20,18 @@ class FusedAdam(torch.optim.Adam):
     ) -> None:  # fmt: skip
         if not bias_correction:
             raise ConfigError(
-                f"{type(self).__name__}(bias_correction=False): moments are corrected for their start at zero here; "
+                f"{type(self).__name__}(bias_correction=False): moments are always corrected for their start at zero; "
                 "leave it out."
             )
         super().__init__(
             params, lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
             decoupled_weight_decay=adam_w_mode,
         )  # fmt: skip
-        self.defaults["adam_w_mode"] = adam_w_mode  # an engine builds the optimizer anew, from its defaults
+        self.defaults["adam_w_mode"] = adam_w_mode  # an engine builds the optimizer again, from its defaults
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """The same; ``offload_optimizer`` of the configuration says where its state is."""
+    """``FusedAdam`` with other argument names; ``offload_optimizer`` of the configuration places its state."""
 
     def __init__(
         self, model_params: Iterable[Any], lr: float = 1e-3, bias_correction: bool = True,

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.config``: the configuration as an object, by DeepSpeed's names."""
+"""``deepspeed.runtime.config``: the configuration as an object with DeepSpeed's names."""
 
 import os
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ ADAGRAD_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "adagrad", "lion", "muon"
 
 
 class DeepSpeedConfig:
-    """A configuration that was read for the ranks of this job.
+    """Configuration, resolved for the ranks of this job.
 
     Args:
         config: a dict, or the path of a file.
-        mpu: an object whose ``get_data_parallel_world_size`` gives the number of data ranks; None: all ranks.
+            mpu: an object whose ``get_data_parallel_world_size`` returns the number of data ranks; None: all ranks.
 
-    Raises:
-        ConfigError: the configuration has mistakes.
+        Raises:
+            ConfigError: the configuration has mistakes.
     """
 
     def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None):
@@ -50,5 +50,5 @@ class DeepSpeedConfig:
         self.scheduler_params = dict(given.scheduler.params) if given.scheduler is not None else None
 
     def print(self, name: str) -> None:
-        """Print the resolved configuration."""
+        """Prints the resolved configuration."""
         print(f"{name}: {self.resolved.to_json()}")

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """DeepSpeedEngine, whose module imports this package."""
+    """Returns DeepSpeedEngine; its module imports this package, so it is imported late."""
     if name not in ("DeepSpeedEngine",):
         raise AttributeError(name)
     return getattr(import_module("engine.deepspeed.deepspeed_engine"), name)

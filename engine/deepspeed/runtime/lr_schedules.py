@@ -1,6 +1,6 @@
-"""``deepspeed.runtime.lr_schedules``: its five schedules as torch schedulers, which also run without an engine.
+"""``deepspeed.runtime.lr_schedules``: its five schedules as torch schedulers, usable without an engine.
 
-Options are those of the configuration, read by its rules; ``initialize`` returns the one that the configuration names.
+Options follow the rules of the configuration; ``initialize`` returns the schedule that the configuration names.
 """
 
 import logging
@@ -28,16 +28,16 @@ from engine.optim.lr_schedules import (
 logger = logging.getLogger("trine")
 
 Rates = float | Sequence[float]
-"""Rate of all groups, or of each."""
+"""Learning rate of all groups, or one a group."""
 _Rule = Callable[[int, float, Mapping[str, Any]], float]
 
 
 class ScheduleValueError(ConfigError, ValueError):
-    """A schedule cannot have this value; a ValueError, as DeepSpeed raises."""
+    """Invalid value of a schedule; also a ValueError, because DeepSpeed raises that."""
 
 
 class _Scheduled(UpdateScheduler):
-    """One of DeepSpeed's schedules: a rule of the update number and its options."""
+    """Base of DeepSpeed's schedules: a rule of the update number and its options."""
 
     _rule: _Rule
 
@@ -51,17 +51,17 @@ class _Scheduled(UpdateScheduler):
         super().__init__(inner, last_batch_iteration)
 
     def rates(self, update: int) -> list[float]:
-        """Rate of each group in update number ``update``."""
+        """Returns the learning rate of each group in update number ``update``."""
         rule = type(self)._rule
         return [rule(update, float(base), own) for base, own in zip(self.base_lrs, self._by_group, strict=True)]
 
     def _each(self, option: str) -> list[Any]:
-        """An option for each group."""
+        """Returns an option for each group."""
         return [own[option] for own in self._by_group]
 
 
 class LRRangeTest(_Scheduled):
-    """A rising rate, for finding the largest stable one."""
+    """Rising learning rate, for finding the largest stable one."""
 
     _rule = staticmethod(lr_range_test)
 
@@ -78,7 +78,7 @@ class LRRangeTest(_Scheduled):
 
 
 class OneCycle(_Scheduled):
-    """Up and down once, then a decay; betas move against the rate."""
+    """One cycle up and down, then a decay; betas move against the learning rate."""
 
     _rule = staticmethod(one_cycle)
     cycle_momentum = False
@@ -104,17 +104,17 @@ class OneCycle(_Scheduled):
         self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
             logger.warning(
-                "OneCycle moves no momentum of %s, whose options have no betas; give cycle_momentum False.",
+                "OneCycle moves no momentum of %s, whose options have no betas; set cycle_momentum to False.",
                 type(self.optimizer).__name__,
             )
         if last_batch_iteration == -1:
             self._show()
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Betas of each group at this point of the cycle; None without ``cycle_momentum``.
+        """Returns the betas of each group at this point of the cycle; None without ``cycle_momentum``.
 
-        They are those of the next update, but for the first one: as in DeepSpeed, it has ``cycle_min_mom``, and the
-        cycle begins at ``cycle_max_mom``.
+        The betas are the next update's. Before the first update they have ``cycle_min_mom``, as in DeepSpeed, although
+        the cycle begins at ``cycle_max_mom``.
         """
         if not self.cycle_momentum:
             return None
@@ -131,7 +131,7 @@ class OneCycle(_Scheduled):
 
 
 class WarmupLR(_Scheduled):
-    """Up to ``warmup_max_lr``, then constant."""
+    """Warmup to ``warmup_max_lr``, then a constant rate."""
 
     _rule = staticmethod(warmup)
 
@@ -147,7 +147,7 @@ class WarmupLR(_Scheduled):
 
 
 class WarmupDecayLR(_Scheduled):
-    """Up to ``warmup_max_lr``, then linearly down at ``total_num_steps``."""
+    """Warmup to ``warmup_max_lr``, then linear decay until ``total_num_steps``."""
 
     _rule = staticmethod(warmup_decay)
 
@@ -165,7 +165,7 @@ class WarmupDecayLR(_Scheduled):
 
 
 class WarmupCosineLR(_Scheduled):
-    """Up to the optimizer's rate, then half a cosine down."""
+    """Warmup to the optimizer's rate, then decay along half a cosine."""
 
     _rule = staticmethod(warmup_cosine)
 
@@ -183,7 +183,7 @@ class WarmupCosineLR(_Scheduled):
         self.org_lrs = list(self.base_lrs)
 
     def get_lr_ratio(self) -> float:
-        """Fraction of the optimizer's rate in the next update."""
+        """Returns the next update's fraction of the optimizer's rate."""
         return warmup_cosine(self.last_epoch, 1.0, self.params)
 
 
@@ -194,7 +194,7 @@ VALID_LR_SCHEDULES = [*SCHEDULES]
 
 
 def _remember_warmup(schedule: _Scheduled) -> None:
-    """Set what DeepSpeed's warmups keep: rates of each group, shape and length."""
+    """Sets the attributes of DeepSpeed's warmups: rates of each group, shape and length."""
     given = zip(schedule.base_lrs, schedule._each("warmup_max_lr"), strict=True)
     high = [base if own is None else own for base, own in given]
     vars(schedule).update(
@@ -207,25 +207,25 @@ def _remember_warmup(schedule: _Scheduled) -> None:
 
 def _shape(given: Any) -> Any:
     if given not in ("log", "linear"):
-        logger.warning('warmup_type %r is neither "log" nor "linear"; the warmup is "log".', given)
+        logger.warning('warmup_type %r is neither "log" nor "linear"; the warmup uses "log".', given)
         return "log"
     return given
 
 
 def _torch_optimizer(given: Any) -> torch.optim.Optimizer:
-    """The optimizer itself, or the one that a wrapper has as ``optimizer``."""
+    """Returns the optimizer itself, or a wrapper's attribute ``optimizer``."""
     found = given if isinstance(given, torch.optim.Optimizer) else getattr(given, "optimizer", None)
     if isinstance(found, torch.optim.Optimizer):
         return found
-    raise TypeError(f"a schedule was given a {type(given).__name__}; give a torch.optim.Optimizer.")
+    raise TypeError(f"a schedule was given a {type(given).__name__}; pass a torch.optim.Optimizer.")
 
 
 def _checked(kind: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Options by the rules of the configuration."""
+    """Returns the options, checked by the rules of the configuration."""
     problems = Problems(kind)
     read = read_section(SCHEDULERS[kind], dict(options), kind, problems)
     if options.get("warmup_num_steps") == 0:
-        problems.add(f"{kind}.warmup_num_steps", "0 steps are no warmup; give a whole number above 0.")
+        problems.add(f"{kind}.warmup_num_steps", "0 steps are no warmup; set a whole number above 0.")
     try:
         problems.raise_if_any()
     except ConfigError as error:

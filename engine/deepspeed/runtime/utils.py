@@ -15,14 +15,14 @@ _GIB = 2**30
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed ``random``, numpy and torch."""
+    """Seeds ``random``, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log device and host memory after ``message`` on rank 0, where ``force`` asks for it."""
+    """Logs device and host memory after ``message`` on rank 0, if ``force`` is set."""
     if not force:
         return
     peak = peak_memory(read_world().device) / _GIB

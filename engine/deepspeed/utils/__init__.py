@@ -1,4 +1,4 @@
-"""``deepspeed.utils``: parameters one at a time, leaf modules of ZeRO 3, logging, whole weights of a checkpoint."""
+"""``deepspeed.utils``: tensors of one parameter, leaf modules of ZeRO 3, logging, full weights of a checkpoint."""
 
 from engine.deepspeed.utils import logging, zero_to_fp32
 from engine.deepspeed.utils.logging import log_dist, logger

@@ -1,4 +1,4 @@
-"""Gradients, weights and optimizer state of one parameter, and a loader that never ends, for ``deepspeed.utils``."""
+"""Gradients, weights and optimizer state of one parameter, and an endless loader, for ``deepspeed.utils``."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -17,25 +17,25 @@ _Read = Callable[[Engine, str, bool], AbstractContextManager[dict[str, Tensor]]]
 
 
 class Owner(NamedTuple):
-    """The engine of a parameter, and the parameter's name in it."""
+    """Engine of a parameter, and the parameter's name in it."""
 
     engine: Engine
     name: str
 
     @property
     def pattern(self) -> str:
-        """A pattern that matches this name alone."""
+        """Pattern that matches this name alone."""
         return escape(self.name)
 
 
 def tell_engine(engine: Engine) -> None:
-    """Let the parameters of the model know their engine, for calls that are given a parameter."""
+    """Stores a weak reference to the engine on each parameter, for calls that get only a parameter."""
     for parameter in engine.module.parameters():
         setattr(parameter, _ENGINE, weakref.ref(engine))
 
 
 def engine_of(parameter: nn.Parameter) -> Owner | None:
-    """The engine that trains a parameter; None before ``initialize``."""
+    """Returns the engine that trains a parameter; None before ``initialize``."""
     engine = getattr(parameter, _ENGINE, lambda: None)()
     if engine is None:
         return None
@@ -46,12 +46,12 @@ def engine_of(parameter: nn.Parameter) -> Owner | None:
 def _owner(parameter: nn.Parameter, call: str) -> Owner:
     found = engine_of(parameter)
     if found is None:
-        raise EngineError(f"{call} was given a tensor that no engine trains; give a parameter of engine.module.")
+        raise EngineError(f"{call} was given a tensor that no engine trains; pass a parameter of engine.module.")
     return found
 
 
 def _tensor(parameter: nn.Parameter, call: str, read: _Read, local: bool, value: Tensor | None = None) -> Tensor | None:
-    """A copy of what ``read`` gives for the parameter, after it was set to ``value``; None of one that is frozen."""
+    """Returns a copy of the parameter's tensor in ``read``, after setting it to ``value``; None for a frozen one."""
     engine, _ = found = _owner(parameter, call)
     if not _is_trained(found, call, value):
         return None
@@ -74,7 +74,7 @@ def _state(parameter: nn.Parameter, call: str, key: str, local: bool, value: Ten
         state = states[found.name]
         if key not in state:
             kept = ", ".join(sorted(state)) or "nothing before the first step"
-            raise EngineError(f"{call}: the optimizer keeps no {key!r}; it has {kept}.")
+            raise EngineError(f"{call}: the optimizer has no state {key!r}; it has {kept}.")
         return _through(state[key], value)
 
 
@@ -86,78 +86,76 @@ def _through(tensor: Tensor, value: Tensor | None) -> Tensor:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The full fp32 weights of a parameter; None of a frozen one, as in all of these. Collective."""
+    """Returns the full fp32 weights of a parameter; None for a frozen one, as all these functions do. Collective."""
     return _tensor(param, "safe_get_full_fp32_param", Engine.masters, False)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set the full fp32 weights of a parameter, the same on every rank. Collective."""
+    """Sets the full fp32 weights of a parameter; every rank passes equal values. Collective."""
     _tensor(param, "safe_set_full_fp32_param", Engine.masters, False, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The full gradient of a parameter between backward and step. Collective."""
+    """Returns the full gradient of a parameter between backward and step. Collective."""
     return _tensor(param, "safe_get_full_grad", Engine.gradients, False)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set the full gradient of a parameter between backward and step. Collective."""
+    """Sets the full gradient of a parameter between backward and step. Collective."""
     _tensor(param, "safe_set_full_grad", Engine.gradients, False, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A full optimizer state, such as exp_avg. Collective."""
+    """Returns a full optimizer state, such as exp_avg. Collective."""
     return _state(param, "safe_get_full_optimizer_state", optim_state_key, False)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set a full optimizer state. Collective."""
+    """Sets a full optimizer state. Collective."""
     _state(param, "safe_set_full_optimizer_state", optim_state_key, False, value)
 
 
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Set the full gradient of each parameter to ``update_func(gradient, parameter)``; frozen ones are left out.
-    Collective.
-    """
+    """Sets the full gradient of each trainable parameter to ``update_func(gradient, parameter)``. Collective."""
     for parameter in param_list:
         if (grad := safe_get_full_grad(parameter)) is not None:
             safe_set_full_grad(parameter, update_func(grad, parameter))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the fp32 weights, 1-D."""
+    """Returns this rank's shard of the fp32 weights, 1-D."""
     return _tensor(param, "safe_get_local_fp32_param", Engine.masters, True)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set this rank's part of the fp32 weights."""
+    """Sets this rank's shard of the fp32 weights."""
     _tensor(param, "safe_set_local_fp32_param", Engine.masters, True, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the gradient, 1-D."""
+    """Returns this rank's shard of the gradient, 1-D."""
     return _tensor(param, "safe_get_local_grad", Engine.gradients, True)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set this rank's part of the gradient."""
+    """Sets this rank's shard of the gradient."""
     _tensor(param, "safe_set_local_grad", Engine.gradients, True, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's part of an optimizer state, 1-D."""
+    """Returns this rank's shard of an optimizer state, 1-D."""
     return _state(param, "safe_get_local_optimizer_state", optim_state_key, True)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of an optimizer state."""
+    """Sets this rank's shard of an optimizer state."""
     _state(param, "safe_set_local_optimizer_state", optim_state_key, True, value)
 
 
 class RepeatingLoader:
-    """An iterator over a loader that starts again at its end."""
+    """Iterator over a loader that restarts at its end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

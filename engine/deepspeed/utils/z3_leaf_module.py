@@ -1,7 +1,7 @@
-"""``deepspeed.utils`` of leaf modules: which modules ZeRO 3 gathers as a whole.
+"""``deepspeed.utils`` of leaf modules, which ZeRO 3 gathers with all their submodules.
 
-The engine gathers a block at a time, whatever modules are in it and in whatever order a forward runs them, so the marks
-change nothing; they are kept for code that asks for them.
+The engine gathers a block at a time, for any submodules in any order of calls, so the marks have no effect. They exist
+for code that reads them.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,22 @@ _MARK = "_z3_leaf"
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Mark all modules of these classes (or of classes with these names); returns them.
+    """Marks all modules of these classes (or of classes with these names); returns them.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no such module.
     """
     found = [module for module in model.modules() if _is_one(module, leaf_module_classes)]
     if not found:
         named = ", ".join(each if isinstance(each, str) else each.__name__ for each in leaf_module_classes)
-        raise ValueError(f"set_z3_leaf_modules: the model has no module of {named}; give classes of its modules.")
+        raise ValueError(f"set_z3_leaf_modules: the model has no module of {named}; pass classes of its modules.")
     for module in found:
         set_z3_leaf_module(module, True)
     return found
 
 
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Take the marks off all modules of these classes; returns them."""
+    """Removes the marks from all modules of these classes; returns them."""
     found = [module for module in model.modules() if _is_one(module, leaf_module_classes)]
     for module in found:
         set_z3_leaf_module(module, False)
@@ -35,22 +35,22 @@ def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[n
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or take its mark off."""
+    """Marks a module, or removes its mark."""
     object.__setattr__(model, _MARK, flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """All marked modules."""
+    """Returns all marked modules."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module is marked."""
+    """Returns True if the module is marked."""
     return bool(vars(model).get(_MARK, False))
 
 
 def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
-    """False: parameters are not marked."""
+    """Returns False: parameters are not marked."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.zero_to_fp32``: whole fp32 weights of a checkpoint, in one process and without an engine.
+"""``deepspeed.utils.zero_to_fp32``: full fp32 weights of a checkpoint, in one process and without an engine.
 
 The checkpoint is this engine's or DeepSpeed's. As a script: ``python zero_to_fp32.py CHECKPOINTS OUTPUT [-t TAG]``.
 """
@@ -20,8 +20,8 @@ from engine.checkpoint.format.step_reader import ReadRequest
 from engine.errors import CheckpointError
 
 SCRIPT = "zero_to_fp32.py"
-"""Name of the script that stands beside a checkpoint."""
-TEXT = '''"""Write the whole fp32 weights of a checkpoint: python zero_to_fp32.py CHECKPOINTS OUTPUT [-t TAG]."""
+"""Name of the script next to a checkpoint."""
+TEXT = '''"""Write the full fp32 weights of a checkpoint: python zero_to_fp32.py CHECKPOINTS OUTPUT [-t TAG]."""
 
 from engine.deepspeed.utils.zero_to_fp32 import main
 
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Tensor]:
-    """Parameters and buffers by name, floating ones in fp32; frozen ones too, unless they are left out.
+    """Returns parameters and buffers by name, floating ones in fp32.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -55,7 +55,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
-    """The model, on the CPU, with the weights of a checkpoint; for a model that no engine has."""
+    """Returns the model on the CPU with the weights of a checkpoint; no engine may have the model."""
     model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -65,7 +65,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str, output_dir: str, max_shard_size: str = "5GB", safe_serialization: bool = True,
     tag: str | None = None, exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Write the weights as one safetensors file into ``output_dir``; nothing here writes a pickle."""
+    """Writes the weights as one safetensors file into ``output_dir``; never writes a pickle."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,30 +73,30 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def write_script(save_dir: Path) -> None:
-    """Put the script beside a checkpoint, as DeepSpeed does."""
+    """Writes the script next to a checkpoint, as DeepSpeed does."""
     (save_dir / SCRIPT).write_text(TEXT, encoding="utf-8")
 
 
 def _folder(given: Path, tag: str | None) -> Path:
-    """The checkpoint of a tag, or of the one that ``latest`` names."""
+    """Returns the checkpoint folder of a tag; None: of the tag that ``latest`` names."""
     hint = given / "latest"
     if tag is None and hint.is_file():
         tag = hint.read_text(encoding="utf-8").strip()
     found = resolved(given / tag if tag is not None else given)
     if not found.is_dir():
-        raise CheckpointError(f"{found} is no folder; give the folder of the checkpoints, and a tag that is in it.")
+        raise CheckpointError(f"{found} is no folder; pass the folder of the checkpoints, and a tag inside it.")
     return next(reversed(steps_of(Files(), found)), found)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description="write the whole fp32 weights of a checkpoint")
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description="write the full fp32 weights of a checkpoint")
     parser.add_argument("checkpoint_dir", help="folder with the file latest")
     parser.add_argument("output_dir", help="folder for model.safetensors")
-    parser.add_argument("-t", "--tag", default=None, help="checkpoint in it; default: the one that latest names")
+    parser.add_argument("-t", "--tag", default=None, help="checkpoint in it; default: the one named by latest")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
     for option in ("--max_shard_size", "--safe_serialization", "-d", "--debug"):
-        parser.add_argument(option, nargs="?", help="accepted, changes nothing")
+        parser.add_argument(option, nargs="?", help="accepted, has no effect")
     given = parser.parse_args(arguments)
     convert_zero_checkpoint_to_fp32_state_dict(
         given.checkpoint_dir,

@@ -92,7 +92,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, caplog: pytest.LogCap
         assert first.done and time.monotonic() - began > 0.3
         assert first.wait().name == "step-00000001" and second.wait().name == "step-00000002"
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
-    assert any("for the save under way" in record.getMessage() for record in caplog.records), "and says so"
+    assert any("for the pending save" in record.getMessage() for record in caplog.records), "and says so"
 
 
 def test_close_waits_for_the_save(tmp_path: Path) -> None:

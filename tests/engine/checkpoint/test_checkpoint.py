@@ -70,7 +70,7 @@ def test_nothing_there_is_none_and_nothing_given_is_empty(tmp_path: Path) -> Non
         for there in (False, True):
             with pytest.raises(
                 engine.CheckpointError,
-                match=rf"^load_checkpoint: .*run {'holds no checkpoint' if there else 'is not a folder'}; give the fol",
+                match=rf"^load_checkpoint: .*run {'has no checkpoint' if there else 'is not a folder'}; pass the fol",
             ):
                 eng.load_checkpoint(tmp_path / "run")
             assert eng.load_checkpoint(tmp_path / "run", missing_ok=True) is None
@@ -222,7 +222,7 @@ def test_a_refused_model_is_left_as_it_was(saved: Path) -> None:
 def test_another_optimizer_is_refused_with_the_way_out(saved: Path) -> None:
     said = refusal(saved, optimizer={"type": "SGD"})
     assert said == (
-        f"{saved / 'step-00000002'} has the optimizer state of Adam, and this run's optimizer is SGD; load it with "
+        f"{saved / 'step-00000002'} has the optimizer state of Adam, but this run's optimizer is SGD; load it with "
         "load_optimizer_states=False, or configure the same optimizer."
     )
 
@@ -262,7 +262,7 @@ def test_calls_that_cannot_be_right(tmp_path: Path, saved: Path) -> None:
         with pytest.raises(engine.EngineError, match=r"^register_for_checkpointing\(thing=...\): a Mute lacks state"):
             eng.register_for_checkpointing(thing=Mute())
         with pytest.raises(
-            engine.CheckpointError, match=r"^not saved: the client_state cannot be saved as JSON: .* give dicts, lists"
+            engine.CheckpointError, match=r"^not saved: the client_state cannot be saved as JSON: .* use dicts, lists"
         ):
             eng.save_checkpoint(tmp_path / "odd", {"x": float("nan")}).wait()
         eng.register_for_checkpointing(odd=Odd())
@@ -297,7 +297,7 @@ def test_an_optimizer_whose_state_has_other_shapes_is_refused_by_name(tmp_path: 
         models.decoder(), settings(), loss_sum, optimizer=lambda groups: torch.optim.Adafactor(groups)
     ) as eng:
         train(eng, 0, 1)
-        with pytest.raises(engine.CheckpointError, match=r"optimizer Adafactor keeps 'row_var', a tensor of shape"):
+        with pytest.raises(engine.CheckpointError, match=r"optimizer Adafactor has 'row_var', a tensor of shape"):
             eng.save_checkpoint(tmp_path).wait()
         assert train(eng, 1, 2)
 

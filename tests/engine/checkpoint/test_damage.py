@@ -200,6 +200,6 @@ def test_without_another_checkpoint_that_is_said(trained: Trained, tmp_path: Pat
     alone = tmp_path / trained.step.name
     shutil.copytree(trained.step, alone)
     (alone / "optim" / "optim-00000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"There is no other good checkpoint beside it\."):
+    with pytest.raises(CheckpointError, match=r"There is no other good checkpoint in its folder\."):
         trained.eng.load_checkpoint(tmp_path)
     trained.eng.load_checkpoint(trained.folder)

@@ -28,7 +28,7 @@ WRITING = (
 )  # fmt: skip
 ALLOCATING = ("make_folder", "create", "write")
 READING = ("open", "size", "read_into", "names")
-FIGURES = r"on rank 0, which has (about )?\d+ bytes to write; \d+ are free there"
+FIGURES = r"on rank 0, which has (about )?[\d,]+ bytes to write; [\d,]+ are free there"
 
 
 class FailingFiles(Files):

@@ -107,8 +107,8 @@ def test_text_corpus_errors_say_what_rule_and_remedy(tmp_path: Path) -> None:
     empty, short, long = write(tmp_path, empty="", short="x" * 19, long="x" * 20)
     cases: list[tuple[list[Path], str]] = [
         ([], "No data file .* at least one.*Give --data FILE"),
-        ([tmp_path / "nope.txt"], r"nope.txt is missing or no file; .* existing files. Check"),
-        ([tmp_path], "is missing or no file; .* existing files. Check"),
+        ([tmp_path / "nope.txt"], r"nope.txt is missing or is not a file; .* existing files. Check"),
+        ([tmp_path], "is missing or is not a file; .* existing files. Check"),
         ([long, empty], "empty.txt is empty; .* at least 1 byte. Leave it out"),
         ([short], "19 bytes; .* at least 20.* Give a longer file"),
         ([long, long], "given 2 times; a file counts once. Give it once"),

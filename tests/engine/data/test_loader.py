@@ -92,7 +92,7 @@ def test_steps_left() -> None:
     assert dropped.steps_left == 2
     for dataset, more, why in (
         (Stream(5), options, "the dataset has no length"),
-        (Numbers(5), endless, "it has no end"),
+        (Numbers(5), endless, "the loader is endless"),
     ):
         (unknown,) = loaders(dataset, 1, 2, 2, more)
         with pytest.raises(EngineError, match=f"steps_left of this loader is unknown: {why}"):
@@ -167,7 +167,7 @@ def one_pass() -> Iterator[int]:
         (Numbers(4), {"workers": -1}, "workers = -1 is too small; the smallest is 0"),
         (Numbers(4), {"epochs": 0}, "epochs = 0 is too small; the smallest is 1"),
         (Texts([3]), {"pack": Packing(length=4), "pad": Padding()}, "was given pack and pad"),
-        (Texts([3]), {"pack": 4}, r"pack = 4 is a int, and sizes have names. Give Packing\(...\)"),
+        (Texts([3]), {"pack": 4}, r"pack = 4 is a int, not a Packing. Pass Packing\(...\)"),
         (Numbers(4), {"shufle": True}, "the loader has no option 'shufle'; did you mean 'shuffle'?"),
     ],
 )
@@ -179,13 +179,13 @@ def test_what_cannot_be_is_refused_at_once(dataset: Any, options: LoaderOptions,
 @pytest.mark.parametrize(
     ("dataset", "options", "match"),
     [
-        ([{"x": [1]}, {"x": [1, 2]}], {}, r"have 'x' of shapes \(1,\) and \(2,\); a batch has one"),
-        ([(1, 2), (3, 4)], {"pad": Padding()}, "a sample is a tuple, and only a dict says"),
+        ([{"x": [1]}, {"x": [1, 2]}], {}, r"have 'x' of shapes \(1,\) and \(2,\); a batch needs one"),
+        ([(1, 2), (3, 4)], {"pad": Padding()}, "a sample is a tuple; only the keys of a dict tell"),
         ([torch.zeros(2)], {"epochs": 1, "at_end": "joined"}, "this batch has no integer labels"),
         (TextStream([0]), {"pack": Packing(length=4), "epochs": 1, "at_end": "joined"}, None),
         ([[1.5, 2.5]], {"pack": Packing(length=4)}, "a document is a list with float64 in 1 dims"),
         ([{"text": "a"}], {"pack": Packing(length=4)}, "a document is a dict with no input_ids"),
-        (one_pass(), {}, "the dataset gave no sample in epoch 1"),
+        (one_pass(), {}, "the dataset returned no sample in epoch 1"),
     ],
 )
 def test_what_samples_lack_is_said(dataset: Any, options: LoaderOptions, match: str | None) -> None:
@@ -203,15 +203,15 @@ def test_a_state_of_something_else_is_refused() -> None:
     state = rank.state_dict()
     for key, value, match in (
         ("position", "3", "position = '3'; it must be an integer from 0"),
-        ("seed", 6, "seed = 6, this one has 5"),
-        ("samples", 8, "samples = 8, this one has 9"),
-        ("shuffle", 0, "shuffle = 0, this one has 1"),
-        ("row_length", 4, "row_length = 4, this one has 0"),
+        ("seed", 6, "seed = 6, this loader has 5"),
+        ("samples", 8, "samples = 8, this loader has 9"),
+        ("shuffle", 0, "shuffle = 0, this loader has 1"),
+        ("row_length", 4, "row_length = 4, this loader has 0"),
     ):
         with pytest.raises(EngineError, match=match):
             rank.load_state_dict({**state, key: value})
     (short,) = loaders(Stream(4), 1, 1, 1, {})
-    with pytest.raises(EngineError, match="goes on after 6 samples of an epoch, and the dataset has 4"):
+    with pytest.raises(EngineError, match="continues after 6 samples of an epoch, but the dataset has 4"):
         short.load_state_dict({**short.state_dict(), "read": 6})
         next(short)
 

@@ -80,14 +80,14 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match=match):
             IndexedTokens(tmp_path / "t")
 
-    refused(b"PK" + good[2:], "does not begin as an index")
-    refused(good[:20], "does not begin as an index")
+    refused(b"PK" + good[2:], "does not begin like a Megatron index")
+    refused(good[:20], "does not begin like a Megatron index")
     refused(good[:9] + bytes([2]) + good[10:], "version 2, type 4")
     refused(good[:17] + bytes([7]) + good[18:], "floating-point numbers")
-    refused(good[:-1], "has 81 bytes; 2 sequences and 3 borders of documents take 82")
+    refused(good[:-1], "has 81 bytes; 2 sequences and 3 borders of documents need 82")
     refused(good[:-8] + struct.pack("<q", 1), "do not rise from 0 to its 2 sequences")
-    refused(good, "does not fit to .* which has 4 tokens", tokens[:-4])
-    refused(good[:42] + struct.pack("<q", 4) + good[50:], "does not fit to")
+    refused(good, "does not match .* which has 4 tokens", tokens[:-4])
+    refused(good[:42] + struct.pack("<q", 4) + good[50:], "does not match")
     refused(b"", "cannot be read")
     with pytest.raises(EngineError, match=r"none\.idx cannot be read"):
         IndexedTokens(tmp_path / "none")
@@ -105,5 +105,5 @@ def test_documents_of_npy_files(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="holds float64 in 1 dims; token files hold integers"):
         NpyTokens(rows)
     flat.write_bytes(b"text")
-    with pytest.raises(EngineError, match=r"is no \.npy file that can be read"):
+    with pytest.raises(EngineError, match=r"is not a readable \.npy file"):
         NpyTokens(flat)

@@ -62,42 +62,42 @@ def test_bf16_is_autocast_unless_the_configuration_has_a_section_for_it() -> Non
     [
         (
             {"gradient_accumulation_steps": 4}, {},
-            "gradient_accumulation_steps is 4 in engine_config and gradient_accumulation_steps is 2 in "
-            'TrainingArguments, and a run has one; give the same value, or "auto" in engine_config.',
+            'gradient_accumulation_steps is 4 in engine_config and gradient_accumulation_steps is 2 in '
+            'TrainingArguments, but a run has one; set the same value, or "auto" in engine_config.',
         ),
         (
             {"gradient_clipping": 0.5}, {},
-            "gradient_clipping is 0.5 in engine_config and max_grad_norm is 1.0 in TrainingArguments, and a run has "
-            'one; give the same value, or "auto" in engine_config.',
+            'gradient_clipping is 0.5 in engine_config and max_grad_norm is 1.0 in TrainingArguments, but a run has '
+            'one; set the same value, or "auto" in engine_config.',
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {},
-            "optimizer.params.lr is 0.001 in engine_config and learning_rate is 5e-05 in TrainingArguments, and a run "
-            'has one; give the same value, or "auto" in engine_config.',
+            'optimizer.params.lr is 0.001 in engine_config and learning_rate is 5e-05 in TrainingArguments, but a run '
+            'has one; set the same value, or "auto" in engine_config.',
         ),
         (
             {"optimizer": {"type": "SGD"}}, {},
-            "optimizer.type is SGD in engine_config and optim is adamw_torch_fused in TrainingArguments, and a run has "
-            'one; give the same value, or "auto" in engine_config.',
+            'optimizer.type is SGD in engine_config and optim is adamw_torch_fused in TrainingArguments, but a run has '
+            'one; set the same value, or "auto" in engine_config.',
         ),
         (
             {"optimizer": {"groups": []}}, {},
-            "optimizer.groups in engine_config, and TrainingArguments describe the optimizer; leave it out, or give "
-            "Trainer an optimizer with groups of its own in optimizers=.",
+            "optimizer.groups is set in engine_config, but TrainingArguments describe the optimizer; remove it, or "
+            "pass an optimizer with its own groups to Trainer as optimizers=.",
         ),
         (
             {"optimizer": {"params": {"momentum": 0.9}}}, {},
-            "optimizer.params.momentum in engine_config; give it in optim_args of TrainingArguments.",
+            "optimizer.params.momentum is set in engine_config; set it in TrainingArguments.optim_args.",
         ),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}}, {},
-            "scheduler.params.warmup_num_steps is 10 in engine_config, and TrainingArguments describe the schedule "
-            "(lr_scheduler_type, learning_rate, warmup_steps); leave scheduler out of engine_config.",
+            "scheduler.params.warmup_num_steps is 10 in engine_config, but TrainingArguments describe the schedule "
+            "(lr_scheduler_type, learning_rate, warmup_steps); remove scheduler from engine_config.",
         ),
         (
             {"bf16": {"enabled": True}}, {},
-            "bf16.enabled is True in engine_config and bf16 is False in TrainingArguments, and a run has one; give "
-            'the same value, or "auto" in engine_config.',
+            'bf16.enabled is True in engine_config and bf16 is False in TrainingArguments, but a run has one; set the '
+            'same value, or "auto" in engine_config.',
         ),
     ],
 )  # fmt: skip
@@ -112,22 +112,22 @@ def test_two_owners_are_refused(raw: dict[str, Any], changes: dict[str, Any], se
     [
         (
             {"fsdp": "full_shard"},
-            "TrainingArguments has fsdp, and the engine places the model: give zero_optimization in engine_config.",
+            "TrainingArguments has fsdp, but the engine places the model: set zero_optimization in engine_config.",
         ),
         (
             {"gradient_checkpointing": True},
-            "TrainingArguments has gradient_checkpointing, and the engine places the model: give "
+            "TrainingArguments has gradient_checkpointing, but the engine places the model: set "
             "activation_checkpointing in engine_config.",
         ),
         (
             {"n_gpu": 2},
-            "one process sees 2 GPUs, over which Trainer would copy the model; start one process for each GPU with "
-            "torchrun.",
+            "one process sees 2 GPUs, over which Trainer would replicate the model; start one process for each GPU "
+            "with torchrun.",
         ),
         (
             {"save_only_model": True, "load_best_model_at_end": True},
-            "TrainingArguments has save_only_model and load_best_model_at_end, and the best weights are read from the "
-            "engine's checkpoint; leave one of them out.",
+            "TrainingArguments has save_only_model and load_best_model_at_end, but the best weights are read from the "
+            "engine's checkpoint; remove one of them.",
         ),
     ],
 )
@@ -146,7 +146,7 @@ def test_another_minor_version_warns_once(monkeypatch: pytest.MonkeyPatch, caplo
     for _ in range(2):
         hosting.check_versions("transformers", "accelerate")
     assert caplog.messages == [
-        "accelerate is 2.0.dev0, and the engine is tested inside the loop of accelerate 1.15; install it with "
+        "accelerate is 2.0.dev0, but the engine is tested inside the loop of accelerate 1.15; install it with "
         'pip install "accelerate==1.15.*", if a run differs from what its loop promises.'
     ]
 
@@ -156,8 +156,8 @@ def test_an_earlier_major_version_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(engine.ConfigError) as caught:
         hosting.check_versions("transformers")
     assert str(caught.value) == (
-        "transformers is 4.57.1, whose loop lacks calls that the engine enters in transformers 5.17 to 5.24; install "
-        'it with pip install "transformers==5.24.*".'
+        "transformers is 4.57.1, whose loop lacks calls that the engine overrides in transformers 5.17 to 5.24; "
+        'install it with pip install "transformers==5.24.*".'
     )
 
 
@@ -196,7 +196,7 @@ def test_metrics_that_are_no_mapping_are_refused() -> None:
     with pytest.raises(engine.ConfigError) as caught:
         checked_metrics(lambda found: 0.5)(0)
     assert str(caught.value) == (
-        'compute_metrics returned a float, and metrics are logged by name; return a dict, such as {"accuracy": 0.5}.'
+        'compute_metrics returned a float, but metrics are logged by name; return a dict, such as {"accuracy": 0.5}.'
     )
 
 
@@ -206,7 +206,7 @@ def test_a_best_metric_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(engine.ConfigError) as caught:
         refuse_best_metric(SimpleNamespace(metric_for_best_model="verdict"), {"eval_verdict": "good"})
     assert str(caught.value) == (
-        "metric_for_best_model is 'verdict', and evaluation found 'good' for it, which is not a number; return a "
+        "metric_for_best_model is 'verdict', but evaluation returned 'good' for it, which is not a number; return a "
         "number for it from compute_metrics, or name another metric."
     )
 
@@ -233,6 +233,6 @@ def test_what_ranks_were_given_differently_is_refused_on_all(
         return None
 
     sentence = (
-        None if name is None else f"{name} differs between ranks, which make their steps together; give all the same."
+        None if name is None else f"{name} differs between ranks, which make their steps together; pass equal values."
     )
     assert run_thread_ranks(2, body) == [sentence, sentence]

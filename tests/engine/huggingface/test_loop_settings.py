@@ -45,42 +45,42 @@ def test_bf16_is_autocast_unless_the_configuration_has_a_section_for_it() -> Non
     [
         (
             {"gradient_accumulation_steps": 4}, {},
-            "gradient_accumulation_steps is 4 in engine_config and gradient_accumulation_steps is 2 in Accelerator, "
-            'and a run has one; give the same value, or "auto" in engine_config.',
+            'gradient_accumulation_steps is 4 in engine_config and gradient_accumulation_steps is 2 in Accelerator, '
+            'but a run has one; set the same value, or "auto" in engine_config.',
         ),
         (
             {"gradient_clipping": 1.0}, {"owner": "Trainer", "clipping": ("gradient_clip_val", 0.5)},
-            "gradient_clipping is 1.0 in engine_config and gradient_clip_val is 0.5 in Trainer, and a run has one; "
-            'give the same value, or "auto" in engine_config.',
+            'gradient_clipping is 1.0 in engine_config and gradient_clip_val is 0.5 in Trainer, but a run has one; set '
+            'the same value, or "auto" in engine_config.',
         ),
         (
             {"train_micro_batch_size_per_gpu": 8}, {"micro": 4},
-            "train_micro_batch_size_per_gpu is 8 in engine_config and batch_size of the data loader is 4 in "
-            'Accelerator, and a run has one; give the same value, or "auto" in engine_config.',
+            'train_micro_batch_size_per_gpu is 8 in engine_config and batch_size of the data loader is 4 in '
+            'Accelerator, but a run has one; set the same value, or "auto" in engine_config.',
         ),
         (
             {"bf16": {"enabled": False}}, {"precision": "bf16"},
-            "bf16.enabled is False in engine_config and precision is bf16 in Accelerator, and a run has one; give the "
+            'bf16.enabled is False in engine_config and precision is bf16 in Accelerator, but a run has one; set the '
             'same value, or "auto" in engine_config.',
         ),
         (
             {"fp16": {"enabled": True}}, {"precision": "bf16"},
-            "fp16.enabled is True in engine_config and precision is bf16 in Accelerator, and a run has one; give the "
+            'fp16.enabled is True in engine_config and precision is bf16 in Accelerator, but a run has one; set the '
             'same value, or "auto" in engine_config.',
         ),
         (
             {"optimizer": {"type": "AdamW"}}, {},
-            "optimizer in engine_config, and the loop of Accelerator has its own; leave it out of engine_config.",
+            "optimizer is set in engine_config, but the loop of Accelerator has its own; remove it from engine_config.",
         ),
         (
             {"parallel": {"pipeline": 2}, "train_micro_batch_size_per_gpu": 3}, {"micro": 4},
-            "train_micro_batch_size_per_gpu is 3 in engine_config and batch_size of the data loader is 4 in "
-            'Accelerator, and a run has one; give the same value, or "auto" in engine_config.',
+            'train_micro_batch_size_per_gpu is 3 in engine_config and batch_size of the data loader is 4 in '
+            'Accelerator, but a run has one; set the same value, or "auto" in engine_config.',
         ),
         (
             {"train_micro_batch_size_per_gpu": 2}, {"micro": 4},
-            "train_micro_batch_size_per_gpu is 2 in engine_config and batch_size of the data loader is 4 in "
-            'Accelerator, and a run has one; give the same value, or "auto" in engine_config.',
+            'train_micro_batch_size_per_gpu is 2 in engine_config and batch_size of the data loader is 4 in '
+            'Accelerator, but a run has one; set the same value, or "auto" in engine_config.',
         ),
     ],
 )  # fmt: skip
@@ -114,18 +114,18 @@ def test_arguments_and_variables_of_accelerate() -> None:
     [
         (
             {"fsdp_plugin": object()}, {},
-            "Accelerator was given fsdp_plugin, and the engine places the model: give zero_optimization in "
+            "Accelerator was given fsdp_plugin, but the engine places the model: set zero_optimization in "
             "engine_config.",
         ),
         (
             {}, {"ACCELERATE_USE_DEEPSPEED": "true"},
-            "ACCELERATE_USE_DEEPSPEED is set, and the engine places the model: start with torchrun, or choose no such "
+            "ACCELERATE_USE_DEEPSPEED is set, but the engine places the model: start with torchrun, or choose no such "
             "plugin in accelerate config.",
         ),
         (
             {"mixed_precision": "fp8"}, {},
-            "mixed_precision is fp8 in Accelerator, and the engine computes in fp32, bf16 or fp16; give \"no\", "
-            '"bf16" or "fp16".',
+            'mixed_precision is fp8 in Accelerator, but the engine computes in fp32, bf16 or fp16; set "no", "bf16" '
+            'or "fp16".',
         ),
     ],
 )  # fmt: skip

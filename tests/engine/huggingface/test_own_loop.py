@@ -145,23 +145,23 @@ def test_mistakes_are_one_sentence_and_replicas_count_once(tmp_path: Path) -> No
     for end in ended:
         assert end.code == 0, end.error
         assert end.said == [
-            "the engine is made by accelerator.prepare(model, optimizer), which has not been called; call it first.",
-            "prepare was given a model that is trained and 0 optimizers; give the model and its one optimizer in the "
-            "same call.",
-            "prepare was given a second model that is trained, and an Accelerator trains one; put both into one "
-            "module, or call requires_grad_(False) on the one that is not trained.",
-            "clip_grad_norm_ inside an accumulation, whose gradients are not complete; call it under "
-            "`if accelerator.sync_gradients:`.",
-            "clip_grad_norm_ was given parameters without 'model.embed_tokens.weight', and a step clips by the norm of "
-            "all; give model.parameters() of the prepared model.",
-            "clip_grad_norm_ was given norm_type 1, and the engine clips by the L2 norm; leave it out.",
-            "clip_grad_norm_ was called twice in a step, which clips once; leave out one of the calls.",
-            "optimizer.step() without accelerator.backward(loss) since the last step; call it in place of "
+            "the engine is made by accelerator.prepare(model, optimizer), which was not called; call it first.",
+            "prepare was given a trained model and 0 optimizers; pass the model and its one optimizer in the same "
+            "call.",
+            "prepare was given a second trained model, but an Accelerator trains one; put both into one module, or "
+            "call requires_grad_(False) on the other model.",
+            "clip_grad_norm_ was called inside an accumulation, before its gradients are complete; call it under `if "
+            "accelerator.sync_gradients:`.",
+            "clip_grad_norm_ was given parameters without 'model.embed_tokens.weight', but a step clips by the norm of "
+            "all; pass model.parameters() of the prepared model.",
+            "clip_grad_norm_ was given norm_type 1, but the engine clips by the L2 norm; leave it out.",
+            "clip_grad_norm_ was called twice in a step, but a step clips once; remove one of the calls.",
+            "optimizer.step() was called without accelerator.backward(loss) since the last step; call it in place of "
             "loss.backward(), for every microbatch.",
-            "clip_grad_value_ clips each element, and the engine clips by the norm; call clip_grad_norm_.",
-            "split_between_processes would give the 2 ranks of a replica different inputs; take "
+            "clip_grad_value_ clips each element, but the engine clips by the norm; call clip_grad_norm_.",
+            "split_between_processes would pass different inputs to the 2 ranks of a replica; use "
             "inputs[accelerator.process_index :: accelerator.num_processes].",
-            f"{tmp_path} has no folder 'engine' with the engine's state, from which training goes on; give a folder "
+            f"{tmp_path} has no folder 'engine' with the engine's state, which training continues from; pass a folder "
             "that save_state of this Accelerator has written.",
             1.0, [1.0], (1, 0), "checkpoint_1", 5,
         ]  # fmt: skip

@@ -100,6 +100,6 @@ def test_a_run_is_that_of_trl_alone(name: str, grid: str, alone: Any, tmp_path: 
 def test_pipelines_are_refused(kind: str, tmp_path: Path) -> None:
     found = run_tuning(Tuning(folder=str(tmp_path), kind=kind, config={"parallel": {"pipeline": 2}}), 2)
     assert found == (
-        f"{kind}Trainer of TRL with parallel.pipeline 2: its loss multiplies by the weight of the head, which the last "
-        "stage alone has; leave parallel.pipeline out."
+        f"{kind}Trainer of TRL was given parallel.pipeline 2, but its loss multiplies by the weight of the head, which "
+        "only the last stage has; remove parallel.pipeline."
     )

@@ -28,22 +28,22 @@ def of_trl(**changes: Any) -> SimpleNamespace:
         ),
         (
             "GRPOTrainer", {}, {"use_vllm": True},
-            "SimpleNamespace has use_vllm, and completions come from the engine's weights, which vLLM does not see; "
-            "leave it out.",
+            "SimpleNamespace has use_vllm, but completions come from the engine's weights, which vLLM cannot read; "
+            "remove it.",
         ),
         (
             "GRPOTrainer", {}, {"cache_implementation": "static"},
-            "SimpleNamespace has cache_implementation, and eng.generate keeps no keys and values; leave it out.",
+            "SimpleNamespace has cache_implementation, but eng.generate has no cache of keys and values; remove it.",
         ),
         (
             "GRPOTrainer", {"tools": [len]}, {},
-            "GRPOTrainer was given tools, by which ranks generate different numbers of times, and the engine generates "
-            "on all ranks together; leave it out.",
+            "GRPOTrainer was given tools, by which ranks generate different numbers of times, but the engine generates "
+            "on all ranks together; remove it.",
         ),
         (
             "RLOOTrainer", {}, {"steps_per_generation": 1, "num_iterations": 3},
-            "SimpleNamespace has steps_per_generation 1, num_iterations 3 and gradient_accumulation_steps 2, so that "
-            "completions would be generated inside a step; give steps_per_generation that is a multiple of "
+            "SimpleNamespace has steps_per_generation 1, num_iterations 3 and gradient_accumulation_steps 2, so "
+            "completions would be generated inside a step; set steps_per_generation to a multiple of "
             "gradient_accumulation_steps.",
         ),
     ],
@@ -67,18 +67,19 @@ def test_what_trl_can_do_is_not() -> None:
     [
         (
             "GRPOTrainer", {}, {"parallel": {"tensor": 2}},
-            "GRPOTrainer of TRL with parallel.tensor 2: it counts every process as a data rank; leave parallel.tensor "
-            "out, or use SFTTrainer or DPOTrainer.",
+            "GRPOTrainer of TRL was given parallel.tensor 2, but it counts every process as a data rank; remove "
+            "parallel.tensor, or use SFTTrainer or DPOTrainer.",
         ),
         (
             "SFTTrainer", {}, {"parallel": {"pipeline": 2}},
-            "SFTTrainer of TRL with parallel.pipeline 2: its loss multiplies by the weight of the head, which the last "
-            "stage alone has; leave parallel.pipeline out.",
+            "SFTTrainer of TRL was given parallel.pipeline 2, but its loss multiplies by the weight of the head, which "
+            "only the last stage has; remove parallel.pipeline.",
         ),
         (
             "DPOTrainer", {"sync_ref_model": True}, {"zero_optimization": {"stage": 3}},
-            "SimpleNamespace has sync_ref_model, which reads whole weights of the trained model on every rank, and a "
-            "rank has a part of them; leave parallel.tensor out and give zero_optimization.stage 2, or leave it out.",
+            "SimpleNamespace has sync_ref_model, which reads full weights of the trained model on every rank, but a "
+            "rank has a part of them; remove parallel.tensor and set zero_optimization.stage to 2, or remove "
+            "sync_ref_model.",
         ),
     ],
 )  # fmt: skip
@@ -99,7 +100,8 @@ def test_grids_on_which_trl_would_compute_something_else_are_refused(
         (1.0, "a float for 2 completions; return one for each."),
         (
             [1.0, "good"],
-            "'good' for a completion, which is not a number; return numbers, and None where there is no reward.",
+            "'good' for a completion, which is not a number; return numbers, and None for a completion without a "
+            "reward.",
         ),
     ],
 )

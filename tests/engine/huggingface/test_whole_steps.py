@@ -123,7 +123,9 @@ def test_patches_count_no_rows_and_cannot_be_filled_up() -> None:
     steps = steps_of(accelerator)
     steps.add({"patches": torch.ones(7, 2)} | rows(3), torch.tensor(12))
     assert accelerator.steps[0][0]["patches"].shape == (7, 2)
-    with pytest.raises(engine.EngineError, match=r"a microbatch of 2 of 3 rows, and none .*\['patches'\] has no rows"):
+    with pytest.raises(
+        engine.EngineError, match=r"a microbatch of 2 of 3 rows, and it cannot be .*\['patches'\] has no rows"
+    ):
         steps.add({"patches": torch.ones(7, 2)} | rows(2), torch.tensor(8))
 
 

@@ -42,7 +42,9 @@ def wrong_update(setting: Setting, ranks: tuple[int, ...], name: str, tied: bool
 @pytest.mark.parametrize(
     ("grid", "stage", "ranks", "name", "said"),
     [
-        pytest.param("dp4", 0, (1,), HEAD, r"rank 1 \(\S+\) holds .* otherwise than ranks 0, 2, 3,", id="majority"),
+        pytest.param(
+            "dp4", 0, (1,), HEAD, r"rank 1 \(\S+\) holds .* with other bits than ranks 0, 2, 3,", id="majority"
+        ),
         pytest.param("dp2", 0, (1,), HEAD, r"ranks 0 \(\S+\), 1 \(\S+\) hold different .*no majority", id="dp2"),
         pytest.param("tp2", 0, (1,), NORM, r"ranks 0 \(\S+\), 1 \(\S+\) hold different copies", id="tp2"),
         pytest.param("pp2", 0, (1,), HEAD, r"ranks 0 \(\S+\), 1 \(\S+\) hold different copies", id="tied"),
@@ -149,5 +151,5 @@ def test_a_loop_of_the_users_own_is_not_run_again() -> None:
     section = {"every": 1, "rerun": True}
     with engine.initialize(nn.Linear(2, 2), {"train_batch_size": 2, "integrity": section}) as eng:
         loss = eng(torch.ones(2, 2)).sum()
-        with pytest.raises(EngineError, match=r"^integrity.rerun is true, and the engine cannot run a loop"):
+        with pytest.raises(EngineError, match=r"^integrity.rerun is true, but the engine cannot repeat a loop"):
             eng.backward(loss)

@@ -42,12 +42,12 @@ def test_what_the_trainer_says_is_taken() -> None:
     [
         (
             {"precision": "16-mixed"},
-            'precision is "16-mixed" in Trainer, whose plugin would cast the weights or scale the loss; give "32-true" '
+            'precision is "16-mixed" in Trainer, whose plugin would cast the weights or scale the loss; set "32-true" '
             'or "bf16-mixed", and bf16 or fp16 in engine_config.',
         ),
         (
             {"gradient_clip_val": 1.0, "gradient_clip_algorithm": SimpleNamespace(value="value")},
-            'gradient_clip_algorithm is "value" in Trainer, and the engine clips by the norm; leave it out.',
+            'gradient_clip_algorithm is "value" in Trainer, but the engine clips by the norm; remove it.',
         ),
     ],
 )
@@ -75,12 +75,12 @@ def test_the_child_with_parameters_is_on_the_grid(children: dict[str, nn.Module]
     [
         (
             {"encoder": nn.Linear(2, 2), "decoder": nn.Linear(2, 2)}, None,
-            "Script has parameters in encoder, decoder, and the engine places one module; put them into one, as "
+            "Script has parameters in encoder, decoder, but the engine places one module; put them into one, as "
             "self.model, or name it in Strategy(module=...).",
         ),
         (
             {"encoder": nn.Linear(2, 2), "decoder": nn.Linear(2, 2)}, "encoder",
-            "Script trains 'decoder.weight' beside the module 'encoder' that the engine places; move it into that "
+            "Script trains 'decoder.weight' outside the module 'encoder' that the engine places; move it into that "
             "module, or call requires_grad_(False).",
         ),
         (

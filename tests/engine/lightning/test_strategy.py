@@ -130,16 +130,16 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         (ended,) = job.end(120)
     assert ended.code == 0, ended.error
     assert ended.said == [
-        "LitDecoder optimizes manually, and the engine has to know the last backward of a step before it runs; leave "
+        "LitDecoder optimizes manually, but the engine needs to know the last backward of a step before it runs; leave "
         "automatic_optimization on, or write the loop with engine.huggingface.Accelerator.",
-        "gradient_accumulation_steps is 4 in engine_config and accumulate_grad_batches is 2 in Trainer, and a run has "
-        'one; give the same value, or "auto" in engine_config.',
-        "gradient_clipping is 1.0 in engine_config and gradient_clip_val is 0.5 in Trainer, and a run has one; give "
-        'the same value, or "auto" in engine_config.',
-        "gradient_clipping is 1.0 in engine_config and gradient_clip_val is 0.2 in configure_gradient_clipping, and a "
-        'run has one; give the same value, or "auto" in engine_config.',
-        "fit was called on a Strategy whose engine is made, and a fit begins with a new optimizer; make a Trainer with "
-        "a new Strategy for it, and give ckpt_path to go on.",
-        f"{tmp_path} has no folder 'engine' with the engine's state; give a checkpoint that this strategy has written "
-        "without save_weights_only, or load a file of weights before, with load_from_checkpoint.",
+        "gradient_accumulation_steps is 4 in engine_config and accumulate_grad_batches is 2 in Trainer, but a run has "
+        'one; set the same value, or "auto" in engine_config.',
+        "gradient_clipping is 1.0 in engine_config and gradient_clip_val is 0.5 in Trainer, but a run has one; set the "
+        'same value, or "auto" in engine_config.',
+        "gradient_clipping is 1.0 in engine_config and gradient_clip_val is 0.2 in configure_gradient_clipping, but a "
+        'run has one; set the same value, or "auto" in engine_config.',
+        "fit was called on a Strategy with an engine, but a fit begins with a new optimizer; make a Trainer with a new "
+        "Strategy, and pass ckpt_path to continue.",
+        f"{tmp_path} has no folder 'engine' with the engine's state; pass a checkpoint that this strategy has written "
+        "without save_weights_only, or load a file of weights before fit, with load_from_checkpoint.",
     ]

@@ -182,7 +182,7 @@ def test_errors_say_what_rule_and_remedy() -> None:
         DecoderConfig(dropout=1.0)
     with pytest.raises(ValueError, match=r"length 9; positions end at context = 8. Shorten the input"):
         small()(tokens(1, 9))
-    with pytest.raises(ValueError, match=r"prompt is empty; .* Give at least one"):
+    with pytest.raises(ValueError, match=r"prompt is empty; .* Pass at least one"):
         generate(small(), b"", 1)
     with pytest.raises(ValueError, match=r"neither can be negative. Choose 0 or more"):
         generate(small(), b"a", -1)

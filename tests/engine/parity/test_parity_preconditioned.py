@@ -221,7 +221,7 @@ def test_state_of_other_matrices_is_refused_in_one_sentence(tmp_path: Path, othe
     assert said in found and found.count(". ") == 0
     if "SOAP +" not in said:
         assert ": the optimizer state of '" in found
-        assert found.endswith("give the optimizer as in the saved run, or load with load_optimizer_states=False.")
+        assert found.endswith("configure the optimizer as in the saved run, or load with load_optimizer_states=False.")
 
 
 def test_without_strict_matrices_that_lack_state_begin_anew(tmp_path: Path) -> None:

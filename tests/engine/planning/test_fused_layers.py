@@ -76,11 +76,11 @@ LINES = [
     (
         "auto", False, "cuda:0", MEASURED,
         "fused for layers.*.down from 32 rows; collectives for the rest; from 1.0 MiB on input gradients are summed "
-        "behind weight gradients",
+        "while weight gradients are computed",
     ),
-    ("off", True, "cuda:0", None, "off: every collective is waited for"),
+    ("off", True, "cuda:0", None, "off: computation waits for every collective"),
     ("chunks", True, "cpu", None, f"chunks for {ROWS}; collectives for the rest"),
-    ("chunks", False, "cpu", None, "input gradients are summed behind weight gradients"),
+    ("chunks", False, "cpu", None, "input gradients are summed while weight gradients are computed"),
     ("fused", True, "cpu", None, f"fused for {ROWS} of at most 16.0 MiB between two ranks; collectives for the rest"),
     (
         "fused", False, "cpu", None,

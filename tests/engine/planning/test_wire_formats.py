@@ -39,4 +39,7 @@ def test_the_banner_does_not_speak_of_chunks_that_blocks_do_not_allow() -> None:
     chunks = "overlap    chunks of at least 1.0 MiB"
     assert chunks in banner_text(planned("exact", parallel=sequence), "cuda:0")
     text = banner_text(planned("int8", parallel=sequence), "cuda:0")
-    assert chunks not in text and "overlap    collectives for column inputs and row outputs, whose blocks are" in text
+    assert (
+        chunks not in text
+        and "overlap    collectives for column inputs and row outputs, because encoded blocks are" in text
+    )

@@ -16,32 +16,32 @@ from engine.reporting.banner import banner_text
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ALONE = {"enabled": True, "bf16_master_weights_and_grads": True}
 RUNS: dict[str, tuple[dict[str, Any], Widths, str]] = {
-    "fp32": ({}, Widths(F32, F32, None, F32), "fp32, no second copy; gradients travel in fp32"),
+    "fp32": ({}, Widths(F32, F32, None, F32), "fp32, no second copy; gradients are sent in fp32"),
     "bf16": (
         {"bf16": {"enabled": True}, "communication_data_type": "fp16"},
         Widths(BF16, F32, F32, F32),
-        "bf16 with fp32 master and accumulation; gradients travel in fp16",
+        "bf16 with fp32 master and accumulation; gradients are sent in fp16",
     ),
     "fp16": (
         {"fp16": {"enabled": True, "initial_scale_power": 8}},
         Widths(F16, F32, F32, F32),
-        "fp16 with fp32 master and accumulation, loss scale 256, dynamic; gradients travel in fp32",
+        "fp16 with fp32 master and accumulation, loss scale 256, dynamic; gradients are sent in fp32",
     ),
     "fp16 fixed": (
         {"fp16": {"enabled": True, "loss_scale": 128}, "keep_fp32": ["1"]},
         Widths(F16, F32, F32, F32),
-        "fp16 with fp32 master and accumulation, loss scale 128, 1 module kept in fp32; gradients travel in fp32",
+        "fp16 with fp32 master and accumulation, loss scale 128, 1 module in fp32; gradients are sent in fp32",
     ),
     "bf16 alone": (
         {"bf16": ALONE, "keep_fp32": ["0", "1"]},
         Widths(BF16, BF16, None, F32),
-        "bf16 without a master, moments in fp32, updates rounded stochastically, 2 modules kept in fp32; gradients "
-        "travel in bf16",
+        "bf16 without a master, moments in fp32, updates rounded stochastically, 2 modules in fp32; gradients are "
+        "sent in bf16",
     ),
     "bf16 alone, all of it": (
         {"bf16": ALONE | {"bf16_optimizer_states": True}},
         Widths(BF16, BF16, None, BF16),
-        "bf16 without a master, moments in bf16, updates rounded stochastically; gradients travel in bf16",
+        "bf16 without a master, moments in bf16, updates rounded stochastically; gradients are sent in bf16",
     ),
 }
 

@@ -113,7 +113,7 @@ def test_what_codes_cannot_do_is_said() -> None:
             eng.full_parameters("blocks.0.up.weight").__enter__()
         with eng.full_parameters("blocks.0.*") as parameters:
             assert "blocks.0.up.bias" in parameters and "blocks.0.up.weight" not in parameters
-        with pytest.raises(EngineError, match=r"the frozen weight 'blocks.0.up.weight' is held in nf4"):
+        with pytest.raises(EngineError, match=r"the frozen weight 'blocks.0.up.weight' is stored in nf4"):
             eng.save_pretrained("nowhere")
         with pytest.raises(EngineError, match=r"holds a part .* or codes \(quantize_frozen\), so that full tensors"):
             model.load_state_dict({})
@@ -121,7 +121,7 @@ def test_what_codes_cannot_do_is_said() -> None:
             model.blocks[0].up.weight.add_(1.0)
         other = engine.initialize(Model(adapter=False), BASE)
         other.train_batch(IDS)
-        with pytest.raises(EngineError, match="copy_weights_from: the other engine holds frozen weights as codes"):
+        with pytest.raises(EngineError, match="copy_weights_from: the other engine stores frozen weights as codes"):
             other.copy_weights_from(eng)
     assert type(model.blocks[0].up).__name__ == "QuantizedLinear"
     with pytest.raises(PlanError, match=r"the weight of 'blocks.0.up' was quantized by an engine that had this model"):

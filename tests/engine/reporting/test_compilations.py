@@ -31,7 +31,7 @@ def told(caplog: pytest.LogCaptureFixture, device: torch.device, rank: int = 0) 
 
 def test_the_kernels_that_were_compiled_are_named_with_their_time(caplog: pytest.LogCaptureFixture) -> None:
     text = told(caplog, GPU)
-    assert "compiled 3 kernels in 4.5 s" in text and "found 1 there: adamw 1x, norm 2x" in text
+    assert "compiled 3 kernels in 4.5 s and found 1 in its cache" in text and "reads: adamw 1x, norm 2x" in text
     assert knobs.compilation.listener is None, "nothing listens to later steps"
 
 

@@ -151,7 +151,7 @@ def test_an_error_file_that_cannot_be_written_is_said(
     ends_with(EngineError("a, b; c."))
     words.close()
     said = capsys.readouterr().err
-    assert "EngineError: a, b; c.\n" in said and "torchrun is not told" in said
+    assert "EngineError: a, b; c.\n" in said and "torchrun does not get the error, because" in said
 
 
 def test_a_consequence_is_never_torchruns_root_cause() -> None:

@@ -53,9 +53,9 @@ def test_a_slow_rank_is_not_blamed() -> None:
         (
             {"idle": 5.7},
             "computing",
-            "has computed for 5.7 s and does not come, in step 9, last finished gradients #16",
+            "has computed for 5.7 s without reaching the call, in step 9, last finished gradients #16",
         ),
-        ({"phase": "USER", "in_phase": 6.0}, "outside", "has been in the user's code for 6.0 s and does not come"),
+        ({"phase": "USER", "in_phase": 6.0}, "outside", "has run the user's code for 6.0 s without calling the engine"),
         ({"phase": "ENDED", "in_phase": 6.0}, "outside", "closed its engine 6.0 s ago"),
         ({"phase": "USER", "words": "ValueError: odd"}, "outside", ", after ValueError: odd; ranks 0, 1, 3 wait"),
     ],
@@ -99,16 +99,16 @@ def calling(view: RankView, *names: str) -> RankView:
     return replace(view, recent=(*view.recent, *made))
 
 
-@pytest.mark.parametrize(("phase", "doing"), [("USER", "has been in the user's code"), ("ENDED", "closed its engine")])
+@pytest.mark.parametrize(("phase", "doing"), [("USER", "has run the user's code"), ("ENDED", "closed its engine")])
 def test_a_call_that_one_rank_makes_alone_is_named_before_what_the_others_do(phase: str, doing: str) -> None:
     lone = CallView(text="predict", stream=CALLS, count=40, likeness="predict", peers=ALL, seconds=5.5)
     outside = [rank(each, phase=phase, in_phase=6.0) for each in (1, 2, 3)]
     found = blamed(rank(0, waiting=lone, recent=(lone,)), *outside)
     assert found is not None and (found.ranks, found.kind) == ((1, 2, 3), "outside")
     assert found.sentence.startswith(
-        "predict was called on rank 0 and for 5.5 s not on ranks 1, 2, 3: every rank calls"
+        "predict was called on rank 0 and for 5.5 s not on ranks 1, 2, 3: every rank must call"
     )
-    assert "take it out of `if rank == 0:`; rank 1 (node" in found.sentence and doing in found.sentence
+    assert "move it out of `if rank == 0:`; rank 1 (node" in found.sentence and doing in found.sentence
 
 
 def test_who_makes_another_call_of_the_engine_is_named() -> None:
@@ -163,10 +163,10 @@ def test_a_host_that_is_gone() -> None:
 def test_a_network_that_carries_nothing() -> None:
     found = blamed(*(waiting(each) for each in ALL))
     assert found is not None and found.kind == "link"
-    assert "have all come to gradients #17" in found.sentence and "between node0, node1" in found.sentence
+    assert "have all reached gradients #17" in found.sentence and "between node0, node1" in found.sentence
 
 
 def test_ranks_that_nobody_has_heard_of() -> None:
     found = blamed(waiting(0), waiting(1))
     assert found is not None and (found.ranks, found.kind) == ((2, 3), "host")
-    assert found.sentence.startswith("ranks 2, 3 of 4 have never been heard of; ranks 0, 1 wait, rank 0 for 5.5 s in")
+    assert found.sentence.startswith("ranks 2, 3 of 4 have never answered; ranks 0, 1 wait, rank 0 for 5.5 s in")

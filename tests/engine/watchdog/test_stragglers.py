@@ -108,7 +108,7 @@ def test_a_link_that_is_slower_than_others_is_named_once() -> None:
     (sentence,) = said(link_views(100, slow), link_views(200, slow))
     assert sentence == (
         "the link between node0 and node1 is slow: dp over ranks 1, 3 ('dp') waited 50 ms a step over the last 100 "
-        "steps, where others of its kind took 10 ms, with all ranks there."
+        "steps, where others of its kind took 10 ms, with all ranks in the call."
     )
 
 
@@ -149,7 +149,7 @@ def test_all_links_of_one_host_are_one_sentence() -> None:
     slow: Waits = {("dp", (0, 2)): (0.07, 0.05), ("dp", (1, 3)): (0.09, 0.06), world: (0.05,) * 4}
     (sentence,) = said(link_views(100, fine), grown(link_views(100, fine), link_views(100, slow)))
     assert "world" not in sentence, "it goes over the same link"
-    assert "dp over ranks 1, 3 ('dp') waited 60 ms" in sentence and "so is 1 more of this axis" in sentence
+    assert "dp over ranks 1, 3 ('dp') waited 60 ms" in sentence and "; 1 more of this axis is slow" in sentence
 
 
 def test_a_rank_that_is_late_is_no_slow_link() -> None:

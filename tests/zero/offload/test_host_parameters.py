@@ -253,4 +253,4 @@ def test_the_banner_says_what_the_host_has() -> None:
         said = banner_text(eng.plan, "cpu")
         held = eng.plan.rank(0).host_bytes
         assert held.keys() == {"parameters", "frozen parameters"}
-    assert "stage 3: parameters come from host memory in" in said and "nothing is shared" not in said
+    assert "stage 3: parameters come from host memory in" in said and "nothing is sharded" not in said

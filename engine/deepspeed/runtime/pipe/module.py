@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.pipe.module``: a plain chain of layers. The engine's pipeline cuts any module."""
+"""``deepspeed.runtime.pipe.module``: a plain chain of layers. The engine's pipeline partitions any module."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,18 +15,18 @@ PipelineError = EngineError
 
 
 class LayerSpec:
-    """A layer that is built later: ``LayerSpec(nn.Linear, 4, 8)``."""
+    """Layer that is built later: ``LayerSpec(nn.Linear, 4, 8)``."""
 
     def __init__(self, typename: Callable[..., Layer], *module_args: Any, **module_kwargs: Any) -> None:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> Layer:
-        """The layer."""
+        """Returns the built layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares a weight with every other one of its key.
+    """Layer that shares a weight with every other layer of its key.
 
     Args:
         forward_fn: ``(layer, input) -> output`` in place of the layer's forward.
@@ -44,16 +44,16 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Sequential):
-    """Layers in a row; the engine partitions them over the pipeline by measured cost.
+    """Chain of layers; the engine partitions it over the pipeline by measured cost.
 
     Args:
-        layers: modules, functions or specs; each is called with the output of the one before.
-        num_stages: number of pipeline ranks; ``topology`` may give it.
+        layers: modules, functions or specs; each is called with the output of the layer before it.
+        num_stages: number of pipeline ranks; ``topology`` may set it.
         loss_fn: (output, label) -> 0-dim loss.
         activation_checkpoint_interval: above 0, every block is recomputed.
 
-    ``partition_method`` changes nothing: the partition balances cost. So do the last three arguments: every block is
-    recomputed by torch's own function, and shapes may differ between batches anyway.
+    ``partition_method`` has no effect, because the partition balances cost. Neither have the last three arguments:
+    torch's own function recomputes every block, and shapes may differ between batches.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PipelineModule(nn.Sequential):
     ) -> None:  # fmt: skip
         super().__init__()
         if num_stages is None and topology is None:
-            raise ValueError("PipelineModule got neither num_stages nor topology; give one of them.")
+            raise ValueError("PipelineModule got neither num_stages nor topology; pass one of them.")
         self.num_stages = num_stages if topology is None else topology.get_dim("pipe")
         self.tensor_ranks = 1 if topology is None else max(1, topology.get_dim("model"))
         self.loss_fn, self.activation_checkpoint_interval = loss_fn, activation_checkpoint_interval
@@ -77,7 +77,7 @@ class PipelineModule(nn.Sequential):
             self._add(index, spec)
 
     def _add(self, index: int, spec: Any) -> None:
-        """Add a layer under DeepSpeed's name for it, which its checkpoints have: its index, or ``tied_modules.KEY``."""
+        """Adds a layer under its name in DeepSpeed's checkpoints: its index, or ``tied_modules.KEY``."""
         layer: Any = spec.build() if isinstance(spec, LayerSpec) else spec
         if isinstance(spec, TiedLayerSpec) and spec.key not in self.tied_modules:
             self.tied_modules[spec.key] = layer
@@ -90,7 +90,7 @@ class PipelineModule(nn.Sequential):
         self._calls.append(partial(forward, layer) if forward is not None else layer)
 
     def forward(self, x: Any) -> Any:
-        """The output of the last layer."""
+        """Returns the output of the last layer."""
         for call in self._calls:
             x = call(x)
         return x

@@ -21,37 +21,37 @@ class ProcessTopology:
         self.mapping = {kind(*place): rank for rank, place in enumerate(product(*(range(dim) for dim in dims)))}
 
     def get_rank(self, **coord: int) -> int:
-        """The rank at a full coordinate."""
+        """Returns the rank at a full coordinate."""
         if coord.keys() != set(self.axes):
-            raise ValueError(f"get_rank got axes {sorted(coord)}; give each of {self.axes}.")
+            raise ValueError(f"get_rank got axes {sorted(coord)}; pass each of {self.axes}.")
         return next(rank for place, rank in self.mapping.items() if place._asdict() == coord)
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinate of a rank, a namedtuple."""
+        """Returns the coordinate of a rank, a namedtuple."""
         return next(place for place, each in self.mapping.items() if each == rank)
 
     def get_axis_names(self) -> list[str]:
-        """Names of the axes."""
+        """Returns the names of the axes."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Size of an axis; 0 if there is none of that name."""
+        """Returns the size of an axis; 0 if no axis has that name."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return len(self.mapping)
 
     def filter_match(self, **coord: int) -> list[int]:
-        """Ranks whose coordinate has these values."""
+        """Returns the ranks with these values in their coordinate."""
         return sorted(r for place, r in self.mapping.items() if all(getattr(place, a) == v for a, v in coord.items()))
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Ranks with index ``idx`` on an axis."""
+        """Returns the ranks with index ``idx`` on an axis."""
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Groups of ranks that differ in this axis alone."""
+        """Returns the groups of ranks that differ in this axis alone."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -61,7 +61,7 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: tuple[str, ...] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """The coordinate of a rank as text, without some axes: "model_00"."""
+        """Returns the coordinate of a rank as text, without some axes: "model_00"."""
         place = self.get_coord(rank)
         named = [f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(named)
@@ -82,13 +82,13 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 class PipelineParallelGrid:
-    """Where this rank stands in the grid."""
+    """Position of this rank in the grid."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
     def topology(self) -> ProcessTopology:
-        """The axes, outermost first."""
+        """Returns the axes, outermost first."""
         grid = self._grid
         if grid.order == "tp-pp-dp":
             return ProcessTopology(["data", "pipe", "model"], [grid.row_ranks, grid.pp, grid.tp])
@@ -96,49 +96,49 @@ class PipelineParallelGrid:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank runs the first pipeline stage."""
+        """True if this rank runs the first pipeline stage."""
         return self.get_stage_id() == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank runs the last pipeline stage."""
+        """True if this rank runs the last pipeline stage."""
         return self.get_stage_id() == self._grid.pp - 1
 
     def stage_to_global(self, stage_id: int, **coord: int) -> int:
-        """The rank that runs a pipeline stage beside this one, or at another place on the other axes."""
+        """Returns the rank of a pipeline stage, at this rank's position or another one on the other axes."""
         axes = self.topology()
         return axes.get_rank(**(axes.get_coord(self._grid.rank)._asdict() | coord | {"pipe": stage_id}))
 
     def get_global_rank(self) -> int:
-        """Rank in the world."""
+        """Returns the rank in the world."""
         return self._grid.rank
 
     def get_stage_id(self) -> int:
-        """Rank on the pipeline axis."""
+        """Returns the rank on the pipeline axis."""
         return self._grid.coord().pp
 
     get_pipe_parallel_rank = get_stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
-        """Ranks of the pipeline axis."""
+        """Returns the ranks of the pipeline axis."""
         return self._grid.pp
 
     def get_data_parallel_rank(self) -> int:
-        """Rank on the data axis."""
+        """Returns the rank on the data axis."""
         return self._grid.row_rank
 
     get_data_parallel_id = get_data_parallel_rank
 
     def get_data_parallel_world_size(self) -> int:
-        """Ranks of the data axis."""
+        """Returns the ranks of the data axis."""
         return self._grid.row_ranks
 
     def get_model_parallel_rank(self) -> int:
-        """Rank on the tensor axis."""
+        """Returns the rank on the tensor axis."""
         return self._grid.coord().tp
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks of the tensor axis."""
+        """Returns the ranks of the tensor axis."""
         return self._grid.tp
 
     get_slice_parallel_rank, get_slice_parallel_world_size = get_model_parallel_rank, get_model_parallel_world_size

@@ -1,10 +1,10 @@
-"""``deepspeed.runtime.zero.offload_config``: names of places, and of state that ``offload_states`` moves."""
+"""``deepspeed.runtime.zero.offload_config``: names of devices, and of state that ``offload_states`` moves."""
 
 from enum import StrEnum
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Places of state; ``offload_states`` takes cpu."""
+    """Places of state; ``offload_states`` accepts cpu."""
 
     none = "none"
     cpu = "cpu"
@@ -12,7 +12,7 @@ class OffloadDeviceEnum(StrEnum):
 
 
 class OffloadStateTypeEnum(StrEnum):
-    """State that ``offload_states`` moves; DeepSpeed's contiguous gradient buffer is one with the gradients here."""
+    """State that ``offload_states`` moves; DeepSpeed's contiguous gradient buffer means the gradients here."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

@@ -11,7 +11,7 @@ _MARKS = ("ds_id", "ds_status", "ds_numel", "ds_shape")
 
 
 def __getattr__(name: str) -> Any:
-    """Init and GatheredParameters, whose module imports this package."""
+    """Returns Init or GatheredParameters; their module imports this package, so it is imported late."""
     if name not in ("Init", "GatheredParameters"):
         raise AttributeError(name)
     return getattr(import_module("engine.deepspeed.zero"), name)
@@ -26,9 +26,9 @@ class ZeroParamStatus(Enum):
 
 
 def mark_sharded(model: nn.Module) -> Callable[[], None]:
-    """Give each parameter what scripts look for at ZeRO 3; returns a call that takes it away.
+    """Sets the attributes on each parameter that scripts read at ZeRO 3; returns a function that removes them.
 
-    ``ds_status`` stays NOT_AVAILABLE: a script that gathers what it names so may always do it, and gathers are nested.
+    ``ds_status`` stays NOT_AVAILABLE, so a script that gathers parameters by it always may; gathers can be nested.
     """
     marked = list(model.parameters())
     for number, parameter in enumerate(marked):

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.zero.utils``: the error of ZeRO."""
+"""``deepspeed.runtime.zero.utils``: the exception of ZeRO."""
 
 from engine.errors import EngineError
 

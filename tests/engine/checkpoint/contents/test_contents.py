@@ -125,7 +125,7 @@ def test_a_changed_schedule_is_where_it_would_be(
     with caplog.at_level(logging.INFO, "trine"), start(BASE | changes) as eng:
         eng.load_checkpoint(tmp_path)
         assert rates(eng, 2) == pytest.approx(expected, rel=1e-6)
-    said = messages(caplog, "with other settings than up to step 3: ")
+    said = messages(caplog, "settings changed since step 3: ")
     assert len(said) == bool(changes)
 
 
@@ -147,6 +147,6 @@ def test_an_optimizer_from_code_goes_on_as_saved_and_says_so(tmp_path: Path, cap
     with start(config, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.25)) as eng:
         eng.load_checkpoint(tmp_path)
         assert rates(eng, 1) == [0.5]
-    assert messages(caplog, "goes on with options") == [
-        "the optimizer goes on with options of the checkpoint: lr 0.5 of group 0 (the code has 0.25)"
+    assert messages(caplog, "continues with options") == [
+        "the optimizer continues with options of the checkpoint: lr 0.5 of group 0 (the code has 0.25)"
     ]

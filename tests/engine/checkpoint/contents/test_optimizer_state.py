@@ -91,7 +91,7 @@ def test_one_group_keeps_one_kind_of_state() -> None:
         {},
         {"numbers": {"0": number}},
     )
-    with pytest.raises(CheckpointError, match=r"^not saved: the optimizer keeps 'v' in the shape of 'matrix' and as"):
+    with pytest.raises(CheckpointError, match=r"^not saved: the optimizer has 'v' in the shape of 'matrix' and as"):
         arranged(stored, groups, {"one": number, "bias": number})
 
 
@@ -190,7 +190,7 @@ def test_state_that_is_not_saved_is_said_once(
             eng.train_batch(batch)
             eng.save_checkpoint(tmp_path).wait()
     said = [record.message for record in caplog.records if "which is not saved" in record.message]
-    assert len(said) == 1 and f"keeps state in {place}, which" in said[0]
+    assert len(said) == 1 and f"has state in {place}, which" in said[0]
 
 
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS.values(), None])

@@ -244,5 +244,5 @@ def test_weights_alone_start_the_optimizer_afresh_and_say_so(tmp_path: Path, cap
 def test_convert_refuses_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
         assert main(["convert", str(folder), str(tmp_path / "run")]) == 1
-        assert "holds no checkpoint of DeepSpeed" in capsys.readouterr().err
+        assert "has no checkpoint of DeepSpeed" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -61,7 +61,7 @@ def test_no_descriptor_is_left_open(root: Path) -> None:
 def test_a_file_beyond_the_limit_takes_no_memory(root: Path) -> None:
     os.truncate(root / "model" / "x", 1 << 40)
     with pytest.raises(
-        CheckpointError, match=r"model/x is damaged: it has 1099511627776 bytes, and at most 100 are allowed"
+        CheckpointError, match=r"model/x is damaged: it has 1,099,511,627,776 bytes, but at most 100 are allowed"
     ):
         read(root, "model/x")
 

@@ -83,7 +83,9 @@ def test_a_part_is_made_once_and_there_are_as_many_as_tensor_ranks() -> None:
     with patch.object(manifest_file, "_part", part), pytest.raises(CheckpointError, match="signature"):
         from_json(many(1), "manifest")
     assert len(made) == 2, "looked at closely once: to check the piece, and to keep its part"
-    with pytest.raises(CheckpointError, match=r"'param/w'\] has more than 4096 parts, which no number of tensor ranks"):
+    with pytest.raises(
+        CheckpointError, match=r"'param/w'\] has more than 4096 parts, more than any number of tensor ranks"
+    ):
         from_json(many(4097), "manifest")
     with pytest.raises(CheckpointError, match="signature"):
         from_json(many(4096), "manifest")
@@ -112,9 +114,9 @@ def sound() -> dict[str, Any]:
 
 W = ("tensors", "param/w")
 CHANGES: list[tuple[tuple[str | int, ...], Any, str]] = [
-    (("format",), "other", "format 'other', and this engine reads"),
+    (("format",), "other", "format 'other', but this engine reads"),
     (("format",), 3, "format is 3"),
-    (("version",), "2.0", r"version '2.0', and this engine reads 1.x"),
+    (("version",), "2.0", r"version '2.0', but this engine reads 1.x"),
     (("version",), "10.0", "version '10.0'"),
     (("version",), 1.0, "version is 1.0"),
     (("step",), -1, "step is -1"),
@@ -135,17 +137,17 @@ CHANGES: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("files", 0, "bytes"), 2**63, "bytes is"),
     (("checksum",), None, "checksum is None"),
     (("checksum", "algorithm"), "md5", "algorithm 'md5' is unknown"),
-    (("checksum", "block_bytes"), 0, "block_bytes is 0 where a power of 2"),
-    (("checksum", "block_bytes"), 4097, "block_bytes is 4097 where"),
+    (("checksum", "block_bytes"), 0, "block_bytes is 0, not a power of 2"),
+    (("checksum", "block_bytes"), 4097, "block_bytes is 4097, not"),
     (("checksum", "block_bytes"), 1 << 30, "block_bytes"),
     ((*W, "dtype"), "F31", "dtype 'F31' is unknown"),
     ((*W, "dtype"), "BF16", "signature"),
     ((*W, "shape"), [6, 4], "outside the part"),
     ((*W, "shape"), [2**31, 2**31, 2**31], "too large for any tensor"),
-    ((*W, "shape"), "24", "where a list belongs"),
-    ((*W, "pieces"), [], "hold 0 elements and do not cover its 24 exactly once"),
+    ((*W, "shape"), "24", "not a list"),
+    ((*W, "pieces"), [], "have 0 elements and do not cover its 24 exactly once"),
     ((*W, "pieces"), None, "pieces is None"),
-    ((*W, "pieces", 0), None, "is None where a dict belongs"),
+    ((*W, "pieces", 0), None, "is None, not a dict"),
     ((*W, "pieces", 0, "file"), 2, "file number 2 is not below 2"),
     ((*W, "pieces", 0, "file"), -1, "file is -1"),
     ((*W, "pieces", 0, "file"), True, "file is True"),

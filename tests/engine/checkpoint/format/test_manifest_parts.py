@@ -119,12 +119,12 @@ HOSTILE: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     "another kind": (
         "tensors", lambda part: part["tensors"]["master/0"].update(dtype="BF16"), "in the index",
     ),
-    "no tensor": ("tensors", lambda part: part["tensors"].pop("master/0"), "where a dict belongs"),
+    "no tensor": ("tensors", lambda part: part["tensors"].pop("master/0"), "not a dict"),
     "a piece too few": ("tensors", lambda part: part["tensors"]["master/0"]["pieces"].pop(), "exactly once"),
     "a file too many": ("tensors", lambda part: part["tensors"]["master/0"]["pieces"][0].update(file=128), "not below"),
     "a file outside": ("files", lambda part: part["files"][3].__setitem__(0, "../x"), r"names file '\.\./x'"),
     "a file twice": ("files", lambda part: part["files"][3].__setitem__(0, part["files"][2][0]), "listed once"),
-    "a file too few": ("files", lambda part: part["files"].pop(), "does not hold the 128 files"),
+    "a file too few": ("files", lambda part: part["files"].pop(), "does not list the 128 files"),
     "no size": ("files", lambda part: part["files"][3].__setitem__(1, -1), "whole number"),
     "no row": ("files", lambda part: part["files"].__setitem__(3, 7), "names file ''"),
 }  # fmt: skip
@@ -142,7 +142,7 @@ def test_a_part_that_says_what_cannot_be_is_refused(how: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("file_count", 5000, "do not hold its 5000 files"), ("file_parts", [], "do not hold its 128 files"),
+        ("file_count", 5000, "do not list its 5000 files"), ("file_parts", [], "do not list its 128 files"),
         ("tensor_parts", [], "a part that it does not have"), ("version", "3.0", "reads 1.x and 2.x"),
         ("format", "other", "has format 'other'"),
     ],

@@ -211,5 +211,5 @@ def test_sizes_are_read_as_transformers_reads_them() -> None:
     sizes: dict[int | str, int] = {5: 5, "5GB": 5 * 10**9, "1.5 MB": 1_500_000, "512MiB": 512 << 20, "10kb": 10_000}
     assert {size: shard_bytes(size) for size in sizes} == sizes
     for size in ("", "GB", 0, "0GB", -1, "5 bananas", True):
-        with pytest.raises(EngineError, match=r"max_shard_size was given .*; give bytes above 0"):
+        with pytest.raises(EngineError, match=r"max_shard_size was given .*; pass bytes above 0"):
             shard_bytes(size)
