@@ -1,0 +1,21 @@
+"""Hooks of the site: links that leave docs/ are rewritten, code stays as it is."""
+
+import pytest
+
+from benchmarks.harness.site import with_site_links
+
+
+@pytest.mark.parametrize(
+    ("uri", "given", "shown"),
+    [
+        ("index.md", "[a](docs/start/quickstart.md#run)", "[a](start/quickstart.md#run)"),
+        ("index.md", "[a](LICENSE) and [b](https://x.org/y)", "`a` and [b](https://x.org/y)"),
+        ("guides/zero.md", "[a](../../CONTRIBUTING.md)", "[a](../contributing.md)"),
+        ("guides/zero.md", "[a](tensor.md), [b](#below)", "[a](tensor.md), [b](#below)"),
+        ("guides/zero.md", "![p](../../benchmarks/results/x.svg)", "![p](../pictures/x.svg)"),
+        ("guides/zero.md", "[`f.py`](../../engine/f.py)", "`f.py`"),
+        ("guides/zero.md", "```\n[a](../../x.py)\n```", "```\n[a](../../x.py)\n```"),
+    ],
+)
+def test_links_lead_to_pages_of_the_site(uri: str, given: str, shown: str) -> None:
+    assert with_site_links(given, uri) == shown
