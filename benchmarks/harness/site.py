@@ -42,6 +42,11 @@ def on_page_markdown(markdown: str, page: "Page", **_: Any) -> str:
     return with_site_links(with_whole_figures(markdown), page.file.src_uri)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Remove Sphinx's roles, such as :class:, in front of code of docstrings."""
+    return re.sub(r":(?:class|func|meth|data|attr|mod|exc):(?=<code>)", "", html).replace("<code>~", "<code>")
+
+
 def with_site_links(markdown: str, uri: str) -> str:
     """Rewrite the links of the page ``uri`` to root pages, pictures and source files; code stays as it is."""
     origin = next((source for source, target in ROOT_PAGES.items() if target == uri), f"docs/{uri}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.harness.site import with_site_links
+from benchmarks.harness.site import on_page_content, with_site_links
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,9 @@ from benchmarks.harness.site import with_site_links
 )
 def test_links_lead_to_pages_of_the_site(uri: str, given: str, shown: str) -> None:
     assert with_site_links(given, uri) == shown
+
+
+def test_roles_of_docstrings_are_removed() -> None:
+    assert on_page_content("a :class:<code>Config</code> or :func:<code>~x.y</code>: <code>z</code>") == (
+        "a <code>Config</code> or <code>x.y</code>: <code>z</code>"
+    )
