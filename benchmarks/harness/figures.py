@@ -158,7 +158,7 @@ class Section(NamedTuple):
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """README and the pages of docs/."""
+    """Return README and the pages of docs/ and its folders."""
     return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
