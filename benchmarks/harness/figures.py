@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "figures"
 VERSIONS = ("torch", "triton", "transformers")
 UNKNOWN = "not recorded"
-SMALL_BYTES = 450
+SMALL_BYTES = 350
 """A figure of at most this size is its own summary."""
 COMMAND_CHARACTERS = 110
 _ORIGIN = ("command", "commit", "date", "machine", "versions")
@@ -119,7 +119,7 @@ def _abstract(figure: Mapping[str, Any]) -> str:
     if "text" in figure:
         verdicts = [line for line in whole.splitlines() if " -> " in line]
         rows = f"{len(whole.splitlines())} lines on the site"
-        return f"{rows}. Its verdicts:\n\n```\n{chr(10).join(verdicts)}\n```" if verdicts else f"{rows}."
+        return f"{rows}:\n\n```\n{chr(10).join(verdicts)}\n```" if verdicts else f"{rows}."
     found = [(row, column, text) for row, cells in figure["rows"].items() for column, text in cells.items() if text]
     told = [f"{len(figure['rows'])} rows x {len(figure['columns'])} columns on the site."]
     cells = [(row, column, text.split(" / ")) for row, column, text in found if _DEVIATIONS.fullmatch(text)]
