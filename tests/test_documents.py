@@ -21,7 +21,7 @@ from tests.reference_pages import GENERATED, keys_table
 
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md"]
 MOST_BYTES, MOST_BYTES_IN_ALL = 16 * 1024, 190 * 1024
-"""Written by hand: of a page, and of the text, without blocks of code, of README and all pages in the folders of docs/."""
+"""Written by hand: of a page; of README and all pages in the folders of docs/, without their blocks of code."""
 
 
 def name_of(page: Path) -> str:
