@@ -147,6 +147,10 @@ def _short(node: ast.expr) -> str:
             return _short(inner) + ", ..."
         case ast.Call(func=ast.Name(id="str" | "repr" | "sorted" | "list" | "map"), args=[*_, inner]):
             return _short(inner)
+        case ast.BinOp(left=ast.Constant(value=str() as text), op=ast.Mult()):
+            return text.strip()
+        case ast.IfExp(body=ast.Constant(value=str() as text), orelse=ast.Constant(value=str() as other)):
+            return f"{text.strip()} or {other.strip()}" if text and other else (text or other).strip()
         case ast.GeneratorExp(elt=element) | ast.ListComp(elt=element):
             return _short(element)
     text = ast.unparse(node).replace("self.", "").replace(".__name__", "").replace("_", " ").strip()

@@ -158,6 +158,8 @@ TESTED = {
         "tests/engine/huggingface/test_hosts_page.py::test_a_script_of_rewards_prints_the_same_and_goes_on",
     "torchrun --nproc_per_node 2 lit.py zero3.json text.txt tuned":
         "tests/engine/huggingface/test_hosts_page.py::test_a_script_of_lightning_prints_the_same_and_goes_on",
+    "trine explain page-locked memory offload_states":
+        "tests/launch/test_explain_command.py::test_some_words_find_an_error_with_its_remedy_and_place",
     "trine checkpoint info runs/train": f"{CHECKPOINT}test_info_of_one_step_and_of_a_folder_of_train_py",
     "trine checkpoint verify runs/train --all": f"{CHECKPOINT}test_verify_reads_one_or_all",
     "trine checkpoint export runs/train hf": f"{CHECKPOINT}test_export_gives_the_folder_that_was_saved",
@@ -186,6 +188,7 @@ REASONS = {
     "trine launch": "names the command, whose whole lines are tested above",
     "trine check config.json --ranks N": "run above with --world, its other name",
     "trine check": "names the command, whose whole lines are run above",
+    "trine explain": "names the command, whose whole line is tested above",
     "trine plan": "names the command, whose whole line is run above",
     "pip install": "names the command, whose whole line stands before it",
     "pip install -c constraints.txt -e .": "takes a minute and an index of packages; .ci/run does it",
