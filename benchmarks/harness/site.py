@@ -18,19 +18,15 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 """Pages of the root, by their path on the site."""
-PICTURES = "benchmarks/results"
-"""Folder of the pictures that benchmarks draw; the site has it as pictures/."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 
 
 def on_files(files: "Files", config: Any) -> "Files":
-    """Add the pages and pictures that are outside docs/."""
+    """Add the pages of the root."""
     from mkdocs.structure.files import File
 
     for source, target in ROOT_PAGES.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text(encoding="utf-8")))
-    for picture in sorted((ROOT / PICTURES).glob("*.svg")):
-        files.append(File.generated(config, f"pictures/{picture.name}", abs_src_path=str(picture)))
     return files
 
 
@@ -48,7 +44,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def with_site_links(markdown: str, uri: str) -> str:
-    """Rewrite the links of the page ``uri`` to root pages, pictures and source files; code stays as it is."""
+    """Rewrite the links of the page ``uri`` to root pages and source files; code stays as it is."""
     origin = next((source for source, target in ROOT_PAGES.items() if target == uri), f"docs/{uri}")
 
     def rewritten(found: re.Match[str]) -> str:
@@ -57,8 +53,6 @@ def with_site_links(markdown: str, uri: str) -> str:
             return found[0]
         file = normpath(f"{origin.rpartition('/')[0] or '.'}/{target}")
         site = ROOT_PAGES.get(file) or (file.removeprefix("docs/") if file.startswith("docs/") else "")
-        if file.startswith(f"{PICTURES}/"):
-            site = f"pictures/{file.rpartition('/')[2]}"
         if site:
             return f"{mark}[{text}]({relpath(site, uri.rpartition('/')[0] or '.')}{anchor})"
         return text if "`" in text else f"`{text}`"

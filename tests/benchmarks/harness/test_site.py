@@ -12,7 +12,7 @@ from benchmarks.harness.site import on_page_content, with_site_links
         ("index.md", "[a](LICENSE) and [b](https://x.org/y)", "`a` and [b](https://x.org/y)"),
         ("guides/zero.md", "[a](../../CONTRIBUTING.md)", "[a](../contributing.md)"),
         ("guides/zero.md", "[a](tensor.md), [b](#below)", "[a](tensor.md), [b](#below)"),
-        ("guides/zero.md", "![p](../../benchmarks/results/x.svg)", "![p](../pictures/x.svg)"),
+        ("guides/zero.md", "![p](../drawings/x.svg)", "![p](../drawings/x.svg)"),
         ("guides/zero.md", "[`f.py`](../../engine/f.py)", "`f.py`"),
         ("guides/zero.md", "```\n[a](../../x.py)\n```", "```\n[a](../../x.py)\n```"),
     ],
