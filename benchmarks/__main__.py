@@ -84,6 +84,9 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
         "first_contact": Benchmark(
             "first_contact.command", "the first minutes on a GPU: correctness, then speed", frozenset({"out"})
         ),
+        "figures": Benchmark(
+            "harness.renewal", "figures of the documents by age, with the command that renews each", frozenset()
+        ),
         "gpu_step": Benchmark("gpu_step.command", "steps of 1 B models on one GPU beside peers", frozenset({"out"})),
     }
 )  # fmt: skip

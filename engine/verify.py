@@ -114,7 +114,11 @@ def verify(
         build_model: builds the model; it is called under the configured seed.
         config: as for :func:`engine.initialize`.
         batches: one global batch for each step: tensors with ``train_batch_size`` rows, the same on all ranks.
-        inputs, whole: as for :func:`engine.initialize`.
+        loss_fn: as for :func:`engine.initialize`.
+        optimizer: as for :func:`engine.initialize`.
+        lr_scheduler: as for :func:`engine.initialize`.
+        inputs: as for :func:`engine.initialize`.
+        whole: as for :func:`engine.initialize`.
         threads: number of ranks as threads of this process, instead of the ranks of the job.
         device: the device that these threads share, such as "cuda"; None: the CPU.
 

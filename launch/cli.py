@@ -14,6 +14,7 @@ from engine.config.config_file import OVERRIDES_HELP
 from engine.config.json_schema import schema
 from engine.config.sections import check_installed
 from engine.errors import EngineError
+from engine.launch import explain_command as explained
 from engine.launch import init_command as init
 from engine.launch import schedule_command as schedule
 from engine.launch import watch_command as watch
@@ -26,7 +27,7 @@ from engine.launch.verifier import verify_command as verify
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         return options.run(options) or 0
     except EngineError as error:
@@ -48,7 +49,8 @@ class CommandParser(ArgumentParser):
         return found, left
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
+    """Return the parser of ``trine`` with every command."""
     parser = CommandParser(prog="trine", description="3D-parallel training of unchanged PyTorch models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -76,6 +78,10 @@ def _parser() -> ArgumentParser:
     command = commands.add_parser("doctor", help="check that training would start, and measure the links")
     doctor.add_doctor_options(command)
     command.set_defaults(run=doctor.run_doctor)
+
+    command = commands.add_parser("explain", help="find an error by its words: its cause, its remedy and its place")
+    explained.add_explain_options(command)
+    command.set_defaults(run=explained.explain)
 
     command = commands.add_parser("convert", help="convert a checkpoint of another engine to one that any grid loads")
     command.add_argument("folder", type=Path, help="checkpoint of DeepSpeed, torch.distributed.checkpoint or Megatron")
@@ -121,10 +127,6 @@ def _add_checkpoint_commands(commands: "_SubParsersAction[CommandParser]") -> No
     command = commands.add_parser("info", help="print the contents of a checkpoint")
     command.add_argument("folder", type=Path, help=folder)
     command.set_defaults(run=_checkpoint_info)
-
-    command = commands.add_parser("compile", help="compile the kernels of a first step into Triton's cache, before it")
-    compilation.add_compile_options(command)
-    command.set_defaults(run=compilation.run_compile)
 
     command = commands.add_parser("verify", help="read and check every block; damage gives exit status 1")
     command.add_argument("folder", type=Path, help=folder)

@@ -145,6 +145,12 @@ class Structure:
         return [module for module in self.single_importer() if self.lines(module) < CRUMB_LINES]
 
 
+def path_of(folder: str) -> str:
+    """Path of a folder below the root, from its name in imports."""
+    parts = folder.split(".")
+    return "/".join(parts[1:] if len(parts) > 1 and parts[1] in LAYERS and parts[1] != "engine" else parts)
+
+
 def _modules(root: Path) -> Iterator[tuple[str, Path]]:
     for layer in LAYERS:
         for path in (root / layer).rglob("*.py"):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import errors_page
-from tests.architecture_page import PAGE, path_of, rendered
-from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, source_of
+from engine.launch.raised_errors import PUBLIC, raised_errors
+from tests.structure import LAYERS, ROOT, Source, Structure, cycles, last_name, path_of, source_of
+
+PAGE = ROOT / "docs" / "internals" / "architecture.md"
 
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "engine": (
@@ -452,35 +453,29 @@ sys.exit("torch" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-# ------------------------------------------------------------------------------------------------ docs/architecture.md
+# -------------------------------------------------------------------------------------- docs/internals/architecture.md
 
 
-def test_the_page_of_the_architecture_is_current(structure: Structure) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert rendered(text, structure) == text, "python -m tests.architecture_page --write"
+def test_the_page_has_every_folder(structure: Structure) -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("## Folders")[2]
+    folders = {structure.folder(module) for module in structure.files} | {"engine.kernels"}
+    cells = re.findall(r"^\| (`[\w/]+`(?:, `[\w/]+`)*) \|", text, re.MULTILINE)
+    listed = [folder for cell in cells for folder in cell.replace("`", "").split(", ")]
+    assert sorted(listed) == sorted(map(path_of, folders))
 
 
-def test_the_page_of_errors_is_current(structure: Structure) -> None:
-    assert errors_page.page(structure) == errors_page.PAGE.read_text(encoding="utf-8"), (
-        "python -m tests.errors_page --write"
-    )
-
-
-def test_errors_are_sentences(structure: Structure) -> None:
-    """They end with a full stop, or with a value or a command that does."""
-    told = [sentence for sentence in errors_page.sentences(structure) if sentence.kind in errors_page.SECTIONS]
-    reasons = "NoRuleError"
-    unfinished = [text for kind, text, _ in told if kind != reasons and text[-1] not in ".?})\"'"]
-    assert len(told) > 300 and not unfinished
-
-
-def test_the_page_names_the_orders_and_the_layers_of_patches() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    for folder, order in ORDERS.items():
-        line = next(line for line in text.splitlines() if line.startswith(f"| `{path_of(folder)}` |"))
-        named = [room.strip() for room in line.split("|")[2].split(",")]
-        assert named == [room for room in order if room in named], folder
+def test_the_page_has_the_orders_and_the_layers_of_patches() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("## Folders")[0]
+    orders = dict(re.findall(r"^\| `([\w/]+)` \| (.+) \|$", text, re.MULTILINE))
+    assert orders == {path_of(folder): ", ".join(order) for folder, order in ORDERS.items()}
     layers = re.findall(
         r"^    ([A-Z0-9]+) = \d+$", (ROOT / "parallel/model/forward_patch.py").read_text(), re.MULTILINE
     )
     assert re.findall(r"^\| ([A-Z0-9]+) \|", text, re.MULTILINE) == [layer for layer in layers if layer != "PARAMETERS"]
+
+
+def test_errors_are_sentences() -> None:
+    """They end with a full stop, or with a value or a command that does."""
+    errors = [error for error in raised_errors() if error.kind in PUBLIC]
+    unfinished = [error.text for error in errors if error.kind != "NoRuleError" and error.text[-1] not in ".?})\"'"]
+    assert len(errors) > 300 and not unfinished

@@ -15,13 +15,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS, run
-from benchmarks.harness.figures import ROOT
+from benchmarks.harness.figures import ROOT, with_sections
 from engine.launch.cli import main
 from tests.test_documents import PAGES
 
 PROGRAMS = ("python", "trine", "torchrun", "pytest", "ruff", "mypy", "bash", "pip", "srun", "mpirun")
-GENERATED = ("errors.md",)
-"""Pages in which no command is written by hand."""
 EXAMPLES = "tests/test_examples.py::"
 JOBS = "tests/launch/jobs/"
 PLANNER = "tests/launch/planner/"
@@ -29,7 +27,6 @@ CHECKPOINT = "tests/launch/test_checkpoint_command.py::"
 
 RUN = (
     "trine check config.json --world 8",
-    "trine check FILE",
     "trine plan config.json --world 64",
     "trine plan --layers 24 --width 2048 --heads 16 --context 4096 --vocabulary 131072 --world 48 --batch 192",
     "trine schedule",
@@ -40,7 +37,8 @@ RUN = (
     "trine schedule 1f1b --backward 3 --transfer 0.2",
     "trine schema",
     "python -m benchmarks --list",
-    "python -m tests.structure [ROOT]",
+    "python -m tests.structure",
+    "python -m benchmarks figures",
 )
 """Executed here, in this order, in one folder."""
 
@@ -160,15 +158,16 @@ TESTED = {
         "tests/engine/huggingface/test_hosts_page.py::test_a_script_of_rewards_prints_the_same_and_goes_on",
     "torchrun --nproc_per_node 2 lit.py zero3.json text.txt tuned":
         "tests/engine/huggingface/test_hosts_page.py::test_a_script_of_lightning_prints_the_same_and_goes_on",
+    "trine explain page-locked memory offload_states":
+        "tests/launch/test_explain_command.py::test_some_words_find_an_error_with_its_remedy_and_place",
     "trine checkpoint info runs/train": f"{CHECKPOINT}test_info_of_one_step_and_of_a_folder_of_train_py",
     "trine checkpoint verify runs/train --all": f"{CHECKPOINT}test_verify_reads_one_or_all",
     "trine checkpoint export runs/train hf": f"{CHECKPOINT}test_export_gives_the_folder_that_was_saved",
-    "python -m tests.architecture_page --write":
-        "tests/test_architecture.py::test_the_page_of_the_architecture_is_current",
-    "python -m tests.errors_page --write": "tests/test_architecture.py::test_the_page_of_errors_is_current",
-    "python -m tests.config_page --write": "tests/test_documents.py::test_every_marked_section_shows_its_figure",
-    "python -m tests.deepspeed_page --write":
-        "tests/engine/config/test_deepspeed_schema.py::test_the_page_is_current",
+    "python -m tests.reference_pages --write": "tests/test_documents.py::test_every_marked_section_shows_its_figure",
+    "python -m benchmarks figures --renew step zero":
+        "tests/benchmarks/harness/test_renewal.py::test_named_figures_are_renewed_by_one_run_of_their_command",
+    "python -m benchmarks figures --renew parity axes":
+        "tests/benchmarks/harness/test_renewal.py::test_named_figures_are_renewed_by_one_run_of_their_command",
     "python -m tests.faults": "tests/faults/test_seeded_faults.py::test_every_fault_is_noticed",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29400 -m benchmarks scaling "
     "--out runs/scaling.json": "tests/cluster/test_scaling.py::test_a_job_that_lost_a_node_goes_on",
@@ -184,9 +183,12 @@ TESTED = {
 """Command -> the test that runs it, or what it does."""
 
 REASONS = {
+    "trine compile": "names the command, whose whole lines are tested above",
+    "trine COMMAND --help": "stands for every command; tests/launch/test_cli.py asks some",
     "trine launch": "names the command, whose whole lines are tested above",
     "trine check config.json --ranks N": "run above with --world, its other name",
-    "trine plan --search": "names an option, whose whole line is tested above",
+    "trine check": "names the command, whose whole lines are run above",
+    "trine explain": "names the command, whose whole line is tested above",
     "trine plan": "names the command, whose whole line is run above",
     "pip install": "names the command, whose whole line stands before it",
     "pip install -c constraints.txt -e .": "takes a minute and an index of packages; .ci/run does it",
@@ -202,13 +204,11 @@ REASONS = {
 }
 """Command -> why no test runs it."""
 
-FIGURES = "pytest -m long tests/engine/parity/test_{}.py --write-figures"
 SUITES = (
     "pytest", "pytest -m long", "pytest -m gpu", "pytest -m peers", "pytest tests/kernels",
     "pytest tests/emulated_device", "pytest -m long tests/emulated_device",
     "pytest tests/kernels --write-budgets", "pytest tests/test_documents.py",
     "pytest -m long tests/engine/checkpoint/test_kills.py --kills 200", "pytest tests/engine/parity/test_parity.py",
-    FIGURES.format("parity"),
     "pytest tests/engine/parity/test_covering_array.py",
     "pytest -m long tests/engine/integrity/test_flips.py --write-figures",
     "pytest -m long tests/engine/watchdog/test_jobs.py tests/cluster/test_nodes.py --write-figures",
@@ -221,23 +221,20 @@ SUITES = (
     "pytest -m long tests/engine/parity/test_fused_communication.py",
     "pytest tests/launch/test_schedule_command.py --write-figures",
     "pytest -m long tests/launch/test_report_pictures.py --write-figures",
-    "pytest -m long --write-figures tests/engine/parity/test_transformers_types.py",
-    *(FIGURES.format(f"parity_{name}") for name in ("axes", "schedules", "zero")),
-    *(FIGURES.format(name) for name in ("architectures", "kernel_injection", "tensor_models")),
+    "pytest -m long tests/engine/parity/test_transformers_types.py --write-figures",
+    "pytest -m long tests/engine/parity/test_kernel_injection.py --write-figures",
 )  # fmt: skip
 """The tests themselves: their files, marks and options exist."""
 
 MEASURED = (
     "python -m benchmarks scale", "python -m benchmarks scale --planning --write-figures",
     "python -m benchmarks step", "python -m benchmarks zero", "python -m benchmarks pipeline",
-    "python -m benchmarks kernels", "python -m benchmarks checkpoint",
+    "python -m benchmarks kernels",
     "python -m benchmarks integrity --write-figures",
     "python -m benchmarks step --rows watchdog --write-figures",
     "python -m benchmarks sleeping_blocks --write-figures",
-    "python -m benchmarks host_time",
     "python -m benchmarks matrix_rounds",
     "python -m benchmarks plan_search --write-figures",
-    "python -m benchmarks tensor --models llama,fused --rounds 7 --write-figures",
     "python -m benchmarks kernels --out runs/benchmarks", "python -m benchmarks gpu_step --out runs/benchmarks",
     "python -m benchmarks overlap",
 )  # fmt: skip
@@ -260,9 +257,8 @@ class Documented:
 
 
 def written_by_hand(text: str) -> str:
-    """A page without what is generated."""
-    text = re.sub(r"<!-- ([\w-]+):begin -->.*?<!-- \1:end -->", "", text, flags=re.DOTALL)
-    return re.sub(r"<!-- (rooms|figures) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+    """A page without its generated sections."""
+    return with_sections(text, lambda one: "")
 
 
 def commands(text: str) -> Iterator[str]:
@@ -293,7 +289,6 @@ def documented() -> list[Documented]:
     return [
         Documented(page, command)
         for page in PAGES
-        if page.name not in GENERATED
         for command in commands(written_by_hand(page.read_text(encoding="utf-8")))
         if command
     ]
@@ -348,10 +343,9 @@ def execute(command: str, python: str) -> str:
 def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")  # of the pictures
-    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
     (given,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
-    for name in ("config.json", "FILE"):
-        Path(name).write_text(given)
+    Path("config.json").write_text(given)
     printed = {command: execute(command, warm_python) for command in RUN}
     assert all(printed.values())
     assert "64 ranks = 2 pipeline x 16 data x 2 tensor" in printed["trine plan config.json --world 64"]

@@ -1,4 +1,4 @@
-"""The path of a batch in ``docs/architecture.md``: short enough to read, and every file on it takes part in a step."""
+"""The path of a batch in ``docs/internals/architecture.md``: short, and every file on it takes part in a step."""
 
 import re
 import sys
@@ -13,9 +13,9 @@ import pytest
 import engine
 from engine.models.decoder import loss_sum
 from tests import models
-from tests.architecture_page import PAGE
 from tests.structure import ROOT
 
+PAGE = ROOT / "docs" / "internals" / "architecture.md"
 RunRanks = Callable[..., list[Any]]
 DATA: dict[str, Any] = {"zero_optimization": {"stage": 1}, "parallel": {"data": 2}}
 THREE_AXES: dict[str, Any] = {

@@ -1,11 +1,12 @@
-"""The figures of the documents: each is a JSON file, and a marked section of one page shows it.
+"""The figures of the documents: each is a JSON file, and marked sections of pages show it.
 
-    docs/figures/NAME.json                       what was measured, by which command, of which commit, when and where
-    <!-- NAME:begin --> .. <!-- NAME:end -->     in README.md or a page of docs/
+    docs/figures/NAME.json                         the result, with its command, commit, date and machine
+    <!-- NAME:begin --> .. <!-- NAME:end -->       the whole figure, in README.md or a page of docs/
+    <!-- NAME:summary --> .. <!-- NAME:end -->     its summary in the repository, the whole figure on the site
 
-Measuring writes the file and fills the section; a table keeps the cells that this measurement did not try. A line below
-a figure says which code has changed since (``sources``). ``python -m benchmarks.harness.figures`` fills all sections
-from the files, and ``tests/test_documents.py`` compares them.
+Measuring writes the file and fills the sections; a table keeps the cells that this measurement did not try. The line
+below a figure names its origin. ``python -m benchmarks.harness.figures`` fills all sections from the files, and
+``tests/test_documents.py`` compares them.
 """
 
 import fcntl
@@ -13,22 +14,27 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-from benchmarks.harness.sources import changes, digests
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "figures"
 VERSIONS = ("torch", "triton", "transformers")
-_ORIGIN = ("command", "commit", "sources", "date", "machine", "versions")
-"""What a figure tells about its measurement."""
+UNKNOWN = "not recorded"
+SMALL_BYTES = 350
+"""A figure of at most this size is its own summary."""
+COMMAND_CHARACTERS = 110
+_ORIGIN = ("command", "commit", "date", "machine", "versions")
+"""Keys of a figure that describe its measurement."""
+_MARKED = re.compile(r"(<!-- ([\w-]+):(begin|summary) -->\n)(.*?)(\n?<!-- \2:end -->)", flags=re.DOTALL)
+_DEVIATIONS = re.compile(r"\de[+-]\d\d(?: / \de[+-]\d\d)*")
 
 Cells = Mapping[tuple[str, str], str]
 """Text by (row, column)."""
@@ -36,14 +42,14 @@ Cells = Mapping[tuple[str, str], str]
 
 def record_text(name: str, text: str, root: Path = ROOT) -> None:
     """Keep a figure that is a text as it is printed, and show it."""
-    _write(name, {"text": text} | _source(name, root), root)
+    _write(name, {"text": text} | _source(), root)
 
 
 def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> None:
     """Keep the cells of a table, beside those that other measurements have left, and show it.
 
-    Rows and columns stay in the order in which they were first measured. A cell that stays keeps where it comes from
-    (``earlier``), as long as code that decides it has changed since.
+    Rows and columns stay in the order in which they were first measured. A cell that stays keeps its origin
+    (``earlier``).
     """
     with _alone(root):
         before = read(name, root) if _file(name, root).exists() else {"columns": [], "rows": {}}
@@ -51,13 +57,13 @@ def record_cells(name: str, corner: str, cells: Cells, root: Path = ROOT) -> Non
         for (row, column), text in cells.items():
             rows.setdefault(row, {})[column] = text
         columns = list(dict.fromkeys([*before["columns"], *(column for _, column in cells)]))
-        source = _source(name, root)
-        earlier = _earlier(before, set(cells), source["sources"])
+        source = _source()
+        earlier = _earlier(before, set(cells), source["commit"])
         _write(name, {"corner": corner, "columns": columns, "rows": rows} | source | earlier, root)
 
 
-def _earlier(figure: Mapping[str, Any], again: Set[tuple[str, str]], sources: Mapping[str, str]) -> dict[str, Any]:
-    """Measurements of other code that cells not measured ``again`` come from; their cells are rows by column."""
+def _earlier(figure: Mapping[str, Any], again: Set[tuple[str, str]], commit: str) -> dict[str, Any]:
+    """Measurements at other commits that cells not measured ``again`` come from; their cells are rows by column."""
     known: list[dict[str, Any]] = figure.get("earlier", [])
     older = {(row, column) for one in known for column, rows in one["cells"].items() for row in rows}
     newest: dict[str, list[str]] = {}
@@ -66,7 +72,7 @@ def _earlier(figure: Mapping[str, Any], again: Set[tuple[str, str]], sources: Ma
             newest.setdefault(column, []).append(row)
     last = {key: figure[key] for key in _ORIGIN if key in figure} | {"cells": newest}
     left = [one | {"cells": _without(one["cells"], again)} for one in [*known, last]]
-    stays = [one for one in left if one["cells"] and one.get("sources") != sources]
+    stays = [one for one in left if one["cells"] and one.get("commit") != commit]
     return {"earlier": stays} if stays else {}
 
 
@@ -96,35 +102,105 @@ def render(figure: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def section(name: str, figure: Mapping[str, Any], root: Path = ROOT) -> str:
-    """What a page shows of a figure: itself, and a line below it if code that decides it has changed since."""
-    note = changes(name, figure, root)
-    return f"{render(figure)}\n\n{note}" if note else render(figure)
+def section(figure: Mapping[str, Any]) -> str:
+    """The whole figure and the line of its origin."""
+    return f"{render(figure)}\n\n{origin(figure)}"
+
+
+def summary(figure: Mapping[str, Any]) -> str:
+    """The figure in at most a few lines, and the line of its origin."""
+    return f"{_abstract(figure)}\n\n{origin(figure)}"
+
+
+def _abstract(figure: Mapping[str, Any]) -> str:
+    whole = render(figure)
+    if len(whole.encode()) <= SMALL_BYTES:
+        return whole
+    if "text" in figure:
+        verdicts = [line for line in whole.splitlines() if " -> " in line]
+        rows = f"{len(whole.splitlines())} lines on the site"
+        return f"{rows}:\n\n```\n{chr(10).join(verdicts)}\n```" if verdicts else f"{rows}."
+    found = [(row, column, text) for row, cells in figure["rows"].items() for column, text in cells.items() if text]
+    told = [f"{len(figure['rows'])} rows x {len(figure['columns'])} columns on the site."]
+    cells = [(row, column, text.split(" / ")) for row, column, text in found if _DEVIATIONS.fullmatch(text)]
+    deviations = [(float(text), row, column) for row, column, texts in cells for text in texts]
+    if deviations:
+        worst, row, column = max(deviations)
+        told.append(f"{len(deviations)} deviations, the largest {worst:.0e} ({row}, {column}).")
+    if refused := sum(text.startswith("refused") for _, _, text in found):
+        told.append(f"{refused} cells are refused with a sentence.")
+    return " ".join(told)
+
+
+def origin(figure: Mapping[str, Any]) -> str:
+    """Command, commit, date and machine of a figure; for a table also how many cells are older."""
+    command = str(figure.get("command") or "").removeprefix("-")
+    if len(command) > COMMAND_CHARACTERS:
+        command = command[:COMMAND_CHARACTERS].rsplit(" ", 1)[0] + " ..."
+    told = [f"`{command}`" if command else f"Command {UNKNOWN}"]
+    told.append(f"commit {figure.get('commit') or UNKNOWN}")
+    told += [str(figure.get(key) or f"{key} {UNKNOWN}") for key in ("date", "machine")]
+    if earlier := figure.get("earlier"):
+        count = sum(len(rows) for one in earlier for rows in one["cells"].values())
+        total = sum(len(cells) for cells in figure["rows"].values())
+        oldest = min(str(one.get("date", UNKNOWN)) for one in earlier)
+        told.append(f"{count} of {total} cells are older, the oldest of {oldest}")
+    return f"*{', '.join(told)}.*"
+
+
+class Section(NamedTuple):
+    """A marked section of a page."""
+
+    name: str
+    kind: str
+    """"begin" for the whole figure, "summary" for its summary."""
+    text: str
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """README and the pages of docs/."""
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    """Return README and the pages of docs/ and its folders."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
-def sections(text: str) -> Iterator[tuple[str, str]]:
-    """(name, content) of every marked section of a page."""
-    for found in re.finditer(r"<!-- ([\w-]+):begin -->\n(.*?)\n?<!-- \1:end -->", text, flags=re.DOTALL):
-        yield found[1], found[2]
+def sections(text: str) -> Iterator[Section]:
+    """Every marked section of a page."""
+    for found in _MARKED.finditer(text):
+        yield Section(found[2], found[3], found[4])
 
 
-def show(name: str, text: str, root: Path = ROOT) -> None:
-    """Put ``text`` into the section ``name``, which one page has.
+def with_sections(text: str, body: Callable[[Section], str]) -> str:
+    """``text`` with the body of each marked section replaced."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"{found[1]}{body(Section(found[2], found[3], found[4]))}\n<!-- {found[2]}:end -->"
+
+    return _MARKED.sub(replaced, text)
+
+
+def with_whole_figures(text: str, root: Path = ROOT) -> str:
+    """``text`` with every summary replaced by the whole figure, as the site shows it."""
+    return with_sections(text, lambda one: section(read(one.name, root)) if one.kind == "summary" else one.text)
+
+
+def show(name: str, text: str, root: Path = ROOT, short: str = "") -> None:
+    """Put ``text`` into the sections ``name`` of all pages, and ``short`` into those of its summary.
 
     Raises:
-        LookupError: no page has it, or several have.
+        LookupError: no page has one.
     """
-    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
-    having = [page for page in pages(root) if page.exists() and begin in page.read_text(encoding="utf-8")]
-    if len(having) != 1:
-        raise LookupError(f"section {name!r} is in {len(having)} pages; one page has to show a figure.")
-    head, rest = having[0].read_text(encoding="utf-8").split(begin)
-    having[0].write_text(f"{head}{begin}{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
+    shown = False
+    bodies = {"begin": text, "summary": short}
+
+    def body(one: Section) -> str:
+        return bodies[one.kind] if one.name == name else one.text
+
+    for page in pages(root):
+        before = page.read_text(encoding="utf-8")
+        if any(one.name == name for one in sections(before)):
+            shown = True
+            page.write_text(with_sections(before, body), encoding="utf-8")
+    if not shown:
+        raise LookupError(f"no page has a section {name!r}; add <!-- {name}:summary --> to a page of docs/reference.")
 
 
 def read(name: str, root: Path = ROOT) -> dict[str, Any]:
@@ -141,19 +217,18 @@ def _write(name: str, figure: Mapping[str, Any], root: Path) -> None:
     path = _file(name, root)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(figure, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    show(name, section(name, figure, root), root)
+    show(name, section(figure), root, summary(figure))
 
 
-def _source(name: str, root: Path) -> dict[str, Any]:
-    """Where the last measurement comes from."""
+def _source() -> dict[str, Any]:
+    """Origin of the measurement that runs now."""
     program = Path(sys.argv[0])
     command = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.stem
     if program.is_relative_to(ROOT):
         command = "python -m " + ".".join(program.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     return {
-        "command": " ".join([command, *(argument.replace(f"{ROOT}/", "") for argument in sys.argv[1:])]),
+        "command": f"{command} {shlex.join(one.replace(f'{ROOT}/', '') for one in sys.argv[1:])}".strip(),
         "commit": described_commit(),
-        "sources": digests(name, root),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "versions": {"python": platform.python_version()}
@@ -181,4 +256,4 @@ def _version(name: str) -> str:
 
 if __name__ == "__main__":
     for file in sorted(FOLDER.glob("*.json")):
-        show(file.stem, section(file.stem, read(file.stem)))
+        show(file.stem, section(read(file.stem)), ROOT, summary(read(file.stem)))

@@ -1,4 +1,4 @@
-"""DeepSpeed modules that are absent here: their import names the nearest equivalent and its page."""
+"""Modules of DeepSpeed that are not here: their import names the nearest thing, and the page about it."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,46 +13,48 @@ _NEAREST: Mapping[str, str] = MappingProxyType({
     "checkpointing": "engine.deepspeed.checkpointing has checkpoint, and random numbers follow the seed of the "
                      "configuration (docs/deepspeed.md)",
     "comm.": "torch.distributed has the collectives, also as engine.deepspeed.comm (docs/deepspeed.md)",
-    "compile": '"compile": true in the configuration compiles the blocks (docs/configuration.md)',
-    "compression": "the model is trained as it is; quantize_frozen stores frozen weights in 8 or 4 bits "
-                   "(docs/configuration.md)",
+    "compile": '"compile": true in the configuration compiles the blocks (docs/reference/configuration.md)',
+    "compression": "the model is trained as it is; quantize_frozen holds frozen weights in 8 or 4 bits "
+                   "(docs/reference/configuration.md)",
     "elasticity": "a checkpoint loads on any grid (docs/checkpoints.md)",
-    "inference": "eng.generate and eng.predict use the trained weights (docs/training_loop.md)",
-    "init_inference": "eng.generate and eng.predict use the trained weights (docs/training_loop.md)",
+    "inference": "eng.generate and eng.predict use the weights that are trained (docs/training_loop.md)",
+    "init_inference": "eng.generate and eng.predict use the weights that are trained (docs/training_loop.md)",
     "launcher": "`trine launch` starts jobs (docs/launching.md)",
-    "module_inject": "parallel.tensor shards any model by a plan that it finds (docs/tensor.md)",
+    "module_inject": "parallel.tensor cuts any model by a plan that it finds (docs/tensor.md)",
     "moe": "a model with experts is trained as it is, and tensor ranks share them (docs/models.md)",
-    "monitor": "monitor of the configuration writes the figures of each step (docs/configuration.md)",
-    "ops": "kernels of the configuration chooses the engine's own (docs/configuration.md)",
+    "monitor": "monitor of the configuration writes the figures of each step (docs/reference/configuration.md)",
+    "ops": "kernels of the configuration chooses the engine's own (docs/reference/configuration.md)",
     "pipe.": "engine.deepspeed.pipe has PipelineModule and its layers (docs/deepspeed.md)",
-    "profiling": "the step report has tflops and mfu, and monitor.profile records a step (docs/configuration.md)",
+    "profiling": "the step report has tflops and mfu, and monitor.profile records a step "
+                 "(docs/reference/configuration.md)",
     "runtime.activation_checkpointing": "engine.deepspeed.checkpointing has checkpoint (docs/deepspeed.md)",
     "runtime.bf16_optimizer": "eng.masters has the fp32 weights (docs/training_loop.md)",
-    "runtime.data_pipeline": "the script provides the data: order or cut it in the loader (docs/deepspeed.md)",
-    "runtime.domino": "parallel.tensor shards any model by a plan that it finds (docs/tensor.md)",
-    "runtime.fp16": "fp16 of the configuration scales the loss (docs/configuration.md)",
-    "runtime.hybrid_engine": "eng.generate uses the trained weights (docs/training_loop.md)",
+    "runtime.data_pipeline": "the data is the script's: order or cut it in the loader (docs/deepspeed.md)",
+    "runtime.domino": "parallel.tensor cuts any model by a plan that it finds (docs/tensor.md)",
+    "runtime.fp16": "fp16 of the configuration scales the loss (docs/reference/configuration.md)",
+    "runtime.hybrid_engine": "eng.generate uses the weights that are trained (docs/training_loop.md)",
     "runtime.sequence_parallel": "parallel.sequence_parallel shards activations over tensor ranks (docs/tensor.md)",
     "sequence": "parallel.sequence_parallel shards activations over tensor ranks (docs/tensor.md)",
-    "DeepSpeedTransformerLayer": "kernels of the configuration chooses the engine's own (docs/configuration.md)",
-    "InferenceEngine": "eng.generate and eng.predict use the trained weights (docs/training_loop.md)",
+    "DeepSpeedTransformerLayer": "kernels of the configuration chooses the engine's own "
+                                 "(docs/reference/configuration.md)",
+    "InferenceEngine": "eng.generate and eng.predict use the weights that are trained (docs/training_loop.md)",
     "OnDevice": 'build the model under torch.device("meta") (docs/deepspeed.md)',
     "checkpoint": "load_checkpoint reads DeepSpeed's folders, and every checkpoint loads on any grid "
                   "(docs/checkpoints.md)",
 })  # fmt: skip
-"""Subject of a DeepSpeed module -> the nearest equivalent here; the longest matching prefix decides."""
+"""What a module of DeepSpeed is about -> the nearest thing here; the longest beginning decides."""
 
 
 class MissingModules(MetaPathFinder):
-    """Import finder for modules below ``engine.deepspeed`` that no other finder has found."""
+    """Answers imports below ``engine.deepspeed`` that no other finder has found."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns None outside of ``engine.deepspeed``.
+        """None outside of ``engine.deepspeed``.
 
         Raises:
-            ModuleNotFoundError: inside; the message names the nearest equivalent.
+            ModuleNotFoundError: the sentence.
         """
         if not fullname.startswith(_DOOR):
             return None
@@ -61,20 +63,20 @@ class MissingModules(MetaPathFinder):
 
 
 def missing_sentence(name: str) -> str:
-    """Returns the message about an absent module of DeepSpeed."""
+    """Words about a module of DeepSpeed that is not here."""
     found = [about for about in _NEAREST if name == about or f"{name}.".startswith(f"{about.removesuffix('.')}.")]
-    nearest = _NEAREST[max(found, key=len)] if found else "docs/deepspeed.md lists the available names"
+    nearest = _NEAREST[max(found, key=len)] if found else "docs/deepspeed.md lists the names that are there"
     return f"deepspeed.{name} is not among the names of engine.deepspeed: {nearest}."
 
 
 def install() -> None:
-    """Registers the finder after all others."""
+    """Ask this finder last."""
     if not any(isinstance(each, MissingModules) for each in sys.meta_path):
         sys.meta_path.append(MissingModules())
 
 
 def missing_attribute(engine: object, model: Any, name: str) -> AttributeError:
-    """Returns the error for a member that neither the engine object nor the model has."""
+    """The error about a member that neither the engine object nor the model has."""
     return AttributeError(
         f"{type(engine).__name__!r} object of engine.deepspeed has no attribute {name!r}, and the model "
         f"({type(model).__name__}) has none either; docs/deepspeed.md lists the engine's members."

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.harness.figures import ROOT, record_text
+from benchmarks.harness.figures import ROOT, read, record_text
 from engine.errors import ScheduleError
 from engine.launch.cli import main
 from engine.parallel.pipeline.report.svg import svg
@@ -301,7 +301,7 @@ def picture() -> str:
 def test_tables_are_those_of_the_code(request: pytest.FixtureRequest, name: str, text: Callable[[], str]) -> None:
     if request.config.getoption("--write-figures"):
         record_text(name, text())
-    assert f"<!-- {name}:begin -->\n{text()}\n<!-- {name}:end -->" in PAGE.read_text(encoding="utf-8")
+    assert read(name)["text"] == text()
 
 
 def test_the_comparison_is_what_the_command_prints(
@@ -312,8 +312,7 @@ def test_the_comparison_is_what_the_command_prints(
     text = f"```\n$ {command}\n{capsys.readouterr().out}```"
     if request.config.getoption("--write-figures"):
         record_text("schedule-compare", text)
-    section = f"<!-- schedule-compare:begin -->\n{text}\n<!-- schedule-compare:end -->"
-    assert section in PAGE.read_text(encoding="utf-8")
+    assert read("schedule-compare")["text"] == text
 
 
 def test_the_picture_is_small_and_shown(request: pytest.FixtureRequest) -> None:

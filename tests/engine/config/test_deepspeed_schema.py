@@ -13,7 +13,8 @@ from engine.config import Config, load_config
 from engine.config.deepspeed.keys import KEYS, TABLE, Moved
 from engine.config.reader import paths
 from engine.errors import ConfigError
-from tests.deepspeed_page import PAGE, files, outcomes, rendered, told
+from engine.launch.cli import main
+from tests.engine.config.deepspeed_outcomes import FOLDER, files, outcomes, told
 
 SECTIONS = {
     "DeepSpeedFP16Config": "fp16", "DeepSpeedBF16Config": "bf16", "DeepSpeedZeroConfig": "zero_optimization",
@@ -88,5 +89,10 @@ def at(tree: Any, path: Sequence[str]) -> Any:
     return tree
 
 
-def test_the_page_is_current() -> None:
-    assert rendered() == PAGE.read_text(encoding="utf-8"), "python -m tests.deepspeed_page --write"
+@pytest.mark.parametrize("name", ["zero2_offload.json", min(REFUSED)])
+def test_the_command_reports_notes_or_refusals_of_a_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = told(FILES[name])
+    assert main(["check", str(FOLDER / name)]) == (1 if said.refusals else 0)
+    shown = capsys.readouterr()
+    text = shown.err if said.refusals else shown.out
+    assert all(line in text for line in said.refusals or said.notes)

@@ -1,4 +1,4 @@
-"""Models as they are, cut into pipeline stages, train as in one process; docs/proofs.md says which and how.
+"""Models as they are, cut into pipeline stages, train as in one process; docs/reference/proofs.md has the results.
 
 Many models share one launch of ranks. What a model cannot is a sentence, the same on every rank.
 """

@@ -1,4 +1,4 @@
-"""Models as they are, shared by tensor ranks, train as in one process; docs/proofs.md says which and how.
+"""Models as they are, shared by tensor ranks, train as in one process; docs/reference/proofs.md has the results.
 
 Every plan is found, proven and carried out; what was sent is what was planned, to the byte. Many models share one
 launch of ranks.

@@ -1,11 +1,13 @@
-"""``docs/deepspeed_configs.md``: what becomes of every key in the DeepSpeed configurations of the tests.
+"""The effect of every key in the DeepSpeed configurations of ``tests/engine/config/deepspeed``.
 
-``python -m tests.deepspeed_page --write`` after keys or files have changed; a test compares.
+acted on    the run does what the key asks
+passed on   ``engine.deepspeed`` passes it to the model's forward, and a note tells it
+off         the value asks for nothing, or for the engine's only behaviour
+noted       accepted without effect; a note of the run gives the reason
+refused     the run does not start; the sentence gives the remedy
 """
 
 import json
-import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,25 +23,9 @@ from engine.errors import ConfigError
 from engine.hosting.arguments import fill_auto
 from tests.structure import ROOT
 
-PAGE = ROOT / "docs" / "deepspeed_configs.md"
 FOLDER = ROOT / "tests" / "engine" / "config" / "deepspeed"
 Outcome = Literal["acted on", "passed on", "noted", "off", "refused"]
 OURS = frozenset(paths(Config))
-HEAD = """# DeepSpeed configurations here
-
-{files} configurations of the shapes that DeepSpeed's users have, and what becomes of every key: {accepted} are
-accepted, {refused} are refused with all reasons at once. "auto" is filled from arguments as the Hugging Face Trainer
-has them (`args=` of `engine.deepspeed.initialize`). Generated from `tests/engine/config/deepspeed/`
-(`python -m tests.deepspeed_page --write`); a test compares. `trine check FILE` says it for yours.
-
-| word | meaning |
-|---|---|
-| acted on | the run does what the key says |
-| passed on | `engine.deepspeed` passes it to the model's forward, and a note says so |
-| off | the value asks for nothing, or for what the engine always does |
-| noted | accepted without effect; a note of the run says so, with the reason |
-| refused | the run does not start; the sentence says what to give instead |
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,29 +113,3 @@ def outcomes(raw: Mapping[str, Any]) -> dict[str, Outcome | None]:
     """Key -> what becomes of it."""
     said = told(raw)
     return {path: outcome(path, value, said) for path, value in leaves(raw)}
-
-
-def rendered() -> str:
-    """The page."""
-    found = {name: (outcomes(raw), told(raw)) for name, raw in files().items()}
-    refused = sum(bool(said.refusals) for _, said in found.values())
-    lines = [HEAD.format(files=len(found), accepted=len(found) - refused, refused=refused)]
-    for name, (keys, said) in found.items():
-        lines += [f"## {name}", "", "Refused:" if said.refusals else "Accepted.", ""]
-        if said.refusals:
-            lines += [*(f"- {escaped(line)}" for line in said.refusals), ""]
-        for word in ("acted on", "passed on", "off"):
-            if chosen := [f"`{path}`" for path, became in keys.items() if became == word]:
-                lines += [f"{word}: {', '.join(chosen)}", ""]
-        if said.notes:
-            lines += ["noted:", "", *(f"- {escaped(note)}" for note in said.notes), ""]
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def escaped(text: str) -> str:
-    """``text`` with nothing that Markdown would take for a mark."""
-    return re.sub(r"([*_<|])", r"\\\1", text)
-
-
-if __name__ == "__main__" and "--write" in sys.argv:
-    PAGE.write_text(rendered(), encoding="utf-8")

@@ -1,0 +1,83 @@
+"""``trine explain WORDS``: the error that a message comes from, its cause and its remedy, read from the source."""
+
+import re
+import sys
+import textwrap
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+
+from engine.launch.raised_errors import RaisedError, raised_errors
+
+SHOWN = 3
+"""Errors that an answer shows at most."""
+ENOUGH = 0.5
+"""Share of the words that an error must have."""
+WIDTH = 100
+
+
+def add_explain_options(parser: ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("words", nargs="*", metavar="WORDS", help="words of the error, or all of its text")
+    parser.add_argument("--all", action="store_true", help="list every error, or every one that fits the words")
+
+
+def explain(options: Namespace) -> int:
+    """Print the errors that fit the words best; exit status 1 if none does."""
+    given = " ".join(options.words)
+    errors = list(dict.fromkeys(raised_errors()))
+    if options.all:
+        found = [error for error in errors if share_of_words(error, given) >= ENOUGH] if given else errors
+        print("\n".join(f"{error.kind}: {error.text}" for error in sorted(found, key=lambda one: (one.kind, one.text))))
+        return 0 if found else 1
+    if not given:
+        print("trine explain takes words of an error; --all lists every error.", file=sys.stderr)
+        return 2
+    best = closest(errors, given)
+    if not best:
+        print(f"no error has the words {given!r}; leave out values such as numbers and paths.", file=sys.stderr)
+        return 1
+    print("\n\n".join(map(described, best)))
+    return 0
+
+
+def closest(errors: Sequence[RaisedError], given: str) -> list[RaisedError]:
+    """Return the errors that fit ``given`` best; one alone if all of its constant text is in ``given``."""
+    known = [(share_of_words(error, given), constant(error), error) for error in errors]
+    fits = sorted(known, key=lambda one: one[:2], reverse=True)
+    whole = [error for share, _, error in fits if share > 1]
+    if whole:
+        return whole[:1]
+    return [error for share, _, error in fits if share >= ENOUGH and share >= 0.8 * fits[0][0]][:SHOWN]
+
+
+def share_of_words(error: RaisedError, given: str) -> float:
+    """Return the share of the words of ``given`` in the error; 2 if its constant pieces are in ``given``, in order."""
+    said = " ".join(given.split())
+    if constant(error) >= 12 and re.search(".*?".join(map(re.escape, pieces(error.text))), said, flags=re.DOTALL):
+        return 2.0
+    words = re.findall(r"[\w.\-]*\w", said.lower())
+    have = set(re.findall(r"[\w.\-]*\w", error.text.lower()))
+    return sum(word in have for word in words) / len(words) if words else 0.0
+
+
+def pieces(text: str) -> list[str]:
+    """Return the constant pieces of a message between its values."""
+    return [piece.strip() for piece in re.split(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}", text) if piece.strip()]
+
+
+def constant(error: RaisedError) -> int:
+    """Return the number of characters of the constant pieces."""
+    return sum(map(len, pieces(error.text)))
+
+
+def described(error: RaisedError) -> str:
+    """Return the error, its cause and its remedy as paragraphs."""
+    clauses = re.split(r"; (?=[^;]*$)", error.text, maxsplit=1)
+    rule, remedy = clauses if len(clauses) == 2 else (error.text, "the sentence has no separate remedy.")
+    where = f"engine/{error.file}:{error.line}" + (f", {error.function}()" if error.function else "")
+    about = " ".join(error.about.split("\n\n")[0].split())
+    rows = (("error", f"{error.kind}: {rule}"), ("remedy", remedy), ("raised", where), ("context", about))
+    return "\n".join(
+        textwrap.fill(text, WIDTH, initial_indent=f"{name:8}", subsequent_indent=" " * 8, break_long_words=False)
+        for name, text in rows
+    )

@@ -1,0 +1,157 @@
+"""Every sentence that the product raises, read from its source: text, class, file and function.
+
+A message may be a name, a call or a branch; :class:`Scope` follows it to the texts that it can be. A value is a
+placeholder in braces, by its name in the code.
+"""
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PUBLIC = (
+    "ConfigError", "GridError", "PlanError", "NoRuleError", "ScheduleError", "EngineError", "LaunchError",
+    "CorruptionError", "CheckpointError",
+)  # fmt: skip
+INTERNAL = ("RefusedError", "NeedsContentError", "SequenceError")
+"""Errors that become the end of a public one, or that the engine handles."""
+MOST_CHARACTERS = 110
+"""Of an expression that stands for a value."""
+
+
+class RaisedError(NamedTuple):
+    """A message with its place in the source."""
+
+    kind: str
+    """Name of the error class."""
+    text: str
+    file: str
+    """Path below the folder ``engine``."""
+    line: int
+    function: str
+    """Empty at the top of a file."""
+    about: str
+    """Docstring of the function, or of the file."""
+
+
+def raised_errors(root: Path = ROOT) -> Iterator[RaisedError]:
+    """Yield every message of an error class, and every problem of a configuration."""
+    for folder, folders, files in os.walk(root, followlinks=True):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for file in sorted(files):
+            path = Path(folder) / file
+            if path.suffix == ".py":
+                yield from _of_file(path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
+
+
+def _of_file(file: str, tree: ast.Module) -> Iterator[RaisedError]:
+    for function, call in _calls(tree, None):
+        kind, message = _message(call)
+        if message is None:
+            continue
+        about = (function and ast.get_docstring(function)) or ast.get_docstring(tree) or ""
+        for text in Scope(function, tree).texts(message):
+            if re.search(r"[a-z]{3}", re.sub(r"\{.*?\}", "", text)) and not text.startswith("{["):
+                name = function.name if function else ""
+                yield RaisedError(kind, " ".join(text.split()), file, call.lineno, name, about)
+
+
+def _calls(node: ast.AST, function: ast.FunctionDef | None) -> Iterator[tuple[ast.FunctionDef | None, ast.Call]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call):
+            yield function, child
+        yield from _calls(child, child if isinstance(child, ast.FunctionDef) else function)
+
+
+def _message(call: ast.Call) -> tuple[str, ast.expr | None]:
+    name = call.func.id if isinstance(call.func, ast.Name) else ""
+    if name.endswith("Error") and call.args:
+        own = name in PUBLIC or name.startswith("_") or name in INTERNAL
+        return name, call.args[0] if own and not isinstance(call.args[0], ast.Starred) else None
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "add" and len(call.args) == 2:
+        owner = ast.unparse(call.func.value)
+        if "problems" in owner and not isinstance(call.args[0], ast.Starred):
+            return "ConfigError", call.args[1]
+    return name, None
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Names around a message, with the values that they can have."""
+
+    function: ast.AST | None
+    tree: ast.Module
+
+    def texts(self, node: ast.expr, depth: int = 3) -> list[str]:
+        """Return every text that an expression can be."""
+        match node:
+            case ast.Constant(value=str() as text):
+                return [text]
+            case ast.JoinedStr(values=parts):
+                return ["".join(self._part(part) for part in parts)]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return [a + b for a in self.texts(left, depth) for b in self.texts(right, depth)]
+            case ast.IfExp(body=body, orelse=other):
+                return self.texts(body, depth) + self.texts(other, depth)
+            case ast.Call(func=ast.Attribute(value=ast.Constant(value=str() as text), attr="format")):
+                return [text]
+        found = self._values(node) if depth else []
+        return [text for value in found for text in self.texts(value, depth - 1)] or ["{" + _short(node) + "}"]
+
+    def _values(self, node: ast.expr) -> list[ast.expr]:
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+                return self._returns(name)
+            case ast.Name(id=name):
+                return self._assigned(name)
+            case ast.Subscript(value=ast.Name(id=name)):
+                tables = [table for table in self._assigned(name) if isinstance(table, ast.Dict)]
+                return [value for table in tables for value in table.values]
+        return []
+
+    def _part(self, part: ast.expr) -> str:
+        if isinstance(part, ast.FormattedValue):
+            return "{" + _short(part.value) + "}"
+        return str(part.value) if isinstance(part, ast.Constant) else ""
+
+    def _returns(self, name: str) -> list[ast.expr]:
+        return [
+            node.value
+            for function in ast.walk(self.tree)
+            if isinstance(function, ast.FunctionDef) and function.name == name
+            for node in ast.walk(function)
+            if isinstance(node, ast.Return) and node.value is not None
+        ]
+
+    def _assigned(self, name: str) -> list[ast.expr]:
+        for scope in (self.function, self.tree):
+            found = [
+                node.value
+                for node in (ast.walk(scope) if scope is self.function and scope else self.tree.body)
+                if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+                for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+                if isinstance(target, ast.Name) and target.id == name
+            ]
+            if found:
+                return found
+        return []
+
+
+def _short(node: ast.expr) -> str:
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Constant(), attr="join"), args=[inner]):
+            return _short(inner) + ", ..."
+        case ast.Call(func=ast.Name(id="str" | "repr" | "sorted" | "list" | "map"), args=[*_, inner]):
+            return _short(inner)
+        case ast.BinOp(left=ast.Constant(value=str() as text), op=ast.Mult()):
+            return text.strip()
+        case ast.IfExp(body=ast.Constant(value=str() as text), orelse=ast.Constant(value=str() as other)):
+            return f"{text.strip()} or {other.strip()}" if text and other else (text or other).strip()
+        case ast.GeneratorExp(elt=element) | ast.ListComp(elt=element):
+            return _short(element)
+    text = ast.unparse(node).replace("self.", "").replace(".__name__", "").replace("_", " ").strip()
+    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + " ..."
