@@ -103,8 +103,8 @@ def section(name: str, figure: Mapping[str, Any], root: Path = ROOT) -> str:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """README and the pages of docs/."""
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    """Return README and the pages of docs/ and its folders."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def sections(text: str) -> Iterator[tuple[str, str]]:

@@ -51,11 +51,11 @@ def test_the_package_has_its_names() -> None:
 @pytest.mark.parametrize(
     ("statement", "says"),
     [
-        ("import engine.deepspeed.moe.layer", "deepspeed.moe is not among the names .* experts .*docs/models.md"),
+        ("import engine.deepspeed.moe.layer", "deepspeed.moe is not among the names .* experts .*start/your_model.md"),
         ("from engine.deepspeed import init_inference", r"deepspeed.init_inference is not .* eng.generate"),
         ("from engine.deepspeed.runtime import hybrid_engine", r"runtime.hybrid_engine is not .* eng.generate"),
         ("from engine.deepspeed.runtime.data_pipeline.x import y", r"runtime.data_pipeline is not .* in the loader"),
-        ("import engine.deepspeed.nonsense", r"nonsense is not .* docs/deepspeed.md lists the names that are there"),
+        ("import engine.deepspeed.nonsense", r"nonsense is not .* docs/reference/deepspeed.md lists the names"),
     ],
 )
 def test_an_import_of_what_is_not_there_names_the_nearest_thing(statement: str, says: str) -> None:

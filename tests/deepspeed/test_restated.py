@@ -30,7 +30,7 @@ def test_a_program_gives_what_deepspeed_gives(name: str, recorded: dict[str, lis
 
 
 def test_the_page_about_deepspeeds_tests_names_every_program_once() -> None:
-    page = (ROOT / "docs" / "deepspeed_tests.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/deepspeed_tests.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| ") and "tests/unit" not in line]
     patterns = re.findall(r"`([^`]+)`", "".join(rows))
     assert [name for name in CASES if sum(fnmatch(name, pattern) for pattern in patterns) != 1] == []
