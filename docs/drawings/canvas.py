@@ -43,7 +43,7 @@ class Canvas:
         self._parts.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="{radius:g}"/>')
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
-        """Write one line whose baseline is at ``y``."""
+        """Write one line with its baseline at ``y``."""
         marks = f' class="{kind}"' if kind else ""
         marks += f' text-anchor="{anchor}"' if anchor != "start" else ""
         self._parts.append(f'<text x="{x:g}" y="{y:g}"{marks}>{escape(words, quote=False)}</text>')

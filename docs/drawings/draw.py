@@ -20,7 +20,7 @@ from engine.parallel.pipeline.schedule.simulate import Cost, simulate  # noqa: E
 
 
 def grid() -> Canvas:
-    """32 ranks on 8 nodes, with one group of each axis."""
+    """Return 32 ranks on 8 nodes, with one group of each axis."""
     canvas = Canvas(
         "32 ranks on 8 nodes: pipeline 4 x data 2 x tensor 4",
         446,
@@ -66,18 +66,18 @@ def _grid_legend(canvas: Canvas) -> Canvas:
         ("data", "data group, ranks 18 and 22", "gradients and parameters, once a step", "468 MiB"),
     )
     canvas.text(704, y - 8, "rank 0 sends", "small muted", "end")
-    for number, (kind, group, what, size) in enumerate(rows):
+    for number, (kind, group, content, size) in enumerate(rows):
         line = y + 26 * number
         canvas.box(20, line - 2, 18, 18, kind, 3)
         canvas.text(48, line + 12, group, f"t-{kind} bold")
-        canvas.text(318, line + 12, what)
+        canvas.text(318, line + 12, content)
         canvas.text(704, line + 12, size, "mono", "end")
         canvas.text(714, line + 12, "a step", "small muted")
     return canvas
 
 
 def column_row() -> Canvas:
-    """A column and a row layer on two tensor ranks."""
+    """Return a column and a row layer on two tensor ranks."""
     canvas = Canvas(
         "A column layer and a row layer on two tensor ranks",
         454,
@@ -119,7 +119,7 @@ def column_row() -> Canvas:
 
 
 def zero3() -> Canvas:
-    """One microbatch at ZeRO 3: gathers run one group ahead, reductions follow the backward."""
+    """Return one microbatch at ZeRO 3: gathers run one group ahead, reductions follow the backward."""
     canvas = Canvas(
         "A ZeRO 3 step of one microbatch, on one of the data ranks",
         410,
@@ -130,7 +130,7 @@ def zero3() -> Canvas:
     for name, y in lanes.items():
         canvas.text(20, y + 20, name, "bold")
     canvas.text(20, lanes["compute"] + 36, "the GPU", "small muted")
-    t = 1.0  # the first gather has no computation to hide behind
+    t = 1.0  # no computation runs during the first gather
     starts: list[tuple[str, float, float]] = []
     _bar(canvas, lanes["gather"], left, 0, unit, groups[0], "data")
     for k, group in enumerate(groups):
@@ -168,7 +168,7 @@ def _whole_groups(
     backward: list[tuple[str, float, float]],
     scale: tuple[float, float],
 ) -> Canvas:
-    """The rows of what is whole: from the start of a group's gather to the entry of the next one."""
+    """Draw when each group is whole: from the start of its gather to the entry of the next group."""
     left, unit = scale
     canvas.text(20, 240, "whole", "bold")
     for row, group in enumerate(groups):
@@ -201,7 +201,7 @@ def _whole_groups(
 
 
 def schedules() -> Canvas:
-    """1F1B beside ZB-V, both simulated on one scale."""
+    """Return 1F1B next to ZB-V, both simulated on one scale."""
     ranks, microbatches = 4, 8
     ours = [
         ("1f1b", make_schedule("1f1b", ranks, microbatches), "one stage a rank"),
@@ -245,7 +245,7 @@ def schedules() -> Canvas:
 
 
 def checkpoint() -> Canvas:
-    """A moment of one parameter, written by two tensor ranks and read by three data ranks."""
+    """Return a moment of one parameter, written by two tensor ranks and read by three data ranks."""
     canvas = Canvas(
         "A checkpoint of tensor 2 x pipeline 2, read by four data ranks with ZeRO 3",
         406,
@@ -299,7 +299,7 @@ READ_SHARES: tuple[tuple[int, int], ...] = ((0, 0), (0, 33664), (33664, 65536), 
 
 
 def batch() -> Canvas:
-    """The path of a batch on data 2 x pipeline 2 x tensor 2."""
+    """Return the path of a batch on data 2 x pipeline 2 x tensor 2."""
     canvas = Canvas(
         "The path of a batch: pipeline 2 x data 2 x tensor 2, 16 rows in microbatches of 4",
         500,
@@ -364,13 +364,13 @@ LAYERS = {
 
 
 def patches() -> Canvas:
-    """The layers around the forward of a module, each inside the one before."""
+    """Return the layers around the forward of a module, each inside the one before."""
     from engine.parallel.model.forward_patch import PatchLayer
 
     order = [layer.name for layer in sorted(PatchLayer, reverse=True) if layer is not PatchLayer.PARAMETERS]
     assert order == list(LAYERS), "the picture shows every layer"
     canvas = Canvas(
-        "What a call of a module passes, from outside to inside",
+        "The layers of a call of a module, from outside to inside",
         462,
         "Nested boxes: the call enters at the outermost layer that is in use and ends in the module's own forward.",
     )
