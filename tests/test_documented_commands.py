@@ -195,6 +195,7 @@ REASONS = {
     "trine init": "names the command, whose whole lines are tested above",
     "trine check": "names the command, whose whole line is run above",
     "trine convert": "names the command, whose whole line is tested above",
+    "trine check zero2.json --world 2": "run above for another file",
     "trine check mine/engine.json --world 2": "a line that trine init prints; the command is run above",
     "pip install -c constraints.txt -e .": "takes a minute and an index of packages; .ci/run does it",
     'pip install -c constraints.txt -e ".[test]"': "takes a minute and an index of packages; .ci/run does it",
