@@ -58,6 +58,10 @@ TESTED = {
         f"{PLANNER}test_compile_command.py::test_a_second_call_finds_every_kernel_in_the_cache",
     "trine compile train.py --world 8 --gpu h100 -- --steps 100":
         f"{PLANNER}test_compile_command.py::test_the_kernels_of_a_script",
+    "torchrun --nproc_per_node 2 mine.py tp2.json":
+        "tests/test_start_pages.py::test_the_script_prints_the_losses_of_the_page_on_every_grid",
+    "trine verify --world 2 mine.py -- tp2.json":
+        "tests/launch/verifier/test_script_run.py::test_a_script_is_compared_and_trains_nothing",
     "trine verify": "tests/launch/verifier/test_verify_command.py::test_a_sound_plan_trains_as_one_process",
     "trine verify llama-70b config.json --world 64":
         "tests/launch/verifier/test_verify_command.py::test_families_of_hugging_face_train_as_one_process",
@@ -190,7 +194,11 @@ REASONS = {
     "trine check": "names the command, whose whole lines are run above",
     "trine explain": "names the command, whose whole line is tested above",
     "trine plan": "names the command, whose whole line is run above",
-    "pip install": "names the command, whose whole line stands before it",
+    "trine init": "names the command, whose whole lines are tested above",
+    "trine check": "names the command, whose whole line is run above",
+    "trine convert": "names the command, whose whole line is tested above",
+    "trine check zero2.json --world 2": "run above for another file",
+    "trine check mine/engine.json --world 2": "a line that trine init prints; the command is run above",
     "pip install -c constraints.txt -e .": "takes a minute and an index of packages; .ci/run does it",
     'pip install -c constraints.txt -e ".[test]"': "takes a minute and an index of packages; .ci/run does it",
     'DS_BUILD_OPS=0 pip install -e ".[bench-deepspeed]"': "needs an index of packages",

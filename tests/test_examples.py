@@ -1,4 +1,4 @@
-"""Every script of docs/examples.md, as it stands there: short, runs on its grids, prints the same losses on each."""
+"""Every script of docs/examples: it is short, runs on its grids and prints the same losses on each."""
 
 import contextlib
 import io
@@ -20,6 +20,8 @@ from tests.launches import Launch, Line
 from tests.warm_python import warm_torchrun
 
 ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs/examples"
+DEEPSPEED_PAGE = ROOT / "docs/start/from_deepspeed.md"
 QUIET = {"TRINE_QUIET": "1", "TQDM_DISABLE": "1"}
 EXACT = 1e-5
 """Largest relative difference of a loss between two grids in fp32."""
@@ -27,14 +29,13 @@ EXACT = 1e-5
 
 @dataclass(frozen=True)
 class Example:
-    """What a section of the page gives."""
+    """A script with its configurations, and the command that the index page gives."""
 
     script: str
     command: tuple[str, ...]
     """Words of the command: torchrun, its options, the script, the configuration and further arguments."""
     configs: Mapping[str, str]
     """File name -> JSON."""
-    diff: str
 
     @property
     def file(self) -> str:
@@ -47,14 +48,13 @@ class Example:
 
 
 def examples() -> dict[str, Example]:
-    """Name -> example, from the marks of the page."""
+    """Name -> example, from the folders and the commands of the index page."""
     found = {}
-    for section in (ROOT / "docs/examples.md").read_text(encoding="utf-8").split("\n## ")[1:]:
-        ((name, script),) = re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", section, re.DOTALL)
-        (command,) = re.findall(r"```bash\n(.*?)\n```", section)
-        configs = dict(re.findall(r"<!-- config: ([\w.]+) -->\n```json\n(.*?)```", section, re.DOTALL))
-        diff = "".join(re.findall(r"```diff\n(.*?)```", section, re.DOTALL))
-        found[name] = Example(script, tuple(shlex.split(command)), configs, diff)
+    for line in re.findall(r"```bash\n(.*?)\n```", (FOLDER / "index.md").read_text(encoding="utf-8")):
+        command = tuple(shlex.split(line))
+        name = next(word for word in command if word.endswith(".py")).removesuffix(".py")
+        configs = {file.name: file.read_text(encoding="utf-8") for file in (FOLDER / name).glob("*.json")}
+        found[name] = Example((FOLDER / name / f"{name}.py").read_text(encoding="utf-8"), command, configs)
     return found
 
 
@@ -91,7 +91,7 @@ def run_as_rank(line: Line, script: str, arguments: list[str], folder: str) -> N
 
 
 def copy_out(example: Example, folder: Path, every: int = 100) -> None:
-    """Script and configurations as files, as the page tells its reader to make them; steps between checkpoints."""
+    """Copy script and configurations, with ``every`` steps between checkpoints."""
     (folder / example.file).write_text(example.script)
     for name, text in example.configs.items():
         (folder / name).write_text(text.replace('"every": 100', f'"every": {every}'))
@@ -194,6 +194,12 @@ def assert_same(left: Mapping[int, float], right: Mapping[int, float]) -> None:
         assert loss == pytest.approx(right[step], rel=EXACT, abs=1e-6), (step, left, right)
 
 
+def test_every_folder_has_a_command_and_a_link() -> None:
+    page = (FOLDER / "index.md").read_text(encoding="utf-8")
+    folders = {folder.name for folder in FOLDER.iterdir() if folder.is_dir()}
+    assert folders == set(EXAMPLES) and all(f"]({name}/{name}.py)" in page for name in folders)
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_script_is_short_and_its_command_names_its_files(name: str) -> None:
     example = EXAMPLES[name]
@@ -204,7 +210,7 @@ def test_a_script_is_short_and_its_command_names_its_files(name: str) -> None:
     assert named <= set(example.configs) and len(set(example.configs) - {"teacher.json"}) >= 2
 
 
-def test_the_page_shows_all_axes() -> None:
+def test_the_examples_show_all_axes() -> None:
     asked = [json.loads(text) for example in EXAMPLES.values() for text in example.configs.values()]
     axes = {axis for config in asked for axis, size in config.get("parallel", {}).items() if size == 2}
     stages = {config["zero_optimization"]["stage"] for config in asked if "zero_optimization" in config}
@@ -324,7 +330,8 @@ def test_a_deepspeed_script_prints_the_same_losses_in_both_stages(runs: Runs) ->
 
 def test_the_diff_is_that_of_the_script() -> None:
     script = EXAMPLES["signs"].script.splitlines()
-    lines = [line for line in EXAMPLES["signs"].diff.splitlines() if line != "@@"]
+    (diff,) = re.findall(r"```diff\n(.*?)```", DEEPSPEED_PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line for line in diff.splitlines() if line != "@@"]
     gone = [line[1:] for line in lines if line.startswith("-")]
     stays = [line[1:] for line in lines if not line.startswith("-")]
     assert len(gone) >= 6 and not set(gone) & set(script)

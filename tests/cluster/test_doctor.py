@@ -117,7 +117,7 @@ def test_torchrun_of_two_nodes(clusters: Callable[[int], Cluster], warm_python: 
 @pytest.mark.parametrize(
     ("old", "new", "status", "words"),
     [
-        ('__version__ = "0.1.0"', '__version__ = "0.0.9"', 1, "trine is 0.1.0 on node0 and 0.0.9 on node1; install "),
+        ('__version__ = "0.2.0"', '__version__ = "0.0.9"', 1, "trine is 0.2.0 on node0 and 0.0.9 on node1; install "),
         wide('"""Trine', '"""Another Trine', 0, "the sources of the engine have digest"),
     ],
 )

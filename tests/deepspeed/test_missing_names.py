@@ -51,11 +51,11 @@ def test_the_package_has_its_names() -> None:
 @pytest.mark.parametrize(
     ("statement", "says"),
     [
-        ("import engine.deepspeed.moe.layer", "deepspeed.moe is not among the names .* experts .*docs/models.md"),
+        ("import engine.deepspeed.moe.layer", "deepspeed.moe is not among the names .* experts .*start/your_model.md"),
         ("from engine.deepspeed import init_inference", r"deepspeed.init_inference is not .* eng.generate"),
         ("from engine.deepspeed.runtime import hybrid_engine", r"runtime.hybrid_engine is not .* eng.generate"),
         ("from engine.deepspeed.runtime.data_pipeline.x import y", r"runtime.data_pipeline is not .* in the loader"),
-        ("import engine.deepspeed.nonsense", r"nonsense is not .* docs/deepspeed.md lists the available names"),
+        ("import engine.deepspeed.nonsense", r"nonsense is not .* docs/reference/deepspeed.md lists the names"),
     ],
 )
 def test_an_import_of_what_is_not_there_names_the_nearest_thing(statement: str, says: str) -> None:
@@ -77,7 +77,7 @@ def test_an_attribute_of_the_package_that_is_not_there_names_the_nearest_thing()
 
 def test_the_pages_that_are_named_are_there() -> None:
     pages = {
-        page for about in _NEAREST for page in re.findall(r"docs/[\w/]+\.md", missing_sentence(about.removesuffix(".")))
+        page for about in _NEAREST for page in re.findall(r"docs/[\w]+\.md", missing_sentence(about.removesuffix(".")))
     }
     assert len(pages) > 5 and not [page for page in pages if not (ROOT / page).is_file()]
 
