@@ -130,7 +130,7 @@ def main(command: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks sleeping_blocks", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=0.2, help="what a microbatch of a rank takes forward")
     parser.add_argument(
-        "--write-figures", action="store_true", help="keep table and picture, and show them in docs/reference/performance.md"
+        "--write-figures", action="store_true", help="keep table and picture, and show them in the documents"
     )
     arguments = parser.parse_args(command)
     if "RANK" not in os.environ:
