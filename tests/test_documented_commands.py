@@ -195,7 +195,6 @@ REASONS = {
     "trine plan config.json --world 8": "run above with another number of ranks",
     "trine plan config.json --world 8 --context 2048": "run above with another number of ranks and tokens",
     "trine plan --estimate": "names an option, whose command is run above",
-    "trine check": "names the command, whose whole line is run above",
     "pip install": "names the command, whose whole line stands before it",
     "pip install -c constraints.txt -e .": "takes a minute and an index of packages; .ci/run does it",
     'pip install -c constraints.txt -e ".[test]"': "takes a minute and an index of packages; .ci/run does it",
@@ -225,7 +224,7 @@ SUITES = (
     "pytest -m long tests/launch/test_report_pictures.py --write-figures",
     "pytest -m long --write-figures tests/engine/parity/test_transformers_types.py",
     *(FIGURES.format(f"parity_{name}") for name in ("axes", "schedules", "zero")),
-    *(FIGURES.format(name) for name in ("architectures", "tensor_models")),
+    *(FIGURES.format(name) for name in ("architectures", "kernel_injection", "tensor_models")),
 )  # fmt: skip
 """The tests themselves: their files, marks and options exist."""
 
@@ -235,7 +234,10 @@ MEASURED = (
     "python -m benchmarks kernels", "python -m benchmarks checkpoint",
     "python -m benchmarks integrity --write-figures",
     "python -m benchmarks step --rows watchdog --write-figures",
+    "python -m benchmarks sleeping_blocks --write-figures",
     "python -m benchmarks host_time",
+    "python -m benchmarks matrix_rounds",
+    "python -m benchmarks plan_search --write-figures",
     "python -m benchmarks tensor --models llama,fused --rounds 7 --write-figures",
     "python -m benchmarks kernels --out runs/benchmarks", "python -m benchmarks gpu_step --out runs/benchmarks",
     "python -m benchmarks overlap",
