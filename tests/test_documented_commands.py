@@ -48,6 +48,22 @@ TESTED = {
         "tests/launch/test_cli.py::test_check_takes_overrides",
     "torchrun --nproc_per_node 4 train.py zero_optimization.stage=2":
         "tests/launch/test_reference_run.py::test_settings_take_overrides",
+    **dict.fromkeys(
+        (
+            "torchrun --nproc_per_node 4 train.py parallel.tensor=2 parallel.pipeline=1",
+            "torchrun --nproc_per_node 4 train.py --layers 8 parallel.tensor=1 parallel.pipeline=4 "
+            "parallel.schedule=zb-v",
+            "torchrun --nproc_per_node 4 train.py --config optimizers.json",
+            "torchrun --nproc_per_node 4 train.py parallel.tensor=1 parallel.pipeline=1 bf16.enabled=true "
+            "zero_optimization.offload_optimizer.device=cpu",
+            "torchrun --nproc_per_node 4 train.py parallel.tensor=1 parallel.pipeline=1 zero_optimization.stage=3 "
+            "zero_optimization.zero_quantized_weights=true zero_optimization.zero_quantized_gradients=true",
+            "torchrun --nproc_per_node 4 train.py wire.pipeline=int8 wire.tensor=int8",
+            "torchrun --nproc_per_node 4 train.py bf16.enabled=true",
+            "torchrun --nproc_per_node 4 train.py kernels=reference",
+        ),
+        "tests/launch/test_reference_run.py::test_settings_take_overrides",
+    ),
     "trine init runs/llama --out mine":
         "tests/launch/test_init_command.py::test_a_folder_with_tokenizer_trains_and_goes_on",
     "trine init model:build --out mine": "tests/launch/test_init_command.py::test_a_function_with_rows_trains",
@@ -85,14 +101,6 @@ TESTED = {
         "tests/zero/test_fewer_bits.py::test_all_data_ranks_compute_with_the_same_rounded_values",
     "pytest -m long tests/engine/parity/test_wire_training.py --write-figures":
         "tests/parallel/comm/test_encoded_engines.py::test_losses_are_near_exact_ones_and_copies_on_tensor_ranks_keep_equal_bits",
-    "python -m tests.cluster.stage_messages --write-figures":
-        "tests/parallel/comm/test_encoded_engines.py::test_messages_between_stages_have_the_bytes_of_the_formula",
-    "python -m tests.cluster.shard_groups --write-figures":
-        "tests/zero/test_shard_groups.py::test_gradients_cross_groups_once_a_step_as_shards",
-    "python -m tests.cluster.secondary_shards --write-figures":
-        "tests/zero/test_secondary_shards.py::test_each_parameter_crosses_nodes_once_a_step",
-    "python -m tests.cluster.fewer_bits --write-figures":
-        "tests/zero/test_fewer_bits.py::test_bytes_and_calls_are_those_of_the_plan",
     "python -m tests.versions FOLDER": "tests/test_versions.py::test_a_row_says_what_fails_and_why_it_is_not_here",
     "python -m benchmarks first_contact":
         "tests/benchmarks/first_contact/test_command.py::test_every_part_that_needs_no_gpu_is_right_on_a_cpu",
@@ -100,14 +108,10 @@ TESTED = {
         "tests/benchmarks/first_contact/test_command.py::test_two_runs_have_every_part_once_and_correctness_first",
     "python -m benchmarks first_contact --only speed":
         "tests/benchmarks/first_contact/test_command.py::test_two_runs_have_every_part_once_and_correctness_first",
-    "python -m benchmarks first_contact --store DIR DIR":
-        "tests/benchmarks/first_contact/test_command.py::test_findings_of_two_runs_are_one_figure",
     "python -m benchmarks offload":
         "tests/benchmarks/offload/test_command.py::test_every_contender_is_measured",
     "python -m benchmarks offload --disk FOLDER":
         "tests/benchmarks/offload/test_command.py::test_updates_from_disk_are_measured_beside_the_disk",
-    "python -m benchmarks memory_limit --ranks 2 --layers 51":
-        "tests/benchmarks/offload/test_command.py::test_a_state_of_four_times_the_limit_trains",
     "python -m benchmarks planning --fit":
         "tests/benchmarks/planning/test_command.py::test_a_fit_goes_down_and_stays_within_bounds",
     "python -m benchmarks planning --write-figures":
@@ -195,10 +199,13 @@ REASONS = {
     "trine explain": "names the command, whose whole line is tested above",
     "trine plan": "names the command, whose whole line is run above",
     "trine init": "names the command, whose whole lines are tested above",
-    "trine check": "names the command, whose whole line is run above",
     "trine convert": "names the command, whose whole line is tested above",
     "trine check zero2.json --world 2": "run above for another file",
     "trine check mine/engine.json --world 2": "a line that trine init prints; the command is run above",
+    "trine plan config.json --world 8": "run above with another number of ranks",
+    "trine plan config.json --world 8 --context 2048": "run above with another number of ranks and tokens",
+    "trine plan --estimate": "names an option, whose command is run above",
+    "pip install": "names the command, whose whole line stands before it",
     "pip install -c constraints.txt -e .": "takes a minute and an index of packages; .ci/run does it",
     'pip install -c constraints.txt -e ".[test]"': "takes a minute and an index of packages; .ci/run does it",
     'DS_BUILD_OPS=0 pip install -e ".[bench-deepspeed]"': "needs an index of packages",

@@ -122,7 +122,7 @@ CASES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped-bfs", 2), ("zb-
 DRAWN = "zb-v"
 LIMIT = 0.10
 """Of the difference between measured and predicted idle share."""
-RESULTS = Path(__file__).parents[1] / "results"
+DRAWINGS = Path(__file__).parents[2] / "docs" / "drawings"
 
 
 def main(command: Sequence[str] | None = None) -> int:
@@ -130,7 +130,7 @@ def main(command: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks sleeping_blocks", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=0.2, help="what a microbatch of a rank takes forward")
     parser.add_argument(
-        "--write-figures", action="store_true", help="keep table and picture, and show them in docs/pipeline.md"
+        "--write-figures", action="store_true", help="keep table and picture, and show them in the documents"
     )
     arguments = parser.parse_args(command)
     if "RANK" not in os.environ:
@@ -154,7 +154,7 @@ def main(command: Sequence[str] | None = None) -> int:
         table = "\n".join(lines)
         print(draw_panels(panels), table, verdict, sep="\n")
         if arguments.write_figures:
-            (RESULTS / "timeline.svg").write_text(svg(panels), encoding="utf-8")
+            (DRAWINGS / "timeline.svg").write_text(svg(panels), encoding="utf-8")
             record_text("timeline", f"{table}\n\n{verdict[0].upper()}{verdict[1:]}.")
     return 0 if passed else 1
 

@@ -255,8 +255,8 @@ def test_what_a_file_of_torch_holds_beside_actions_is_said(capsys: pytest.Captur
 
 SIZES = ((2, 4), (4, 4), (4, 8), (4, 16), (8, 8), (8, 16), (8, 32), (8, 64))
 """Pipeline ranks and microbatches."""
-PAGE = ROOT / "docs" / "pipeline.md"
-PICTURE = ROOT / "benchmarks" / "results" / "schedules.svg"
+PAGE = ROOT / "docs" / "guides" / "pipeline.md"
+PICTURE = ROOT / "docs" / "drawings" / "two_schedules.svg"
 MORE_STAGES = {"interleaved": (4,), "looped-bfs": (4,), "zb-h1": (2, 4)}
 SLICE = Cost()
 """A forward 1, a backward 2, or 1 for the input and 1 for the weight."""
@@ -319,4 +319,4 @@ def test_the_picture_is_small_and_shown(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--write-figures"):
         PICTURE.write_text(picture(), encoding="utf-8")
     assert PICTURE.read_text(encoding="utf-8") == picture() and len(picture()) < 50_000
-    assert f"](../{PICTURE.relative_to(ROOT).as_posix()})" in PAGE.read_text(encoding="utf-8")
+    assert f"](../{PICTURE.relative_to(ROOT / 'docs').as_posix()})" in PAGE.read_text(encoding="utf-8")

@@ -69,7 +69,7 @@ def config_of(grid: str) -> dict[str, Any]:
 
 
 def allocate(eng: engine.Engine, step: int) -> None:
-    """Lend PEFT the gradients that the step has used, as docs/tensor.md has it."""
+    """Lend PEFT the gradients that the step has used, as a script with PEFT's AdaLoRA does."""
     model: Any = eng.module
     with eng.full_parameters() as parameters, eng.gradients() as gradients:
         for name, gradient in gradients.items():

@@ -15,7 +15,7 @@ from tests.tables import Table
 
 RunRanks = Callable[..., list[Any]]
 BOUNDS = {"int8": 0.01, "int4": 0.1}
-"""Of the loss; int4 has no promise, its figure is in docs/zero.md."""
+"""Of the loss; int4 has no promise, its figure is in docs/guides/compression.md."""
 WAYS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "int8 between stages": ({"pipeline": 2}, {"pipeline": "int8"}),
     "int8 between stages, error feedback": ({"pipeline": 2}, {"pipeline": "int8", "error_feedback": True}),
