@@ -9,17 +9,17 @@ from typing import Any
 
 _DOOR = "engine.deepspeed."
 _NEAREST: Mapping[str, str] = MappingProxyType({
-    "autotuning": "`trine plan --search` ranks layouts without trial runs (docs/planning.md)",
+    "autotuning": "`trine plan --search` ranks layouts without trial runs (docs/guides/planning.md)",
     "checkpointing": "engine.deepspeed.checkpointing has checkpoint, and random numbers follow the seed of the "
                      "configuration (docs/deepspeed.md)",
     "comm.": "torch.distributed has the collectives, also as engine.deepspeed.comm (docs/deepspeed.md)",
     "compile": '"compile": true in the configuration compiles the blocks (docs/configuration.md)',
     "compression": "the model is trained as it is; quantize_frozen holds frozen weights in 8 or 4 bits "
                    "(docs/configuration.md)",
-    "elasticity": "a checkpoint loads on any grid (docs/checkpoints.md)",
-    "inference": "eng.generate and eng.predict use the weights that are trained (docs/training_loop.md)",
-    "init_inference": "eng.generate and eng.predict use the weights that are trained (docs/training_loop.md)",
-    "launcher": "`trine launch` starts jobs (docs/launching.md)",
+    "elasticity": "a checkpoint loads on any grid (docs/guides/checkpoints.md)",
+    "inference": "eng.generate and eng.predict use the weights that are trained (docs/guides/training_loop.md)",
+    "init_inference": "eng.generate and eng.predict use the weights that are trained (docs/guides/training_loop.md)",
+    "launcher": "`trine launch` starts jobs (docs/guides/launching.md)",
     "module_inject": "parallel.tensor cuts any model by a plan that it finds (docs/tensor.md)",
     "moe": "a model with experts is trained as it is, and tensor ranks share them (docs/models.md)",
     "monitor": "monitor of the configuration writes the figures of each step (docs/configuration.md)",
@@ -27,18 +27,18 @@ _NEAREST: Mapping[str, str] = MappingProxyType({
     "pipe.": "engine.deepspeed.pipe has PipelineModule and its layers (docs/deepspeed.md)",
     "profiling": "the step report has tflops and mfu, and monitor.profile records a step (docs/configuration.md)",
     "runtime.activation_checkpointing": "engine.deepspeed.checkpointing has checkpoint (docs/deepspeed.md)",
-    "runtime.bf16_optimizer": "eng.masters has the fp32 weights (docs/training_loop.md)",
+    "runtime.bf16_optimizer": "eng.masters has the fp32 weights (docs/guides/training_loop.md)",
     "runtime.data_pipeline": "the data is the script's: order or cut it in the loader (docs/deepspeed.md)",
     "runtime.domino": "parallel.tensor cuts any model by a plan that it finds (docs/tensor.md)",
     "runtime.fp16": "fp16 of the configuration scales the loss (docs/configuration.md)",
-    "runtime.hybrid_engine": "eng.generate uses the weights that are trained (docs/training_loop.md)",
+    "runtime.hybrid_engine": "eng.generate uses the weights that are trained (docs/guides/training_loop.md)",
     "runtime.sequence_parallel": "parallel.sequence_parallel shards activations over tensor ranks (docs/tensor.md)",
     "sequence": "parallel.sequence_parallel shards activations over tensor ranks (docs/tensor.md)",
     "DeepSpeedTransformerLayer": "kernels of the configuration chooses the engine's own (docs/configuration.md)",
-    "InferenceEngine": "eng.generate and eng.predict use the weights that are trained (docs/training_loop.md)",
+    "InferenceEngine": "eng.generate and eng.predict use the weights that are trained (docs/guides/training_loop.md)",
     "OnDevice": 'build the model under torch.device("meta") (docs/deepspeed.md)',
     "checkpoint": "load_checkpoint reads DeepSpeed's folders, and every checkpoint loads on any grid "
-                  "(docs/checkpoints.md)",
+                  "(docs/guides/checkpoints.md)",
 })  # fmt: skip
 """What a module of DeepSpeed is about -> the nearest thing here; the longest beginning decides."""
 
