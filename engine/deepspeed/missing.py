@@ -9,7 +9,7 @@ from typing import Any
 
 _DOOR = "engine.deepspeed."
 _NEAREST: Mapping[str, str] = MappingProxyType({
-    "autotuning": "`trine plan --search` ranks layouts without trial runs (docs/guides/planning.md)",
+    "autotuning": "`trine plan --search` ranks layouts without trial runs (docs/planning.md)",
     "checkpointing": "engine.deepspeed.checkpointing has checkpoint, and random numbers follow the seed of the "
                      "configuration (docs/deepspeed.md)",
     "comm.": "torch.distributed has the collectives, also as engine.deepspeed.comm (docs/deepspeed.md)",

@@ -77,7 +77,7 @@ def test_an_attribute_of_the_package_that_is_not_there_names_the_nearest_thing()
 
 def test_the_pages_that_are_named_are_there() -> None:
     pages = {
-        page for about in _NEAREST for page in re.findall(r"docs/[\w]+\.md", missing_sentence(about.removesuffix(".")))
+        page for about in _NEAREST for page in re.findall(r"docs/[\w/]+\.md", missing_sentence(about.removesuffix(".")))
     }
     assert len(pages) > 5 and not [page for page in pages if not (ROOT / page).is_file()]
 

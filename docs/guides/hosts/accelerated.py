@@ -1,12 +1,13 @@
-"""Fine-tune a causal model on a text file with Accelerate; started again, it goes on after the epoch that it has ended."""
+"""Fine-tune a causal model on a text file with Accelerate; it resumes after the last finished epoch."""
 
 import sys
 from pathlib import Path
 
 import torch
-from engine.huggingface import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
+
+from engine.huggingface import Accelerator
 
 config, source, text, folder = sys.argv[1:5]
 accelerator = Accelerator(engine_config=config, gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from engine.lightning import Strategy
-from engine.models.decoder import Decoder, DecoderConfig
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+
+from engine.lightning import Strategy
+from engine.models.decoder import Decoder, DecoderConfig
 
 config, text, folder = sys.argv[1:4]
 rows = torch.tensor(list(Path(text).read_bytes()))

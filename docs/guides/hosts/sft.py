@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 import trl
 from datasets import Dataset
-from engine.huggingface import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
+
+from engine.huggingface import Trainer
 
 config, source, text, folder = sys.argv[1:5]
 

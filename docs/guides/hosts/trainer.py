@@ -4,9 +4,10 @@ import sys
 from pathlib import Path
 
 import torch
-from engine.huggingface import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
+
+from engine.huggingface import Trainer
 
 config, source, text, folder = sys.argv[1:5]
 tokenizer = AutoTokenizer.from_pretrained(source)
