@@ -1,4 +1,4 @@
-"""The script of docs/data.md runs as it stands there, goes on where it was stopped, and on other grids."""
+"""The script of docs/guides/data.md runs as it stands there, goes on where it was stopped, and on other grids."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ import pytest
 
 from tests.launches import Launch, Line
 
-PAGE = Path(__file__).parents[3] / "docs/data.md"
+PAGE = Path(__file__).parents[3] / "docs/guides/data.md"
 EXACT = 1e-3
 """Of losses that are printed with four digits."""
 

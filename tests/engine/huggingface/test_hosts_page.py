@@ -1,4 +1,4 @@
-"""The scripts of docs/hosts.md, as they stand there, on their grids."""
+"""The scripts of docs/guides/hosts, on their grids."""
 
 import re
 import shutil
@@ -11,9 +11,9 @@ from tests.engine.huggingface.host_runs import ENVIRONMENT
 from tests.launches import Launch
 from tests.test_examples import ROOT, in_a_process, load_folders, run_as_rank, write_inputs
 
-PAGE = (ROOT / "docs/hosts.md").read_text(encoding="utf-8")
-SCRIPTS = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
-CONFIGS = dict(re.findall(r"<!-- config: ([\w.]+) -->\n```jsonc\n(.*?)```", PAGE, re.DOTALL))
+FOLDER = ROOT / "docs/guides/hosts"
+SCRIPTS = {file.stem: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.py")}
+CONFIGS = {file.name: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.json")}
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def printed(name: str, arguments: list[str], folder: Path) -> str:
-    """Run a script of the page on two ranks; what rank 0 prints."""
+    """Run a script of the folder on two ranks; what rank 0 prints."""
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.py").write_text(SCRIPTS[name])
     for file, text in CONFIGS.items():
@@ -67,9 +67,11 @@ def test_the_script_prints_the_same_losses_on_its_grids_and_goes_on(inputs: Path
     assert again == {0: pytest.approx(pipeline[1], rel=1e-3)}, "it goes on after the first epoch, on another grid"
 
 
-@pytest.mark.parametrize("name", ["trainer", "accelerated", "lit", "sft", "grpo"])
-def test_scripts_stay_short(name: str) -> None:
-    assert len(SCRIPTS[name].splitlines()) < 60
+def test_the_guide_links_every_script_and_each_stays_short() -> None:
+    page = FOLDER.with_suffix(".md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(hosts/(\w+)\.py\)", page))
+    assert linked == set(SCRIPTS) == {"trainer", "accelerated", "lit", "sft", "grpo"}
+    assert all(len(script.splitlines()) < 60 for script in SCRIPTS.values())
 
 
 @pytest.mark.long
