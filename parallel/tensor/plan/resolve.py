@@ -1,8 +1,8 @@
-"""From ``parallel.tensor_plan`` to a tensor plan: the user's styles, or the path of a JSON file with them.
+"""Resolution of ``parallel.tensor_plan``: a tensor plan from the user's styles, or from a JSON file with them.
 
-A plan is data. It is made from names and shapes alone, so a model on the meta device will do, and it is the same on
-every rank. ``layers.apply_plan`` applies it to a model, and the shard table takes its ranges from it. For the setting
-"auto" the plan is searched instead: ``auto``.
+A plan is data. It is made from names and shapes alone, so a model on the meta device is enough, and it is the same on
+every rank. ``layers.apply_plan`` applies it to a model, and the shard table takes its ranges. For the setting "auto",
+``auto`` searches for the plan instead.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from engine.parallel.tensor.plan.tensor_plan import TensorPlan
 
 
 def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int, sequence: bool = False) -> TensorPlan:
-    """The plan for ``tp`` tensor ranks; reads names, shapes and attributes, and communicates nothing.
+    """Makes the plan for ``tp`` tensor ranks from names, shapes and attributes; communicates nothing.
 
     ``setting`` is ``parallel.tensor_plan``: a mapping {name pattern: style}, or the path of a JSON file with one;
     ``plan.styles`` defines the language.
 
     Raises:
         ConfigError: the file does not hold such a mapping.
-        PlanError: the plan does not fit the model, or the model does not fit ``tp``; the sizes that fit are named.
+        PlanError: the plan does not fit the model, or the model does not fit ``tp``; sizes that fit are named.
     """
     source, patterns = read_setting(setting)
     plan = cut_model(model, match_styles(model, patterns), tp, source, sequence)
@@ -34,7 +34,7 @@ def find_tensor_plan(model: nn.Module, setting: str | Mapping[str, str], tp: int
 
 
 def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
-    """The style of each module or parameter that a pattern matches, by its first name.
+    """Returns the style of each module or parameter that a pattern matches, by its first name.
 
     A pattern is matched against modules first, and against parameters only if it matches no module.
 
@@ -62,7 +62,7 @@ def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
             other, before = chosen.setdefault(first_name, (pattern, style))
             if before != style:
                 raise PlanError(
-                    f"{first_name} is given two styles, {before.text!r} by {other!r} and {text!r} by {pattern!r}, but "
+                    f"{first_name} gets two styles, {before.text!r} from {other!r} and {text!r} from {pattern!r}, but "
                     "takes only one; narrow one of the patterns."
                 )
     return {name: style for name, (_, style) in chosen.items()}
