@@ -1,7 +1,7 @@
-"""Ranks as a box of named axes. Pure arithmetic: any rank, no processes, no torch.
+"""Grid of ranks with named axes: pure arithmetic for any rank, without processes and without torch.
 
-``AXES`` is the table of axes, from the one that varies slowest with the rank to the fastest, so that the ranks that
-talk most sit closest together; with the order "tp-pp-dp" the stages of a replica sit closer than the data ranks:
+``AXES`` lists the axes, from the one that varies slowest with the rank to the fastest: ranks that communicate most are
+neighbours. With the order "tp-pp-dp" the stages of a replica are closer to each other than the data ranks:
 
     8 ranks as pp=2, dp=2, tp=2            stage 0          stage 1
                                      dp 0   0   1     dp 0   4   5
@@ -12,10 +12,10 @@ talk most sit closest together; with the order "tp-pp-dp" the stages of a replic
                                      dp 0   0   1     dp 0   2   3
                                      dp 1   4   5     dp 1   6   7
 
-Code outside the grid, the configuration and the plan asks for an axis by its meaning: ``grid.rows`` (ranks read rows
-of their own), ``grid.copies`` (ranks hold equal parameters), ``grid.sharding`` (ZeRO divides state among them),
-``replica`` (the ranks of one full model that reads one set of rows). Each is the name of an axis or, where several axes
-mean the same, their names joined by "+".
+Code outside the grid, the configuration and the plan asks for an axis by its meaning: ``grid.rows`` (ranks read
+different rows), ``grid.copies`` (ranks hold equal parameters), ``grid.sharding`` (ZeRO shards state over it),
+``replica`` (the ranks of one full model, which read the same rows). Each is the name of an axis; where several axes
+have the meaning, it is their names joined by "+".
 """
 
 import math
@@ -26,43 +26,43 @@ from typing import Any, Literal, NamedTuple
 from engine.errors import GridError
 
 Axis = str
-"""The coordinates in which ranks of a group differ: a name of ``AXES``, several joined by "+", or one of these.
+"""Name of an axis of ``AXES``, several names joined by "+", or one of these.
 
 ``world``: all ranks. ``replica``: the ranks of one full model, which read the same rows. ``stage``: the ranks of one
-pipeline index. ``stage_replica``: those of a stage that are in one replica. ``dp_shard`` and ``dp_replicate``: the two
-parts of the data axis: neighbours that share one copy of what ZeRO shards, and the ranks of one place in all such
-groups, which hold the same shard. Without ``Grid.shard_size`` the first is dp.
+pipeline index. ``stage_replica``: the ranks of one stage in one replica. ``dp_shard`` and ``dp_replicate``: the two
+parts of the data axis. Ranks along ``dp_shard`` are neighbours that share one copy of ZeRO's shards; ranks along
+``dp_replicate`` hold the same shard in different groups. Without ``Grid.shard_size``, ``dp_shard`` is dp.
 """
 
 Order = Literal["tp-dp-pp", "tp-pp-dp"]
-"""The axes of a grid, from the one that varies fastest with the rank to the slowest; others keep their place."""
+"""Axes from the fastest-varying to the slowest with the rank; axes without a name here keep their place."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridAxis:
-    """An axis of the grid, and what it means for the data and the parameters of its ranks."""
+    """Axis of the grid, and its meaning for the data and the parameters of its ranks."""
 
     name: str
-    """In groups, traffic, reports and checkpoints."""
+    """Name in groups, traffic, reports and checkpoints."""
     noun: str
-    """In messages; the key of its size under "parallel"."""
+    """Name in messages; the key of its size under "parallel"."""
     rows: bool = False
-    """Ranks along it read rows of their own, and their gradients are summed."""
+    """Ranks along it read different rows, and their gradients are summed."""
     copies: bool = False
     """Ranks along it hold equal parameters."""
     size: int = 1
-    """Number of ranks where the configuration has no key for it."""
+    """Number of ranks if the configuration has no key for it."""
 
 
 class Spread(NamedTuple):
-    """The axes over which a kind of parameters and their state are spread, and the number of shards."""
+    """Axes over which a kind of parameters and their state are sharded or replicated, and the number of shards."""
 
     sharding: Axis = "dp"
-    """ZeRO divides the state among ranks along it; gradients are reduced over it."""
+    """ZeRO shards the state over it; gradients are reduced over it."""
     groups: Axis = "dp_replicate"
-    """Ranks along it hold the same shard, and sum it once a step."""
+    """Ranks along it hold the same shard, and sum its gradient once a step."""
     sums: Axis = "dp"
-    """Ranks along it have summands of its gradient, which are added without ZeRO."""
+    """Ranks along it have partial gradients, which are summed without ZeRO."""
     copies: Axis = "dp"
     """Ranks along it hold equal parameters, which ZeRO may have sharded."""
     shard_copies: Axis = "dp_replicate"
@@ -79,14 +79,14 @@ AXES: tuple[GridAxis, ...] = (
 
 
 class Coord(Mapping[str, int]):
-    """Position of a rank in the grid: an index for each axis, 0 where none is given."""
+    """Position of a rank in the grid: an index for each axis, 0 by default."""
 
     __slots__ = ("_indices",)
 
     def __init__(self, **indices: int) -> None:
         self._indices = {axis.name: indices.pop(axis.name, 0) for axis in AXES}
         if indices:
-            raise GridError(f"{next(iter(indices))!r} is no axis of the grid; give indices of {', '.join(self)}.")
+            raise GridError(f"{next(iter(indices))!r} is not an axis of the grid; give indices of {', '.join(self)}.")
 
     def __getitem__(self, axis: str) -> int:
         return self._indices[axis]
@@ -120,16 +120,16 @@ class Coord(Mapping[str, int]):
 
 
 class Grid:
-    """The box of ranks, and this rank's position in it. Immutable.
+    """Grid of ranks, and this rank's position in it. Immutable.
 
     Args:
         rank: this rank.
         order: the axes from the closest ranks to the farthest.
-        shard_size: data ranks of a shard group, side by side; None: all of them.
-        sizes: number of ranks along each axis; 1 where none is given.
+        shard_size: data ranks of a shard group, which are neighbours; None: all of them.
+        sizes: number of ranks along each axis, 1 by default.
 
     Raises:
-        GridError: a size below 1, an axis that is not in the table, or a rank outside the box.
+        GridError: a size below 1, an unknown axis, or a rank outside the grid.
     """
 
     __slots__ = ("_coord", "_digits", "_known", "_sizes", "order", "rank", "shard_size", "sizes", "world_size")
@@ -139,7 +139,7 @@ class Grid:
     ) -> None:
         self.sizes: Mapping[str, int] = {axis.name: sizes.pop(axis.name, 1) for axis in AXES}
         if sizes:
-            raise GridError(f"{next(iter(sizes))!r} is no axis of the grid; give sizes of {', '.join(self.sizes)}.")
+            raise GridError(f"{next(iter(sizes))!r} is not an axis of the grid; give sizes of {', '.join(self.sizes)}.")
         for axis in AXES:
             if self.sizes[axis.name] < 1:
                 raise GridError(
@@ -178,17 +178,17 @@ class Grid:
 
     @property
     def rows(self) -> Axis:
-        """The axis along which ranks read rows of their own."""
+        """The axis along which ranks read different rows."""
         return self._joined(axis.name for axis in AXES if axis.rows)
 
     @property
     def row_ranks(self) -> int:
-        """Number of ranks that read rows of their own: size of ``rows``."""
+        """Number of ranks that read different rows: size of ``rows``."""
         return self.size(self.rows)
 
     @property
     def row_rank(self) -> int:
-        """Place of the rows of this rank in a global batch: index along ``rows``."""
+        """Index of this rank's rows in a global batch: index along ``rows``."""
         return self.index(self.rows)
 
     @property
@@ -203,7 +203,7 @@ class Grid:
 
     @property
     def shard_line(self) -> Axis:
-        """The axis of which shard groups are runs."""
+        """The axis that shard groups divide into runs of neighbours."""
         return "dp"
 
     @property
@@ -213,61 +213,61 @@ class Grid:
 
     @property
     def shard_copies(self) -> Axis:
-        """The axis along which ranks hold the same shard of what ZeRO shards."""
+        """The axis along which ranks hold the same ZeRO shard."""
         others = [axis.name for axis in AXES if axis.copies and axis.name != "dp"]
         return self._joined((self.shard_groups, *others))
 
     @property
     def spread(self) -> Spread:
-        """The axes over which parameters are spread that every data rank computes with."""
+        """The axes of parameters that every data rank computes with."""
         return Spread(
             self.sharding, self.shard_groups, self.rows, self.copies, self.shard_copies, self.size(self.sharding)
         )
 
     @property
     def data_axes(self) -> tuple[Axis, ...]:
-        """The axes that dp is made of, if there are several shard groups."""
+        """The two parts of dp if there are several shard groups; otherwise empty."""
         return ("dp_shard", "dp_replicate") if self.shard_size not in (None, self.dp) else ()
 
     def coord(self, rank: int | None = None) -> Coord:
-        """Position of ``rank``, or of this rank."""
+        """Returns the position of ``rank``, or of this rank."""
         if rank is None:
             return self._coord
         self._check(rank)
         return Coord(**{axis: self.index(axis, rank) for axis in self.sizes})
 
     def rank_at(self, **indices: int) -> int:
-        """The rank at a position, 0 along every axis that is not given; inverse of :meth:`coord`."""
+        """Returns the rank at a position, 0 along every axis without an index; inverse of :meth:`coord`."""
         return sum(index * self.stride(axis) for axis, index in indices.items())
 
     def at(self, rank: int) -> "Grid":
-        """The same grid as another rank sees it."""
+        """Returns the same grid with another rank as this rank."""
         return Grid(rank=rank, order=self.order, shard_size=self.shard_size, **self.sizes)
 
     def size(self, axis: Axis) -> int:
-        """Number of ranks along ``axis``."""
+        """Returns the number of ranks along ``axis``."""
         found = self._sizes.get(axis)
         if found is None:
             found = self._sizes[axis] = math.prod(size for size, _ in self._digits_of(axis))
         return found
 
     def stride(self, axis: Axis) -> int:
-        """Distance, in ranks, from a rank to its next peer along ``axis``."""
+        """Returns the distance, in ranks, from a rank to its next peer along ``axis``."""
         return min(stride for _, stride in self._digits_of(axis))
 
     def index(self, axis: Axis, rank: int | None = None) -> int:
-        """Index of ``rank``, or of this rank, among its :meth:`peers` along ``axis``."""
+        """Returns the index of ``rank``, or of this rank, among its :meth:`peers` along ``axis``."""
         rank, index = self.rank if rank is None else rank, 0
         for size, stride in self._digits_of(axis):
             index = index * size + rank // stride % size
         return index
 
     def is_first(self, axis: Axis, coord: Coord | None = None) -> bool:
-        """Return whether the rank at ``coord``, or this rank, is the first of its peers along ``axis``."""
+        """Returns True if the rank at ``coord``, or this rank, is the first of its peers along ``axis``."""
         return self.index(axis, None if coord is None else self.rank_at(**coord)) == 0
 
     def peers(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` (or this rank) along ``axis`` only, itself included; ascending."""
+        """Returns ranks that differ from ``rank`` (or this rank) along ``axis`` only, itself included, ascending."""
         rank = self.rank if rank is None else rank
         self._check(rank)
         digits = self._digits_of(axis)
@@ -275,14 +275,14 @@ class Grid:
         return tuple(first + offset for offset in _offsets(digits))
 
     def groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
-        """Every group of peers along ``axis``, in order of their first ranks; each rank is in exactly one of them."""
+        """Yields every group of peers along ``axis``, in order of their first ranks; each rank is in exactly one."""
         own = set(self._names(axis))
         offsets = _offsets(self._digits_of(axis))
         others = [digit for name, digit in self._digits.items() if name not in own]
         return (tuple(first + offset for offset in offsets) for first in _offsets(others))
 
     def _names(self, axis: Axis) -> Iterable[str]:
-        """The digits of a rank that differ along ``axis``."""
+        """Returns the digits of a rank that differ along ``axis``."""
         if axis == "world":
             return self._digits
         if axis in ("replica", "stage", "stage_replica"):
@@ -291,7 +291,7 @@ class Grid:
         return [name for part in axis.split("+") for name in (_DATA_PARTS if part == "dp" else (part,))]
 
     def _digits_of(self, axis: Axis) -> Sequence[tuple[int, int]]:
-        """(size, stride) of those digits, from the farthest to the nearest; every collective asks for them."""
+        """Returns (size, stride) of the digits of ``axis``, slowest first; cached, since every collective calls it."""
         found = self._known.get(axis)
         if found is None:
             names = set(self._names(axis))
@@ -299,7 +299,7 @@ class Grid:
         return found
 
     def _joined(self, names: Iterable[str]) -> Axis:
-        """The axes of several ranks among ``names`` as one; the first of them if there are none."""
+        """Joins the axes of several ranks among ``names``; the first name if there are none."""
         names = list(names)
         return "+".join(name for name in names if self.size(name) > 1) or names[0]
 
@@ -309,7 +309,7 @@ class Grid:
 
     @property
     def shape(self) -> str:
-        """The sizes in words: 2 pipeline x 4 data x 1 tensor."""
+        """The sizes as text: 2 pipeline x 4 data x 1 tensor."""
         return " x ".join(
             f"{self.sizes[axis.name]} {axis.noun}"
             for axis in AXES
@@ -338,7 +338,7 @@ _DATA_PARTS = ("dp_replicate", "dp_shard")
 
 
 def _digits(sizes: Mapping[str, int], order: Order, shards: int) -> dict[str, tuple[int, int]]:
-    """Size and stride of each axis, from the farthest to the nearest; the data axis as its two parts."""
+    """Returns the size and stride of each axis, slowest first; the data axis as its two parts."""
     names = list(sizes)
     if order == "tp-pp-dp":
         pp, dp = names.index("pp"), names.index("dp")
@@ -355,7 +355,7 @@ def _digits(sizes: Mapping[str, int], order: Order, shards: int) -> dict[str, tu
 
 
 def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
-    """Distances, ascending, of all places that differ in ``digits``, which run from the farthest to the nearest."""
+    """Returns the rank offsets, ascending, of all combinations of ``digits``, which are ordered slowest first."""
     found = [0]
     for size, stride in digits:
         found = [offset + index * stride for offset in found for index in range(size)]
@@ -363,20 +363,20 @@ def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def saved_order(sizes: Mapping[str, object]) -> Order:
-    """The order of a grid that was written down; one from before there were two orders does not tell it."""
+    """Returns the order of a saved grid; grids saved before the second order existed have none."""
     return "tp-pp-dp" if sizes.get("order") == "tp-pp-dp" else "tp-dp-pp"
 
 
 def saved_grid(sizes: Mapping[str, Any]) -> Grid:
-    """The grid that was written down, as rank 0 sees it; an axis that did not exist then has one rank."""
+    """Returns a saved grid, with rank 0 as this rank; an axis that did not exist then has one rank."""
     return Grid(order=saved_order(sizes), **{axis.name: sizes.get(axis.name, 1) for axis in AXES})
 
 
 def axis_groups(grid: Grid) -> dict[Axis, Axis]:
-    """For each axis of several ranks, in the order of opening, the axis whose group it uses.
+    """Returns the axis that provides the process group of each axis with several ranks, in opening order.
 
-    Axes along which parameters differ, and the world, lend their groups; those of copies stay apart, since gradients
-    travel over them beside everything else.
+    The world, and axes along which parameters differ, provide their groups to others. Axes of copies get separate
+    groups, since gradients travel over them at the same time as other messages.
     """
     lenders = ("world", *(axis.name for axis in AXES if not axis.copies))
     meanings = ("replica", *grid.data_axes, grid.rows, grid.copies, grid.shard_copies)

@@ -1,10 +1,10 @@
-"""The shard table: which rank holds which part of every parameter, and on which stage.
+"""Shard table: the ranks and the stage that hold each part of every parameter.
 
 It is built once from the model, on any device, without processes. Clipping, gradient sums, the ZeRO layout, checkpoints
-and memory budgets all read this one table, so they cannot disagree.
+and memory budgets read this one table, so they cannot disagree.
 
-One row per logical parameter. A tied parameter is one row with aliases; its ranges tell how the tensor axis shards it.
-A row that is not sharded has a single range that every tensor rank holds:
+Each logical parameter has one row; a tied parameter is one row with aliases. The ranges of a row describe its sharding
+over the tensor axis. A row that is not sharded has a single range, held by every tensor rank:
 
     replicated over tp=2      Range(0, 8, holders=(0, 1))
     sharded over tp=2         Range(0, 4, holders=(0,))  Range(4, 8, holders=(1,))
@@ -37,7 +37,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """One logical parameter: its name, its owners, and how it is sharded."""
+    """Row of one logical parameter: its name, its owners, and its sharding."""
 
     name: str
     """First name of the parameter in ``model.named_parameters()``."""
@@ -52,16 +52,16 @@ class ShardRow:
     dim: int | None
     """Dim that the tensor axis shards, or None."""
     ranges: tuple[Range, ...]
-    """The part that every tensor rank holds; the ranges together cover ``dim`` once."""
+    """The ranges of rows with their tensor ranks; together they cover ``dim`` once."""
     partial: bool
-    """Several tensor ranks hold the same elements, and each has only a part of the gradient."""
+    """Several tensor ranks hold the same elements, and each has only a partial gradient."""
     in_glue: bool
     """The parameter is read by code outside blocks and other modules, where no module hook fires."""
     trainable: bool
     group: int
     """Optimizer group, an index into the groups of the plan."""
     quantized: WeightFormat | None = None
-    """How a frozen weight is held in fewer bits; None: as it is."""
+    """Format of a quantized frozen weight; None: not quantized."""
 
     @property
     def elements(self) -> int:
@@ -69,18 +69,18 @@ class ShardRow:
         return math.prod(self.shape)
 
     def local_shape(self, tp: int) -> tuple[int, ...]:
-        """Shape of the part that tensor coordinate ``tp`` holds."""
+        """Returns the shape of the part that tensor coordinate ``tp`` holds."""
         if self.dim is None:
             return self.shape
         held = sum(part.stop - part.start for part in self.ranges if tp in part.holders)
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
     def local_elements(self, tp: int) -> int:
-        """Elements of the part that tensor coordinate ``tp`` holds."""
+        """Returns the number of elements that tensor coordinate ``tp`` holds."""
         return math.prod(self.local_shape(tp))
 
     def quantized_shape(self, tp: int) -> QuantizedShape | None:
-        """Codes and scales of the part that tensor coordinate ``tp`` holds; None if it is held as it is."""
+        """Returns the shape of the codes and scales on tensor coordinate ``tp``; None if the row is not quantized."""
         if self.quantized is None:
             return None
         cut_columns = self.dim is not None and self.dim == len(self.shape) - 1
@@ -88,13 +88,14 @@ class ShardRow:
         return QuantizedShape(format=self.quantized, shape=self.local_shape(tp), runs=runs)
 
     def counted(self, pp: int, tp: int) -> bool:
-        """True if a norm counts the copy that this pipeline and tensor coordinate hold, except for its ``copies``."""
+        """Returns True if a norm counts the copy of this pipeline and tensor coordinate, except for its ``copies``."""
         return pp == self.owners[0] and any(part.holders[0] == tp for part in self.ranges if tp in part.holders)
 
     def copies(self, tp: int) -> tuple[tuple[int, int], ...]:
-        """Runs [start, stop) of tensor coordinate ``tp``'s flat part that a norm counts at another coordinate.
+        """Returns runs [start, stop) of tensor coordinate ``tp``'s flat part that a norm counts at another coordinate.
 
-        They arise when one parameter holds own and shared rows, such as thirds of a fused QKV weight with a shared key.
+        They exist if a rank holds exclusive and shared rows of one parameter, such as a fused QKV weight with a shared
+        key.
         """
         if self.dim is None or not self.counted(self.owners[0], tp):
             return ()
@@ -118,7 +119,7 @@ class ShardTable:
         return iter(self.rows)
 
     def held_by(self, pp: int) -> tuple[ShardRow, ...]:
-        """Rows that index ``pp`` of axis pp holds."""
+        """Returns the rows that index ``pp`` of axis pp holds."""
         return tuple(row for row in self.rows if pp in row.owners)
 
     @property
@@ -128,7 +129,7 @@ class ShardTable:
 
 
 class Cutting(Protocol):
-    """How the tensor axis shards a parameter."""
+    """Sharding of a parameter over the tensor axis."""
 
     @property
     def dim(self) -> int | None:
@@ -141,23 +142,23 @@ class Cutting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How the grid divides the parameters, by their first names; the default replicates everything."""
+    """Division of the parameters over the grid, by their first names; the default replicates everything."""
 
     tp: int = 1
     cuts: Mapping[str, Cutting] = field(default_factory=dict)
     """Sharding over the tensor axis; parameters without an entry are replicated over it."""
     partial: Collection[str] = ()
-    """Parameters replicated over the tensor axis whose gradient each rank has only in part."""
+    """Parameters replicated over the tensor axis with a partial gradient on each rank."""
     owners: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Indices of axis pp; parameters without an entry are on the first stage."""
     in_glue: Collection[str] = ()
     """Parameters read outside modules."""
     quantized: Mapping[str, WeightFormat] = field(default_factory=dict)
-    """Frozen weights that ranks hold in fewer bits."""
+    """Formats of quantized frozen weights."""
 
 
 def build_table(model: nn.Module, groups: Mapping[str, int], division: Division | None = None) -> ShardTable:
-    """One row per parameter of ``model``, before it is sharded; reads only shapes, dtypes and identities.
+    """Builds one row per parameter of ``model``, before it is sharded; reads only shapes, dtypes and identities.
 
     Args:
         groups: optimizer group of each trainable parameter, by name.

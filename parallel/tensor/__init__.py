@@ -1,12 +1,14 @@
 """Tensor parallelism: layers whose weights are sharded over the axis "tp" (Megatron-LM, Shoeybi et al. 2019).
 
-    plan/             which layer is sharded how: the styles in words, their rules, and the plan as data
+
+    plan/             the sharding of each layer: the language of styles, their rules, and the plan as data
     auto/             finds a plan for any model and proves it on one block
     layers/           the sharded layers, and ``apply_plan``, which puts them on a user's model in place
     overlap/          collectives that run while a matrix product is computed
     logits/           vocabulary-parallel logits and losses, and logits that are computed lazily
     global_tensor/    tensors with the full shape that hold this rank's shard, comparable to DTensor
-    tp_axis           the axis as the layers see it; ``thread_ranks`` simulates it with threads of one process
+
+    tp_axis           the axis that layers communicate over; ``thread_ranks`` simulates it with threads of one process
     collectives       Megatron's f and g and their relatives, as autograd functions
     deferred_linear   a matrix product whose weight gradient may be deferred
     planned_traffic   the bytes that a plan makes a rank send, counted on shapes
@@ -14,7 +16,7 @@
 Model writers may also use the sharded layers directly:
 
     axis = TensorAxis(comm)
-    region = Region(axis)                                  # what a block's column layers share until its row layer
+    region = Region(axis)                                  # shared by a block's column layers and its row layer
     up, down = ColumnLinear(d, 4 * d, axis=axis, region=region), RowLinear(4 * d, d, axis=axis, region=region)
 """
 
@@ -41,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for, so that one module of this package loads without all others."""
+    """Imports a public name at its first use, so that one module of this package loads without the others."""
     homes = {
         "TensorAxis": "tp_axis", "GatheredColumnLinear": "layers.linear", "ColumnLinear": "layers.linear",
         "RowLinear": "layers.linear", "Region": "layers.parallel_region",

@@ -242,7 +242,7 @@ WRONG_PLANS: list[tuple[Mapping[str, str], str]] = [
     (WRITTEN, f"tensor = 3 neither divides nor is a multiple of {HEADS}.query;"),
     ({"blocks.*.upp": "column"},
      "parallel.tensor_plan: 'blocks.*.upp' matches no module and no parameter; similar names are blocks.*.up"),
-    ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up is given two styles, 'column' by 'blocks.*.up' and 'row'"),
+    ({"blocks.*.up": "column", "*.up": "row"}, "blocks.0.up gets two styles, 'column' from 'blocks.*.up' and 'row'"),
     ({"blocks.*.up": "columm"}, "parallel.tensor_plan has the style 'columm', in which 'columm' is not understood;"),
     ({"blocks.*.up": "column rows:0-64/64-128", "blocks.*.down": "row"},
      "the style 'column rows:0-64/64-128' of blocks.0.up lists rows for 2 tensor ranks, but tensor is 3; list the"),

@@ -1,1 +1,1 @@
-"""The tensor plan: which layers are sharded how. The plan as data, the styles that describe it, and their rules."""
+"""Tensor plan: the sharding of every layer as data, the styles that describe it, and their rules."""

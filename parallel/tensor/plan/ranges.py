@@ -1,11 +1,12 @@
-"""Which rows of a sharded dim each tensor rank holds, and the error for sizes that do not divide. Pure arithmetic.
+"""Ranges of rows that each tensor rank holds of a sharded dim, and the error for sizes that do not divide.
 
     8 heads over 4 ranks      0 0 1 1 2 2 3 3
     2 kv heads over 4 ranks   0,1     2,3              each head is held by several ranks
     fused thirds over 2       0 1 | 0 1 | 0 1          each rank holds a slice of every third
     5 rows over 2 ranks       0 0 0 1 1                vocabularies only: the first ranks hold one row more
 
-The ranks share a size evenly, in whole heads; a plan for other sizes is refused with the tensor sizes that fit.
+This is pure arithmetic. The ranks share a size evenly, in whole heads; the error for other sizes lists the tensor sizes
+that fit.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from engine.parallel.shard_table import Range
 
 @dataclass(frozen=True, slots=True)
 class Divisibility:
-    """A number that the tensor ranks have to share."""
+    """Number that the tensor ranks must share."""
 
     owner: str
     noun: str
@@ -29,19 +30,19 @@ class Divisibility:
     """
 
     def allows(self, tp: int) -> bool:
-        """Whether ``tp`` ranks can share this number."""
+        """Returns True if ``tp`` ranks can share this number."""
         if self.rule == "rows":
             return self.count >= tp
         return self.count % tp == 0 or (self.rule == "share" and tp % self.count == 0)
 
     def complaint(self, tp: int) -> str:
-        """The clause that says why ``tp`` ranks cannot share this number."""
+        """Returns the clause that explains why ``tp`` ranks cannot share this number."""
         verb = {"divide": "does not divide", "share": "neither divides nor is a multiple of", "rows": "is more than"}
         return f"tensor = {tp} {verb[self.rule]} the {self.count} {self.noun} of {self.owner}"
 
 
 def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
-    """Refuse a number of ranks that one of the numbers does not allow.
+    """Refuses a number of ranks that one of the numbers does not allow.
 
     Raises:
         PlanError: names the first such number, and every tensor size that all of them allow.
@@ -56,9 +57,9 @@ def check_fits(fits: Sequence[Divisibility], tp: int) -> None:
 
 
 def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range, ...]:
-    """The ranges of ``size`` rows: ``parts`` equal parts, each sharded evenly in whole ``unit``s (heads).
+    """Returns the ranges of ``size`` rows: ``parts`` equal parts, each sharded evenly in whole ``unit``s (heads).
 
-    With fewer units than ranks, each unit is held by several consecutive ranks. The caller has checked that the numbers
+    With fewer units than ranks, several consecutive ranks hold each unit. The caller has checked that the numbers
     divide.
     """
     width = size // parts
@@ -72,19 +73,19 @@ def cut_parts(size: int, tp: int, parts: int = 1, unit: int = 1) -> tuple[Range,
 
 
 def cut_unevenly(size: int, tp: int) -> tuple[Range, ...]:
-    """The ranges of ``size`` rows, contiguous and one per rank; the first ``size % tp`` ranks hold one row more."""
+    """Returns ranges of ``size`` rows, contiguous and one per rank; the first ``size % tp`` ranks get one row more."""
     small, more = divmod(size, tp)
     starts = [rank * small + min(rank, more) for rank in range(tp + 1)]
     return tuple(Range(starts[rank], starts[rank + 1], (rank,)) for rank in range(tp))
 
 
 def held(ranges: tuple[Range, ...], index: int) -> int:
-    """The number of rows that rank ``index`` holds."""
+    """Returns the number of rows that rank ``index`` holds."""
     return sum(part.stop - part.start for part in ranges if index in part.holders)
 
 
 def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ...]:
-    """Return the ranges of a dim of which rank r holds the runs [start, stop) in ``runs[r]``: each row has a holder."""
+    """Returns the ranges of a dim; rank r holds the runs [start, stop) in ``runs[r]``, and every row has a holder."""
     edges = [
         (row, rank, step)
         for rank, own in enumerate(runs)
@@ -102,7 +103,7 @@ def ranges_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Range, ..
 
 
 def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
-    """The runs [start, stop) that each rank holds, by rank; the inverse of :func:`ranges_of_runs`."""
+    """Returns the runs [start, stop) that each rank holds, by rank; the inverse of :func:`ranges_of_runs`."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(tp)]
     for part in sorted(ranges, key=lambda part: part.start):
         for holder in part.holders:
@@ -115,5 +116,5 @@ def runs_of(ranges: Sequence[Range], tp: int) -> list[list[tuple[int, int]]]:
 
 
 def rows_of_rank(ranges: Sequence[Range], index: int) -> list[int]:
-    """The rows that rank ``index`` holds, ascending."""
+    """Returns the rows that rank ``index`` holds, ascending."""
     return [row for part in ranges if index in part.holders for row in range(part.start, part.stop)]

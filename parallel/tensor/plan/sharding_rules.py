@@ -1,13 +1,13 @@
-"""The rules of a tensor plan: from a style for each module to the ranges of its parameters and its region.
+"""Rules of a tensor plan: they turn a style for each module into the ranges of its parameters and its region.
 
-A region is the part of a block between column layers and their row layer. The region of a layer is the innermost module
-around it that also holds a layer of the other kind:
+A region is the part of a block between column layers and their row layer. The region of a layer is the innermost
+enclosing module that also holds a layer of the other kind:
 
     blocks.0.attention.{query,key,value}  blocks.0.attention.output     -> blocks.0.attention
     blocks.0.up                           blocks.0.down                 -> blocks.0
 
-All rules are tried before the first error about a size, so that the error can list every tensor size that the whole
-model fits.
+All rules run before the first error about a size, so that the error can list every tensor size that fits the whole
+model.
 
 From ``parallel.tensor_plan`` to a tensor plan: the user's styles, or the path of a JSON file with them.
 
@@ -34,20 +34,20 @@ from engine.parallel.tensor.plan.tensor_plan import AttributeChange, LayerCut, L
 
 
 class _Target(NamedTuple):
-    """A parameter that a style shards."""
+    """Parameter that a style shards."""
 
     owner: str
-    """The module that the parameter belongs to."""
+    """The module that owns the parameter."""
     local: str
     dim: int
     named: str
-    """The module or parameter that the style was given to."""
+    """The module or parameter that has the style."""
 
 
 def cut_model(
     model: nn.Module, styles: Mapping[str, Style], tp: int, source: str, sequence: bool = False
 ) -> TensorPlan:
-    """The plan that ``styles``, by first module name, describe.
+    """Makes the plan of ``styles``, which are keyed by first module name.
 
     Raises:
         PlanError: a style does not suit its module, or the model does not fit ``tp``.
@@ -93,7 +93,7 @@ class _Cutting:
         return head_width(self.modules.get(name.rpartition(".")[0]))
 
     def _unit(self, name: str) -> int:
-        """Rows that stay together. The inputs of a row layer are the outputs of its region's column layers."""
+        """Returns the number of rows that stay together; a row layer's inputs are the outputs of its column layers."""
         if self.kinds.get(name) == "row" and not self.heads[name] and name in self.regions:
             region = self.regions[name]
             return max(self.heads[other] or 1 for other, place in self.regions.items() if place == region)
@@ -148,7 +148,7 @@ class _Cutting:
     # parameters
 
     def _targets(self, name: str) -> Iterator[_Target]:
-        """The parameters that the style of a module or parameter shards, the weight first."""
+        """Yields the parameters that the style of a module or parameter shards, the weight first."""
         style, kind = self.styles[name], self.kinds.get(name)
         if style.kind == "cut":
             owner, local = (name, "weight") if name in self.modules else _split(name)
@@ -162,7 +162,7 @@ class _Cutting:
         tensor = getattr(self.modules[target.owner], target.local, None)
         if not isinstance(tensor, nn.Parameter) or target.dim >= tensor.dim():
             raise PlanError(
-                f"{target.named} is to be sharded along dim {target.dim}, but has no parameter with that dim; correct "
+                f"{target.named} must be sharded along dim {target.dim}, but has no parameter with that dim; correct "
                 f"its style {self.styles[target.named].text!r}."
             )
         return tensor
@@ -272,12 +272,12 @@ class _Cutting:
             )
         if not goes_through_class(module):
             raise PlanError(
-                f"{name} has a forward of its own on the module object, which would bypass the sharded layer; restore "
+                f"{name} has a forward assigned to the module object, which would bypass the sharded layer; restore "
                 "the forward of its class."
             )
         if isinstance(self.modules[name.rpartition(".")[0]], nn.MultiheadAttention) and not view:
             raise PlanError(
-                f"{name} lies in an nn.MultiheadAttention, which reads its weight without calling it; "
+                f"{name} is inside an nn.MultiheadAttention, which reads its weight without calling the layer; "
                 'add "view" to its style, or give it the style "replicate".'
             )
         if isinstance(module, nn.Embedding):
@@ -285,18 +285,18 @@ class _Cutting:
 
 
 def _passes_on(owner: str, layers: Iterable[str]) -> bool:
-    """Whether one of the layers lies inside ``owner``."""
+    """Returns True if one of the layers is inside ``owner``."""
     return bool(owner) and any(layer != owner and is_inside(layer, owner) for layer in layers)
 
 
 def head_width(module: nn.Module | None) -> int | None:
-    """The rows of one head of the layers in ``module``, if the module has an attribute for it."""
+    """Returns the rows of one head of the layers in ``module``, if the module has an attribute for it."""
     widths = (getattr(module, attribute, None) for attribute in ("head_dim", "head_width"))
     return next((width for width in widths if isinstance(width, int) and width > 0), None)
 
 
 def _kind(name: str, module: nn.Module, style: Style) -> LayerKind | None:
-    """The kind of sharded layer that a style makes of a module; None if the module is not wrapped."""
+    """Returns the kind of sharded layer that a style makes of a module; None if the module is not wrapped."""
     wanted = style.kind
     if wanted == "experts":
         return "experts"
@@ -332,7 +332,7 @@ def _number(name: str, module: nn.Module, attribute: str) -> int:
 
 
 def find_regions(kinds: Mapping[str, str | None]) -> dict[str, str]:
-    """The region of each column and row layer, by name; layers of other kinds have none.
+    """Returns the region of each column and row layer, by name; layers of other kinds have none.
 
     Raises:
         PlanError: a region without column layers or without a row layer.
@@ -370,7 +370,7 @@ def _alone(name: str, kind: str) -> PlanError:
 
 
 def check_embedding(module: nn.Embedding, name: str) -> None:
-    """Refuse the options that need all rows on one rank.
+    """Refuses the options that need all rows on one rank.
 
     Raises:
         PlanError: ``module`` has such an option.

@@ -1,29 +1,33 @@
-"""The language of a tensor plan: ``{name pattern: style}``.
+"""Language of a tensor plan: ``{name pattern: style}``.
 
-Patterns are those of ``fnmatch`` over the names of modules, or of parameters (``*`` also crosses dots). A style is one
-of
+``fnmatch`` matches patterns to the names of modules, or of parameters (``*`` also crosses dots). A style is one of
 
     column            outputs sharded evenly, one shard for each tensor rank
     column+gather     the same, and the outputs are gathered: for a layer without a row layer after it
     row               inputs sharded evenly; outputs are summed over the ranks
     vocabulary        embedding or head sharded by vocabulary rows
-    experts           a module whose own code computes with the shards of its parameters: its outputs are summed
+
+    experts           a module with code that computes with the shards of its parameters: its outputs are summed
     cut:0             a parameter, or the weight of a module, sharded along dim 0; the code that reads it sees the shard
-    partial           every rank holds all of it but uses it on sharded activations (a norm over one head)
-    replicate         every rank holds all of it; so it is for everything that no pattern matches
+
+    partial           replicated, but used on sharded activations (a norm over one head), so its gradient is partial
+
+    replicate         every rank holds the full tensor: the default for everything that no pattern matches
 
 column, row and cut may be followed by
 
     fused:3           three fused equal parts (query, key, value), each sharded evenly; ``column:3`` is short for it
-    head:64           shards are whole heads of that width; with fewer heads than ranks (kv heads), each head is held
-                      by several ranks. The default is the parent module's ``head_dim`` or ``head_width``
+
+    head:64           shards are whole heads of that width; with fewer heads than ranks (kv heads), several ranks hold
+                      each head. The default is the parent module's ``head_dim`` or ``head_width``
     rows:0-4+8-12/4-8+12-16       exactly these rows, rank by rank; valid for the number of ranks that it lists
     view              the code sees the full shape and a rank computes with its shard: ``tensor.global_tensor``
 
 For modules that compute with sizes, one or more of
 
-    divide:a,b        the attributes a and b are whole numbers of which each rank has an equal share (at least 1)
-    set:a=2           the attribute a becomes 2; ``set:config.a=2`` in a copy of the config that is the module's own
+
+    divide:a,b        the attributes a and b are whole numbers, which are divided by the number of ranks (at least 1)
+    set:a=2           the attribute a becomes 2; ``set:config.a=2`` changes the module's own copy of its config
     ratio:a=q/k       the attribute a becomes the local outputs of child q divided by those of child k
     heads:a=q         the attribute a becomes the number of local heads of child q; ``a?`` where it may be absent
 """
@@ -38,12 +42,12 @@ from engine.errors import ConfigError, PlanError
 
 CUTTING = ("column", "column+gather", "row", "cut")
 Rows = tuple[tuple[tuple[int, int], ...], ...]
-"""For each rank the runs [start, stop) of rows that it holds, ascending."""
+"""The runs [start, stop) of rows that each rank holds, ascending, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """One parsed style."""
+    """Parsed style."""
 
     text: str
     kind: str = "attributes"
@@ -60,16 +64,16 @@ class Style:
     ratios: tuple[tuple[str, str, str], ...] = ()
     """(attribute, child above, child below) for each ``ratio``."""
     counts: tuple[tuple[str, bool, str], ...] = ()
-    """(attribute, whether it may be absent, child) for each ``heads``."""
+    """(attribute, True if it may be absent, child) for each ``heads``."""
 
     @property
     def changes_attributes(self) -> bool:
-        """Whether the style changes numbers that a module computes with."""
+        """True if the style changes numbers that a module computes with."""
         return bool(self.divided or self.values or self.ratios or self.counts)
 
 
 def parse_style(text: str) -> Style:
-    """Parse a style.
+    """Parses a style.
 
     Raises:
         PlanError: the style is not in the language above.
@@ -93,7 +97,7 @@ def parse_style(text: str) -> Style:
 
 
 def write_rows(rows: Sequence[Sequence[tuple[int, int]]]) -> str:
-    """The word of the language for exact rows."""
+    """Writes exact rows as a word of the language."""
     return "rows:" + "/".join("+".join(f"{start}-{stop}" for start, stop in runs) for runs in rows)
 
 
@@ -173,7 +177,7 @@ EXAMPLE = '{"*.query": "column", "*.output": "row"}'
 
 
 def read_setting(setting: str | Patterns) -> tuple[str, Patterns]:
-    """(source of the plan, style by pattern).
+    """Returns (source of the plan, style by pattern).
 
     Raises:
         ConfigError: the file does not hold such a mapping.

@@ -162,7 +162,7 @@ def test_a_pattern_that_names_nothing() -> None:
 
 def test_two_styles_for_one_module() -> None:
     assert refusal(Pair(), {"u*": "column", "*p": "row"}) == (
-        "up is given two styles, 'column' by 'u*' and 'row' by '*p', but takes only one; narrow one of the patterns."
+        "up gets two styles, 'column' from 'u*' and 'row' from '*p', but takes only one; narrow one of the patterns."
     )
 
 
@@ -225,7 +225,7 @@ def test_modules_that_pass_the_cut_by() -> None:
     model = Pair()
     model.up.forward = model.down.forward  # type: ignore[method-assign]
     assert refusal(model, PAIR) == (
-        "up has a forward of its own on the module object, which would bypass the sharded layer; restore the forward "
+        "up has a forward assigned to the module object, which would bypass the sharded layer; restore the forward "
         "of its class."
     )
     model = Pair()
@@ -234,7 +234,7 @@ def test_modules_that_pass_the_cut_by() -> None:
         'up has the parameter scale, but this style shards only weight and bias; give up the style "replicate".'
     )
     attention = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8)})
-    assert "lies in an nn.MultiheadAttention" in refusal(attention, {"a.out_proj": "row", "up": "column"})
+    assert "is inside an nn.MultiheadAttention" in refusal(attention, {"a.out_proj": "row", "up": "column"})
 
 
 def test_ties_must_be_cut_alike() -> None:
