@@ -53,7 +53,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "ConfigError: tensor_parallel_size: unknown key; the key for it here is parallel.tensor.",
     ),
     "no optimizer": (
-        'engine.initialize(model, CONFIG | {"optimizer": None})',
+        'engine.initialize(model, CONFIG | {"optimizer": None}).train_batch(batch)',
         "name one in the config, or pass optimizer=",
     ),
     "other weights on each rank": (
