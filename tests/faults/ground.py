@@ -4,6 +4,14 @@ from tests.faults.fault import Fault
 
 GROUND = (
     Fault(
+        name="parameters-of-other-axes-in-one-bucket",
+        about="A parameter that is sharded over other axes than the rest is laid out in a bucket with them.",
+        file="zero/layout.py",
+        old="item.exact, item.spread, used)",
+        new="item.exact, used)",
+        tests=("tests/zero/test_layout.py::test_items_of_other_axes_have_buckets_of_their_own_and_other_shards",),
+    ),
+    Fault(
         name="buffers-that-come-late-are-not-copied",
         about="A buffer that a forward registers after the first step keeps what a skipped step has written.",
         file="engine/step/rank_parts.py",

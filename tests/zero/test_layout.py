@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engine.parallel.grid import Spread
 from engine.zero.layout import ALIGNMENT, Bucket, FlatLayout, Item, build_layout
 
 shapes_st = st.lists(st.sampled_from([0, 1, 2, 3, 7, 32, 64, 65, 129]), max_size=3).map(tuple)
@@ -243,3 +244,14 @@ def test_tensor_ranks_lay_out_what_they_share_alike(
 
 def _places(bucket: Bucket) -> tuple[object, ...]:
     return bucket.elements, bucket.partial, [(slot.name, slot.start, slot.stop) for slot in bucket.slots]
+
+
+def test_items_of_other_axes_have_buckets_of_their_own_and_other_shards() -> None:
+    apart = Spread("edp", "edp_replicate", "edp", "edp", "edp_replicate", 2)
+    items = [Item("expert", (3 * ALIGNMENT,), "float32", spread=apart), Item("norm", (3 * ALIGNMENT,), "float32")]
+    shared, of_experts = build_layout(items, 4, 10**9).buckets
+    assert ([slot.name for slot in shared.slots], [slot.name for slot in of_experts.slots]) == (["norm"], ["expert"])
+    assert (shared.spread, of_experts.spread) == (Spread(ranks=4), apart)
+    assert (shared.elements, of_experts.elements) == (4 * ALIGNMENT, 4 * ALIGNMENT)
+    assert [of_experts.shard(index).start for index in range(2)] == [0, 2 * ALIGNMENT]
+    assert shared.shard(3) == slice(3 * ALIGNMENT, 4 * ALIGNMENT)

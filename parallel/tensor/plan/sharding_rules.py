@@ -427,7 +427,7 @@ def match_styles(model: nn.Module, patterns: Patterns) -> dict[str, Style]:
             other, before = chosen.setdefault(first_name, (pattern, style))
             if before != style:
                 raise PlanError(
-                    f"{first_name} is given two styles, {before.text!r} by {other!r} and {text!r} by {pattern!r}, but "
+                    f"{first_name} gets two styles, {before.text!r} from {other!r} and {text!r} from {pattern!r}, but "
                     "takes only one; narrow one of the patterns."
                 )
     return {name: style for name, (_, style) in chosen.items()}

@@ -82,6 +82,7 @@ def test_tests_of_kernels_are_in_the_folder_that_a_gpu_machine_can_collect() -> 
 
 def test_findings_of_two_runs_are_one_figure(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").touch()
     page = tmp_path / "docs" / "devices.md"
     page.write_text("<!-- first-contact:begin -->\n<!-- first-contact:end -->\n")
     correct, fast = Findings(tmp_path / "a", "cuda"), Findings(tmp_path / "b", "cuda")

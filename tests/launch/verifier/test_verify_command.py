@@ -51,14 +51,14 @@ def test_a_wrong_plan_is_found_and_the_axis_named(tmp_path: Path, capsys: pytest
     [
         ("of_one_row", (), {}, "returns first dims of [1]; return at least two rows with content"),
         ("without_rows", (), {}, "does not define its rows; return (module, some rows of a batch) from it."),
-        ("no_model", (), {}, "gives a int; return an nn.Module"),
+        ("no_model", (), {}, "returns a int; return an nn.Module"),
         ("that_raises", (), {}, "cannot be built (ValueError: no such size)"),
         ("missing", (), {}, "is not found (module 'tests.launch.verifier.subjects' has no attribute 'missing')"),
         (
             "no.such.module:build",
             (),
             {},
-            "MODEL no.such.module:build is not found (No module named 'no'); give module:",
+            "MODEL no.such.module:build is not found (No module named 'no'); pass module:",
         ),
         ("classifier", ("--steps", "0"), {}, "--steps 0: give a number of at least 1."),
         ("classifier", (), {"parallel": {"tensor": 2}}, 'parallel.data is "auto", which depends on the number of'),
