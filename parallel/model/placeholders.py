@@ -64,9 +64,9 @@ def trainable(parameter: Tensor) -> bool:
 
 
 def plan_as_trainable(parameter: nn.Parameter, planned: bool) -> None:
-    """From now on ``trainable(parameter)`` is true, whatever the user freezes; ``planned`` False ends that.
+    """Makes ``trainable(parameter)`` true even if the user freezes the parameter; ``planned`` False ends that.
 
-    What ranks send follows from traces, so all of them trace with the flags of the plan, also for what others hold.
+    Traces decide the messages of ranks, so all ranks trace with the flags of the plan, also for others' parameters.
     """
     if planned:
         setattr(parameter, PLANNED_TRAINABLE, True)

@@ -262,7 +262,7 @@ class HostState(NamedTuple):
         np.random.set_state(self.numpy)
 
     def is_present(self) -> bool:
-        """Whether nothing has been drawn since it was taken."""
+        """Returns True if nothing has been drawn since the state was taken."""
         if random.getstate() != self.python:
             return False
         now, before = _NUMPY.get_state(), self.numpy
@@ -270,7 +270,7 @@ class HostState(NamedTuple):
 
 
 class HostDraws:
-    """What the forwards of one model draw on the host."""
+    """Random numbers that the forwards of one model draw on the host."""
 
     def __init__(self) -> None:
         self.keyed = False

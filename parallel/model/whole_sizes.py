@@ -50,7 +50,7 @@ class RunningModules:
             self._running -= 1
 
     def asks_for_whole(self, callers: int = 1) -> bool:
-        """Whether the code ``callers`` calls above the caller of this method is given sizes of the whole."""
+        """Returns True if the code ``callers`` calls above the caller of this method gets sizes of the whole."""
         if torch.compiler.is_compiling() or self._running:
             return False
         asking = sys._getframe(callers + 1).f_globals.get("__name__", "")

@@ -53,11 +53,11 @@ class AbsentParameter(nn.Parameter):
 
 
 class GuardedShape(AbsentParameter, FakeTensor):
-    """Of a parameter that has a shape and no content in the run itself, whose operators torch asks of its class."""
+    """Placeholder with a shape and no content, also in the run itself; torch looks up its operators on the class."""
 
 
 class GuardedPart(WholeSizes, AbsentParameter):
-    """Of a parameter of which a tensor rank has a part, and which answers with the size of the whole."""
+    """Placeholder of a parameter that a tensor rank holds in part; reports the size of the whole."""
 
 
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:

@@ -230,7 +230,7 @@ def without_elements(like: Tensor, device: torch.device | str) -> Tensor:
 
 
 def is_trained_leaf(tensor: Tensor) -> bool:
-    """Whether autograd lets nothing write into the tensor."""
+    """Returns True if autograd forbids writing into the tensor."""
     return tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
 
 

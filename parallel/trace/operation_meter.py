@@ -25,19 +25,19 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torc
 
 
 class _Form(NamedTuple):
-    """Of a dense meta tensor."""
+    """Form of a dense meta tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
-        """A new one."""
+        """Returns a new meta tensor of this form."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=META)
 
 
 class _Outcome(NamedTuple):
-    """Of an operation on arguments of one form."""
+    """Outcome of an operation on arguments of one form."""
 
     made: tuple[_Form, ...]
     single: bool
@@ -92,7 +92,7 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = self.draws or draws
 
     def _form(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
-        """What the form of the result depends on; None where that is not known."""
+        """Returns the key that determines the form of the result; None if it is unknown."""
         functional = self._functional.get(func)
         if functional is None:
             functional = self._functional[func] = _is_functional(func)

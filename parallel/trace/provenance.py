@@ -157,7 +157,7 @@ class TensorProvenance:
             self.values[number] = replace(self.values[number], hooked=True)
 
     def output_leaf(self, leaf: Any, arguments: list[Any]) -> Leaf:
-        """How a stage that skips an event rebuilds a leaf of its output."""
+        """Returns the source from which a stage that skips an event rebuilds a leaf of its output."""
         if isinstance(leaf, Tensor) and id(leaf) in self.parameters:
             return FromParameter(self.parameters[id(leaf)])
         position = position_of(leaf, arguments)

@@ -1,4 +1,4 @@
-"""Which parameters of a block are sharded together, and which rows of each a rank needs.
+"""Groups of a block's parameters that are sharded together, and the rows of each that a rank needs.
 
 A product R sums over the width of its input x. Rank r can compute its share from a slice of x alone, and needs only
 those rows of earlier weights that the slice depends on. Backward from a random gradient on the slice shows which: rows
@@ -23,7 +23,7 @@ reach a product through its weight alone are called its factors: they are cut wh
 
     W + B A       rows of W and of B on a rank, all of A       columns of W and of A, all of B
 
-Which rows of each parameter have a gradient from one rank's part of the input of a product.
+Backward from one rank's part of a product's input finds the rows of each parameter that have a gradient.
 
 x of a product    rank 0 | rank 1 | .. | rank t-1      backward from random numbers on one part at a time
 rows of W         # . # .  . # . #                     # has a gradient
@@ -77,10 +77,10 @@ class NeededRows:
         self._seen: dict[tuple[str, int], Needed] = {}
 
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
-        """What each of ``tp`` ranks needs for its part of ``inputs``, those of the products with ``row``.
+        """Returns the rows that each of ``tp`` ranks needs for its part of ``inputs``, the inputs of ``row``.
 
-        What k ranks need together is needed by the one that has their parts, so a multiple of ``tp`` that was tried
-        before answers for ``tp``.
+        One rank with the parts of k ranks needs the rows of all k, so the result of a multiple of ``tp`` that was
+        tried before also serves ``tp``.
         """
         if (row, tp) not in self._seen:
             more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
@@ -145,7 +145,7 @@ class NeededRows:
 
 
 def is_partition(rows: Sequence[Tensor]) -> bool:
-    """Whether the ranks need different rows of a dim that together are all rows."""
+    """Returns True if the ranks need different rows of a dim that together are all rows."""
     table = torch.stack(list(rows))
     return bool(table.any(0).all()) and not bool(table.all()) and bool((table != table[0]).any())
 
@@ -161,8 +161,8 @@ def _complete(rows: Rows) -> bool:
 
 
 def _nonzero(sizes: Sequence[Tensor], dim: int, extent: int) -> Tensor:
-    """Whether each of the rows of a parameter has a gradient, by one that was not multiplied along ``dim``; ``sizes``:
-    the absolute values of its gradients."""
+    """Marks each row of a parameter that has a gradient; reads a gradient that was not multiplied along ``dim``.
+    ``sizes``: the absolute values of its gradients."""
     size = next(size for size in sizes if size.shape[dim] == extent)
     others = [d for d in range(size.dim()) if d != dim]
     return (size.amax(others) if others else size) > 0
@@ -258,7 +258,7 @@ class GradientSparsity:
         return tuple(found)
 
     def may_shard(self, rows: Collection[str], tp: int) -> bool:
-        """Whether one of ``rows`` could be a row layer for ``tp`` ranks; cheaper than :meth:`groups`."""
+        """Returns True if one of ``rows`` could be a row layer for ``tp`` ranks; cheaper than :meth:`groups`."""
         return any(self._group(row, tp, set(self._others)) is not None for row in rows)
 
     def try_sizes(self, sizes: Sequence[int]) -> None:
@@ -316,7 +316,7 @@ class GradientSparsity:
         return list(self._rows.reaching(made)) if made else []
 
     def _cuts_inside(self, row: str, dim: int, tp: int, taken: set[str]) -> dict[str, ParameterCut]:
-        """How the factors of a row layer's weight are cut, which is cut along ``dim``."""
+        """Returns the cuts of the factors of a row layer's weight, which is cut along ``dim``."""
         made = {id(p.made): p.made for p in self.products if p.weight == row and p.made is not None}
         if not made:
             return {}
@@ -344,7 +344,7 @@ class GradientSparsity:
         return [name for name in found if name in self._direct[asked]]
 
     def _is_adapter(self, row: str, columns: Sequence[str]) -> bool:
-        """Whether the product of ``columns`` and ``row`` has a low rank and lies beside a layer of the same edges.
+        """Returns True if the product of ``columns`` and ``row`` has a low rank and a layer has the same edges.
 
         The layer decides how such a pair is sharded.
         """
@@ -371,9 +371,10 @@ class GradientSparsity:
                     break
 
     def _draws_beside(self, columns: Sequence[str], cuts: Collection[str]) -> bool:
-        """Whether a dropout leads from the input of the columns to a whole product: between columns and row each rank
-        draws its own mask, and the product would get other gradients on each. PEFT's dropouts draw alike there
-        (``layers.adapter_dropout``).
+        """Returns True if a dropout leads from the input of the columns to a whole product.
+
+        Between columns and row each rank draws its own mask, and the product would get other gradients on each.
+        PEFT's dropouts draw equal masks there (``layers.adapter_dropout``).
         """
         before = [p for p in self.products if p.weight in columns]
         inputs, same = {_elements(p) for p in before}, {id(p.x) for p in before}
@@ -381,7 +382,7 @@ class GradientSparsity:
         return any(_elements(p) in inputs and id(p.x) not in same for p in others)
 
     def _goes_elsewhere(self, rows: Sequence[str], columns: Sequence[str]) -> bool:
-        """Whether the columns' outputs also reach an output of the block past the row layers, as a residual does."""
+        """Returns True if the columns' outputs also reach a block output past the row layers, as a residual does."""
         asked = tuple(rows), tuple(sorted(columns))
         if asked not in self._elsewhere:
             self._elsewhere[asked] = self._reach_an_output(rows, columns)
@@ -424,7 +425,7 @@ def _runs(own: Tensor) -> list[tuple[int, int]]:
 
 
 def _is_peft(weight: str, columns: Sequence[str]) -> bool:
-    """Whether this is the first half of a pair that PEFT has put beside one of the columns."""
+    """Returns True if this is the first factor of a PEFT adapter of one of the columns."""
     layer, _, adapter = weight.partition(".lora_A.")
     return f"{layer}.base_layer.weight" in columns and adapter not in ("", "weight")
 

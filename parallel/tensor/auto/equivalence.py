@@ -75,7 +75,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether the plan is right."""
+        """True if the plan is right."""
         return not self.problem
 
 

@@ -221,7 +221,7 @@ class Factors:
         return _total(_by_group(part, factor.mT, groups) for part, factor in zip(parts, outer, strict=True))
 
     def _stacks(self, dim: int) -> bool:
-        """Whether the factor with ``dim`` has one matrix for each of the stack."""
+        """Returns True if the factor with ``dim`` has one matrix for each of the stack."""
         return self.kinds[0] in (self.kinds[dim], BOTH)
 
     def embedding(self, ids: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
-"""From a block to its styles: for each group of parameters the cheapest strategy that passes the proof.
+"""Search for the styles of a block: for each group of parameters the cheapest strategy that passes the proof.
 
     at once      all groups with plain tensors
     by module    each group in the module around it, and then the block with what was found
-    one by one   each group in the block, beside those that are decided
+    one by one   each group in the block, together with the decided groups
 
-The first of them whose proof of the whole block holds decides.
+The first of them to pass the proof of the whole block decides.
 
-Which numbers of its modules the code of a block reads, while a plan is tried on it.
-
-A number that was not read can have any value: dividing it gives the same result, and need not be tried.
+A trial also records the numbers of its modules that the code of a block reads. A number that was not read can have any
+value: dividing it gives the same result, and need not be tried.
 
 A group of parameters in the innermost module around it: the smaller block on which its strategies are tried.
 
@@ -16,8 +15,8 @@ A group of parameters in the innermost module around it: the smaller block on wh
                     q k v o                   gate up down
                     └ tried alone             └ tried alone
 
-Such a module gets the arguments that it has in a run of the whole block, and of its outputs those count that reach an
-output of the block. What holds of it alone need not hold of the block, whose proof decides.
+Such a module gets the arguments that it has in a run of the whole block. Its outputs count if they reach an output of
+the block. A strategy that is right in the module alone can be wrong in the block; the block's proof decides.
 """
 
 import copy
@@ -86,7 +85,7 @@ class Search:
         return found or self._one_by_one(groups, tp)
 
     def _at_once(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """What is known of the groups of other blocks, and plain tensors for the others; empty if that is wrong."""
+        """Returns known decisions for groups of other blocks and plain tensors for the rest; empty if that is wrong."""
         found = [one for group in groups if (one := self._likely(group, tp)) is not None]
         if len(found) < len(groups):
             return []
@@ -94,7 +93,7 @@ class Search:
         return [replace(one, note=one.note or _note(one.way, "", verdict)) for one in found] if verdict.holds else []
 
     def _likely(self, group: CoupledParameters, tp: int) -> Decided | None:
-        """What is known of an equal group, or else plain tensors, if they can be."""
+        """Returns the known decision for an equal group, or else plain tensors if the group allows them."""
         before = (one for one in self.known if one.group == group and one.way.how != "replicate")
         way = local(self.block, group, tp)
         return next(before, None if way is None else Decided(group, way, ""))
@@ -210,7 +209,7 @@ def _together(ways: Iterable[ShardingStrategy]) -> ShardingStrategy:
 
 
 def _note(way: ShardingStrategy, first: str, verdict: Verdict) -> str:
-    """What :attr:`Decided.why` says besides the numbers that are divided."""
+    """Returns the part of :attr:`Decided.why` that follows the divided numbers."""
     gathering = ", ".join(name for name in verdict.gathers if name != PROOF)
     gathers = f"; gathers for {gathering}" if gathering else ""
     if way.how == "local":

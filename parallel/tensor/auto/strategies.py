@@ -105,7 +105,7 @@ def _owner(name: str) -> str:
 
 
 def _called(block: nn.Module, layer: str) -> bool:
-    """Whether the layer is called; nn.MultiheadAttention reads the weight of its output layer instead."""
+    """Returns True if the layer is called; nn.MultiheadAttention reads the weight of its output layer instead."""
     return not isinstance(block.get_submodule(_owner(layer)), nn.MultiheadAttention)
 
 
@@ -208,5 +208,5 @@ def _outputs(module: nn.Module) -> int:
 
 
 def _is_head(name: str) -> bool:
-    """Whether a linear layer lies outside all chains of blocks."""
+    """Returns True if a linear layer is outside all chains of blocks."""
     return not any(part.isdecimal() for part in name.split("."))

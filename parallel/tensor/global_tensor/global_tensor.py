@@ -117,12 +117,12 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """Whether the shard is on a GPU."""
+        """True if the shard is on a GPU."""
         return self.local.is_cuda
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether the shard is a leaf of the graph."""
+        """True if the shard is a leaf of the graph."""
         return self.local.is_leaf
 
     @property
@@ -132,7 +132,7 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the shard requires a gradient."""
+        """True if the shard requires a gradient."""
         return self.local.requires_grad
 
     @requires_grad.setter
@@ -174,7 +174,7 @@ def global_tensors_in(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
 
 
 def has_views(args: Any, kwargs: Any) -> bool:
-    """Whether an argument is a global tensor."""
+    """Returns True if an argument is a global tensor."""
     return next(global_tensors_in(args, kwargs), None) is not None
 
 
@@ -186,7 +186,7 @@ def show_parameter(
 
 
 def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
-    """The result of an elementwise operation on ``x``, whose shard is ``local``."""
+    """Returns the result of an elementwise operation on ``x``, with the shard ``local``."""
     if local is x.local:
         return x
     made = GlobalTensor(local, x.full, x.sets, x.views)

@@ -1,6 +1,6 @@
 """Full shapes and index sets of the results of operations. Pure arithmetic.
 
-reshape works on groups of dims whose products agree; a group without a sharded dim needs nothing:
+reshape works on groups of dims with equal products; a group without a sharded dim needs nothing:
 
     (B, T, 3 C)  ->  (B, T, 3, H, D)      groups  B | T | 3 C -> 3 H D
                         rank 0 holds of 3 C the flat numbers {q0, k0, v0}
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
 
 def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
-    """The broadcast of all dims but the last ``tail`` (size 1 there), and what each rank holds of all operands.
+    """Returns the broadcast of all dims but the last ``tail`` (size 1 there), with the indices each rank holds of all.
 
     Raises:
         NoRuleError: some element would have no holder.
@@ -97,7 +97,7 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
 
 
 def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """The shortest runs of neighbouring dims of both shapes whose products agree."""
+    """Yields the shortest runs of neighbouring dims of both shapes with equal products."""
     i = j = 0
     while i < len(old) or j < len(new):
         left, right = list(range(i, min(i + 1, len(old)))), list(range(j, min(j + 1, len(new))))
@@ -134,7 +134,7 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
 
 
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
-    """Who holds the indices ``taken`` of a dim: by their old numbers, and by their new ones (ascending)."""
+    """Returns the Index of the indices ``taken`` of a dim, by their old and by their new numbers (ascending)."""
     held = [np.intersect1d(own, taken, assume_unique=True) for own in index.ranks]
     new = index_of([np.searchsorted(taken, own) for own in held], len(taken))
     return Index(held, index.size), new

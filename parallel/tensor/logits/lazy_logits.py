@@ -81,7 +81,7 @@ class LogitsSource(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the logits are still to be computed."""
+        """True while the logits are still to be computed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

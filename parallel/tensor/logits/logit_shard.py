@@ -23,7 +23,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """How a vocabulary lies on the tensor ranks."""
+    """Distribution of a vocabulary over the tensor ranks."""
 
     axis: TensorAxis
     widths: tuple[int, ...]
@@ -123,7 +123,7 @@ class LogitShard:
 
     @property
     def is_last(self) -> bool:
-        """Whether the vocabulary is the last dim."""
+        """True if the vocabulary is the last dim."""
         return self.dim == self.local.dim() - 1
 
     def rows(self) -> Tensor:
@@ -142,7 +142,7 @@ class LogitShard:
         return LogitShard(self.local.detach(), self.vocabulary, self.dim, self.softmax, product)
 
     def aligned(self, other: "LogitShard") -> bool:
-        """Whether both shards hold the same columns, in the same dim counted from the back."""
+        """Returns True if both shards hold the same columns, in the same dim counted from the back."""
         mine, its = self.vocabulary, other.vocabulary
         places = self.dim - self.local.dim() == other.dim - other.local.dim()
         return places and mine.widths == its.widths and mine.axis is its.axis

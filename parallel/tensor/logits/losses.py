@@ -238,7 +238,7 @@ class _Options:
 
     @property
     def understood(self) -> bool:
-        """Whether the rules below return what torch returns for these arguments."""
+        """True if the rules below return torch's result for these arguments."""
         logits, target, weight = self.input, self.target, self.weight
         return (
             isinstance(logits, LogitShard)

@@ -73,13 +73,13 @@ class ShardedLogits(Tensor):
 
     @property
     def waits(self) -> bool:
-        """Whether these logits, and those that they derive from, are still to be computed."""
+        """True while these logits, and the logits that they derive from, are still to be computed."""
         source = None if self._waiting is None else self._waiting.source
         return self._part is None and (source is None or source.waits)
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """How the vocabulary lies on the ranks."""
+        """Distribution of the vocabulary over the tensor ranks."""
         return self._held.vocabulary
 
     @property
@@ -91,12 +91,12 @@ class ShardedLogits(Tensor):
 
     @property
     def alone(self) -> bool:
-        """Whether this rank holds the full vocabulary."""
+        """True if this rank holds the full vocabulary."""
         return self.vocabulary.axis.size == 1
 
     @property
     def gathered(self) -> bool:
-        """Whether these logits have been gathered."""
+        """True if these logits have been gathered."""
         return self._full is not None
 
     def full(self, reason: str = "full") -> Tensor:
@@ -180,7 +180,7 @@ def _found(tree: Any) -> Iterator[ShardedLogits]:
 
 
 def _is_plain(logits: Any) -> bool:
-    """Whether these logits are computed and full, and so behave as the plain tensor that they wrap."""
+    """Returns True if these logits are computed and full, and so behave as the plain tensor that they wrap."""
     return isinstance(logits, ShardedLogits) and logits._part is not None and logits.alone
 
 

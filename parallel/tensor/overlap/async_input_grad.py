@@ -55,7 +55,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """How a tensor reaches the column layers that share it; ``owned`` and ``passed`` as in :func:`copy_to`."""
+    """Path of a tensor to the column layers that share it; ``owned`` and ``passed`` as in :func:`copy_to`."""
 
     axis: TensorAxis
     owned: bool
@@ -63,7 +63,7 @@ class Entrance:
     dim: int | None = None
     """The dim along which the tensor is sharded and must be gathered; None: every rank has all of it."""
     regather: bool = False
-    """Whether the gathered tensor is freed after the forward and gathered once more for the weight gradients."""
+    """True if the gathered tensor is freed after the forward and gathered once more for the weight gradients."""
 
 
 class Shared:
@@ -123,7 +123,7 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
 
 
 def has_own_weights(layer: nn.Module) -> bool:
-    """Whether the layer multiplies by its parameters as they are, and their gradients may be computed later."""
+    """Returns True if the layer multiplies by its parameters as they are, and their gradients may be computed later."""
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():
         return False  # a split backward has replaced the product, or torch.nn.utils.parametrize computes the weight
@@ -162,7 +162,7 @@ class _LateProduct:
         self._token: Tensor = _Weights.apply(token, self._work, self._weight, self._bias)  # type: ignore[no-untyped-call]
 
     def fits(self, x: Tensor) -> bool:
-        """Whether the layer still has the same parameters."""
+        """Returns True if the layer still has the same parameters."""
         parameters, weight = self.layer._parameters, self._weight
         same = parameters.get("weight") is weight and parameters.get("bias") is self._bias
         return same and weight is not None and can_multiply(x, weight)

@@ -67,7 +67,7 @@ class Pieced:
 
     @property
     def moves(self) -> Moves:
-        """Who multiplies and communicates."""
+        """Implementation that multiplies and communicates."""
         return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
     def route(self, part: Tensor) -> Route:
@@ -244,8 +244,10 @@ class SharedInPieces(Shared):
 
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Whether ``rows`` rows of a rank, with as many bytes as ``part``, are to travel while others are multiplied: in
-    more than one chunk, or tile by tile; not in fewer bits, whose blocks chunks would cut."""
+    """Returns True if ``rows`` rows of a rank, with as many bytes as ``part``, travel while others are multiplied.
+
+    They travel in more than one chunk, or tile by tile; never in fewer bits, since chunks would cut their blocks.
+    """
     if axis.wire is not None:
         return False
     size = part.numel() * part.element_size()
@@ -253,8 +255,8 @@ def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation
 
 
 def _is_fused(part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Whether kernels may communicate for a product of ``part``, or for the gradient of ``part``, whose other size
-    nobody knows here."""
+    """Returns True if kernels may communicate for a product of ``part`` or for its gradient; the product's other size
+    is unknown here."""
     if axis.measured is None or not fuses(axis) or not part.numel():
         return fuses(axis)
     width = part.shape[-1]

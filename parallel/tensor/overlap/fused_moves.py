@@ -42,12 +42,12 @@ _ALIGNED = 16
 
 
 def fuses(axis: TensorAxis) -> bool:
-    """Whether products on this axis communicate by themselves; not in a dry run, nor where results are kept."""
+    """Returns True if kernels of products on this axis communicate; not in a dry run, nor with kept results."""
     return axis.symmetric is not None and not axis.dry and axis.repeats is None
 
 
 def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> bool:
-    """Whether a product of these sizes is to communicate by itself, as far as sizes tell."""
+    """Returns True if the kernel of a product is to communicate, judged by the sizes alone."""
     row = measured_row(axis, operation, sizes, dtype)
     return fuses(axis) and (axis.measured is None or (row is not None and row.fuses))
 
@@ -55,7 +55,7 @@ def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, 
 def measured_row(
     axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype
 ) -> OverlapChoice | None:
-    """What was measured of a product of these sizes, where only what was measured to win runs in kernels."""
+    """Returns the measurement of a product of these sizes; None if the axis has no measurements, or none of it."""
     return None if axis.measured is None else axis.measured.find(operation, sizes, dtype)
 
 
@@ -139,10 +139,10 @@ def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
 def fits(
     buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int, row: OverlapChoice | None = None
 ) -> bool:
-    """Whether the kernels can multiply these rows with ``matrix`` [K, N] and send ``size`` bytes to each rank, in the
-    tile of ``row``.
+    """Returns True if the kernels can multiply these rows with ``matrix`` [K, N] and send ``size`` bytes to each rank,
+    in the tile of ``row``.
 
-    What they cannot is said once; every rank finds the same.
+    The reason against it is reported once; every rank finds the same result.
     """
     reason = _obstacle(buffer, rows_BLK, matrix, size, row)
     if reason:
@@ -166,8 +166,10 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
 
 
 def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
-    """What completes a call: on CPUs, where the kernel has ended, whether everything came. A GPU is asked once a step
-    (:meth:`Comm.check_kernels`), since the host would wait for it."""
+    """Returns the check that completes a call: on CPUs, where the kernel has ended, that all data arrived.
+
+    A GPU is checked once a step (:meth:`Comm.check_kernels`), since the host would wait for it.
+    """
     return buffer.check if is_host(device) else lambda: None
 
 

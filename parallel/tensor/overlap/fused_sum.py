@@ -41,7 +41,7 @@ _ONE_SHOT = 2
 
 
 def sums_in_kernel(layer: nn.Module, x: Tensor, axis: TensorAxis) -> bool:
-    """Whether :func:`multiply_and_sum` can take the layer's product of ``x`` [.., P]; the same on all ranks."""
+    """Returns True if :func:`multiply_and_sum` can take the layer's product of ``x`` [.., P]; the same on all ranks."""
     weight = layer._parameters.get("weight")
     if not fuses(axis) or weight is None or "multiply" in vars(layer):  # parametrized, or its backward is split
         return False
@@ -137,7 +137,7 @@ def sum_in_turns(
 
 
 def last_turn(turns: Generator[None, None, Tensor]) -> Tensor:
-    """What the launches of a rank that runs beside the others give."""
+    """Runs all launches of a rank, alternating with the other ranks, and returns their result."""
     while True:
         try:
             next(turns)

@@ -33,7 +33,7 @@ AllToAll = Callable[[list[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRoute:
-    """Which rows go where in a call, and through which memory."""
+    """Route of a call's rows: their destinations, and the memory that they travel through."""
 
     rows: ExpertRows
     buffer: SymmetricBuffer

@@ -1,6 +1,6 @@
 """Matrix products on shards: linear, matmul, addmm, einsum, grouped products, embedding.
 
-Every dim of every operand gets a letter; operands are narrowed to what each rank holds of all of them:
+Every dim of every operand gets a letter; operands are narrowed to the indices that a rank holds of all:
 
     x_BSI  w_OI  ->  y_BSO     w sharded along O   y is sharded along O                                column
                                w sharded along I   each rank has a partial sum over I                  row
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class EinsumSpec(NamedTuple):
-    """Which dims of the operands meet, by letters; letters that ``out`` lacks are summed over."""
+    """Letters of the operands' dims: equal letters meet, and a letter that ``out`` lacks is summed over."""
 
     operands: tuple[str, ...]
     out: str

@@ -64,7 +64,7 @@ def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwarg
 
 
 def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
-    written = [kwargs.get("out"), kwargs.get("inputs")]  # the latter of backward: whose .grad is written
+    written = [kwargs.get("out"), kwargs.get("inputs")]  # the latter of backward, which writes their .grad
     if args and (writes_in_place(name) or name.startswith("set ") or kwargs.get("inplace") is True):
         written.append(args[0])
     return written
