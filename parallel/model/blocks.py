@@ -1,8 +1,8 @@
 """Units and blocks of a model: the modules that are treated as black boxes.
 
-A *chain* is a ModuleList or Sequential whose children with parameters share one class, or a *hybrid* one of several
-classes; its children are *blocks*. In a hybrid chain, blocks are the children that hold modules of their own (attention
-and state-space blocks in turns), and single layers beside them are ordinary units. A *unit* is a block, or any other
+A *chain* is a ModuleList or Sequential; its children with parameters share one class, or several in a *hybrid* chain.
+Its children are *blocks*. In a hybrid chain, blocks are the children that hold modules of their own (attention
+and state-space blocks in turns), and single layers among them are ordinary units. A *unit* is a block, or any other
 outermost module with parameters. Code that runs outside units is *glue*.
 
     model ---- embed            unit
@@ -44,7 +44,7 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False) -> Uni
 
 
 def open_units(units: Units, names: Iterable[str]) -> Units:
-    """The same units with those in ``names`` replaced by their children, so that values between these are seen."""
+    """Replaces the units in ``names`` by their children, so that a trace sees the values between these."""
     opened = set(names)
     modules: dict[str, nn.Module] = {}
     blocks: list[str] = []
@@ -57,7 +57,7 @@ def open_units(units: Units, names: Iterable[str]) -> Units:
 
 
 def open_around(units: Units, names: Iterable[str]) -> Units:
-    """The same units, with those opened that hide a module of ``names``; names of no module are passed over."""
+    """Opens the units that hide a module of ``names``; ignores names of no module."""
     for name in names:
         around = _unit_around(units, name)
         while around is not None:
@@ -67,7 +67,7 @@ def open_around(units: Units, names: Iterable[str]) -> Units:
 
 
 def _unit_around(units: Units, name: str) -> str | None:
-    """The unit that has a module ``name`` with parameters inside it, or None."""
+    """Returns the unit that has a module ``name`` with parameters inside it, or None."""
     for unit, module in units.modules.items():
         if name.startswith(f"{unit}."):
             named = dict(module.named_modules(remove_duplicate=False))

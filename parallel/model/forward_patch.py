@@ -17,8 +17,8 @@ A call of a module passes its patches from outside to inside; :class:`PatchLayer
                 the module's own forward
 
 A patch changes only instance attributes or the class of a module; hooks, ``isinstance`` and the module's position in
-lists stay the user's. Patches are applied from inside to outside, so that each calls what it found in its slot, and are
-removed in the opposite order.
+lists stay the user's. Patches are applied from inside to outside, so that each calls its slot's previous content,
+and are removed in the opposite order.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ class Patch:
     module: nn.Module
     layer: PatchLayer
     note: str
-    """Its effect, for people: a predicate whose subject is the module."""
+    """Its effect, for people: a predicate with the module as its subject."""
     undo: Callable[[], None]
 
 
@@ -215,7 +215,7 @@ class Interception:
     eagerly around that answer, since they are part of the compiled code."""
 
     def install(self, unit: str, module: nn.Module, note: str) -> None:
-        """Pass the calls of ``module``, whose name is ``unit``, to the handler."""
+        """Passes the calls of ``module``, named ``unit``, to the handler."""
         compiled = getattr(module, _COMPILED, None)
         own: Callable[..., Any] = getattr(module, _FORWARD if compiled is None else _COMPILED)
 

@@ -18,7 +18,7 @@ _LISTED = 8
 
 
 def is_inside(name: str, module: str) -> bool:
-    """True if ``name`` is ``module`` or inside it; everything is inside the model itself, whose name is empty."""
+    """True if ``name`` is ``module`` or inside it; everything is inside the model itself, with the empty name."""
     return not module or name == module or name.startswith(f"{module}.")
 
 

@@ -21,7 +21,7 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 
 
 class PlaceholderPool:
-    """Placeholders of one device; those of equal shape and dtype share their element."""
+    """Placeholders of one device; placeholders of equal shape and dtype share their element."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,7 +36,7 @@ class PlaceholderPool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """True for torch's own tensors, with or without content; False for classes that change what operations do."""
+    """True for torch's own tensors, with or without content; False for classes that change operations."""
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 

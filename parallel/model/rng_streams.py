@@ -131,7 +131,7 @@ class RandomStreams:
                 self._now = None
 
     def draw_again(self) -> None:
-        """Let a block that begins to run again in backward draw on the host what its forward has drawn."""
+        """Seeds the host's generators for a block that runs again in backward, so that it repeats its forward's draws."""
         self._host.again(_entry_seed())
 
     def end_backward(self) -> None:
@@ -278,7 +278,7 @@ class HostDraws:
         self._drawn = False
         """Some forward of the model has drawn."""
         self._modes: set[bool] = set()
-        """Modes, training or not, whose first forward has run."""
+        """Modes, training or not, with a first forward that has run."""
         self._step: tuple[int, ...] = ()
         self._watched: HostState | None = None
         """State that a forward leaves where it draws nothing; None: nobody watches."""
@@ -351,7 +351,7 @@ class HostDraws:
 
 @contextmanager
 def highest_draws() -> Iterator[None]:
-    """Context whose draws are the highest possible numbers, with which a block leaves out nothing that it draws for."""
+    """Makes all draws inside the highest possible numbers, so that a block skips no random branch."""
     before = HostState.take()
     host_extreme(True).put()
     try:
@@ -361,7 +361,7 @@ def highest_draws() -> Iterator[None]:
 
 
 def host_extreme(highest: bool) -> HostState:
-    """A state whose next draws are the lowest possible numbers, or the highest, and then ordinary ones.
+    """Returns a state with the lowest or highest possible numbers as its next draws, and then ordinary ones.
 
     Both generators are Mersenne Twisters, which give out the words of their state, tempered. Not all words are
     extreme, since code that draws until a number suits it would never end.

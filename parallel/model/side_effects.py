@@ -143,7 +143,7 @@ class AttributeState:
         return one is other or self._idle.issuperset(_changed(one, other))
 
     def settle(self, one: State, other: State) -> None:
-        """Ignore numbers and strings that differ between two readings whose forwards were equal.
+        """Ignores numbers and strings that differ between two readings with equal forwards.
 
         A bool is never ignored: its few values soon repeat, so it cannot make every step look new.
         """
@@ -168,7 +168,7 @@ class AttributeState:
 
 
 def _is_ours(value: object) -> bool:
-    """True for what the engine puts on modules, whose changes turn no forward another way."""
+    """Returns True for objects of the engine on modules; their changes alter no forward."""
     return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 

@@ -1,7 +1,7 @@
 """Distinguishes mistakes of this package from errors of the user's model, which meet in one call stack.
 
 A plan falls back if the user's model fails: a block whose copy does not run in isolation, a trace that fails. The
-``except`` around that model must let a mistake of this package through, so that it is reported.
+``except`` around that model must re-raise a mistake of this package, so that it is reported.
 """
 
 import os

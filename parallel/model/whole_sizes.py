@@ -7,7 +7,7 @@
     user's own loop, libraries that count parameters
 
 Only Python's own answers change (``shape``, ``size``, ``numel``, ``len``). The memory, every operator and
-``parameter.data`` are those of the part.
+``parameter.data`` belong to the part.
 """
 
 import sys
@@ -27,7 +27,7 @@ _COMPUTES_WITH_PARTS = frozenset({"engine", "torch"})
 
 
 class RunningModules:
-    """Modules whose code computes with parts of parameters and whose forward runs; one object a model."""
+    """Running modules that compute with parts of parameters; one object a model."""
 
     def __init__(self) -> None:
         self._running = 0
@@ -104,7 +104,7 @@ class WholeSizes(_Before):
 class PartParameter(WholeSizes, nn.Parameter):
     """A parameter of which this rank holds a part."""
 
-    # operations are those of any tensor
+    # operations run as on any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
@@ -125,7 +125,7 @@ def answer_part(parameter: nn.Parameter) -> None:
 
 @contextmanager
 def sizes_of_parts(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Context of code that reads and writes the values of parts, as those of any tensor."""
+    """Lets code read and write the values of parts, as of any tensor."""
     running = {id(p._running_modules): p._running_modules for p in parameters if isinstance(p, WholeSizes)}
     with ExitStack() as stack:
         for modules in running.values():

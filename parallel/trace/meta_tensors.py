@@ -1,7 +1,7 @@
 """Meta tensors that take the place of values while a model is traced.
 
 stand-in     the tensor that user code holds for a value: expanded, on the run device, without memory
-twin         the meta tensor behind it, on which operations really run, so that shapes, strides, ``requires_grad`` and
+twin         its meta tensor, on which operations really run, so that shapes, strides, ``requires_grad`` and
              shared memory are torch's own; free tensors and parameters get one when an operation mixes them with a
              value. Meta tensors rather than FakeTensors, since user code must not notice that it is traced.
 autocast     decides by the device of its arguments and ignores meta tensors; so an operation runs once more on
@@ -82,7 +82,7 @@ class MetaTwins:
         """Result of the operation on twins.
 
         Raises:
-            NeedsContentError: it does not run on meta tensors; says what torch, or a Function of the user, raised.
+            NeedsContentError: it does not run on meta tensors; names the error of torch or of the user's Function.
         """
         name = operation.name
         if name == "cpu" or name in ACCELERATORS:
@@ -171,7 +171,7 @@ class MetaTwins:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Number of the memory that the tensor lies in; that of a sparse one belongs to it alone."""
+    """Returns the number of the tensor's memory; a sparse tensor's number belongs to it alone."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else -id(tensor)
 
 
@@ -235,7 +235,7 @@ def is_trained_leaf(tensor: Tensor) -> bool:
 
 
 def depending(made: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """``made``, as a function of those ``inputs`` that require a gradient, for who follows the graph."""
+    """Returns ``made`` as a function of the ``inputs`` that require a gradient, for readers of the graph."""
     graded = [tensor for tensor in inputs if tensor.requires_grad]
     if not (graded and torch.is_grad_enabled() and (made.is_floating_point() or made.is_complex())):
         return made

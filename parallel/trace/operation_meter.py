@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 META = torch.device("meta")
 
 _KNOWN = frozenset(("aten", "prims", "profiler", "c10d", "_c10d_functional"))
-"""Namespaces whose random operations are tagged; operations of others count as random."""
+"""Namespaces with tagged random operations; operations of others count as random."""
 _DECLARED = frozenset(("aten", "prims", "trine"))
-"""Namespaces whose schemas say truly what an operation shares and writes."""
+"""Namespaces with schemas that declare truly the memory an operation shares and writes."""
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
@@ -66,7 +66,7 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and what would hide the mode from Dynamo runs at each operation
+        return False  # nothing is compiled here, and hiding the mode from Dynamo costs time at each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -30,14 +30,14 @@ _PLAIN = int | float | complex | bool | str | bytes | None | torch.dtype | torch
 
 @dataclass
 class OpenCall:
-    """A call that is running, and what it has read so far."""
+    """Running call, and the values it has read so far."""
 
     index: int
     unit: str
     inputs: list[int]
     parameters: set[str]
     rewritten: set[int] = field(default_factory=set)
-    """Ids of outer values whose memory the call has written."""
+    """Ids of outer values if the call has written their memory."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class UncutPath(NamedTuple):
     """Something that code between units does, and that only a model on one stage can do."""
 
     sentence: str
-    """Why stages cannot do it, and what to do."""
+    """The reason that stages cannot run it, and the remedy."""
     what: str
-    """What it does, and why a forward on shapes shows one path of several: a part of a sentence."""
+    """Its effect, and the reason that a forward on shapes shows one path of several: a part of a sentence."""
 
 
 class UncutPathError(PlanError):
-    """The trace of a model that one stage can run, and several cannot; with what was traced, if that came to an end."""
+    """Error of a model that one stage can run and several cannot; carries the trace if it was completed."""
 
     def __init__(self, path: UncutPath, trace: ModelTrace | None = None) -> None:
         super().__init__(path.sentence)

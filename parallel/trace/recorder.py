@@ -5,8 +5,8 @@ knows where every tensor comes from.
 
                         touches a value or parameter?
     operation  --- no ------------------------------->  runs for real: free
-               --- yes, in a call ------------------->  runs on twins; the call depends on what it reads
-               --- yes, between calls --------------->  runs on twins; becomes Glue, what it makes become Values
+               --- yes, in a call ------------------->  runs on twins; the call depends on its reads
+               --- yes, between calls --------------->  runs on twins; becomes Glue, its results become Values
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia
 
 
 class Recorder(TorchFunctionMode):
-    """Fills ``calls``, ``glue`` and ``provenance`` while the program runs under it; notes what cannot be cut."""
+    """Recorder that fills ``calls``, ``glue`` and ``provenance`` while the program runs; notes obstacles to a cut."""
 
     def __init__(
         self,
@@ -269,9 +269,7 @@ class Recorder(TorchFunctionMode):
             problems.append(UncutPath(f"{what}, {stages}", f"{what}, which a forward on shapes does not have"))
         if operation.differentiates:
             what = f"{place} differentiates ({name}) between units"
-            stages = (
-                "where the graph lies on several stages; leave the backward to the engine, or move it into a block."
-            )
+            stages = "where the graph spans several stages; leave the backward to the engine, or move it into a block."
             problems.append(UncutPath(f"{what}, {stages}", f"{what}, which a forward on shapes does not follow"))
         updated = self._updated(operation)
         if name == "set data" or (updated and self.provenance.depends_on_calls(source.inputs)):
@@ -282,7 +280,7 @@ class Recorder(TorchFunctionMode):
             )
 
     def _updated(self, operation: Operation) -> frozenset[str]:
-        """Parameters whose memory the operation writes."""
+        """Returns the names of the parameters that share memory with a tensor the operation writes."""
         return self.provenance.names_among(t for target in operation.written for t in self._twins.sharing(target))
 
     def _run_on_twins(self, operation: Operation) -> tuple[Any, bool]:
@@ -365,7 +363,7 @@ class Recorder(TorchFunctionMode):
         return self._sample(leaf)
 
     def _written_arguments(self, leaves: list[Any], call: OpenCall, source: ValueSource) -> tuple[tuple[int, int], ...]:
-        """A new value for each argument whose memory the call wrote."""
+        """Makes a new value for each argument if the call wrote its memory."""
         written = []
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and self.provenance.inside.get(id(leaf)) is call:
@@ -397,7 +395,7 @@ def _unwrapped(tensor: Tensor) -> Tensor:
 
 
 def _refuse_transform(what: str, error: Exception | None = None) -> None:
-    """Refuse ``what`` inside a transform of torch.func, whose tensors have no memory that a trace could follow.
+    """Refuses ``what`` inside a transform of torch.func; its tensors have no memory that a trace could follow.
 
     Raises:
         PlanError: a transform runs.
@@ -405,6 +403,6 @@ def _refuse_transform(what: str, error: Exception | None = None) -> None:
     if inside_transform():
         raise PlanError(
             f"{user_place()} runs {what} inside a transform of torch.func (vmap, grad, vjp, jvp, jacrev), which the "
-            "trace of the forward cannot follow, and parallel.tensor and parallel.pipeline need one; write it with "
+            "trace of the forward cannot follow, and parallel.tensor and parallel.pipeline need it; write it with "
             "torch.autograd.grad inside of a block, or use data ranks alone, with any ZeRO stage."
         ) from error

@@ -41,7 +41,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         return [map_leaves(function, item) for item in tree]
     if kind is dict:
         return {key: map_leaves(function, item) for key, item in tree.items()}
-    if isinstance(tree, tuple) and hasattr(kind, "_fields"):  # whose class may check what it holds (PackedSequence)
+    if isinstance(tree, tuple) and hasattr(kind, "_fields"):  # its class may check its content (PackedSequence)
         return tuple.__new__(kind, [map_leaves(function, item) for item in tree])
     return tree_map(function, tree)
 
@@ -126,7 +126,7 @@ class WrapperTensor(torch.Tensor):
 
 
 def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
-    """Class of the first wrapper among the arguments, including those in lists and dicts."""
+    """Returns the class of the first wrapper among the arguments, including wrappers in lists and dicts."""
     values = [*args, *(kwargs or {}).values()]
     while values:
         value = values.pop()
@@ -231,7 +231,7 @@ class Operation:
 
     @cached_property
     def written(self) -> list[Tensor]:
-        """Tensors whose memory it writes."""
+        """Tensors that it writes."""
         out = self.kwargs.get("out")
         if out is not None:
             return [leaf for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]
@@ -242,7 +242,7 @@ class Operation:
 
     @cached_property
     def statistics(self) -> list[Tensor]:
-        """Running mean and variance that a normalisation in training mode updates, beside its result."""
+        """Running mean and variance that a normalisation in training mode updates besides its result."""
         flag = _KEEPS_STATISTICS.get(self.function)
         if flag is None:
             return []

@@ -1,8 +1,8 @@
 """Groups of a block's parameters that are sharded together, and the rows of each that a rank needs.
 
 A product R sums over the width of its input x. Rank r can compute its share from a slice of x alone, and needs only
-those rows of earlier weights that the slice depends on. Backward from a random gradient on the slice shows which: rows
-whose gradient is exactly zero are not needed.
+the rows of earlier weights that the slice depends on. Backward from a random gradient on the slice finds them: rows
+with a gradient of exactly zero are not needed.
 
                                      q k v        q k v        rank 0 has x[0:4]: rows 0:4 of each third
     c_attn ── attention ── x ── R    # . # . # .               rank 1 has x[4:8]: rows 4:8
@@ -11,8 +11,8 @@ whose gradient is exactly zero are not needed.
 If the ranks need different rows that together are all of them, R is a row layer and the weights before it are its
 columns. Heads and module classes need not be known; rows keep their order, as the code expects.
 
-Other products with the very input of R are row layers too. An adapter is such a pair of thin products beside a layer:
-beside a column layer its first is whole and its second a column, beside a row layer its first is a row and its second
+Other products with the very input of R are row layers too. An adapter is a pair of thin products parallel to a layer:
+for a column layer, the first is whole and the second a column; for a row layer, the first is a row and the second
 whole.
 
     x ─┬─ W ─────── + ── y sharded        x sharded ─┬─ W ── sum ────── + ── y
@@ -65,7 +65,7 @@ class SharedInput(NamedTuple):
 
 
 class NeededRows:
-    """Backward passes from parts of inputs; what one has shown is kept.
+    """Backward passes from parts of inputs; results are cached.
 
     ``parameters``: of the block, by name; ``seed``: of the random numbers.
     """
@@ -181,16 +181,16 @@ class CoupledParameters:
     """A row layer and the parameters that are sharded with it."""
 
     row: str
-    """The parameter whose product is summed over the ranks."""
+    """The parameter of the product that is summed over the ranks."""
     columns: tuple[str, ...]
-    """The parameters whose products give the row layer's input."""
+    """The parameters of the products that compute the row layer's input."""
     cuts: Mapping[str, ParameterCut]
     """The sharding of every parameter of the group; a column that all ranks need in full has one range with all
     holders."""
     partial: tuple[str, ...]
     """Replicated parameters used between columns and row: each rank has a partial gradient of them."""
     beside: tuple[str, ...] = ()
-    """Parameters whose products have the row layer's very input, and are summed as well."""
+    """Parameters of other products with the row layer's very input, summed as well."""
     factors: tuple[str, ...] = ()
     """Sharded parameters that reach a product through its weight alone."""
 
@@ -262,7 +262,7 @@ class GradientSparsity:
         return any(self._group(row, tp, set(self._others)) is not None for row in rows)
 
     def try_sizes(self, sizes: Sequence[int]) -> None:
-        """Try the largest numbers of ranks first, since those that divide them follow from what they need."""
+        """Tries the largest numbers of ranks first, since their results cover all divisors."""
         for size in sorted(sizes, reverse=True):
             self.groups(size)
 
@@ -311,7 +311,7 @@ class GradientSparsity:
         return CoupledParameters(row, tuple(columns), cuts, (), tuple(rows[1:]), factors)
 
     def _inside_weights(self, weights: Collection[str]) -> list[str]:
-        """The parameters that reach products with ``weights`` through what was added to these."""
+        """Returns the parameters that reach products with ``weights`` through a sum with these weights."""
         made = [p.made for p in self.products if p.weight in weights and p.made is not None]
         return list(self._rows.reaching(made)) if made else []
 
@@ -324,7 +324,7 @@ class GradientSparsity:
         return dict(self._cuts(row, self._rows.of_ranks(f"weight of {row}", inputs, tp), taken))
 
     def _same_input(self, products: Sequence[MatmulRecord]) -> list[str]:
-        """The parameters whose products have the very inputs of ``products``: they need the same rows."""
+        """Returns the parameters of products with the very inputs of ``products``: they need the same rows."""
         inputs = [_elements(product) for product in products]
         mine: dict[str, list[object]] = {}
         for product in self.products:
@@ -333,8 +333,8 @@ class GradientSparsity:
         return [weight for weight, found in mine.items() if found == inputs]
 
     def _used_whole(self, rows: Sequence[str], columns: Sequence[str], taken: Collection[str]) -> list[str]:
-        """Products beside the columns that reach the row layer on a way of their own: multi-query keys and values, of
-        which every rank needs all rows. The first product of an adapter reaches it through a column alone."""
+        """Returns other products that reach the row layer without passing the columns: multi-query keys and values;
+        every rank needs all their rows. The first product of an adapter reaches it through a column alone."""
         inputs = {id(p.x) for p in self.products if p.weight in columns}
         others = dict.fromkeys(p.weight for p in self.products if id(p.x) in inputs)
         found = [name for name in others if not (name in columns or name in taken or name in rows)]
@@ -431,7 +431,7 @@ def _is_peft(weight: str, columns: Sequence[str]) -> bool:
 
 
 def _elements(product: MatmulRecord) -> object:
-    """The same for inputs that are views of the same elements, whose rows of a sum are the same ones."""
+    """Returns a key that is equal for inputs that are views of the same elements with the same summed rows."""
     x, dim = product.x, product.x_dim
     base = x if x._base is None else x._base
     return id(base), x.storage_offset(), x.numel(), x.shape[dim], x.stride(dim), x.is_contiguous()

@@ -4,8 +4,8 @@ Compared are the outputs and the input gradients of every rank, and every parame
 that the ranks hold: rows with several holders and partial gradients are summed, as in training.
 
 The arithmetic is float64, so that the rule can be exact: a value is right if its error is at most TOLERANCE times the
-largest value of its tensor. A tensor whose values are all below ZERO times the largest gradient of the block (the
-gradient of a key's bias) counts as zero, and must be so on both sides.
+largest value of its tensor. A tensor with all values below ZERO times the largest gradient of the block (the
+gradient of a key's bias) counts as zero, and must be zero on both sides.
 
 :class:`Exact` keeps the block in float64 and switches dropout off. Norms and softmax of many models convert to fp32
 themselves, and a proof in float64 would then see their rounding.
@@ -57,7 +57,7 @@ class BlockResult:
     inputs: tuple[Tensor | None, ...]
     """Gradients of the inputs that require one."""
     parameters: Mapping[str, tuple[Tensor | None, ...]]
-    """Gradients of parameters; those of a low-rank weight are two products with vectors."""
+    """Gradients of parameters; a low-rank weight has two products with vectors instead."""
     evaluated: tuple[Tensor, ...] = ()
     """Outputs in eval mode, which may run other code."""
 
@@ -96,7 +96,7 @@ class BlockReference:
         ``watch``: called with the block of every rank before it runs.
         """
         verdict = Verdict()
-        # the example is the longest: what is wrong shows sooner in what comes after it
+        # the example is the longest: an error shows sooner in the shorter ones after it
         for given, truth in reversed([*zip(self.givens, self._outcomes, strict=True)]):
             verdict = self._prove(plan, tp, (given, truth), watch)
             if not verdict.holds:
@@ -153,11 +153,11 @@ def exactly() -> Iterator[None]:
 
 @contextmanager
 def _freeing_cycles() -> Iterator[None]:
-    """At the end, frees what was made inside: copies of blocks and their patches refer to each other, and hold all
-    activations where a rank has raised."""
+    """Frees at the end everything made inside: copies of blocks and their patches refer to each other, and keep all
+    activations alive if a rank has raised."""
     collecting = gc.isenabled()
     gc.collect(0)
-    gc.disable()  # so all of it is of the youngest generation, whose collection is cheap
+    gc.disable()  # so all of it is of the youngest generation, cheap to collect
     try:
         yield
     finally:
@@ -307,9 +307,9 @@ def _assembled(
 
 
 def _wrong(mine: Tensor | None, whole: Tensor | None, largest: float) -> str:
-    """A clause that says what is wrong with a value, or "". ``largest``: over all gradients of the block."""
+    """Returns a clause that describes the error of a value, or "". ``largest``: over all gradients of the block."""
     if mine is None or whole is None:
-        return "" if mine is None and whole is None else "is missing" if mine is None else "should not be there"
+        return "" if mine is None and whole is None else "is missing" if mine is None else "is unexpected"
     if mine.shape != whole.shape:
         return f"has the shape {list(mine.shape)}, not {list(whole.shape)}"
     if not whole.numel():
@@ -319,7 +319,7 @@ def _wrong(mine: Tensor | None, whole: Tensor | None, largest: float) -> str:
     finite = bool(torch.isfinite(mine).all()) or not bool(torch.isfinite(whole).all())
     if finite and (error <= allowed or (top <= ZERO * largest and _top(mine) <= ZERO * largest)):
         return ""
-    return f"is off by {error:.1e} where its largest is {top:.1e}"
+    return f"is off by {error:.1e}; its largest value is {top:.1e}"
 
 
 def _top(tensor: Tensor) -> float:

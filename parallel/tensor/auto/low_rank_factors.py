@@ -3,7 +3,7 @@
     W[o, i]    = sum over terms and z of left[o, 1, z] right[1, i, z]
     W[e, o, i] = sum over terms and z of left[e, o, 1, z] right[1, 1, i, z], or left[1, o, 1, z] right[e, 1, i, z]
 
-    view        a view of the factors, if every dim of the result lies in the same factors as before
+    view        a view of the factors, if every dim of the result is in the same factors as before
     product     x @ right, then @ left: no tensor of the weight's size exists
     the rest    :meth:`Factors.full`, the weight with all of its numbers
 
@@ -164,7 +164,7 @@ class Factors:
         """The sum with ``left`` [.., O, Z] ``right`` [.., Z, I], as one more term.
 
         Raises:
-            NoRuleError: the dims are not those of a matrix [O, I] or a stack [E, O, I].
+            NoRuleError: the dims form no matrix [O, I] or stack [E, O, I].
         """
         if self.kinds[-2:] != LEFT + RIGHT or len(self.kinds) > 3:
             raise NoRuleError("a product of other dims")
@@ -225,11 +225,11 @@ class Factors:
         return self.kinds[0] in (self.kinds[dim], BOTH)
 
     def embedding(self, ids: Tensor) -> Tensor:
-        """The rows of W [V, H] at ``ids``."""
+        """Returns the rows of W [V, H] at ``ids``."""
         return _total(functional.embedding(ids, outer_VZ) @ inner_HZ.mT for inner_HZ, outer_VZ in self.between(1, 0))
 
     def einsum(self, x: Tensor, letters: tuple[str, str], out: str) -> Tensor:
-        """The product of x with W, whose dims have ``letters``.
+        """Returns the product of x with W; ``letters`` name the dims of both.
 
         Raises:
             NoRuleError: a letter stands twice in one operand.

@@ -74,7 +74,7 @@ _NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm
 
 
 class MatmulTrace(TorchFunctionMode):
-    """Records the products of ``block``. ``cut_off``: parameters whose products are detached."""
+    """Recorder of the products of ``block``. ``cut_off``: parameters with detached products."""
 
     def __init__(self, block: nn.Module, cut_off: Collection[str] = ()) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Search for the styles of a block: for each group of parameters the cheapest strategy that passes the proof.
 
     at once      all groups with plain tensors
-    by module    each group in the module around it, and then the block with what was found
+    by module    each group in the module around it, and then the block with the strategies found
     one by one   each group in the block, together with the decided groups
 
 The first of them to pass the proof of the whole block decides.
@@ -118,10 +118,10 @@ class Search:
         return [decided[group.row] for group in groups] if right else []
 
     def _one_by_one(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """A strategy for each group, proven together with those chosen before it.
+        """Chooses a strategy for each group, proven together with the strategies chosen before it.
 
         Groups without a right strategy are tried once more together with all others: code between groups may reject a
-        sharded input beside a replicated one.
+        sharded input together with a replicated one.
         """
         styles: dict[str, str] = {}
         decided: dict[str, Decided] = {}
@@ -216,7 +216,7 @@ def _note(way: ShardingStrategy, first: str, verdict: Verdict) -> str:
         return f"plain tensors{gathers}"
     if way.how == "local+":
         return gathers
-    return f"plain tensors: {first or 'the weight is not that of a linear layer'}{gathers}"
+    return f"plain tensors: {first or 'the weight belongs to no linear layer'}{gathers}"
 
 
 _CONFIG = "config."
@@ -232,7 +232,7 @@ class AttributeReads:
         self._watching = False
 
     def watch(self, block: nn.Module) -> None:
-        """Note what is read of a block that nobody else uses: its modules get classes that tell it."""
+        """Records the attributes read of a private copy of a block: its modules get classes that report reads."""
         if not self._watching:
             self._watching = True
             self.seen.clear()
@@ -314,7 +314,7 @@ def reference_inside(truth: BlockReference, path: str) -> BlockReference | None:
         return BlockReference(module, [call.given], call.used) if call.used else None
     except WholeWeightError:
         raise
-    except Exception as error:  # what code gives its modules may be anything
+    except Exception as error:  # code may pass anything to its modules
         if is_own_mistake(error):
             raise
         return None
@@ -351,7 +351,7 @@ def _watching(module: nn.Module) -> Iterator[_Observed]:
         call.given = pytree.tree_map(_copied, (args, dict(kwargs)))
 
     def after(_: nn.Module, args: Any, out: Any) -> Any:
-        seen = pytree.tree_map(_named, out)  # what the module itself does with an output is no use of it
+        seen = pytree.tree_map(_named, out)  # the module's own use of an output does not count
         call.outputs = pytree.tree_leaves(seen)
         return seen
 
@@ -367,7 +367,7 @@ def _copied(leaf: Any) -> Any:
     """An argument with content of its own; no leaf of the graph, so that the block may write into it.
 
     Raises:
-        ValueError: it is a parameter, whose gradient would be missed.
+        ValueError: it is a parameter; its gradient would be missed.
     """
     if not isinstance(leaf, Tensor):
         return copy.deepcopy(leaf)

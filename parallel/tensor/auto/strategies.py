@@ -5,8 +5,8 @@ local     plain tensors; linear layers with f and g. Enough for code that says v
 local+    the same, with some of the whole numbers that the code reads divided by the number of ranks
 view      the parameters are global tensors and show their full shape; slower in Python, right for any use of widths
 
-They are listed cheapest first. Embeddings and heads are sharded by vocabulary: those that belong together by a tie or
-by their number of rows, or without a head the embedding with the most rows. Other embeddings (positions, token types)
+They are listed cheapest first. Embeddings and heads are sharded by vocabulary if a tie or their number of rows
+connects them; without a head, the embedding with the most rows is. Other embeddings (positions, token types)
 are small; replicated, they need no sum.
 """
 

@@ -48,7 +48,7 @@ class SequenceError(PlanError):
 
 
 def full(x: GlobalTensor, reason: str) -> Tensor:
-    """All-gathers ``x`` into a plain tensor on every tensor rank; records ``reason``."""
+    """Gathers ``x`` into a plain tensor on every tensor rank; records ``reason``."""
     context = x.views
     context.note_gather(reason)
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]

@@ -1,7 +1,7 @@
-"""This rank's shard of logits whose vocabulary is sharded over the axis "tp", and the operands that meet it.
+"""Shard of logits with a vocabulary sharded over the axis "tp", and the operands that meet it.
 
-    LogitShard       what the rules for functions work on. Of lazy logits it holds the hidden states and the head that
-                     makes logits of them; functions that change shapes then change the hidden states
+    LogitShard       operand of the rules for functions. For lazy logits it holds the hidden states and the head that
+                     computes the logits; functions that change shapes then change the hidden states
     cut_operand      a bias [V] is narrowed to this rank's columns; its gradient is gathered
     share_operand    a temperature [], [1] or [B, S, 1] is the same for all columns; its gradient is summed
 
@@ -87,10 +87,10 @@ class LateProduct:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitShard:
-    """A tensor whose dim ``dim`` is the vocabulary, of which this rank holds ``local``."""
+    """Tensor with the vocabulary as its dim ``dim``; this rank holds the shard ``local``."""
 
     local: Tensor
-    """This rank's shard; with a ``product`` the hidden states, whose width stands where the vocabulary will be."""
+    """This rank's shard; with a ``product`` the hidden states, with their width in place of the vocabulary."""
     vocabulary: Vocabulary
     dim: int
     """The dim of the vocabulary, counted from the front."""

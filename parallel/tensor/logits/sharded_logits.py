@@ -32,7 +32,7 @@ from engine.parallel.trace.torch_function import METADATA, function_name, writes
 
 
 class ShardedLogits(Tensor):
-    """A tensor whose vocabulary dim is sharded: this rank holds ``part``.
+    """Tensor with a sharded vocabulary dim: this rank holds ``part``.
 
     Raises:
         EngineError: a function writes into it in place, or registers a hook on it.

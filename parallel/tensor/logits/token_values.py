@@ -1,4 +1,4 @@
-"""Values of each token that losses and metrics of policies are made of, from logits whose vocabulary may be sharded.
+"""Values of each token for losses and metrics of policies, from logits with a vocabulary that may be sharded.
 
 Shape suffixes: B rows, S tokens, V the vocabulary.
 """

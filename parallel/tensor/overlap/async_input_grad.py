@@ -1,7 +1,7 @@
 """The all-reduce of an input gradient, overlapped with weight gradients (Megatron-LM: async_grad_allreduce).
 
 The gradient of x is complete when the last layer that shares x has added to it, and must be summed over the tensor
-ranks before it leaves the region. The weight gradients of those layers need no sum, so they are computed while it is in
+ranks before it leaves the region. The weight gradients of these layers need no sum, so they are computed while it is in
 flight:
 
     forward    x ── arrive ── f ──┬── query            token of query ──┐
@@ -13,8 +13,8 @@ Of the nodes that are ready, autograd runs the one that was created last. The fo
 tokens, f, products, and so backward runs in the order above. Each node's gradients are passed on at once, so that only
 one dW exists at a time.
 
-This is for devices on which collectives run beside compute (``TensorAxis.overlap``), and for tensors whose sum takes
-longer than launching a few more nodes. x and every dy live until their dW is done; nothing else is kept.
+It serves devices that overlap collectives with compute (``TensorAxis.overlap``), and tensors with a sum that takes
+longer than launching a few more nodes. x and every dy live until their dW is done; nothing else is retained.
 
 With ``Entrance.regather`` the forward keeps only this rank's shard of x, and the gathered x is freed after the forward.
 Backward gathers it once more, for all layers that share it, while the input gradients, which do not need it, are
@@ -228,7 +228,7 @@ class _Work:
         return True  # without the node, backward asks for no gradient of the parameters
 
     def take(self, node: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of weight and bias, which are computed now; None for a weight whose main gradient has it."""
+        """Computes the gradients of weight and bias; None for a weight if its main gradient already contains it."""
         wanted, self._wanted = self._wanted, None
         if wanted is None:
             return None, None

@@ -7,11 +7,11 @@ A chunk is the same slice of every rank's rows, so its product has rows of all r
 
     rank 0  a0 a1 | rank 1  b0 b1      chunk 0: a0 b0      chunk 1: a1 b1      result: a0 a1 b0 b1
 
-One chunk is the plain form: gather, multiply; multiply, scatter. It is used where collectives do not run beside compute
-or the tensor is small (:func:`choose_pieces`, ``TensorAxis.overlap``). The weight gradient is computed while the last
-sum of the input gradient is in flight, from the gathered input, which is kept, or with ``regather`` gathered once more
-beside the input gradient (T times less memory, one more all-gather). Results equal those of one chunk up to rounding: a
-BLAS may add in another order.
+One chunk is the plain form: gather, multiply; multiply, scatter. It is used if collectives do not overlap compute, or
+the tensor is small (:func:`choose_pieces`, ``TensorAxis.overlap``). The weight gradient is computed while the last
+sum of the input gradient is in flight, from the gathered input, which is saved or, with ``regather``, gathered again
+next to the input gradient (T times less memory, one more all-gather). Results equal those of one chunk up to rounding:
+a BLAS may add in another order.
 
 In a region the first column layer gathers its input this way, and the others share the gathered rows
 (:class:`SharedInPieces`); the row layer scatters its product (:func:`scatter_product`).
@@ -53,7 +53,7 @@ MOST_PIECES = 4
 
 @dataclass(frozen=True, slots=True)
 class Pieced:
-    """The settings of a product whose rows travel; ``label``: of its collectives, "column inputs" or "row outputs"."""
+    """Settings of a product that sends rows; ``label``: of its collectives, "column inputs" or "row outputs"."""
 
     axis: TensorAxis
     label: str
@@ -129,7 +129,7 @@ def _check_pieces(part: Tensor, pieced: Pieced) -> None:
     rows, pieces = part.shape[-2], pieced.pieces or 1
     if rows % pieces:
         raise EngineError(
-            f"the {rows} rows of a tensor rank are to travel in {pieces} pieces, but {pieces} does not divide {rows}; "
+            f"{pieces} pieces were requested of the {rows} rows of a tensor rank, but {pieces} does not divide {rows}; "
             f"choose a number of pieces that divides {rows}, or leave it out."
         )
 

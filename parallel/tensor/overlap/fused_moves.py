@@ -1,9 +1,9 @@
-"""Products whose rows travel inside the kernel that multiplies them: a tile is multiplied when its rows have come, and
+"""Products that send rows inside the kernel: a tile is multiplied when its rows have arrived, and
 sent when it is done (``kernels/gpu/overlap``). Where that was measured to be faster, copies carry the rows to a kernel
 that waits for them (:mod:`~engine.parallel.tensor.overlap.fused_moves`).
 
-What does not fit the kernel or the memory of the axis goes by collectives, which every rank decides alike, from shapes
-and dtypes. Bytes and calls are counted as those of the collectives that the kernels replace.
+A product that does not fit the kernel or the memory of the axis runs with collectives. Every rank decides equally, from
+shapes and dtypes. Bytes and calls are counted as if the replaced collectives had run.
 
 Shape suffixes: B sequences of L rows each that a rank holds, W ranks, K the dim that is summed over, N columns.
 
@@ -146,7 +146,7 @@ def fits(
     """
     reason = _obstacle(buffer, rows_BLK, matrix, size, row)
     if reason:
-        buffer.say_once(f"{tuple(rows_BLK.shape)} x {tuple(matrix.shape)} goes by collectives: {reason}")
+        buffer.say_once(f"the product {tuple(rows_BLK.shape)} x {tuple(matrix.shape)} runs with collectives: {reason}")
     return not reason
 
 
@@ -161,7 +161,7 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
     if any(width * matrix.element_size() % _ALIGNED for width in (depth, matrix.shape[1])):
         return f"its rows are no multiple of {_ALIGNED} bytes"
     if not buffer.fits(size, signals_of(sequences, rows, matrix.shape[1], tile_for(row, matrix.dtype))):
-        return f"a rank would send {size} bytes to each other; raise parallel.overlap_buffer_bytes"
+        return f"a rank would send {size} bytes to every other rank; raise parallel.overlap_buffer_bytes"
     return ""
 
 
@@ -224,6 +224,6 @@ def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call:
 
 
 def rows_of_a_copy(part_BLK: Tensor, tile_rows: int) -> int:
-    """The fewest rows, a multiple of those of a tile, that have ``COPIED_BYTES``."""
+    """Returns the fewest rows, a multiple of a tile's rows, that have ``COPIED_BYTES``."""
     tile_bytes = tile_rows * part_BLK.shape[-1] * part_BLK.element_size()
     return tile_rows * -(-COPIED_BYTES // tile_bytes)

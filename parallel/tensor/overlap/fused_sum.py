@@ -1,10 +1,10 @@
-"""A row layer's product whose sum over the ranks is made inside its kernels (without sequence parallelism).
+"""Product of a row layer that sums over the ranks inside its kernels (without sequence parallelism).
 
     one-shot    product to all ranks │ sum                      two ranks: each sends what a ring would
     two-shot    product of each part to its owner │ sum │ to all ranks │ collect
     by switch   product stays │ the switch sums, and sends to all ranks │ collect      where GPUs have such (multicast)
 
-The choice is made from the number of ranks, so that the bytes are those of the plan.
+The number of ranks makes the choice, so that the bytes equal the plan's.
 
 Shape suffixes: P this rank's shard of the features, O outputs, M rows.
 """
@@ -105,8 +105,8 @@ def _next_call(buffer: SymmetricBuffer, tile: "Tile") -> "KernelCall":
 def sum_in_turns(
     x_MP: Tensor, matrix_PO: Tensor, next_call: "Callable[[], KernelCall]"
 ) -> Generator[None, None, Tensor]:
-    """The sum over the ranks of ``x_MP`` times ``matrix_PO``, [M, O]; it yields where the next launch waits for what
-    the other ranks have launched so far."""
+    """Sums ``x_MP`` times ``matrix_PO`` over the ranks, [M, O]; yields where the next launch waits for the launches
+    of other ranks."""
     from engine.kernels.gpu.overlap.launches import (
         launch_collect_slots,
         launch_forward_slots,

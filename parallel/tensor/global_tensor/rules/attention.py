@@ -103,7 +103,7 @@ def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     a = SimpleNamespace(**bound.arguments)
     if any(given is not None for given in (a.bias_k, a.bias_v, a.static_k, a.static_v)) or a.add_zero_attn:
-        raise NoRuleError("keys beside those of the input")
+        raise NoRuleError("keys beyond the input")
     batched = a.query.ndim == 3
     inputs = [a.query, a.key, a.value]
     if not batched:
