@@ -131,7 +131,7 @@ class RandomStreams:
                 self._now = None
 
     def draw_again(self) -> None:
-        """Seeds the host's generators for a block that runs again in backward, so that it repeats its forward's draws."""
+        """Seeds the host's generators for a block that runs again in backward, repeating its forward's draws."""
         self._host.again(_entry_seed())
 
     def end_backward(self) -> None:
