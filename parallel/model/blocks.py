@@ -31,7 +31,7 @@ class Units:
 
 
 def find_units(model: nn.Module, deep: bool = False, mixed: bool = False) -> Units:
-    """The units of ``model``.
+    """Returns the units of ``model``.
 
     Args:
         deep: chains inside the elements of a chain give the blocks (Swin).
@@ -77,7 +77,7 @@ def _unit_around(units: Units, name: str) -> str | None:
 
 
 def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children with parameters, including repeated ones, which ``named_children`` omits."""
+    """Returns the children with parameters, including repeated ones, which ``named_children`` omits."""
     return [(key, child) for key, child in module._modules.items() if child is not None and _weighty(child)]
 
 
@@ -90,7 +90,7 @@ class _Walk:
         self._in_block = False
 
     def visit(self, module: nn.Module, name: str) -> None:
-        """Add ``module`` as a unit, or look inside it."""
+        """Adds ``module`` as a unit, or looks inside it."""
         if id(module) in self._seen or not _weighty(module):
             return
         self._seen.add(id(module))
@@ -119,7 +119,7 @@ class _Walk:
         self._in_block = outside
 
     def _is_chain(self, module: nn.Module) -> bool:
-        """True for a chain. A ModuleList of one element counts: it may be called many times (ALBERT)."""
+        """Returns True for a chain. A ModuleList of one element counts: it may be called many times (ALBERT)."""
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             return False
         children = weighty_children(module)
@@ -131,7 +131,7 @@ class _Walk:
         return self._is_hybrid(children)
 
     def _is_hybrid(self, children: Sequence[tuple[str, nn.Module]]) -> bool:
-        """True for several classes with blocks among them.
+        """Returns True for several classes with blocks among them.
 
         Blocks that hold chains themselves (experts) are blocks only if there are several of their class, since an
         encoder between two adapters is not one block, but holds blocks; nor is a bare container one. The parts of a

@@ -23,7 +23,7 @@ Keep = Callable[[str, Tensor], Tensor]
 
 @torch.no_grad()
 def materialize(model: nn.Module, names: Collection[str], seed: int, device: torch.device, keep: Keep) -> None:
-    """Give every meta parameter in ``names``, and every meta buffer, its initial value on ``device``.
+    """Assigns every meta parameter in ``names``, and every meta buffer, its initial value on ``device``.
 
     Parameters remain the same objects; parameters not in ``names`` stay on the meta device. Nothing is communicated.
 
@@ -79,7 +79,7 @@ class _Filling:
         self.initialise: Any = getattr(model, "_init_weights", None)
 
     def run(self, part: Part) -> None:
-        """Run the initialisation of every module, children first."""
+        """Runs the initialisation of every module, children first."""
         for _, module in part:
             reset: Any = getattr(module, "reset_parameters", None)
             if self.initialise is not None:
@@ -89,7 +89,7 @@ class _Filling:
 
 
 def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> None:
-    """Replace the meta tensors by full ones, initialise them, keep this rank's parts and restore the rest."""
+    """Replaces the meta tensors by full ones, initialises them, keeps this rank's parts and restores the rest."""
     given = list(_tensors(part))
     done = [(m, leaf, p) for _, m in part for leaf, p in m._parameters.items() if p is not None and not p.is_meta]
     for module, leaf, parameter in done:  # tied to an earlier block; its values must survive this initialisation
@@ -116,7 +116,7 @@ def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> 
 
 
 def replace_meta(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give the meta parameters of these names these tensors as values. Parameters remain the same objects."""
+    """Assigns these tensors to the meta parameters of these names. Parameters remain the same objects."""
     for name, parameter in model.named_parameters():
         if name in values and parameter.is_meta:
             _become(parameter, values[name])
@@ -133,7 +133,7 @@ def _set(module: nn.Module, leaf: str, tensor: Any) -> None:
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """A full tensor filled with a value that shows whether initialisation has set it."""
+    """Returns a full tensor filled with a value that shows whether initialisation has set it."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if empty.is_floating_point():
         empty.fill_(torch.nan)

@@ -22,7 +22,7 @@ _PUT_ON = "_activate_lora"
 
 
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
-    """Leave modules as they were by a call with adapters of their parameters."""
+    """Leaves modules as they were by a call with adapters of their parameters."""
     for module in model.modules():
         if hasattr(module, _PUT_ON) and isinstance(getattr(module, "parameter_name", None), str):
             with patches.changing(module, PatchLayer.GATHER, "adds an adapter to a weight, which counts as no write"):

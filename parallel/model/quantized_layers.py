@@ -48,7 +48,7 @@ def quantize_part(full: Tensor, row: ShardRow, tp: int) -> Tensor:
 
 
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
-    """Let the layers of these parameters, which have codes and scales in their memory, read matrices."""
+    """Lets the layers of these parameters, which have codes and scales in their memory, read matrices."""
     named = {id(parameter): held[name] for name, parameter in model.named_parameters() if name in held}
     classes: dict[tuple[type, tuple[tuple[str, _Held], ...]], type] = {}
     for module in model.modules():

@@ -18,12 +18,12 @@ _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
 
 
 def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``function`` of torch or of the user; arguments that it refuses are not a mistake of this package."""
+    """Runs ``function`` of torch or of the user; arguments that it refuses are not a mistake of this package."""
     return function(*args, **kwargs)
 
 
 def is_engine_hook(hook: Any) -> bool:
-    """True for a hook that this package has registered, on a module or on a tensor."""
+    """Returns True for a hook that this package has registered, on a module or on a tensor."""
     function = hook.func if isinstance(hook, partial) else hook
     return str(getattr(function, "__module__", "")).startswith("engine.")
 

@@ -42,7 +42,7 @@ class RunningModules:
             self._running -= 1
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a forward that computes with parts."""
+        """Returns the result of a forward that computes with parts."""
         self._running += 1
         try:
             return forward(*args, **kwargs)
@@ -79,7 +79,7 @@ class WholeSizes(_Before):
         return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
-        """The number of elements, as ``shape``."""
+        """Returns the number of elements, as ``shape``."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def nelement(self) -> int:
@@ -109,14 +109,14 @@ class PartParameter(WholeSizes, nn.Parameter):
 
 
 def answer_whole(parameter: nn.Parameter, shape: tuple[int, ...], running: RunningModules) -> None:
-    """Change the class of a plain parameter, so that it answers with ``shape``; the inverse is ``answer_part``."""
+    """Changes the class of a plain parameter, so that it answers with ``shape``; the inverse is ``answer_part``."""
     untyped: Any = parameter
     untyped._whole_shape, untyped._running_modules = torch.Size(shape), running
     untyped.__class__ = PartParameter
 
 
 def answer_part(parameter: nn.Parameter) -> None:
-    """Restore the class of torch, unless the parameter has been given another one since."""
+    """Restores the class of torch, unless the parameter has been given another one since."""
     untyped: Any = parameter
     if type(parameter) is PartParameter:
         untyped.__class__ = nn.Parameter

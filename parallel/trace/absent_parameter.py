@@ -61,7 +61,7 @@ class GuardedPart(WholeSizes, AbsentParameter):
 
 
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
-    """Change the class to a guarded one, so that ``read`` is called when code needs the values."""
+    """Changes the class to a guarded one, so that ``read`` is called when code needs the values."""
     own = type(parameter)
     if issubclass(own, AbsentParameter):
         return
@@ -78,7 +78,7 @@ def _guarded_class(own: type[nn.Parameter]) -> type[AbsentParameter]:
 
 
 def reveal(parameter: nn.Parameter) -> None:
-    """Restore the parameter's own class: the inverse of :func:`conceal`."""
+    """Restores the parameter's own class: the inverse of :func:`conceal`."""
     if issubclass(type(parameter), AbsentParameter):
         untyped: Any = parameter
         untyped.__class__ = untyped._guard.own_class

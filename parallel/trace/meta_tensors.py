@@ -42,7 +42,7 @@ class MetaTwins:
         self._kept: dict[int, Any] = {}
 
     def stand_in(self, twin: Tensor) -> Tensor:
-        """A new tensor for user code, backed by ``twin``."""
+        """Returns a new tensor for user code, backed by ``twin``."""
         sparse = twin.layout != torch.strided
         tensor = without_elements(twin, self.device) if sparse else self._placeholders.give(twin.shape, twin.dtype)
         self._stand_ins.add(id(tensor))
@@ -50,7 +50,7 @@ class MetaTwins:
         return tensor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The twin of ``tensor``."""
+        """Returns the twin of ``tensor``."""
         if id(tensor) not in self._twin:
             twin = tensor.detach().to(META)
             grad = trainable(tensor)
@@ -65,7 +65,7 @@ class MetaTwins:
         return self._twin[id(tensor)]
 
     def notice(self, tensor: Tensor) -> None:
-        """Remember a free tensor, since a later operation may write a value into its memory."""
+        """Remembers a free tensor, since a later operation may write a value into its memory."""
         if id(tensor) not in self._kept and tensor.layout == torch.strided:
             self._keep(tensor, tensor.untyped_storage()._cdata)
 
@@ -208,7 +208,7 @@ def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], argument
 
 
 def _inner(fake: Any) -> Any:
-    """A clone, because a leaf of the graph cannot be written in place."""
+    """Returns a clone, because a leaf of the graph cannot be written in place."""
     return fake.clone() if isinstance(fake, FakeTensor) and fake.requires_grad else fake
 
 
@@ -223,7 +223,7 @@ def _cast(leaf: Any, like: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def without_elements(like: Tensor, device: torch.device | str) -> Tensor:
-    """A sparse tensor of the same shape in which every element is zero."""
+    """Returns a sparse tensor of the same shape in which every element is zero."""
     indices = torch.empty(like.ndim, 0, dtype=torch.int64, device=device)
     values = torch.empty(0, dtype=like.dtype, device=device)
     return torch.sparse_coo_tensor(indices, values, like.shape)

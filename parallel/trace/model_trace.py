@@ -90,7 +90,7 @@ class Material:
     """Bytes that each glue operation saves for its backward, in tensors that no earlier one has saved."""
 
     def clear(self) -> None:
-        """Discard the data of an earlier forward."""
+        """Discards the data of an earlier forward."""
         self.arguments.clear()
         self.kept_by_glue.clear()
 

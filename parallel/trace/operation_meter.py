@@ -132,7 +132,7 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 def _is_its_form(tensor: Any) -> bool:
-    """A plain meta tensor with a memory of just its size."""
+    """Returns True for a plain meta tensor with a memory of just its size."""
     if type(tensor) is not Tensor or not tensor.is_meta or tensor.layout != torch.strided or tensor.storage_offset():
         return False
     if tensor.is_conj() or tensor.is_neg():
@@ -146,7 +146,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True for attention with dropout 0: its kernels are tagged as random for their dropout."""
+    """Returns True for attention with dropout 0: its kernels are tagged as random for their dropout."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)

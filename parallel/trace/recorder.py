@@ -80,7 +80,7 @@ class Recorder(TorchFunctionMode):
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one operation; returns its result for user code."""
+        """Records one operation; returns its result for user code."""
         if self._quiet:
             return call_user_code(function, args, kwargs)
         self._quiet = True
@@ -93,7 +93,7 @@ class Recorder(TorchFunctionMode):
             self._quiet = False
 
     def call(self, unit: str, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one call of a unit and run it."""
+        """Records one call of a unit and runs it."""
         if self._call is not None:  # a unit inside a unit
             return call_user_code(forward, args, kwargs)
         if self._quiet:
@@ -121,7 +121,7 @@ class Recorder(TorchFunctionMode):
         return recipe
 
     def used_by_glue(self, module: nn.Module) -> bool:
-        """True if an operation between calls read a parameter of ``module``."""
+        """Returns True if an operation between calls read a parameter of ``module``."""
         return any(self.provenance.parameters[id(parameter)] in self._read_by_glue for parameter in module.parameters())
 
     # ---- operations
@@ -169,7 +169,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _follow_random(self, operation: Operation, out: Any) -> None:
-        """Note where a random number drawn without inputs becomes a Python number, which may choose the path."""
+        """Notes where a random number drawn without inputs becomes a Python number, which may choose the path."""
         tensors = [leaf for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]
         if operation.draws and self._drawn is not None:
             for tensor in tensors:
@@ -229,7 +229,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _weighing(self, operation: Operation) -> Iterator[None]:
-        """Measure the bytes that glue saves for backward, without memory of parameters and of free tensors."""
+        """Measures the bytes that glue saves for backward, without memory of parameters and of free tensors."""
         if self._material is None:
             yield
             return
@@ -284,7 +284,7 @@ class Recorder(TorchFunctionMode):
         return self.provenance.names_among(t for target in operation.written for t in self._twins.sharing(target))
 
     def _run_on_twins(self, operation: Operation) -> tuple[Any, bool]:
-        """The result as twins, and True if it is Python content read on the host rather than tensors."""
+        """Returns the result as twins, and True if it is Python content read on the host rather than tensors."""
         # Fall back to real zeros where meta tensors cannot answer: a shape that depends on content, a read on the host
         # (its result is Python content), a kernel without a meta version. A genuine error is raised again by on_zeros;
         # the trace lists all others, because a run with real content may differ.
@@ -383,12 +383,12 @@ class Recorder(TorchFunctionMode):
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
-    """True for a tensor of a transform, which has no memory of its own."""
+    """Returns True for a tensor of a transform, which has no memory of its own."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that a transform was given."""
+    """Returns the tensor that a transform was given."""
     while _is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

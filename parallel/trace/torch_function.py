@@ -47,7 +47,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def plain_leaves(tree: Any) -> list[Any]:
-    """The leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``."""
+    """Returns the leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``."""
     kind = type(tree)
     if kind in _LEAVES or isinstance(tree, Tensor):
         return [tree]
@@ -62,7 +62,7 @@ Function = Callable[..., Any]
 
 
 def getter(name: str) -> Function:
-    """The function that reads an attribute of a tensor."""
+    """Returns the function that reads an attribute of a tensor."""
     return getattr(Tensor, name).__get__  # type: ignore[no-any-return]
 
 
@@ -140,7 +140,7 @@ def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
 
 
 def inside_transform() -> bool:
-    """True if a transform of torch.func runs: vmap, grad, vjp, jvp, jacrev, functionalize."""
+    """Returns True if a transform of torch.func runs: vmap, grad, vjp, jvp, jacrev, functionalize."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -153,7 +153,7 @@ def function_name(function: Function) -> str:
 
 
 def writes_in_place(name: str) -> bool:
-    """True if a function of this name writes to its first argument: ``add_``, ``+=``, ``x[0] =``."""
+    """Returns True if a function of this name writes to its first argument: ``add_``, ``+=``, ``x[0] =``."""
     return name in _IN_PLACE_SIGNS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_IN_PLACE)
 
 
@@ -253,11 +253,11 @@ class Operation:
         return [given[name] for name in ("running_mean", "running_var") if isinstance(given.get(name), Tensor)]
 
     def run(self) -> Any:
-        """Run the operation."""
+        """Runs the operation."""
         return self.run_with(self.args, self.kwargs)
 
     def run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the operation with other arguments in place of its own."""
+        """Runs the operation with other arguments in place of its own."""
         return call_user_code(self.function, args, kwargs)
 
 
@@ -299,5 +299,5 @@ def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]
 
 
 def checks_content(name: str) -> bool:
-    """True if an operation may refuse NaN, so that it cannot run on placeholders."""
+    """Returns True if an operation may refuse NaN, so that it cannot run on placeholders."""
     return name in _RANDOM or name.startswith(("linalg_", "cholesky", "logdet", "slogdet"))

@@ -43,7 +43,7 @@ def trace_model(
     device: torch.device | None = None,
     material: Material | None = None,
 ) -> ModelTrace:
-    """Trace ``program``, which runs forward and loss of ``model`` and returns a pytree.
+    """Traces ``program``, which runs forward and loss of ``model`` and returns a pytree.
 
     Every returned tensor that depends on a parameter is a target. The model, its modes and the random streams are
     unchanged afterwards.

@@ -92,7 +92,7 @@ class NeededRows:
         return self._seen[row, tp]
 
     def gradients(self, out: Tensor, names: Iterable[str], again: bool = False) -> dict[str, tuple[Tensor, ...]]:
-        """The gradients of the parameters that ``out`` depends on; ``again``: its graph is needed once more."""
+        """Returns the gradients of the parameters that ``out`` depends on; ``again``: its graph is needed once more."""
         leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
         grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
         found: dict[str, tuple[Tensor, ...]] = {}
@@ -137,7 +137,7 @@ class NeededRows:
         return self.gradients(out, self._parameters, again=True)
 
     def _random_sum(self, part: Tensor) -> Tensor:
-        """A random linear function; of a low-rank weight one that its factors compute."""
+        """Returns a random linear function; of a low-rank weight one that its factors compute."""
         if isinstance(part, LowRankWeight):
             part = part @ torch.randn(part.shape[-1], 1, generator=self._generator, dtype=part.dtype)
         noise = torch.randn(part.shape, generator=self._generator, dtype=part.dtype)
@@ -231,11 +231,11 @@ class GradientSparsity:
         return self._products
 
     def forget(self) -> None:
-        """Free the activations of the observed run."""
+        """Frees the activations of the observed run."""
         self._products = None
 
     def groups(self, tp: int) -> tuple[CoupledParameters, ...]:
-        """The groups for ``tp`` ranks, in the order in which their row layers run.
+        """Returns the groups for ``tp`` ranks, in the order in which their row layers run.
 
         A row layer that is a column of a larger group is left to that group: in a chain a, b, o that is narrow between
         a and b (low-rank queries), b and o are sharded.
@@ -270,7 +270,7 @@ class GradientSparsity:
         return sum(self._parameters[name].numel() for name in group.cuts)
 
     def width(self, row: str) -> int:
-        """The number of inputs of a product."""
+        """Returns the number of inputs of a product."""
         return self._widths[row]
 
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:
@@ -419,7 +419,7 @@ class GradientSparsity:
 
 
 def _runs(own: Tensor) -> list[tuple[int, int]]:
-    """Return the runs [start, stop) of rows where ``own`` is true."""
+    """Returns the runs [start, stop) of rows where ``own`` is true."""
     edges = torch.diff(own.int(), prepend=own.new_zeros(1).int(), append=own.new_zeros(1).int()).nonzero().flatten()
     return [(start, stop) for start, stop in edges.view(-1, 2).tolist()]
 
@@ -438,7 +438,7 @@ def _elements(product: MatmulRecord) -> object:
 
 
 def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
-    """The float tensors among the ``used`` leaves of an output; a global tensor is one leaf."""
+    """Returns the float tensors among the ``used`` leaves of an output; a global tensor is one leaf."""
     leaves = pytree.tree_leaves(out, is_leaf=lambda node: isinstance(node, GlobalTensor))
     read = [leaf for number, leaf in enumerate(leaves) if used is None or number in used]
     return [leaf for leaf in read if isinstance(leaf, Tensor | GlobalTensor) and leaf.is_floating_point()]

@@ -91,7 +91,7 @@ class BlockReference:
             self._outcomes = [_both_modes(copy.deepcopy(block), given, used) for given in givens]
 
     def prove(self, plan: TensorPlan, tp: int, watch: Callable[[nn.Module], None] | None = None) -> Verdict:
-        """Compare the block under ``plan`` on ``tp`` tensor ranks with the unsharded block.
+        """Compares the block under ``plan`` on ``tp`` tensor ranks with the unsharded block.
 
         ``watch``: called with the block of every rank before it runs.
         """
@@ -191,7 +191,7 @@ def _run_trial(
     context: GlobalTensorContext | None = None,
     check: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> BlockResult:
-    """Run the block on copies of ``given``, then backward from a fixed random gradient of every float output that is
+    """Runs the block on copies of ``given``, then backward from a fixed random gradient of every float output that is
     used; ``check`` sees the outputs before."""
     fresh = _Fresh(context)
     args, kwargs = pytree.tree_map(fresh, given)
@@ -215,7 +215,7 @@ def _both_modes(block: nn.Module, given: Given, used: Collection[int] | None) ->
 def _evaluate(
     block: nn.Module, given: Given, used: Collection[int] | None, context: GlobalTensorContext | None = None
 ) -> tuple[Tensor, ...]:
-    """The block's outputs in eval mode; the block stays in eval mode."""
+    """Returns the block's outputs in eval mode; the block stays in eval mode."""
     args, kwargs = pytree.tree_map(_Fresh(context), given)
     with highest_draws():
         return tuple(_plain(leaf).detach() for leaf in float_leaves(block.eval()(*args, **kwargs), used))
@@ -241,7 +241,7 @@ class _Fresh:
 
 
 def _shard_low_rank(block: nn.Module, plan: TensorPlan, rank: int) -> set[str]:
-    """Give a rank its shard of every low-rank weight that is sharded; returns their names."""
+    """Assigns a rank its shard of every low-rank weight that is sharded; returns their names."""
     found = {}
     for name, parameter in block.named_parameters():
         if isinstance(parameter, LowRankWeight) and (cut := plan.parameters.get(name)) is not None:
@@ -367,7 +367,7 @@ class Exact(TorchFunctionMode):
 
 
 def _grouped_mm(x_SI: Tensor, weight_EIO: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """The products of rows ``offs[e-1]:offs[e]`` of x with matrix e."""
+    """Returns the products of rows ``offs[e-1]:offs[e]`` of x with matrix e."""
     ends = [0, *offs.tolist()]
     left = x_SI.shape[0] - ends[-1]
     if isinstance(weight_EIO, LowRankWeight) and not isinstance(x_SI, GlobalTensor) and not left:

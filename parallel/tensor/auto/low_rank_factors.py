@@ -58,7 +58,7 @@ class Factors:
         return [one for one, kind in zip(letters, self.kinds, strict=True) if kind in (side, BOTH)]
 
     def _thin(self) -> Iterator[Term]:
-        """The factors without the dims that they lack."""
+        """Returns the factors without the dims that they lack."""
         lacking = [
             tuple(dim for dim, kind in enumerate(self.kinds) if kind not in (side, BOTH)) for side in (LEFT, RIGHT)
         ]
@@ -70,7 +70,7 @@ class Factors:
         return tuple((left(a), right(b)) for a, b in self.terms)
 
     def permuted(self, dims: Sequence[int]) -> "Factors":
-        """The dims in another order."""
+        """Returns the dims in another order."""
         order = [positive_dim(dim, len(self.kinds)) for dim in dims]
         kinds = "".join(self.kinds[dim] for dim in order)
 
@@ -86,7 +86,7 @@ class Factors:
         return self.permuted(dims)
 
     def unsqueezed(self, dim: int) -> "Factors":
-        """A new dim of size one."""
+        """Returns a new dim of size one."""
         place = positive_dim(dim, len(self.kinds) + 1)
         return self.indexed((*(slice(None),) * place, None))
 
@@ -105,7 +105,7 @@ class Factors:
         return Factors(made.terms, made.kinds, twin)
 
     def reshaped(self, twin: Tensor) -> "Factors":
-        """The elements in row-major order in the shape of ``twin``, its view.
+        """Returns the elements in row-major order in the shape of ``twin``, its view.
 
         Raises:
             NoRuleError: dims of different factors become one.
@@ -157,11 +157,11 @@ class Factors:
         return self.rows[place % len(self.rows)]
 
     def _apart(self, factor: Tensor, side: str) -> Sequence[Tensor]:
-        """A factor for each matrix of a stack."""
+        """Returns a factor for each matrix of a stack."""
         return factor.unbind(0) if self.kinds[0] in (side, BOTH) else (factor.squeeze(0),) * self.twin.shape[0]
 
     def plus(self, left: Tensor, right: Tensor) -> "Factors":
-        """The sum with ``left`` [.., O, Z] ``right`` [.., Z, I], as one more term.
+        """Returns the sum with ``left`` [.., O, Z] ``right`` [.., Z, I], as one more term.
 
         Raises:
             NoRuleError: the dims form no matrix [O, I] or stack [E, O, I].

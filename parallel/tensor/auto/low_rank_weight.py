@@ -68,11 +68,11 @@ class Parts:
         return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
 
     def fresh(self) -> "Parts":
-        """The same numbers, with leaves of their own."""
+        """Returns the same numbers, with leaves of their own."""
         return Parts(self.random, self.vectors, _leaves(self.random), self.shape)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "Parts":
-        """The given rows of ``dim``."""
+        """Returns the given rows of ``dim``."""
         where, shape = torch.tensor(rows), list(self.shape)
         shape[dim] = len(rows)
 
@@ -150,11 +150,11 @@ class LowRankWeight(Tensor):
         return f"LowRankWeight({self.weight}, shape={tuple(self.factors.twin.shape)})"
 
     def view_of(self, factors: Factors) -> "LowRankWeight":
-        """A view of the same parameter."""
+        """Returns a view of the same parameter."""
         return LowRankWeight(factors, self.weight, self.refused)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "LowRankWeight":
-        """A parameter of the given rows of ``dim``."""
+        """Returns a parameter of the given rows of ``dim``."""
         assert self.parts is not None
         return _parameter(self.parts.shard(dim, rows), self.weight, self.refused)
 
@@ -188,7 +188,7 @@ def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number that a tensor shares with its views only."""
+    """Returns a number that a tensor shares with its views only."""
     whole = tensor.factors.twin if isinstance(tensor, LowRankWeight) else tensor
     return int(whole.untyped_storage()._cdata)
 
@@ -226,7 +226,7 @@ def _sizes(given: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _through_twin(name: str) -> Callable[..., LowRankWeight]:
-    """A function that changes the shape alone: torch's own function on the twin says how."""
+    """Returns the rule of a function that changes the shape alone: torch's own function on the twin says how."""
 
     def change(factors: Factors, *args: Any, **kwargs: Any) -> Factors:
         if any(isinstance(arg, torch.dtype) for arg in args):
@@ -237,7 +237,7 @@ def _through_twin(name: str) -> Callable[..., LowRankWeight]:
 
 
 def _same(weight: LowRankWeight, *args: Any, **kwargs: Any) -> LowRankWeight:
-    """A conversion: all weights are float64 on the CPU."""
+    """Ignores a conversion: all weights are float64 on the CPU."""
     wanted = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
     if any(dtype not in (torch.float64, torch.float32) for dtype in wanted):
         raise NoRuleError("another dtype")

@@ -80,7 +80,7 @@ class Search:
     """What was decided about groups of other blocks, which is tried first for equal ones."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """A strategy for each group, all of them proven together in the block."""
+        """Returns a strategy for each group, all of them proven together in the block."""
         found = (self._at_once(groups, tp) or self._by_module(groups, tp)) if len(groups) > 1 else []
         return found or self._one_by_one(groups, tp)
 
@@ -155,7 +155,7 @@ class Search:
     def _with_numbers(
         self, group: CoupledParameters, before: Mapping[str, str], plain: ShardingStrategy, problem: str, tp: int
     ) -> Decided | None:
-        """Divide one number; where that changes the problem, divide a second one as well, and so on."""
+        """Divides one number; where that changes the problem, divides a second one as well, and so on."""
         all_numbers = divisible_attributes(self.block, group, tp)
         problems: dict[tuple[Number, ...], str] = {(): problem}
         reads: dict[tuple[Number, ...], set[Number]] = {(): self._watched(before, plain, all_numbers, tp)[1]}
@@ -181,7 +181,7 @@ class Search:
     def _watched(
         self, before: Mapping[str, str], way: ShardingStrategy, numbers: Sequence[Number], tp: int
     ) -> tuple[Verdict, set[Number]]:
-        """The verdict on a strategy, and which of ``numbers`` the code has read."""
+        """Returns the verdict on a strategy, and the ``numbers`` that the code has read."""
         reads = AttributeReads(numbers)
         return self._try(before, way, tp, reads.watch), reads.seen
 
@@ -280,7 +280,7 @@ def enclosing_module(group: CoupledParameters) -> str:
 
 
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
-    """The same group by the names that its parameters have in the module at ``path``.
+    """Returns the same group by the names that its parameters have in the module at ``path``.
 
     Partial gradients outside the module would be due to a partial gradient of its input, which is wrong there.
     """
@@ -300,7 +300,7 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
 
 
 def strategy_outside(way: ShardingStrategy, path: str) -> ShardingStrategy:
-    """The same strategy by the names in the block around the module at ``path``."""
+    """Returns the same strategy by the names in the block around the module at ``path``."""
     styles = {f"{path}.{name}".rstrip("."): style for name, style in way.styles.items()}
     return way._replace(styles=styles, changes=tuple(f"{path}.{change}" for change in way.changes))
 
@@ -364,7 +364,7 @@ def _watching(module: nn.Module) -> Iterator[_Observed]:
 
 
 def _copied(leaf: Any) -> Any:
-    """An argument with content of its own; no leaf of the graph, so that the block may write into it.
+    """Returns an argument with content of its own; no leaf of the graph, so that the block may write into it.
 
     Raises:
         ValueError: it is a parameter; its gradient would be missed.
@@ -382,7 +382,7 @@ def _named(leaf: Any) -> Any:
 
 
 def _reaching(leaves: list[Any], outputs: list[Any]) -> frozenset[int]:
-    """The places of the leaves of which a float output is a function with a gradient."""
+    """Returns the places of the leaves of which a float output is a function with a gradient."""
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     total = sum((out.sum() for out in outputs if out.requires_grad), torch.zeros(()))
     if not places or not total.requires_grad:

@@ -141,17 +141,17 @@ class GlobalTensor(WrapperTensor):
         follow_grad(self)
 
     def size(self, dim: int | None = None) -> Any:
-        """The full size."""
+        """Returns the full size."""
         return self.full if dim is None else self.full[dim]
 
     def dim(self) -> int:
-        """The number of dims."""
+        """Returns the number of dims."""
         return len(self.full)
 
     ndimension = dim
 
     def numel(self) -> int:
-        """The number of elements of the full tensor."""
+        """Returns the number of elements of the full tensor."""
         return self.full.numel()
 
     nelement = numel
@@ -195,14 +195,14 @@ def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
 
 
 def follow_grad(x: GlobalTensor) -> None:
-    """Update whether ``x`` requires a gradient, after a write into ``local``."""
+    """Updates whether ``x`` requires a gradient, after a write into ``local``."""
     wanted = x.local.requires_grad
     with torch._C.DisableTorchFunction():  # which also bypasses function modes
         torch._C.TensorBase.requires_grad.__set__(x, wanted)  # type: ignore[attr-defined]
 
 
 def _caller(function: str) -> str:
-    """The name of the autograd.Function that is being applied, or else of the operation."""
+    """Returns the name of the autograd.Function that is being applied, or else of the operation."""
     frame: FrameType | None = sys._getframe(2)
     if frame is not None and frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
         return f"autograd.Function {frame.f_locals['cls'].__name__}"
@@ -217,7 +217,7 @@ def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_below(context: "GlobalTensorContext") -> None:
-    """Raise for code that has reached a global tensor below ``__torch_function__``.
+    """Raises for code that has reached a global tensor below ``__torch_function__``.
 
     Raises:
         EngineError: names the code and the remedy.

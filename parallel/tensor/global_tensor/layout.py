@@ -46,7 +46,7 @@ def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
 
 
 def checked(shape: Shape, sets: Sets) -> Layout:
-    """The layout of ``shape`` and ``sets``.
+    """Returns the layout of ``shape`` and ``sets``.
 
     Raises:
         NoRuleError: some element would have no holder.
@@ -57,7 +57,7 @@ def checked(shape: Shape, sets: Sets) -> Layout:
 
 
 def local_shape(layout: Layout, rank: int) -> Shape:
-    """The shape of the shard on ``rank``."""
+    """Returns the shape of the shard on ``rank``."""
     pairs = zip(layout.shape, layout.sets, strict=True)
     return tuple(size if index is None else index.counts[rank] for size, index in pairs)
 
@@ -82,7 +82,7 @@ def infer_size(numel: int, shape: Sequence[int]) -> Shape:
 
 
 def reshaped(layout: Layout, shape: Shape) -> Layout:
-    """The layout after a reshape to ``shape``.
+    """Returns the layout after a reshape to ``shape``.
 
     Raises:
         NoRuleError: a rank's elements are no product of index sets in the new shape.
@@ -150,7 +150,7 @@ def repeated(index: Index, times: int, interleaved: bool) -> Index:
 
 
 def concatenated(pieces: Sequence[tuple[int, Index | None]], ranks: int) -> Index | None:
-    """The Index of a dim that concatenates ``pieces``, each given by its size and Index."""
+    """Returns the Index of a dim that concatenates ``pieces``, each given by its size and Index."""
     if all(index is None for _, index in pieces):
         return None
     starts = np.cumsum([0] + [size for size, _ in pieces])

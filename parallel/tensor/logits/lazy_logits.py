@@ -126,7 +126,7 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
 
 
 def derived(source: LogitsSource, part: LogitShard, change: Callable[[LogitShard], Any]) -> LazyLogits:
-    """The recipe for ``change`` applied to the source's logits, in the present grad mode.
+    """Returns the recipe for ``change`` applied to the source's logits, in the present grad mode.
 
     ``part`` is the result of ``change`` on the hidden states.
     """

@@ -80,7 +80,7 @@ class LateProduct:
     kernels: Kernels
 
     def detached(self) -> "LateProduct":
-        """The same product without gradients."""
+        """Returns the same product without gradients."""
         bias = None if self.bias is None else self.bias.detach()
         return LateProduct(self.weight.detach(), bias, self.dtype, self.kernels)
 
@@ -131,13 +131,13 @@ class LogitShard:
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
-        """The shard with another ``local``; ``same``: its values and the order of tokens are unchanged."""
+        """Returns the shard with another ``local``; ``same``: its values and the order of tokens are unchanged."""
         dim = self.dim if dim is None else dim
         softmax = self.softmax if same else SharedSoftmax()
         return LogitShard(local, self.vocabulary, dim, softmax, self.product)
 
     def detached(self) -> "LogitShard":
-        """The same shard without gradients."""
+        """Returns the same shard without gradients."""
         product = None if self.product is None else self.product.detached()
         return LogitShard(self.local.detach(), self.vocabulary, self.dim, self.softmax, product)
 

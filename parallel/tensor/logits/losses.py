@@ -205,7 +205,7 @@ class OverAxis:
 
 
 def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question) -> LinearTerms:
-    """The terms of all tokens of lazy logits; the softmax is stored for other losses of the same logits."""
+    """Returns the terms of all tokens of lazy logits; the softmax is stored for other losses of the same logits."""
     shared, axis = hidden.softmax, hidden.vocabulary.axis
     known = None if shared.parts is None else Softmax(*shared.parts[:2])
     conditions = Conditions(product.kernels, None if axis.size == 1 else OverAxis(axis), known)
@@ -216,7 +216,7 @@ def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question
 
 
 def summed_loss(logits: LogitShard, target_N: Tensor, form: CrossEntropy) -> Tensor | None:
-    """The reduced loss on an unsharded vocabulary, computed together with its gradients; None otherwise."""
+    """Returns the reduced loss on an unsharded vocabulary, computed together with its gradients; None otherwise."""
     product = logits.product
     if product is None or logits.vocabulary.axis.size > 1 or form.reduction == "none":
         return None
@@ -270,7 +270,7 @@ class _Options:
         return target.reshape(-1)
 
     def reduced(self, losses_N: Tensor, target_N: Tensor) -> Tensor:
-        """The losses without ignored labels, reduced; a mean is weighted as in torch."""
+        """Returns the losses without ignored labels, reduced; a mean is weighted as in torch."""
         ignored_N = (self.target == self.ignore_index).reshape(-1)
         counted_N = ~ignored_N if self.weight is None else self.weight[target_N].masked_fill(ignored_N, 0)
         found = self.form.reduced(losses_N.masked_fill(ignored_N, 0), counted_N)

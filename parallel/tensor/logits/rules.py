@@ -139,7 +139,7 @@ def _split(func: Callable[..., Any], x: Any, size: Any, dim: int = 0) -> Any:
 
 
 def _along(func: Callable[..., Any], x: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
-    """A slice along a dim other than the vocabulary; selecting one row drops the dim itself."""
+    """Returns a slice along a dim other than the vocabulary; selecting one row drops the dim itself."""
     if not isinstance(x, LogitShard) or not isinstance(dim, int) or dim % x.local.dim() == x.dim:
         return NotImplemented
     local = func(x.local, dim, *args, **kwargs)
@@ -148,7 +148,7 @@ def _along(func: Callable[..., Any], x: Any, dim: int, *args: Any, **kwargs: Any
 
 
 def _functions(*names: str) -> list[Callable[..., Any]]:
-    """The functions of torch and methods of tensors with these names, as far as they exist."""
+    """Returns the functions of torch and methods of tensors with these names, as far as they exist."""
     found = [getattr(owner, name, None) for owner in (torch, Tensor) for name in names]
     return [function for function in found if function is not None]
 

@@ -45,12 +45,12 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def wrap(local_W: Tensor, vocabulary: Vocabulary) -> "ShardedLogits":
-        """The logits [.., V] of which ``local_W`` is this rank's shard."""
+        """Returns the logits [.., V] of which ``local_W`` is this rank's shard."""
         return ShardedLogits.of(LogitShard(local_W, vocabulary, local_W.dim() - 1))
 
     @staticmethod
     def of(part: LogitShard) -> "ShardedLogits":
-        """The logits of which ``part`` is this rank's shard."""
+        """Returns logits with ``part`` as this rank's shard."""
         wrapped: ShardedLogits = _Wrap.apply(part.local, part)  # type: ignore[no-untyped-call]
         wrapped._part = part
         return wrapped
@@ -100,7 +100,7 @@ class ShardedLogits(Tensor):
         return self._full is not None
 
     def full(self, reason: str = "full") -> Tensor:
-        """The full tensor, plain, with gradients: one all-gather over "tp", label "logits"."""
+        """Returns the full tensor, plain, with gradients: one all-gather over "tp", label "logits"."""
         part, vocabulary = self.part, self.vocabulary
         local, dim = part.local, part.dim
         if self.alone:
@@ -185,7 +185,7 @@ def _is_plain(logits: Any) -> bool:
 
 
 def _late(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a function that lazy logits pass through without being computed, or ``NotImplemented``."""
+    """Returns the result of a function that lazy logits pass through without being computed, or ``NotImplemented``."""
     logits = args[0] if args else kwargs.get("input")
     if not isinstance(logits, ShardedLogits) or not logits.waits or logits._waiting is None:
         return NotImplemented
@@ -275,7 +275,7 @@ def _wait(waiting: LazyLogits) -> ShardedLogits:
 
 
 def _renamed(logits: ShardedLogits) -> ShardedLogits:
-    """The same logits without gradients, for ``detach`` below autograd."""
+    """Returns the same logits without gradients, for ``detach`` below autograd."""
     made = _empty(logits._held)
     if logits._part is not None:
         made._part = logits._part.now(logits._part.local.detach(), same=True)

@@ -43,7 +43,7 @@ def token_values(
 
 
 def _summed(values_BSV: Tensor) -> Tensor:
-    """The sum over the vocabulary, [B, S]."""
+    """Returns the sum over the vocabulary, [B, S]."""
     if not isinstance(values_BSV, ShardedLogits):
         return values_BSV.sum(-1)
     part = values_BSV.part

@@ -74,7 +74,7 @@ class Shared:
         self._products = products
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """The layer's own product, with its weight gradient deferred if possible."""
+        """Returns the layer's own product, with its weight gradient deferred if possible."""
         for product in self._products:
             if product.layer is layer and product.fits(self.copy):
                 return product.multiply(self.copy)
@@ -195,7 +195,7 @@ class _Again:
             self._coming = self._axis.start_all_gather(part.contiguous(), COLUMN_INPUTS)
 
     def take(self) -> Tensor:
-        """The gathered tensor, for one use; the last use frees it."""
+        """Returns the gathered tensor, for one use; the last use frees it."""
         if self._coming is not None:
             rows, pending = self._coming
             pending.wait()

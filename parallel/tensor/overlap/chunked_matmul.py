@@ -71,16 +71,16 @@ class Pieced:
         return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
     def route(self, part: Tensor) -> Route:
-        """The route for ``part``, this rank's rows."""
+        """Returns the route for ``part``, this rank's rows."""
         pieces = choose_pieces(part.shape[-2], part.numel() * part.element_size(), part.device.type, self.axis)
         return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """The weight as [I, O], a view."""
+        """Returns the weight as [I, O], a view."""
         return weight if self.transposed else weight.t()
 
     def back(self, weight: Tensor, dy: Tensor) -> Tensor:
-        """The weight as [O, I], which maps ``dy`` to the gradient of x."""
+        """Returns the weight as [O, I], which maps ``dy`` to the gradient of x."""
         return self.matrix(weight.to(dy.dtype)).t()
 
 
@@ -211,7 +211,7 @@ def _start_gather(part: Tensor, route: Route) -> Callable[[], Tensor]:
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
-    """The dtype in which a product of x is computed; autocast leaves float64 as it is."""
+    """Returns the dtype in which a product of x is computed; autocast leaves float64 as it is."""
     casts = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     return torch.get_autocast_dtype(x.device.type) if casts else x.dtype
 
@@ -231,7 +231,7 @@ class SharedInPieces(Shared):
         return self._whole
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """The layer's product with the gathered rows."""
+        """Returns the layer's product with the gathered rows."""
         if self._whole is None and any(layer is other for other in self._plain) and has_own_weights(layer):
             weight, bias = layer._parameters["weight"], layer._parameters["bias"]
             assert weight is not None

@@ -60,7 +60,7 @@ def measured_row(
 
 
 def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
-    """The tile that was measured to be the fastest, or the one that ships."""
+    """Returns the tile that was measured to be the fastest, or the one that ships."""
     from engine.kernels.gpu.launch_shapes import Tile
     from engine.kernels.gpu.overlap.launches import tile_of
 
@@ -183,7 +183,7 @@ COPIED_BYTES = 4 << 20
 
 @contextmanager
 def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Iterator[None]:
-    """Send ``part_BLK``, contiguous, to all ranks in the call ``epoch``, each ``tile_rows`` rows with a signal.
+    """Sends ``part_BLK``, contiguous, to all ranks in the call ``epoch``, each ``tile_rows`` rows with a signal.
 
     A product that is launched inside waits for them (``launch_gather_product`` with half "multiply").
     """

@@ -61,7 +61,7 @@ def dropout_(
 def drop(
     context: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
 ) -> Any:
-    """Run ``func(input, *how)``; ``how`` is (probability, training).
+    """Runs ``func(input, *how)``; ``how`` is (probability, training).
 
     Raises:
         NoRuleError: several ranks, but not all, hold some elements, and the function is no product with a mask.
@@ -94,7 +94,7 @@ def draws_alone(sets: Sets, p: float) -> bool:
 
 
 def elementwise(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Broadcast the operands and run on shards."""
+    """Broadcasts the operands and runs on shards."""
     if not kwargs:
         first: Any = args[0]
         other: Any = args[1] if len(args) == 2 else None
@@ -117,7 +117,7 @@ def _broadcast(context: "GlobalTensorContext", func: Function, args: Any, kwargs
 
 
 def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write into the shard of ``target``.
+    """Writes into the shard of ``target``.
 
     Raises:
         EngineError: the shard is a copy of the memory that plain code would write into.
@@ -138,7 +138,7 @@ def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args:
 
 
 def check_memory(target: GlobalTensor, name: str) -> None:
-    """Refuse a write into ``target`` that would miss the tensor that it was sliced from.
+    """Refuses a write into ``target`` that would miss the tensor that it was sliced from.
 
     Raises:
         EngineError: the shard of ``target`` is a copy.

@@ -85,7 +85,7 @@ def plus_bias(out: GlobalTensor | Tensor, bias: Tensor | None) -> GlobalTensor |
 
 
 def _with_whole(context: "GlobalTensorContext", tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The operands, with the first one gathered that is sharded and not a parameter.
+    """Returns the operands, with the first one gathered that is sharded and not a parameter.
 
     Raises:
         NoRuleError: there is no such operand.
@@ -119,7 +119,7 @@ def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
 
 
 def _sum_once(cut: dict[str, Index | None], out: str) -> None:
-    """Check that every term of the sum is on one rank and every rank has a partial sum of the full result.
+    """Checks that every term of the sum is on one rank and every rank has a partial sum of the full result.
 
     Raises:
         NoRuleError: a term is on several ranks and cannot be left to one, or the result itself is sharded.

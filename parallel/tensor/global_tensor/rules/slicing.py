@@ -58,7 +58,7 @@ def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
 
 
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
-    """A slice of one dim; a single element that only some ranks hold is sent to all ranks and becomes plain."""
+    """Returns a slice of one dim; a single element that only some ranks hold is sent to all ranks and becomes plain."""
     context, index = x.views, x.sets[dim]
     bounds = taken.indices(x.full[dim])
     if bounds[2] < 1:

@@ -47,7 +47,7 @@ _MEMORY = frozenset((
 
 
 def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Run ``func`` on plain tensors.
+    """Runs ``func`` on plain tensors.
 
     Raises:
         EngineError: ``func`` writes into a global tensor, or reads its memory.
@@ -230,5 +230,5 @@ TENSOR_RULES = Rules(by_function=_table(), fallback=gathered)
 
 
 def global_context(axis: TensorAxis, sequence: bool = False, regather: bool = False) -> GlobalTensorContext:
-    """A new context of global tensors with all rules; see :class:`GlobalTensorContext`."""
+    """Returns a new context of global tensors with all rules; see :class:`GlobalTensorContext`."""
     return GlobalTensorContext(axis, TENSOR_RULES, sequence, regather)
