@@ -1,4 +1,4 @@
-"""The user's module: how it is divided into units, and what the engine puts on it and removes again.
+"""The user's module: its division into units, and the patches that the engine applies and removes.
 
 blocks              units and blocks of a model: the modules that stages and ZeRO treat as black boxes
 name_patterns       patterns over the names of modules and parameters

@@ -1,8 +1,8 @@
 """Units and blocks of a model: the modules that are treated as black boxes.
 
-A *chain* is a ModuleList or Sequential whose children with parameters share one class, or a *hybrid* one of several
-classes; its children are *blocks*. In a hybrid chain, blocks are the children that hold modules of their own (attention
-and state-space blocks in turns), and single layers beside them are ordinary units. A *unit* is a block, or any other
+A *chain* is a ModuleList or Sequential; its children with parameters share one class, or several in a *hybrid* chain.
+Its children are *blocks*. In a hybrid chain, blocks are the children that hold modules of their own (attention
+and state-space blocks in turns), and single layers among them are ordinary units. A *unit* is a block, or any other
 outermost module with parameters. Code that runs outside units is *glue*.
 
     model ---- embed            unit
@@ -31,7 +31,7 @@ class Units:
 
 
 def find_units(model: nn.Module, deep: bool = False, mixed: bool = False) -> Units:
-    """The units of ``model``.
+    """Returns the units of ``model``.
 
     Args:
         deep: chains inside the elements of a chain give the blocks (Swin).
@@ -44,7 +44,7 @@ def find_units(model: nn.Module, deep: bool = False, mixed: bool = False) -> Uni
 
 
 def open_units(units: Units, names: Iterable[str]) -> Units:
-    """The same units with those in ``names`` replaced by their children, so that values between these are seen."""
+    """Replaces the units in ``names`` by their children, so that a trace sees the values between these."""
     opened = set(names)
     modules: dict[str, nn.Module] = {}
     blocks: list[str] = []
@@ -57,7 +57,7 @@ def open_units(units: Units, names: Iterable[str]) -> Units:
 
 
 def open_around(units: Units, names: Iterable[str]) -> Units:
-    """The same units, with those opened that hide a module of ``names``; names of no module are passed over."""
+    """Opens the units that hide a module of ``names``; ignores names of no module."""
     for name in names:
         around = _unit_around(units, name)
         while around is not None:
@@ -67,7 +67,7 @@ def open_around(units: Units, names: Iterable[str]) -> Units:
 
 
 def _unit_around(units: Units, name: str) -> str | None:
-    """The unit that has a module ``name`` with parameters inside it, or None."""
+    """Returns the unit that has a module ``name`` with parameters inside it, or None."""
     for unit, module in units.modules.items():
         if name.startswith(f"{unit}."):
             named = dict(module.named_modules(remove_duplicate=False))
@@ -77,7 +77,7 @@ def _unit_around(units: Units, name: str) -> str | None:
 
 
 def weighty_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children with parameters, including repeated ones, which ``named_children`` omits."""
+    """Returns the children with parameters, including repeated ones, which ``named_children`` omits."""
     return [(key, child) for key, child in module._modules.items() if child is not None and _weighty(child)]
 
 
@@ -90,7 +90,7 @@ class _Walk:
         self._in_block = False
 
     def visit(self, module: nn.Module, name: str) -> None:
-        """Add ``module`` as a unit, or look inside it."""
+        """Adds ``module`` as a unit, or looks inside it."""
         if id(module) in self._seen or not _weighty(module):
             return
         self._seen.add(id(module))
@@ -119,7 +119,7 @@ class _Walk:
         self._in_block = outside
 
     def _is_chain(self, module: nn.Module) -> bool:
-        """True for a chain. A ModuleList of one element counts: it may be called many times (ALBERT)."""
+        """Returns True for a chain. A ModuleList of one element counts: it may be called many times (ALBERT)."""
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             return False
         children = weighty_children(module)
@@ -131,7 +131,7 @@ class _Walk:
         return self._is_hybrid(children)
 
     def _is_hybrid(self, children: Sequence[tuple[str, nn.Module]]) -> bool:
-        """True for several classes with blocks among them.
+        """Returns True for several classes with blocks among them.
 
         Blocks that hold chains themselves (experts) are blocks only if there are several of their class, since an
         encoder between two adapters is not one block, but holds blocks; nor is a bare container one. The parts of a

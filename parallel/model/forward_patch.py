@@ -17,8 +17,8 @@ A call of a module passes its patches from outside to inside; :class:`PatchLayer
                 the module's own forward
 
 A patch changes only instance attributes or the class of a module; hooks, ``isinstance`` and the module's position in
-lists stay the user's. Patches are applied from inside to outside, so that each calls what it found in its slot, and are
-removed in the opposite order.
+lists stay the user's. Patches are applied from inside to outside, so that each calls its slot's previous content,
+and are removed in the opposite order.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ class Patch:
     module: nn.Module
     layer: PatchLayer
     note: str
-    """Its effect, for people: a predicate whose subject is the module."""
+    """Its effect, for people: a predicate with the module as its subject."""
     undo: Callable[[], None]
 
 
@@ -107,7 +107,7 @@ class ForwardPatches:
         self._patches.append(Patch(module, layer, note, undo))
 
     def replace_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
-        """Replace the module's forward by ``forward(module, *args)``.
+        """Replaces the module's forward by ``forward(module, *args)``.
 
         It is a bound method, so that a copy of the module has its own.
         """
@@ -115,16 +115,16 @@ class ForwardPatches:
             object.__setattr__(module, _FORWARD, MethodType(forward, module))
 
     def wrap_forward(self, module: nn.Module, layer: PatchLayer, forward: Callable[..., Any], note: str) -> None:
-        """Replace the module's forward by ``forward(*args)``, which may call the previous one."""
+        """Replaces the module's forward by ``forward(*args)``, which may call the previous one."""
         with self.changing(module, layer, note):
             object.__setattr__(module, _FORWARD, forward)
 
     def hook(self, module: nn.Module, layer: PatchLayer, handle: RemovableHandle, note: str) -> None:
-        """Own a hook that was registered on ``module`` or on one of its parameters."""
+        """Owns a hook that was registered on ``module`` or on one of its parameters."""
         self._patches.append(Patch(module, layer, note, handle.remove))
 
     def own(self, module: nn.Module, layer: PatchLayer, undo: Callable[[], None], note: str) -> None:
-        """Own a change of an object that ``module`` refers to, such as its ``config``."""
+        """Owns a change of an object that ``module`` refers to, such as its ``config``."""
         self._patches.append(Patch(module, layer, note, undo))
 
     def around(self, module: nn.Module) -> list[Patch]:
@@ -132,7 +132,7 @@ class ForwardPatches:
         return sorted((patch for patch in self._patches if patch.module is module), key=lambda patch: patch.layer)
 
     def remove(self) -> None:
-        """Remove all patches, the last one first."""
+        """Removes all patches, the last one first."""
         while self._patches:
             self._patches.pop().undo()
         self._outermost.clear()
@@ -162,7 +162,7 @@ class ForwardPatches:
 
 
 def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a forward of :meth:`ForwardPatches.replace_forward` that calls the one of the module's class.
+    """Marks a forward of :meth:`ForwardPatches.replace_forward` that calls the one of the module's class.
 
     A layer that is sharded gets another class, so such a forward stays right, and others would bypass the shards.
     """
@@ -171,7 +171,7 @@ def through_class(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def goes_through_class(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` comes to the forward of its class."""
+    """Returns True if a call of ``module`` comes to the forward of its class."""
     own = vars(module).get(_FORWARD)
     return own is None or getattr(own, _THROUGH_CLASS, False)
 
@@ -184,7 +184,7 @@ def _assign(module: nn.Module, name: str, value: Any) -> None:
 
 
 def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
-    """A copy of ``function`` in which the global ``name`` has another value; the original keeps its own."""
+    """Returns a copy of ``function`` in which the global ``name`` has another value; the original keeps its own."""
     scope = {**function.__globals__, name: value}
     scope.pop("__name__", None)  # torch.compile would use it to look globals up in the original module
     code = function.__code__.replace()  # a copy, since torch.compile caches its result with the code object
@@ -215,7 +215,7 @@ class Interception:
     eagerly around that answer, since they are part of the compiled code."""
 
     def install(self, unit: str, module: nn.Module, note: str) -> None:
-        """Pass the calls of ``module``, whose name is ``unit``, to the handler."""
+        """Passes the calls of ``module``, named ``unit``, to the handler."""
         compiled = getattr(module, _COMPILED, None)
         own: Callable[..., Any] = getattr(module, _FORWARD if compiled is None else _COMPILED)
 

@@ -1,8 +1,8 @@
-"""Meta init: initialise a model built on the meta device block by block, keeping only what this rank holds.
+"""Meta init: initialise a model built on the meta device block by block, keeping only this rank's part.
 
 While a block that this rank needs is initialised, all of its parameters exist in full. The block's own initialisation
 draws them (Hugging Face's ``_init_weights``, or ``reset_parameters`` of its modules, children first), then they are cut
-to what the rank keeps. The seed is derived from the run's seed and the block's name, so values do not depend on the
+to the rank's part. The seed is derived from the run's seed and the block's name, so values do not depend on the
 grid. Weights that come from a folder (``checkpoint.init_from``) are only allocated here, and filled later.
 """
 
@@ -18,14 +18,14 @@ from engine.parallel.model.blocks import find_units
 from engine.parallel.model.rng_streams import keyed_generators
 
 Keep = Callable[[str, Tensor], Tensor]
-"""Cuts a parameter to what this rank holds: (first name, full tensor) -> part."""
+"""Cuts a parameter to this rank's part: (first name, full tensor) -> part."""
 
 
 @torch.no_grad()
 def materialize(model: nn.Module, names: Collection[str], seed: int, device: torch.device, keep: Keep) -> None:
-    """Give every meta parameter in ``names``, and every meta buffer, its initial value on ``device``.
+    """Assigns every meta parameter in ``names``, and every meta buffer, its initial value on ``device``.
 
-    Parameters remain the same objects; those not in ``names`` stay on the meta device. Nothing is communicated.
+    Parameters remain the same objects; parameters not in ``names`` stay on the meta device. Nothing is communicated.
 
     Raises:
         PlanError: a module has such a tensor and no way to initialise it.
@@ -79,7 +79,7 @@ class _Filling:
         self.initialise: Any = getattr(model, "_init_weights", None)
 
     def run(self, part: Part) -> None:
-        """Run the initialisation of every module, children first."""
+        """Runs the initialisation of every module, children first."""
         for _, module in part:
             reset: Any = getattr(module, "reset_parameters", None)
             if self.initialise is not None:
@@ -89,10 +89,10 @@ class _Filling:
 
 
 def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> None:
-    """Replace the meta tensors by full ones, initialise them, keep this rank's parts and restore the rest."""
+    """Replaces the meta tensors by full ones, initialises them, keeps this rank's parts and restores the rest."""
     given = list(_tensors(part))
     done = [(m, leaf, p) for _, m in part for leaf, p in m._parameters.items() if p is not None and not p.is_meta]
-    for module, leaf, parameter in done:  # tied to an earlier block, whose values must survive this initialisation
+    for module, leaf, parameter in done:  # tied to an earlier block; its values must survive this initialisation
         _set(module, leaf, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
     made: dict[int, Tensor] = {}
     for module, leaf, tensor in given:
@@ -116,7 +116,7 @@ def _fill(filling: _Filling, part: Part, wanted: dict[int, str], keep: Keep) -> 
 
 
 def replace_meta(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give the meta parameters of these names these tensors as values. Parameters remain the same objects."""
+    """Assigns these tensors to the meta parameters of these names. Parameters remain the same objects."""
     for name, parameter in model.named_parameters():
         if name in values and parameter.is_meta:
             _become(parameter, values[name])
@@ -133,7 +133,7 @@ def _set(module: nn.Module, leaf: str, tensor: Any) -> None:
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """A full tensor filled with a value that shows whether initialisation has set it."""
+    """Returns a full tensor filled with a value that shows whether initialisation has set it."""
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if empty.is_floating_point():
         empty.fill_(torch.nan)

@@ -18,12 +18,12 @@ _LISTED = 8
 
 
 def is_inside(name: str, module: str) -> bool:
-    """True if ``name`` is ``module`` or inside it; everything is inside the model itself, whose name is empty."""
+    """True if ``name`` is ``module`` or inside it; everything is inside the model itself, with the empty name."""
     return not module or name == module or name.startswith(f"{module}.")
 
 
 def starred(name: str) -> str:
-    """The name with ``*`` for each number: the pattern of the same thing in all elements of a chain."""
+    """Returns the name with ``*`` for each number: the pattern of the same thing in all elements of a chain."""
     return _NUMBER.sub(r"\1*", name)
 
 
@@ -39,7 +39,7 @@ def name_runs(names: Iterable[str]) -> str:
 def refuse_unmatched(
     given: Iterable[tuple[str, str]], names: Sequence[str], kind: str, error: type[EngineError] = ConfigError
 ) -> None:
-    """Refuse patterns that match none of ``names``.
+    """Refuses patterns that match none of ``names``.
 
     Args:
         given: (place in the user's configuration, pattern).

@@ -72,7 +72,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def is_watched() -> bool:
-    """Whether a function mode other than these casts is on, such as a tracer that matches operations by name."""
+    """Returns True if a function mode other than these casts is on, such as a tracer."""
     if (
         not torch._C._len_torch_function_stack()
     ):  # as in every run without a mode; this is asked at each call of a layer

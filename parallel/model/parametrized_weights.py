@@ -3,7 +3,7 @@
     ParamWrapper.forward    torch.nn.utils.parametrize puts W + B A in the place of W, and removes it afterwards
 
 Putting it on sets W to itself. No value changes, but torch counts a write, which ZeRO 3 refuses in gathered weights,
-and detaches W from graphs of earlier calls. Removing it registers what the module answers as W, which need not be the
+and detaches W from graphs of earlier calls. Removing it registers the module's answer for W, which need not be the
 parameter (a matrix of codes), and registers it last. Here W is left alone, and the module gets its parameters back.
 """
 
@@ -22,7 +22,7 @@ _PUT_ON = "_activate_lora"
 
 
 def keep_parameters(model: nn.Module, patches: ForwardPatches) -> None:
-    """Leave modules as they were by a call with adapters of their parameters."""
+    """Leaves modules as they were by a call with adapters of their parameters."""
     for module in model.modules():
         if hasattr(module, _PUT_ON) and isinstance(getattr(module, "parameter_name", None), str):
             with patches.changing(module, PatchLayer.GATHER, "adds an adapter to a weight, which counts as no write"):

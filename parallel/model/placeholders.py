@@ -14,21 +14,21 @@ PLANNED_TRAINABLE = "_planned_trainable"
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of ``shape`` over one element of memory; it can be read safely and refuses writes in place."""
+    """Returns a tensor of ``shape`` over one element of memory; it can be read safely and refuses writes in place."""
     content = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     # .data: with a view, autograd would trace a received value back to the base of one element
     return torch.full((), content, dtype=dtype, device=device).expand(tuple(shape)).data
 
 
 class PlaceholderPool:
-    """Placeholders of one device; those of equal shape and dtype share their element."""
+    """Placeholders of one device; placeholders of equal shape and dtype share their element."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def give(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A new placeholder over the shared element."""
+        """Returns a new placeholder over the shared element."""
         if (shape, dtype) not in self._made:
             with torch.inference_mode(False):  # wherever user code asks first, it serves all that follow
                 self._made[shape, dtype] = placeholder(shape, dtype, self._device)
@@ -36,17 +36,17 @@ class PlaceholderPool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """True for torch's own tensors, with or without content; False for classes that change what operations do."""
+    """Returns True for torch's own tensors, with or without content; False for classes that change operations."""
     return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """True if elements share memory, so that the tensor cannot be written in place."""
+    """Returns True if elements share memory, so that the tensor cannot be written in place."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def replace_absent(model: nn.Module, present: Collection[str], device: torch.device | None = None) -> None:
-    """Release the memory of every parameter of ``model`` not named in ``present``; ties count by identity.
+    """Releases the memory of every parameter of ``model`` not named in ``present``; ties count by identity.
 
     The parameters remain the same objects, on ``device`` (default: their own, or the CPU if that is meta). They no
     longer require a gradient; ``trainable`` tells whether they did.
@@ -64,9 +64,9 @@ def trainable(parameter: Tensor) -> bool:
 
 
 def plan_as_trainable(parameter: nn.Parameter, planned: bool) -> None:
-    """From now on ``trainable(parameter)`` is true, whatever the user freezes; ``planned`` False ends that.
+    """Makes ``trainable(parameter)`` true even if the user freezes the parameter; ``planned`` False ends that.
 
-    What ranks send follows from traces, so all of them trace with the flags of the plan, also for what others hold.
+    Traces decide the messages of ranks, so all ranks trace with the flags of the plan, also for others' parameters.
     """
     if planned:
         setattr(parameter, PLANNED_TRAINABLE, True)

@@ -32,7 +32,7 @@ _Held = tuple[QuantizedShape, torch.dtype]
 def quantize_part(full: Tensor, row: ShardRow, tp: int) -> Tensor:
     """Codes and scales, uint8 [bytes], of the part of ``full`` that tensor coordinate ``tp`` holds.
 
-    All grids have the same values: scales are those of the whole matrix, wherever a rank's part of it ends.
+    All grids have the same values: scales are computed from the whole matrix, wherever a rank's part of it ends.
     """
     form = row.quantized_shape(tp)
     assert form is not None
@@ -48,7 +48,7 @@ def quantize_part(full: Tensor, row: ShardRow, tp: int) -> Tensor:
 
 
 def read_quantized(model: nn.Module, held: Mapping[str, _Held], kernels: Kernels = REFERENCE) -> None:
-    """Let the layers of these parameters, which have codes and scales in their memory, read matrices."""
+    """Lets the layers of these parameters, which have codes and scales in their memory, read matrices."""
     named = {id(parameter): held[name] for name, parameter in model.named_parameters() if name in held}
     classes: dict[tuple[type, tuple[tuple[str, _Held], ...]], type] = {}
     for module in model.modules():
@@ -64,15 +64,15 @@ def quantized_layers(model: nn.Module) -> list[str]:
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Refuse a model whose weights an engine has replaced by codes.
+    """Refuses a model if an engine has replaced its weights by codes.
 
     Raises:
         PlanError: a layer reads its weight out of codes and scales.
     """
     for name in quantized_layers(model):
         raise PlanError(
-            f"the weight of {name!r} was quantized by an engine that had this model before (quantize_frozen); build "
-            "the model anew."
+            f"the weight of {name!r} was quantized by an earlier engine of this model (quantize_frozen); build "
+            "a new model."
         )
 
 

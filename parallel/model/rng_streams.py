@@ -53,7 +53,7 @@ Hook = Callable[..., None]
 
 @contextmanager
 def keyed_generators(device: torch.device, *key: int) -> Iterator[None]:
-    """Seed the generators of the CPU and of this device from ``key``; restore both at the end."""
+    """Seeds the generators of the CPU and of this device from ``key``; restores both at the end."""
     generators = generators_of(device)
     before = [generator.get_state() for generator in generators]
     try:
@@ -74,12 +74,12 @@ class StreamPosition(NamedTuple):
     """Number of parts of blocks that have ended since."""
 
     def seed(self) -> int:
-        """The seed of this position."""
+        """Returns the seed of this position."""
         counts = (self.ended, self.inner) if self.inner else (self.ended,) if self.ended else ()
         return derive_seed(*self.key, *counts)
 
     def after(self, part: bool) -> "StreamPosition":
-        """The position after the end of one more module, or of one more ``part`` of a block."""
+        """Returns the position after the end of one more module, or of one more ``part`` of a block."""
         return (
             StreamPosition(self.key, self.ended, self.inner + 1) if part else StreamPosition(self.key, self.ended + 1)
         )
@@ -131,11 +131,11 @@ class RandomStreams:
                 self._now = None
 
     def draw_again(self) -> None:
-        """Let a block that begins to run again in backward draw on the host what its forward has drawn."""
+        """Seeds the host's generators for a block that runs again in backward, repeating its forward's draws."""
         self._host.again(_entry_seed())
 
     def end_backward(self) -> None:
-        """Put back the host's generators, where units have run again."""
+        """Puts back the host's generators, where units have run again."""
         self._host.end_backward()
 
     def _install(self) -> None:
@@ -209,7 +209,7 @@ def _parts(units: Units, known: set[int]) -> Iterator[nn.Module]:
 
 
 def derive_seed(*key: int) -> int:
-    """A 63-bit seed from a tuple of integers; near keys give unrelated seeds."""
+    """Derives a 63-bit seed from a tuple of integers; near keys give unrelated seeds."""
     digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -225,13 +225,13 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the generators that a model on ``device`` draws from."""
+    """Seeds the generators that a model on ``device`` draws from."""
     for generator in generators_of(device):
         generator.manual_seed(seed)
 
 
 def draw_apart(device: torch.device, index: int) -> int:
-    """Let rank ``index`` of the tensor axis draw random numbers of its own from now on.
+    """Lets rank ``index`` of the tensor axis draw random numbers of its own from now on.
 
     Returns one number from the CPU's generator, the same on all ranks, which ``draw_alike`` takes to end this.
     """
@@ -241,7 +241,7 @@ def draw_apart(device: torch.device, index: int) -> int:
 
 
 def draw_alike(device: torch.device, drawn: int) -> None:
-    """Let all ranks of the tensor axis draw the same random numbers from now on."""
+    """Lets all ranks of the tensor axis draw the same random numbers from now on."""
     seed_generators(device, derive_seed(drawn, 0))
 
 
@@ -253,16 +253,16 @@ class HostState(NamedTuple):
 
     @staticmethod
     def take() -> "HostState":
-        """The present state."""
+        """Returns the present state."""
         return HostState(random.getstate(), np.random.get_state())
 
     def put(self) -> None:
-        """Make it the present state."""
+        """Makes it the present state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
     def is_present(self) -> bool:
-        """Whether nothing has been drawn since it was taken."""
+        """Returns True if nothing has been drawn since the state was taken."""
         if random.getstate() != self.python:
             return False
         now, before = _NUMPY.get_state(), self.numpy
@@ -270,7 +270,7 @@ class HostState(NamedTuple):
 
 
 class HostDraws:
-    """What the forwards of one model draw on the host."""
+    """Random numbers that the forwards of one model draw on the host."""
 
     def __init__(self) -> None:
         self.keyed = False
@@ -278,7 +278,7 @@ class HostDraws:
         self._drawn = False
         """Some forward of the model has drawn."""
         self._modes: set[bool] = set()
-        """Modes, training or not, whose first forward has run."""
+        """Modes, training or not, with a first forward that has run."""
         self._step: tuple[int, ...] = ()
         self._watched: HostState | None = None
         """State that a forward leaves where it draws nothing; None: nobody watches."""
@@ -308,12 +308,12 @@ class HostDraws:
                 self.keyed, self._watched = False, None
 
     def unit(self, seed: int) -> None:
-        """Seed both generators where a unit begins or ends in a forward."""
+        """Seeds both generators where a unit begins or ends in a forward."""
         self._look()
         self._seed(seed, watch=self._watched is not None)
 
     def again(self, seed: int) -> None:
-        """Seed both generators for a unit that runs again in backward; the user's are back after ``end_backward``."""
+        """Seeds both generators for a unit that runs again in backward; the user's are back after ``end_backward``."""
         if self._drawn:
             if self._users is None:
                 self._users = self._aside()
@@ -321,7 +321,7 @@ class HostDraws:
             self._seed(seed)
 
     def end_backward(self) -> None:
-        """Put the user's generators back after units have run again."""
+        """Puts the user's generators back after units have run again."""
         users, self._users = self._users, None
         if users is not None:
             users.__exit__(None, None, None)
@@ -351,7 +351,7 @@ class HostDraws:
 
 @contextmanager
 def highest_draws() -> Iterator[None]:
-    """Context whose draws are the highest possible numbers, with which a block leaves out nothing that it draws for."""
+    """Makes all draws inside the highest possible numbers, so that a block skips no random branch."""
     before = HostState.take()
     host_extreme(True).put()
     try:
@@ -361,7 +361,7 @@ def highest_draws() -> Iterator[None]:
 
 
 def host_extreme(highest: bool) -> HostState:
-    """A state whose next draws are the lowest possible numbers, or the highest, and then ordinary ones.
+    """Returns a state with the lowest or highest possible numbers as its next draws, and then ordinary ones.
 
     Both generators are Mersenne Twisters, which give out the words of their state, tempered. Not all words are
     extreme, since code that draws until a number suits it would never end.

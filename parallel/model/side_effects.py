@@ -29,7 +29,7 @@ from engine.parallel.model.rng_streams import HostState
 
 @contextmanager
 def restoring_state(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the model and the random streams at the end of the context.
+    """Restores the model and the random streams at the end of the context.
 
     These are the generators of torch, Python and NumPy, the content of every buffer, and the attributes of all modules
     with the items of plain dicts, lists and sets among them.
@@ -104,7 +104,7 @@ def _undo_module(module: nn.Module) -> Callable[[], None]:
 
 
 def _differ(now: Any, before: Any) -> bool:
-    """Compare by identity, because ``==`` of tensors gives a tensor."""
+    """Compares by identity, because ``==`` of tensors gives a tensor."""
     return [*map(id, _items(now))] != [*map(id, _items(before))]
 
 
@@ -139,11 +139,11 @@ class AttributeState:
         return self._last
 
     def same(self, one: State, other: State) -> bool:
-        """True if two readings differ at most in ignored attributes."""
+        """Returns True if two readings differ at most in ignored attributes."""
         return one is other or self._idle.issuperset(_changed(one, other))
 
     def settle(self, one: State, other: State) -> None:
-        """Ignore numbers and strings that differ between two readings whose forwards were equal.
+        """Ignores numbers and strings that differ between two readings with equal forwards.
 
         A bool is never ignored: its few values soon repeat, so it cannot make every step look new.
         """
@@ -168,7 +168,7 @@ class AttributeState:
 
 
 def _is_ours(value: object) -> bool:
-    """True for what the engine puts on modules, whose changes turn no forward another way."""
+    """Returns True for objects of the engine on modules; their changes alter no forward."""
     return type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 

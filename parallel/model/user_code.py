@@ -1,7 +1,7 @@
 """Distinguishes mistakes of this package from errors of the user's model, which meet in one call stack.
 
 A plan falls back if the user's model fails: a block whose copy does not run in isolation, a trace that fails. The
-``except`` around that model must let a mistake of this package through, so that it is reported.
+``except`` around that model must re-raise a mistake of this package, so that it is reported.
 """
 
 import os
@@ -18,12 +18,12 @@ _REFERENCE_MODELS = os.path.join(_PACKAGE, "models") + os.sep
 
 
 def call_user_code(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run ``function`` of torch or of the user; arguments that it refuses are not a mistake of this package."""
+    """Runs ``function`` of torch or of the user; arguments that it refuses are not a mistake of this package."""
     return function(*args, **kwargs)
 
 
 def is_engine_hook(hook: Any) -> bool:
-    """True for a hook that this package has registered, on a module or on a tensor."""
+    """Returns True for a hook that this package has registered, on a module or on a tensor."""
     function = hook.func if isinstance(hook, partial) else hook
     return str(getattr(function, "__module__", "")).startswith("engine.")
 

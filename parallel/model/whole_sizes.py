@@ -7,7 +7,7 @@
     user's own loop, libraries that count parameters
 
 Only Python's own answers change (``shape``, ``size``, ``numel``, ``len``). The memory, every operator and
-``parameter.data`` are those of the part.
+``parameter.data`` belong to the part.
 """
 
 import sys
@@ -27,7 +27,7 @@ _COMPUTES_WITH_PARTS = frozenset({"engine", "torch"})
 
 
 class RunningModules:
-    """Modules whose code computes with parts of parameters and whose forward runs; one object a model."""
+    """Running modules that compute with parts of parameters; one object a model."""
 
     def __init__(self) -> None:
         self._running = 0
@@ -42,7 +42,7 @@ class RunningModules:
             self._running -= 1
 
     def call(self, unit: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a forward that computes with parts."""
+        """Returns the result of a forward that computes with parts."""
         self._running += 1
         try:
             return forward(*args, **kwargs)
@@ -50,7 +50,7 @@ class RunningModules:
             self._running -= 1
 
     def asks_for_whole(self, callers: int = 1) -> bool:
-        """Whether the code ``callers`` calls above the caller of this method is given sizes of the whole."""
+        """Returns True if the code ``callers`` calls above the caller of this method gets sizes of the whole."""
         if torch.compiler.is_compiling() or self._running:
             return False
         asking = sys._getframe(callers + 1).f_globals.get("__name__", "")
@@ -79,7 +79,7 @@ class WholeSizes(_Before):
         return shape if dim is None else shape[dim]
 
     def numel(self) -> int:
-        """The number of elements, as ``shape``."""
+        """Returns the number of elements, as ``shape``."""
         return (self._whole_shape if self._running_modules.asks_for_whole() else self._part()).numel()
 
     def nelement(self) -> int:
@@ -104,19 +104,19 @@ class WholeSizes(_Before):
 class PartParameter(WholeSizes, nn.Parameter):
     """A parameter of which this rank holds a part."""
 
-    # operations are those of any tensor
+    # operations run as on any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def answer_whole(parameter: nn.Parameter, shape: tuple[int, ...], running: RunningModules) -> None:
-    """Change the class of a plain parameter, so that it answers with ``shape``; the inverse is ``answer_part``."""
+    """Changes the class of a plain parameter, so that it answers with ``shape``; the inverse is ``answer_part``."""
     untyped: Any = parameter
     untyped._whole_shape, untyped._running_modules = torch.Size(shape), running
     untyped.__class__ = PartParameter
 
 
 def answer_part(parameter: nn.Parameter) -> None:
-    """Restore the class of torch, unless the parameter has been given another one since."""
+    """Restores the class of torch, unless the parameter has been given another one since."""
     untyped: Any = parameter
     if type(parameter) is PartParameter:
         untyped.__class__ = nn.Parameter
@@ -125,7 +125,7 @@ def answer_part(parameter: nn.Parameter) -> None:
 
 @contextmanager
 def sizes_of_parts(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Context of code that reads and writes the values of parts, as those of any tensor."""
+    """Lets code read and write the values of parts, as of any tensor."""
     running = {id(p._running_modules): p._running_modules for p in parameters if isinstance(p, WholeSizes)}
     with ExitStack() as stack:
         for modules in running.values():

@@ -1,7 +1,7 @@
-"""Class of a parameter whose values are not on this rank: it has shape, dtype and name, and answers reads clearly.
+"""Class of a parameter without values on this rank: it has shape, dtype and name, and refuses reads clearly.
 
     sharded (ZeRO 3)     guarded while it is not gathered
-    of another stage     guarded while the engine does not run the model, in whose forward it is a placeholder
+    of another stage     guarded while the engine does not run the model; in its forward it is a placeholder
 
 The object stays the user's. Only its class changes, to :class:`AbsentParameter` and back, so that nothing stands
 between torch and a parameter while the model runs.
@@ -34,7 +34,7 @@ class Guard:
 
 
 class AbsentParameter(nn.Parameter):
-    """Parameter whose values this rank does not hold, or only a shard of them."""
+    """Parameter of which this rank holds no values, or only a shard."""
 
     _guard: Guard
 
@@ -53,15 +53,15 @@ class AbsentParameter(nn.Parameter):
 
 
 class GuardedShape(AbsentParameter, FakeTensor):
-    """Of a parameter that has a shape and no content in the run itself, whose operators torch asks of its class."""
+    """Placeholder with a shape and no content, also in the run itself; torch looks up its operators on the class."""
 
 
 class GuardedPart(WholeSizes, AbsentParameter):
-    """Of a parameter of which a tensor rank has a part, and which answers with the size of the whole."""
+    """Placeholder of a parameter that a tensor rank holds in part; reports the size of the whole."""
 
 
 def conceal(parameter: nn.Parameter, read: Read, where: str) -> None:
-    """Change the class to a guarded one, so that ``read`` is called when code needs the values."""
+    """Changes the class to a guarded one, so that ``read`` is called when code needs the values."""
     own = type(parameter)
     if issubclass(own, AbsentParameter):
         return
@@ -78,7 +78,7 @@ def _guarded_class(own: type[nn.Parameter]) -> type[AbsentParameter]:
 
 
 def reveal(parameter: nn.Parameter) -> None:
-    """Restore the parameter's own class: the inverse of :func:`conceal`."""
+    """Restores the parameter's own class: the inverse of :func:`conceal`."""
     if issubclass(type(parameter), AbsentParameter):
         untyped: Any = parameter
         untyped.__class__ = untyped._guard.own_class
@@ -94,4 +94,4 @@ _WITHOUT_CONTENT = METADATA | {
     )),
     torch.is_same_size, _untyped.requires_grad.__set__, _untyped.grad.__set__, _untyped.grad.__delete__,
 }  # fmt: skip
-"""Functions that need no values, including those that return the storage, register hooks or set the gradient."""
+"""Functions that need no values, including functions that return the storage, register hooks or set the gradient."""

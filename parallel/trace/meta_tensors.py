@@ -1,7 +1,7 @@
 """Meta tensors that take the place of values while a model is traced.
 
 stand-in     the tensor that user code holds for a value: expanded, on the run device, without memory
-twin         the meta tensor behind it, on which operations really run, so that shapes, strides, ``requires_grad`` and
+twin         its meta tensor, on which operations really run, so that shapes, strides, ``requires_grad`` and
              shared memory are torch's own; free tensors and parameters get one when an operation mixes them with a
              value. Meta tensors rather than FakeTensors, since user code must not notice that it is traced.
 autocast     decides by the device of its arguments and ignores meta tensors; so an operation runs once more on
@@ -42,7 +42,7 @@ class MetaTwins:
         self._kept: dict[int, Any] = {}
 
     def stand_in(self, twin: Tensor) -> Tensor:
-        """A new tensor for user code, backed by ``twin``."""
+        """Returns a new tensor for user code, backed by ``twin``."""
         sparse = twin.layout != torch.strided
         tensor = without_elements(twin, self.device) if sparse else self._placeholders.give(twin.shape, twin.dtype)
         self._stand_ins.add(id(tensor))
@@ -50,7 +50,7 @@ class MetaTwins:
         return tensor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The twin of ``tensor``."""
+        """Returns the twin of ``tensor``."""
         if id(tensor) not in self._twin:
             twin = tensor.detach().to(META)
             grad = trainable(tensor)
@@ -65,7 +65,7 @@ class MetaTwins:
         return self._twin[id(tensor)]
 
     def notice(self, tensor: Tensor) -> None:
-        """Remember a free tensor, since a later operation may write a value into its memory."""
+        """Remembers a free tensor, since a later operation may write a value into its memory."""
         if id(tensor) not in self._kept and tensor.layout == torch.strided:
             self._keep(tensor, tensor.untyped_storage()._cdata)
 
@@ -82,7 +82,7 @@ class MetaTwins:
         """Result of the operation on twins.
 
         Raises:
-            NeedsContentError: it does not run on meta tensors; says what torch, or a Function of the user, raised.
+            NeedsContentError: it does not run on meta tensors; names the error of torch or of the user's Function.
         """
         name = operation.name
         if name == "cpu" or name in ACCELERATORS:
@@ -171,7 +171,7 @@ class MetaTwins:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Number of the memory that the tensor lies in; that of a sparse one belongs to it alone."""
+    """Returns the number of the tensor's memory; a sparse tensor's number belongs to it alone."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else -id(tensor)
 
 
@@ -208,7 +208,7 @@ def cast_like_autocast(device: torch.device, run: Callable[[Any], Any], argument
 
 
 def _inner(fake: Any) -> Any:
-    """A clone, because a leaf of the graph cannot be written in place."""
+    """Returns a clone, because a leaf of the graph cannot be written in place."""
     return fake.clone() if isinstance(fake, FakeTensor) and fake.requires_grad else fake
 
 
@@ -223,19 +223,19 @@ def _cast(leaf: Any, like: Any, inputs: Sequence[Tensor]) -> Any:
 
 
 def without_elements(like: Tensor, device: torch.device | str) -> Tensor:
-    """A sparse tensor of the same shape in which every element is zero."""
+    """Returns a sparse tensor of the same shape in which every element is zero."""
     indices = torch.empty(like.ndim, 0, dtype=torch.int64, device=device)
     values = torch.empty(0, dtype=like.dtype, device=device)
     return torch.sparse_coo_tensor(indices, values, like.shape)
 
 
 def is_trained_leaf(tensor: Tensor) -> bool:
-    """Whether autograd lets nothing write into the tensor."""
+    """Returns True if autograd forbids writing into the tensor."""
     return tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def depending(made: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """``made``, as a function of those ``inputs`` that require a gradient, for who follows the graph."""
+    """Returns ``made`` as a function of the ``inputs`` that require a gradient, for readers of the graph."""
     graded = [tensor for tensor in inputs if tensor.requires_grad]
     if not (graded and torch.is_grad_enabled() and (made.is_floating_point() or made.is_complex())):
         return made

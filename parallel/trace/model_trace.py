@@ -90,7 +90,7 @@ class Material:
     """Bytes that each glue operation saves for its backward, in tensors that no earlier one has saved."""
 
     def clear(self) -> None:
-        """Discard the data of an earlier forward."""
+        """Discards the data of an earlier forward."""
         self.arguments.clear()
         self.kept_by_glue.clear()
 
@@ -152,7 +152,7 @@ class Call:
     flops: int
     output: Recipe
     writes: tuple[tuple[int, int], ...] = ()
-    """(k, value) for each argument leaf k in whose memory the call leaves a value."""
+    """(k, value) for each argument leaf k if the call leaves a value in its memory."""
     starts_block: bool = False
     """True if a stage may start here."""
 
@@ -165,13 +165,13 @@ class Glue:
     event: int
     calls_before: int
     makes: tuple[int, ...]
-    """Values that it makes, including those of other names of the memory that it writes."""
+    """Values that it makes, including values of other names of the memory that it writes."""
     output: Recipe
     place: str
     """File and line of the code that runs it."""
     flops: int = 0
     writes: tuple[tuple[int, int], ...] = ()
-    """(k, value) for each argument leaf k in whose memory it leaves a value."""
+    """(k, value) for each argument leaf k if the operation leaves a value in its memory."""
     buffers: frozenset[str] = frozenset()
     """Buffers that it writes. They outlive the forward, so one stage must run it even if no value of it is read."""
     updates: frozenset[str] = frozenset()
@@ -202,7 +202,7 @@ class ModelTrace:
     calls: tuple[Call, ...]
     glue: tuple[Glue, ...]
     units: tuple[str, ...]
-    """Units in the order of the model, including those that this forward never calls."""
+    """Units in the order of the model, including units that this forward never calls."""
     blocks: tuple[str, ...]
     parameter_bytes: Mapping[str, int]
     """Bytes of every parameter of the model by its first name, in the order of the model."""
@@ -276,11 +276,11 @@ Event = Call | Glue
 
 
 def trace_difference(before: ModelTrace, now: ModelTrace) -> str | None:
-    """The first event that differs, as the end of a sentence that begins with "the forward"; None if the traces are
-    equal.
+    """Returns the first event that differs, as the end of a sentence that begins with "the forward"; None if the
+    traces are equal.
 
-    Events differ in what runs, in what it reads, or in the shape, dtype and gradient of what it makes. Line numbers are
-    ignored.
+    Events differ in their operation, in the values they read, or in shape, dtype and gradient of the values they make.
+    Line numbers are ignored.
     """
     for old, new in zip_longest(_events(before), _events(now)):
         if old is None:

@@ -18,26 +18,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 META = torch.device("meta")
 
 _KNOWN = frozenset(("aten", "prims", "profiler", "c10d", "_c10d_functional"))
-"""Namespaces whose random operations are tagged; operations of others count as random."""
+"""Namespaces with tagged random operations; operations of others count as random."""
 _DECLARED = frozenset(("aten", "prims", "trine"))
-"""Namespaces whose schemas say truly what an operation shares and writes."""
+"""Namespaces with schemas that declare truly the memory an operation shares and writes."""
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
 
 class _Form(NamedTuple):
-    """Of a dense meta tensor."""
+    """Form of a dense meta tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
-        """A new one."""
+        """Returns a new meta tensor of this form."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=META)
 
 
 class _Outcome(NamedTuple):
-    """Of an operation on arguments of one form."""
+    """Outcome of an operation on arguments of one form."""
 
     made: tuple[_Form, ...]
     single: bool
@@ -66,7 +66,7 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and what would hide the mode from Dynamo runs at each operation
+        return False  # nothing is compiled here, and hiding the mode from Dynamo costs time at each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,7 +92,7 @@ class OperationMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = self.draws or draws
 
     def _form(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
-        """What the form of the result depends on; None where that is not known."""
+        """Returns the key that determines the form of the result; None if it is unknown."""
         functional = self._functional.get(func)
         if functional is None:
             functional = self._functional[func] = _is_functional(func)
@@ -132,7 +132,7 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 def _is_its_form(tensor: Any) -> bool:
-    """A plain meta tensor with a memory of just its size."""
+    """Returns True for a plain meta tensor with a memory of just its size."""
     if type(tensor) is not Tensor or not tensor.is_meta or tensor.layout != torch.strided or tensor.storage_offset():
         return False
     if tensor.is_conj() or tensor.is_neg():
@@ -146,7 +146,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True for attention with dropout 0: its kernels are tagged as random for their dropout."""
+    """Returns True for attention with dropout 0: its kernels are tagged as random for their dropout."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)

@@ -30,14 +30,14 @@ _PLAIN = int | float | complex | bool | str | bytes | None | torch.dtype | torch
 
 @dataclass
 class OpenCall:
-    """A call that is running, and what it has read so far."""
+    """Running call, and the values it has read so far."""
 
     index: int
     unit: str
     inputs: list[int]
     parameters: set[str]
     rewritten: set[int] = field(default_factory=set)
-    """Ids of outer values whose memory the call has written."""
+    """Ids of outer values if the call has written their memory."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class UncutPath(NamedTuple):
     """Something that code between units does, and that only a model on one stage can do."""
 
     sentence: str
-    """Why stages cannot do it, and what to do."""
+    """The reason that stages cannot run it, and the remedy."""
     what: str
-    """What it does, and why a forward on shapes shows one path of several: a part of a sentence."""
+    """Its effect, and the reason that a forward on shapes shows one path of several: a part of a sentence."""
 
 
 class UncutPathError(PlanError):
-    """The trace of a model that one stage can run, and several cannot; with what was traced, if that came to an end."""
+    """Error of a model that one stage can run and several cannot; carries the trace if it was completed."""
 
     def __init__(self, path: UncutPath, trace: ModelTrace | None = None) -> None:
         super().__init__(path.sentence)
@@ -86,11 +86,11 @@ class TensorProvenance:
             twins.notice(buffer)
 
     def knows(self, tensor: Tensor) -> bool:
-        """True unless ``tensor`` is free."""
+        """Returns True unless ``tensor`` is free."""
         return id(tensor) in self.number or id(tensor) in self.inside or id(tensor) in self.parameters
 
     def depends_on_calls(self, numbers: Iterable[int]) -> bool:
-        """True if any of the values depends on a call, and not on parameters alone."""
+        """Returns True if any of the values depends on a call, and not on parameters alone."""
         values = [self.values[number] for number in numbers]
         return any(value.maker == "call" or self.depends_on_calls(value.inputs) for value in values)
 
@@ -116,7 +116,7 @@ class TensorProvenance:
         return list(inputs), parameters
 
     def new_value(self, tensor: Tensor, source: ValueSource, movable: bool = True) -> int:
-        """Make ``tensor`` a new value, also if it was one before; returns its number."""
+        """Makes ``tensor`` a new value, also if it was one before; returns its number."""
         twin, number = self._twins.of(tensor), len(self.values)
         value = Value(
             number=number,
@@ -144,20 +144,20 @@ class TensorProvenance:
             self.new_value(tensor, replace(source, inputs=inputs), movable=len(sharing) == 1)
 
     def forget(self, tensor: Tensor) -> int | None:
-        """Mark the value of ``tensor``, if it has one, as overwritten; returns its number."""
+        """Marks the value of ``tensor``, if it has one, as overwritten; returns its number."""
         number = self.number.pop(id(tensor), None)
         if number is not None:
             self.values[number] = replace(self.values[number], rewritten=True)
         return number
 
     def hook(self, tensor: Tensor) -> None:
-        """Note a hook of the user's on ``tensor``, if it is a value."""
+        """Notes a hook of the user's on ``tensor``, if it is a value."""
         number = self.number.get(id(tensor))
         if number is not None:
             self.values[number] = replace(self.values[number], hooked=True)
 
     def output_leaf(self, leaf: Any, arguments: list[Any]) -> Leaf:
-        """How a stage that skips an event rebuilds a leaf of its output."""
+        """Returns the source from which a stage that skips an event rebuilds a leaf of its output."""
         if isinstance(leaf, Tensor) and id(leaf) in self.parameters:
             return FromParameter(self.parameters[id(leaf)])
         position = position_of(leaf, arguments)
@@ -179,7 +179,7 @@ class TensorProvenance:
         return FreeTensor(tuple(leaf.shape), leaf.dtype)
 
     def refuse_hidden(self, leaf: Any, arguments: list[Any], who: str) -> None:
-        """Note a problem if ``leaf`` is an object that hides tensors of the model."""
+        """Notes a problem if ``leaf`` is an object that hides tensors of the model."""
         if isinstance(leaf, Tensor | _PLAIN) or position_of(leaf, arguments) is not None:
             return
         if any(self.knows(tensor) for tensor in _hidden_tensors(leaf, depth=4)):

@@ -5,8 +5,8 @@ knows where every tensor comes from.
 
                         touches a value or parameter?
     operation  --- no ------------------------------->  runs for real: free
-               --- yes, in a call ------------------->  runs on twins; the call depends on what it reads
-               --- yes, between calls --------------->  runs on twins; becomes Glue, what it makes become Values
+               --- yes, in a call ------------------->  runs on twins; the call depends on its reads
+               --- yes, between calls --------------->  runs on twins; becomes Glue, its results become Values
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ _DEVICE_TYPES = ("cpu", "cuda", "meta", "mps", "xpu", "xla", "hpu", "ipu", "mtia
 
 
 class Recorder(TorchFunctionMode):
-    """Fills ``calls``, ``glue`` and ``provenance`` while the program runs under it; notes what cannot be cut."""
+    """Recorder that fills ``calls``, ``glue`` and ``provenance`` while the program runs; notes obstacles to a cut."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Recorder(TorchFunctionMode):
         return self.show(func, args, kwargs or {})
 
     def show(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one operation; returns its result for user code."""
+        """Records one operation; returns its result for user code."""
         if self._quiet:
             return call_user_code(function, args, kwargs)
         self._quiet = True
@@ -93,7 +93,7 @@ class Recorder(TorchFunctionMode):
             self._quiet = False
 
     def call(self, unit: str, forward: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one call of a unit and run it."""
+        """Records one call of a unit and runs it."""
         if self._call is not None:  # a unit inside a unit
             return call_user_code(forward, args, kwargs)
         if self._quiet:
@@ -121,7 +121,7 @@ class Recorder(TorchFunctionMode):
         return recipe
 
     def used_by_glue(self, module: nn.Module) -> bool:
-        """True if an operation between calls read a parameter of ``module``."""
+        """Returns True if an operation between calls read a parameter of ``module``."""
         return any(self.provenance.parameters[id(parameter)] in self._read_by_glue for parameter in module.parameters())
 
     # ---- operations
@@ -169,7 +169,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _follow_random(self, operation: Operation, out: Any) -> None:
-        """Note where a random number drawn without inputs becomes a Python number, which may choose the path."""
+        """Notes where a random number drawn without inputs becomes a Python number, which may choose the path."""
         tensors = [leaf for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]
         if operation.draws and self._drawn is not None:
             for tensor in tensors:
@@ -229,7 +229,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _weighing(self, operation: Operation) -> Iterator[None]:
-        """Measure the bytes that glue saves for backward, without memory of parameters and of free tensors."""
+        """Measures the bytes that glue saves for backward, without memory of parameters and of free tensors."""
         if self._material is None:
             yield
             return
@@ -269,9 +269,7 @@ class Recorder(TorchFunctionMode):
             problems.append(UncutPath(f"{what}, {stages}", f"{what}, which a forward on shapes does not have"))
         if operation.differentiates:
             what = f"{place} differentiates ({name}) between units"
-            stages = (
-                "where the graph lies on several stages; leave the backward to the engine, or move it into a block."
-            )
+            stages = "where the graph spans several stages; leave the backward to the engine, or move it into a block."
             problems.append(UncutPath(f"{what}, {stages}", f"{what}, which a forward on shapes does not follow"))
         updated = self._updated(operation)
         if name == "set data" or (updated and self.provenance.depends_on_calls(source.inputs)):
@@ -282,11 +280,11 @@ class Recorder(TorchFunctionMode):
             )
 
     def _updated(self, operation: Operation) -> frozenset[str]:
-        """Parameters whose memory the operation writes."""
+        """Returns the names of the parameters that share memory with a tensor the operation writes."""
         return self.provenance.names_among(t for target in operation.written for t in self._twins.sharing(target))
 
     def _run_on_twins(self, operation: Operation) -> tuple[Any, bool]:
-        """The result as twins, and True if it is Python content read on the host rather than tensors."""
+        """Returns the result as twins, and True if it is Python content read on the host rather than tensors."""
         # Fall back to real zeros where meta tensors cannot answer: a shape that depends on content, a read on the host
         # (its result is Python content), a kernel without a meta version. A genuine error is raised again by on_zeros;
         # the trace lists all others, because a run with real content may differ.
@@ -365,7 +363,7 @@ class Recorder(TorchFunctionMode):
         return self._sample(leaf)
 
     def _written_arguments(self, leaves: list[Any], call: OpenCall, source: ValueSource) -> tuple[tuple[int, int], ...]:
-        """A new value for each argument whose memory the call wrote."""
+        """Makes a new value for each argument if the call wrote its memory."""
         written = []
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and self.provenance.inside.get(id(leaf)) is call:
@@ -385,19 +383,19 @@ class Recorder(TorchFunctionMode):
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
-    """True for a tensor of a transform, which has no memory of its own."""
+    """Returns True for a tensor of a transform, which has no memory of its own."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor that a transform was given."""
+    """Returns the tensor that a transform was given."""
     while _is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def _refuse_transform(what: str, error: Exception | None = None) -> None:
-    """Refuse ``what`` inside a transform of torch.func, whose tensors have no memory that a trace could follow.
+    """Refuses ``what`` inside a transform of torch.func; its tensors have no memory that a trace could follow.
 
     Raises:
         PlanError: a transform runs.
@@ -405,6 +403,6 @@ def _refuse_transform(what: str, error: Exception | None = None) -> None:
     if inside_transform():
         raise PlanError(
             f"{user_place()} runs {what} inside a transform of torch.func (vmap, grad, vjp, jvp, jacrev), which the "
-            "trace of the forward cannot follow, and parallel.tensor and parallel.pipeline need one; write it with "
+            "trace of the forward cannot follow, and parallel.tensor and parallel.pipeline need it; write it with "
             "torch.autograd.grad inside of a block, or use data ranks alone, with any ZeRO stage."
         ) from error

@@ -41,13 +41,13 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         return [map_leaves(function, item) for item in tree]
     if kind is dict:
         return {key: map_leaves(function, item) for key, item in tree.items()}
-    if isinstance(tree, tuple) and hasattr(kind, "_fields"):  # whose class may check what it holds (PackedSequence)
+    if isinstance(tree, tuple) and hasattr(kind, "_fields"):  # its class may check its content (PackedSequence)
         return tuple.__new__(kind, [map_leaves(function, item) for item in tree])
     return tree_map(function, tree)
 
 
 def plain_leaves(tree: Any) -> list[Any]:
-    """The leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``."""
+    """Returns the leaves of ``tree`` in the order of ``torch.utils._pytree.tree_leaves``."""
     kind = type(tree)
     if kind in _LEAVES or isinstance(tree, Tensor):
         return [tree]
@@ -62,7 +62,7 @@ Function = Callable[..., Any]
 
 
 def getter(name: str) -> Function:
-    """The function that reads an attribute of a tensor."""
+    """Returns the function that reads an attribute of a tensor."""
     return getattr(Tensor, name).__get__  # type: ignore[no-any-return]
 
 
@@ -126,7 +126,7 @@ class WrapperTensor(torch.Tensor):
 
 
 def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
-    """Class of the first wrapper among the arguments, including those in lists and dicts."""
+    """Returns the class of the first wrapper among the arguments, including wrappers in lists and dicts."""
     values = [*args, *(kwargs or {}).values()]
     while values:
         value = values.pop()
@@ -140,7 +140,7 @@ def wrapper_among(args: Any, kwargs: Any) -> type[WrapperTensor] | None:
 
 
 def inside_transform() -> bool:
-    """True if a transform of torch.func runs: vmap, grad, vjp, jvp, jacrev, functionalize."""
+    """Returns True if a transform of torch.func runs: vmap, grad, vjp, jvp, jacrev, functionalize."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -153,7 +153,7 @@ def function_name(function: Function) -> str:
 
 
 def writes_in_place(name: str) -> bool:
-    """True if a function of this name writes to its first argument: ``add_``, ``+=``, ``x[0] =``."""
+    """Returns True if a function of this name writes to its first argument: ``add_``, ``+=``, ``x[0] =``."""
     return name in _IN_PLACE_SIGNS or (name.endswith("_") and not name.endswith("__") and name not in _NOT_IN_PLACE)
 
 
@@ -231,7 +231,7 @@ class Operation:
 
     @cached_property
     def written(self) -> list[Tensor]:
-        """Tensors whose memory it writes."""
+        """Tensors that it writes."""
         out = self.kwargs.get("out")
         if out is not None:
             return [leaf for leaf in plain_leaves(out) if isinstance(leaf, Tensor)]
@@ -242,7 +242,7 @@ class Operation:
 
     @cached_property
     def statistics(self) -> list[Tensor]:
-        """Running mean and variance that a normalisation in training mode updates, beside its result."""
+        """Running mean and variance that a normalisation in training mode updates besides its result."""
         flag = _KEEPS_STATISTICS.get(self.function)
         if flag is None:
             return []
@@ -253,11 +253,11 @@ class Operation:
         return [given[name] for name in ("running_mean", "running_var") if isinstance(given.get(name), Tensor)]
 
     def run(self) -> Any:
-        """Run the operation."""
+        """Runs the operation."""
         return self.run_with(self.args, self.kwargs)
 
     def run_with(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the operation with other arguments in place of its own."""
+        """Runs the operation with other arguments in place of its own."""
         return call_user_code(self.function, args, kwargs)
 
 
@@ -299,5 +299,5 @@ def functions_shown_to(show: Callable[[Function, tuple[Any, ...], dict[str, Any]
 
 
 def checks_content(name: str) -> bool:
-    """True if an operation may refuse NaN, so that it cannot run on placeholders."""
+    """Returns True if an operation may refuse NaN, so that it cannot run on placeholders."""
     return name in _RANDOM or name.startswith(("linalg_", "cholesky", "logdet", "slogdet"))

@@ -43,15 +43,15 @@ def trace_model(
     device: torch.device | None = None,
     material: Material | None = None,
 ) -> ModelTrace:
-    """Trace ``program``, which runs forward and loss of ``model`` and returns a pytree.
+    """Traces ``program``, which runs forward and loss of ``model`` and returns a pytree.
 
     Every returned tensor that depends on a parameter is a target. The model, its modes and the random streams are
     unchanged afterwards.
 
     Args:
-        units: the units to record; default: those of ``find_units``, as fine as ``stages`` need.
+        units: the units to record; default: the units of ``find_units``, as fine as ``stages`` need.
         stages: descend into chains inside chains, then into every Sequential, if the outer chains have fewer blocks.
-        device: the device that values claim to be on; default: that of the parameters, or the CPU if those are on meta.
+        device: the device that values claim to be on; default: that of the parameters, or the CPU if they are on meta.
         material: filled with the arguments and memory of the calls, for measuring.
 
     Raises:
@@ -112,10 +112,10 @@ def _trace_opened(
             if what is not None:
                 chooses = f"{place} chooses the path of the forward by a random number"
                 sentence = (
-                    f"{chooses}: with another one it {what}, and a pipeline is cut for one path; switch that off "
+                    f"{chooses}: with another number it {what}, but a pipeline is cut for one path; switch that off "
                     "(layerdrop 0), or move it into a block that returns a new tensor on every path."
                 )
-                raise UncutPathError(UncutPath(sentence, f"{chooses}, of which a forward on shapes shows one"), trace)
+                raise UncutPathError(UncutPath(sentence, f"{chooses}, but a forward on shapes shows one path"), trace)
     return trace
 
 
@@ -131,7 +131,7 @@ def _run(
     material: Material | None,
     drawn: float | HostState | None,
 ) -> tuple[Recorder, Recipe, bool]:
-    """The recorder, what the program returned, and whether it has drawn on the host."""
+    """Returns the recorder, the program's result, and True if the program has drawn on the host."""
     if material is not None:
         material.clear()
     recorder = Recorder(model, units, device, material, None if isinstance(drawn, HostState) else drawn)
@@ -182,7 +182,7 @@ def _hiding(recorder: Recorder, units: Units) -> Iterable[str]:
 
 
 def _mark_starts(calls: list[Call], units: Units) -> list[Call]:
-    """Mark the calls at which a stage may start: those of blocks, and the first call inside an opened block."""
+    """Marks the calls at which a stage may start: calls of blocks, and the first call inside an opened block."""
     of_block = set(units.blocks)
     marked: list[Call] = []
     last: str | None = None

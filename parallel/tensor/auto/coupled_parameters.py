@@ -1,8 +1,8 @@
-"""Which parameters of a block are sharded together, and which rows of each a rank needs.
+"""Groups of a block's parameters that are sharded together, and the rows of each that a rank needs.
 
 A product R sums over the width of its input x. Rank r can compute its share from a slice of x alone, and needs only
-those rows of earlier weights that the slice depends on. Backward from a random gradient on the slice shows which: rows
-whose gradient is exactly zero are not needed.
+the rows of earlier weights that the slice depends on. Backward from a random gradient on the slice finds them: rows
+with a gradient of exactly zero are not needed.
 
                                      q k v        q k v        rank 0 has x[0:4]: rows 0:4 of each third
     c_attn ── attention ── x ── R    # . # . # .               rank 1 has x[4:8]: rows 4:8
@@ -11,8 +11,8 @@ whose gradient is exactly zero are not needed.
 If the ranks need different rows that together are all of them, R is a row layer and the weights before it are its
 columns. Heads and module classes need not be known; rows keep their order, as the code expects.
 
-Other products with the very input of R are row layers too. An adapter is such a pair of thin products beside a layer:
-beside a column layer its first is whole and its second a column, beside a row layer its first is a row and its second
+Other products with the very input of R are row layers too. An adapter is a pair of thin products parallel to a layer:
+for a column layer, the first is whole and the second a column; for a row layer, the first is a row and the second
 whole.
 
     x ─┬─ W ─────── + ── y sharded        x sharded ─┬─ W ── sum ────── + ── y
@@ -23,7 +23,7 @@ reach a product through its weight alone are called its factors: they are cut wh
 
     W + B A       rows of W and of B on a rank, all of A       columns of W and of A, all of B
 
-Which rows of each parameter have a gradient from one rank's part of the input of a product.
+Backward from one rank's part of a product's input finds the rows of each parameter that have a gradient.
 
 x of a product    rank 0 | rank 1 | .. | rank t-1      backward from random numbers on one part at a time
 rows of W         # . # .  . # . #                     # has a gradient
@@ -65,7 +65,7 @@ class SharedInput(NamedTuple):
 
 
 class NeededRows:
-    """Backward passes from parts of inputs; what one has shown is kept.
+    """Backward passes from parts of inputs; results are cached.
 
     ``parameters``: of the block, by name; ``seed``: of the random numbers.
     """
@@ -77,10 +77,10 @@ class NeededRows:
         self._seen: dict[tuple[str, int], Needed] = {}
 
     def of_ranks(self, row: str, inputs: Sequence[SharedInput], tp: int) -> Needed:
-        """What each of ``tp`` ranks needs for its part of ``inputs``, those of the products with ``row``.
+        """Returns the rows that each of ``tp`` ranks needs for its part of ``inputs``, the inputs of ``row``.
 
-        What k ranks need together is needed by the one that has their parts, so a multiple of ``tp`` that was tried
-        before answers for ``tp``.
+        One rank with the parts of k ranks needs the rows of all k, so the result of a multiple of ``tp`` that was
+        tried before also serves ``tp``.
         """
         if (row, tp) not in self._seen:
             more = next((size for known, size in self._seen if known == row and size % tp == 0), None)
@@ -92,7 +92,7 @@ class NeededRows:
         return self._seen[row, tp]
 
     def gradients(self, out: Tensor, names: Iterable[str], again: bool = False) -> dict[str, tuple[Tensor, ...]]:
-        """The gradients of the parameters that ``out`` depends on; ``again``: its graph is needed once more."""
+        """Returns the gradients of the parameters that ``out`` depends on; ``again``: its graph is needed once more."""
         leaves = [(name, leaf) for name in names for leaf in self._leaves[name]]
         grads = torch.autograd.grad(out, [leaf for _, leaf in leaves], retain_graph=again, allow_unused=True)
         found: dict[str, tuple[Tensor, ...]] = {}
@@ -137,7 +137,7 @@ class NeededRows:
         return self.gradients(out, self._parameters, again=True)
 
     def _random_sum(self, part: Tensor) -> Tensor:
-        """A random linear function; of a low-rank weight one that its factors compute."""
+        """Returns a random linear function; of a low-rank weight one that its factors compute."""
         if isinstance(part, LowRankWeight):
             part = part @ torch.randn(part.shape[-1], 1, generator=self._generator, dtype=part.dtype)
         noise = torch.randn(part.shape, generator=self._generator, dtype=part.dtype)
@@ -145,7 +145,7 @@ class NeededRows:
 
 
 def is_partition(rows: Sequence[Tensor]) -> bool:
-    """Whether the ranks need different rows of a dim that together are all rows."""
+    """Returns True if the ranks need different rows of a dim that together are all rows."""
     table = torch.stack(list(rows))
     return bool(table.any(0).all()) and not bool(table.all()) and bool((table != table[0]).any())
 
@@ -161,8 +161,8 @@ def _complete(rows: Rows) -> bool:
 
 
 def _nonzero(sizes: Sequence[Tensor], dim: int, extent: int) -> Tensor:
-    """Whether each of the rows of a parameter has a gradient, by one that was not multiplied along ``dim``; ``sizes``:
-    the absolute values of its gradients."""
+    """Marks each row of a parameter that has a gradient; reads a gradient that was not multiplied along ``dim``.
+    ``sizes``: the absolute values of its gradients."""
     size = next(size for size in sizes if size.shape[dim] == extent)
     others = [d for d in range(size.dim()) if d != dim]
     return (size.amax(others) if others else size) > 0
@@ -181,16 +181,16 @@ class CoupledParameters:
     """A row layer and the parameters that are sharded with it."""
 
     row: str
-    """The parameter whose product is summed over the ranks."""
+    """The parameter of the product that is summed over the ranks."""
     columns: tuple[str, ...]
-    """The parameters whose products give the row layer's input."""
+    """The parameters of the products that compute the row layer's input."""
     cuts: Mapping[str, ParameterCut]
     """The sharding of every parameter of the group; a column that all ranks need in full has one range with all
     holders."""
     partial: tuple[str, ...]
     """Replicated parameters used between columns and row: each rank has a partial gradient of them."""
     beside: tuple[str, ...] = ()
-    """Parameters whose products have the row layer's very input, and are summed as well."""
+    """Parameters of other products with the row layer's very input, summed as well."""
     factors: tuple[str, ...] = ()
     """Sharded parameters that reach a product through its weight alone."""
 
@@ -231,11 +231,11 @@ class GradientSparsity:
         return self._products
 
     def forget(self) -> None:
-        """Free the activations of the observed run."""
+        """Frees the activations of the observed run."""
         self._products = None
 
     def groups(self, tp: int) -> tuple[CoupledParameters, ...]:
-        """The groups for ``tp`` ranks, in the order in which their row layers run.
+        """Returns the groups for ``tp`` ranks, in the order in which their row layers run.
 
         A row layer that is a column of a larger group is left to that group: in a chain a, b, o that is narrow between
         a and b (low-rank queries), b and o are sharded.
@@ -258,11 +258,11 @@ class GradientSparsity:
         return tuple(found)
 
     def may_shard(self, rows: Collection[str], tp: int) -> bool:
-        """Whether one of ``rows`` could be a row layer for ``tp`` ranks; cheaper than :meth:`groups`."""
+        """Returns True if one of ``rows`` could be a row layer for ``tp`` ranks; cheaper than :meth:`groups`."""
         return any(self._group(row, tp, set(self._others)) is not None for row in rows)
 
     def try_sizes(self, sizes: Sequence[int]) -> None:
-        """Try the largest numbers of ranks first, since those that divide them follow from what they need."""
+        """Tries the largest numbers of ranks first, since their results cover all divisors."""
         for size in sorted(sizes, reverse=True):
             self.groups(size)
 
@@ -270,7 +270,7 @@ class GradientSparsity:
         return sum(self._parameters[name].numel() for name in group.cuts)
 
     def width(self, row: str) -> int:
-        """The number of inputs of a product."""
+        """Returns the number of inputs of a product."""
         return self._widths[row]
 
     def _run(self, cut_off: Sequence[str]) -> list[MatmulRecord]:
@@ -311,12 +311,12 @@ class GradientSparsity:
         return CoupledParameters(row, tuple(columns), cuts, (), tuple(rows[1:]), factors)
 
     def _inside_weights(self, weights: Collection[str]) -> list[str]:
-        """The parameters that reach products with ``weights`` through what was added to these."""
+        """Returns the parameters that reach products with ``weights`` through a sum with these weights."""
         made = [p.made for p in self.products if p.weight in weights and p.made is not None]
         return list(self._rows.reaching(made)) if made else []
 
     def _cuts_inside(self, row: str, dim: int, tp: int, taken: set[str]) -> dict[str, ParameterCut]:
-        """How the factors of a row layer's weight are cut, which is cut along ``dim``."""
+        """Returns the cuts of the factors of a row layer's weight, which is cut along ``dim``."""
         made = {id(p.made): p.made for p in self.products if p.weight == row and p.made is not None}
         if not made:
             return {}
@@ -324,7 +324,7 @@ class GradientSparsity:
         return dict(self._cuts(row, self._rows.of_ranks(f"weight of {row}", inputs, tp), taken))
 
     def _same_input(self, products: Sequence[MatmulRecord]) -> list[str]:
-        """The parameters whose products have the very inputs of ``products``: they need the same rows."""
+        """Returns the parameters of products with the very inputs of ``products``: they need the same rows."""
         inputs = [_elements(product) for product in products]
         mine: dict[str, list[object]] = {}
         for product in self.products:
@@ -333,8 +333,8 @@ class GradientSparsity:
         return [weight for weight, found in mine.items() if found == inputs]
 
     def _used_whole(self, rows: Sequence[str], columns: Sequence[str], taken: Collection[str]) -> list[str]:
-        """Products beside the columns that reach the row layer on a way of their own: multi-query keys and values, of
-        which every rank needs all rows. The first product of an adapter reaches it through a column alone."""
+        """Returns other products that reach the row layer without passing the columns: multi-query keys and values;
+        every rank needs all their rows. The first product of an adapter reaches it through a column alone."""
         inputs = {id(p.x) for p in self.products if p.weight in columns}
         others = dict.fromkeys(p.weight for p in self.products if id(p.x) in inputs)
         found = [name for name in others if not (name in columns or name in taken or name in rows)]
@@ -344,7 +344,7 @@ class GradientSparsity:
         return [name for name in found if name in self._direct[asked]]
 
     def _is_adapter(self, row: str, columns: Sequence[str]) -> bool:
-        """Whether the product of ``columns`` and ``row`` has a low rank and lies beside a layer of the same edges.
+        """Returns True if the product of ``columns`` and ``row`` has a low rank and a layer has the same edges.
 
         The layer decides how such a pair is sharded.
         """
@@ -371,9 +371,10 @@ class GradientSparsity:
                     break
 
     def _draws_beside(self, columns: Sequence[str], cuts: Collection[str]) -> bool:
-        """Whether a dropout leads from the input of the columns to a whole product: between columns and row each rank
-        draws its own mask, and the product would get other gradients on each. PEFT's dropouts draw alike there
-        (``layers.adapter_dropout``).
+        """Returns True if a dropout leads from the input of the columns to a whole product.
+
+        Between columns and row each rank draws its own mask, and the product would get other gradients on each.
+        PEFT's dropouts draw equal masks there (``layers.adapter_dropout``).
         """
         before = [p for p in self.products if p.weight in columns]
         inputs, same = {_elements(p) for p in before}, {id(p.x) for p in before}
@@ -381,7 +382,7 @@ class GradientSparsity:
         return any(_elements(p) in inputs and id(p.x) not in same for p in others)
 
     def _goes_elsewhere(self, rows: Sequence[str], columns: Sequence[str]) -> bool:
-        """Whether the columns' outputs also reach an output of the block past the row layers, as a residual does."""
+        """Returns True if the columns' outputs also reach a block output past the row layers, as a residual does."""
         asked = tuple(rows), tuple(sorted(columns))
         if asked not in self._elsewhere:
             self._elsewhere[asked] = self._reach_an_output(rows, columns)
@@ -418,26 +419,26 @@ class GradientSparsity:
 
 
 def _runs(own: Tensor) -> list[tuple[int, int]]:
-    """Return the runs [start, stop) of rows where ``own`` is true."""
+    """Returns the runs [start, stop) of rows where ``own`` is true."""
     edges = torch.diff(own.int(), prepend=own.new_zeros(1).int(), append=own.new_zeros(1).int()).nonzero().flatten()
     return [(start, stop) for start, stop in edges.view(-1, 2).tolist()]
 
 
 def _is_peft(weight: str, columns: Sequence[str]) -> bool:
-    """Whether this is the first half of a pair that PEFT has put beside one of the columns."""
+    """Returns True if this is the first factor of a PEFT adapter of one of the columns."""
     layer, _, adapter = weight.partition(".lora_A.")
     return f"{layer}.base_layer.weight" in columns and adapter not in ("", "weight")
 
 
 def _elements(product: MatmulRecord) -> object:
-    """The same for inputs that are views of the same elements, whose rows of a sum are the same ones."""
+    """Returns a key that is equal for inputs that are views of the same elements with the same summed rows."""
     x, dim = product.x, product.x_dim
     base = x if x._base is None else x._base
     return id(base), x.storage_offset(), x.numel(), x.shape[dim], x.stride(dim), x.is_contiguous()
 
 
 def float_leaves(out: Any, used: Collection[int] | None) -> list[Any]:
-    """The float tensors among the ``used`` leaves of an output; a global tensor is one leaf."""
+    """Returns the float tensors among the ``used`` leaves of an output; a global tensor is one leaf."""
     leaves = pytree.tree_leaves(out, is_leaf=lambda node: isinstance(node, GlobalTensor))
     read = [leaf for number, leaf in enumerate(leaves) if used is None or number in used]
     return [leaf for leaf in read if isinstance(leaf, Tensor | GlobalTensor) and leaf.is_floating_point()]

@@ -4,8 +4,8 @@ Compared are the outputs and the input gradients of every rank, and every parame
 that the ranks hold: rows with several holders and partial gradients are summed, as in training.
 
 The arithmetic is float64, so that the rule can be exact: a value is right if its error is at most TOLERANCE times the
-largest value of its tensor. A tensor whose values are all below ZERO times the largest gradient of the block (the
-gradient of a key's bias) counts as zero, and must be so on both sides.
+largest value of its tensor. A tensor with all values below ZERO times the largest gradient of the block (the
+gradient of a key's bias) counts as zero, and must be zero on both sides.
 
 :class:`Exact` keeps the block in float64 and switches dropout off. Norms and softmax of many models convert to fp32
 themselves, and a proof in float64 would then see their rounding.
@@ -57,7 +57,7 @@ class BlockResult:
     inputs: tuple[Tensor | None, ...]
     """Gradients of the inputs that require one."""
     parameters: Mapping[str, tuple[Tensor | None, ...]]
-    """Gradients of parameters; those of a low-rank weight are two products with vectors."""
+    """Gradients of parameters; a low-rank weight has two products with vectors instead."""
     evaluated: tuple[Tensor, ...] = ()
     """Outputs in eval mode, which may run other code."""
 
@@ -75,7 +75,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """Whether the plan is right."""
+        """True if the plan is right."""
         return not self.problem
 
 
@@ -91,12 +91,12 @@ class BlockReference:
             self._outcomes = [_both_modes(copy.deepcopy(block), given, used) for given in givens]
 
     def prove(self, plan: TensorPlan, tp: int, watch: Callable[[nn.Module], None] | None = None) -> Verdict:
-        """Compare the block under ``plan`` on ``tp`` tensor ranks with the unsharded block.
+        """Compares the block under ``plan`` on ``tp`` tensor ranks with the unsharded block.
 
         ``watch``: called with the block of every rank before it runs.
         """
         verdict = Verdict()
-        # the example is the longest: what is wrong shows sooner in what comes after it
+        # the example is the longest: an error shows sooner in the shorter ones after it
         for given, truth in reversed([*zip(self.givens, self._outcomes, strict=True)]):
             verdict = self._prove(plan, tp, (given, truth), watch)
             if not verdict.holds:
@@ -153,11 +153,11 @@ def exactly() -> Iterator[None]:
 
 @contextmanager
 def _freeing_cycles() -> Iterator[None]:
-    """At the end, frees what was made inside: copies of blocks and their patches refer to each other, and hold all
-    activations where a rank has raised."""
+    """Frees at the end everything made inside: copies of blocks and their patches refer to each other, and keep all
+    activations alive if a rank has raised."""
     collecting = gc.isenabled()
     gc.collect(0)
-    gc.disable()  # so all of it is of the youngest generation, whose collection is cheap
+    gc.disable()  # so all of it is of the youngest generation, cheap to collect
     try:
         yield
     finally:
@@ -191,7 +191,7 @@ def _run_trial(
     context: GlobalTensorContext | None = None,
     check: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> BlockResult:
-    """Run the block on copies of ``given``, then backward from a fixed random gradient of every float output that is
+    """Runs the block on copies of ``given``, then backward from a fixed random gradient of every float output that is
     used; ``check`` sees the outputs before."""
     fresh = _Fresh(context)
     args, kwargs = pytree.tree_map(fresh, given)
@@ -215,7 +215,7 @@ def _both_modes(block: nn.Module, given: Given, used: Collection[int] | None) ->
 def _evaluate(
     block: nn.Module, given: Given, used: Collection[int] | None, context: GlobalTensorContext | None = None
 ) -> tuple[Tensor, ...]:
-    """The block's outputs in eval mode; the block stays in eval mode."""
+    """Returns the block's outputs in eval mode; the block stays in eval mode."""
     args, kwargs = pytree.tree_map(_Fresh(context), given)
     with highest_draws():
         return tuple(_plain(leaf).detach() for leaf in float_leaves(block.eval()(*args, **kwargs), used))
@@ -241,7 +241,7 @@ class _Fresh:
 
 
 def _shard_low_rank(block: nn.Module, plan: TensorPlan, rank: int) -> set[str]:
-    """Give a rank its shard of every low-rank weight that is sharded; returns their names."""
+    """Assigns a rank its shard of every low-rank weight that is sharded; returns their names."""
     found = {}
     for name, parameter in block.named_parameters():
         if isinstance(parameter, LowRankWeight) and (cut := plan.parameters.get(name)) is not None:
@@ -307,9 +307,9 @@ def _assembled(
 
 
 def _wrong(mine: Tensor | None, whole: Tensor | None, largest: float) -> str:
-    """A clause that says what is wrong with a value, or "". ``largest``: over all gradients of the block."""
+    """Returns a clause that describes the error of a value, or "". ``largest``: over all gradients of the block."""
     if mine is None or whole is None:
-        return "" if mine is None and whole is None else "is missing" if mine is None else "should not be there"
+        return "" if mine is None and whole is None else "is missing" if mine is None else "is unexpected"
     if mine.shape != whole.shape:
         return f"has the shape {list(mine.shape)}, not {list(whole.shape)}"
     if not whole.numel():
@@ -319,7 +319,7 @@ def _wrong(mine: Tensor | None, whole: Tensor | None, largest: float) -> str:
     finite = bool(torch.isfinite(mine).all()) or not bool(torch.isfinite(whole).all())
     if finite and (error <= allowed or (top <= ZERO * largest and _top(mine) <= ZERO * largest)):
         return ""
-    return f"is off by {error:.1e} where its largest is {top:.1e}"
+    return f"is off by {error:.1e}; its largest value is {top:.1e}"
 
 
 def _top(tensor: Tensor) -> float:
@@ -367,7 +367,7 @@ class Exact(TorchFunctionMode):
 
 
 def _grouped_mm(x_SI: Tensor, weight_EIO: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """The products of rows ``offs[e-1]:offs[e]`` of x with matrix e."""
+    """Returns the products of rows ``offs[e-1]:offs[e]`` of x with matrix e."""
     ends = [0, *offs.tolist()]
     left = x_SI.shape[0] - ends[-1]
     if isinstance(weight_EIO, LowRankWeight) and not isinstance(x_SI, GlobalTensor) and not left:

@@ -3,7 +3,7 @@
     W[o, i]    = sum over terms and z of left[o, 1, z] right[1, i, z]
     W[e, o, i] = sum over terms and z of left[e, o, 1, z] right[1, 1, i, z], or left[1, o, 1, z] right[e, 1, i, z]
 
-    view        a view of the factors, if every dim of the result lies in the same factors as before
+    view        a view of the factors, if every dim of the result is in the same factors as before
     product     x @ right, then @ left: no tensor of the weight's size exists
     the rest    :meth:`Factors.full`, the weight with all of its numbers
 
@@ -58,7 +58,7 @@ class Factors:
         return [one for one, kind in zip(letters, self.kinds, strict=True) if kind in (side, BOTH)]
 
     def _thin(self) -> Iterator[Term]:
-        """The factors without the dims that they lack."""
+        """Returns the factors without the dims that they lack."""
         lacking = [
             tuple(dim for dim, kind in enumerate(self.kinds) if kind not in (side, BOTH)) for side in (LEFT, RIGHT)
         ]
@@ -70,7 +70,7 @@ class Factors:
         return tuple((left(a), right(b)) for a, b in self.terms)
 
     def permuted(self, dims: Sequence[int]) -> "Factors":
-        """The dims in another order."""
+        """Returns the dims in another order."""
         order = [positive_dim(dim, len(self.kinds)) for dim in dims]
         kinds = "".join(self.kinds[dim] for dim in order)
 
@@ -86,7 +86,7 @@ class Factors:
         return self.permuted(dims)
 
     def unsqueezed(self, dim: int) -> "Factors":
-        """A new dim of size one."""
+        """Returns a new dim of size one."""
         place = positive_dim(dim, len(self.kinds) + 1)
         return self.indexed((*(slice(None),) * place, None))
 
@@ -105,7 +105,7 @@ class Factors:
         return Factors(made.terms, made.kinds, twin)
 
     def reshaped(self, twin: Tensor) -> "Factors":
-        """The elements in row-major order in the shape of ``twin``, its view.
+        """Returns the elements in row-major order in the shape of ``twin``, its view.
 
         Raises:
             NoRuleError: dims of different factors become one.
@@ -157,14 +157,14 @@ class Factors:
         return self.rows[place % len(self.rows)]
 
     def _apart(self, factor: Tensor, side: str) -> Sequence[Tensor]:
-        """A factor for each matrix of a stack."""
+        """Returns a factor for each matrix of a stack."""
         return factor.unbind(0) if self.kinds[0] in (side, BOTH) else (factor.squeeze(0),) * self.twin.shape[0]
 
     def plus(self, left: Tensor, right: Tensor) -> "Factors":
-        """The sum with ``left`` [.., O, Z] ``right`` [.., Z, I], as one more term.
+        """Returns the sum with ``left`` [.., O, Z] ``right`` [.., Z, I], as one more term.
 
         Raises:
-            NoRuleError: the dims are not those of a matrix [O, I] or a stack [E, O, I].
+            NoRuleError: the dims form no matrix [O, I] or stack [E, O, I].
         """
         if self.kinds[-2:] != LEFT + RIGHT or len(self.kinds) > 3:
             raise NoRuleError("a product of other dims")
@@ -221,15 +221,15 @@ class Factors:
         return _total(_by_group(part, factor.mT, groups) for part, factor in zip(parts, outer, strict=True))
 
     def _stacks(self, dim: int) -> bool:
-        """Whether the factor with ``dim`` has one matrix for each of the stack."""
+        """Returns True if the factor with ``dim`` has one matrix for each of the stack."""
         return self.kinds[0] in (self.kinds[dim], BOTH)
 
     def embedding(self, ids: Tensor) -> Tensor:
-        """The rows of W [V, H] at ``ids``."""
+        """Returns the rows of W [V, H] at ``ids``."""
         return _total(functional.embedding(ids, outer_VZ) @ inner_HZ.mT for inner_HZ, outer_VZ in self.between(1, 0))
 
     def einsum(self, x: Tensor, letters: tuple[str, str], out: str) -> Tensor:
-        """The product of x with W, whose dims have ``letters``.
+        """Returns the product of x with W; ``letters`` name the dims of both.
 
         Raises:
             NoRuleError: a letter stands twice in one operand.

@@ -1,21 +1,21 @@
 """Large weights of a block that is searched or proven: products of two thin random matrices, at their full shape.
 
 A block of a billion parameters, its gradients and a copy for every rank do not fit into a host. The code of the block
-needs the weight's shape and its products; what a proof needs of the gradient is its product with a random vector. So
+needs the weight's shape and its products; a proof needs only the gradient's product with a random vector. So
 
     W = A B' + P v' + u Q'        A, B thin and random; u, v random vectors; P, Q zero
 
-is a weight of any size in the memory of its edges, whose products take two thin ones. The zero factors are leaves of
-the graph, and their gradients are what a product with the weight's gradient G would give: dP = G v, dQ = u' G.
+is a weight of any size in the memory of its edges; each product takes two thin ones. The zero factors are leaves of
+the graph, and their gradients equal products with the weight's gradient G: dP = G v, dQ = u' G.
 
-Two gradients whose products with a random vector agree are equal (Freivalds 1977): vectors for which that fails have
+Two gradients are equal if their products with a random vector agree (Freivalds 1977): exceptions have
 measure zero. Two programs that agree on such weights agree on all: their difference is a sum of products of entries of
 weights, and none with at most RANK factors from one weight vanishes on all matrices of that rank. The experts of a
 stack [E, O, I] are one weight: a matrix of E O rows and I columns, or of O rows and E I columns, whichever has the
 shorter edges.
 
 Functions without a rule get all numbers of the weight, so the result is always that of the dense weight. Code that
-reads a weight below torch functions, or without a graph, is told so: the caller draws that weight whole.
+reads a weight below torch functions, or without a graph, raises: the caller draws that weight whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,11 +68,11 @@ class Parts:
         return Factors(terms, kinds, torch.empty(self.shape, device="meta"))
 
     def fresh(self) -> "Parts":
-        """The same numbers, with leaves of their own."""
+        """Returns the same numbers, with leaves of their own."""
         return Parts(self.random, self.vectors, _leaves(self.random), self.shape)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "Parts":
-        """The given rows of ``dim``."""
+        """Returns the given rows of ``dim``."""
         where, shape = torch.tensor(rows), list(self.shape)
         shape[dim] = len(rows)
 
@@ -150,11 +150,11 @@ class LowRankWeight(Tensor):
         return f"LowRankWeight({self.weight}, shape={tuple(self.factors.twin.shape)})"
 
     def view_of(self, factors: Factors) -> "LowRankWeight":
-        """A view of the same parameter."""
+        """Returns a view of the same parameter."""
         return LowRankWeight(factors, self.weight, self.refused)
 
     def shard(self, dim: int, rows: Sequence[int]) -> "LowRankWeight":
-        """A parameter of the given rows of ``dim``."""
+        """Returns a parameter of the given rows of ``dim``."""
         assert self.parts is not None
         return _parameter(self.parts.shard(dim, rows), self.weight, self.refused)
 
@@ -162,7 +162,7 @@ class LowRankWeight(Tensor):
 def low_rank_parameter(
     shape: Sequence[int], weight: str, generator: torch.Generator, refused: set[str]
 ) -> LowRankWeight:
-    """A random parameter of ``shape`` [.., O, I], whose entries are as large as those of a dense one."""
+    """Returns a random parameter of ``shape`` [.., O, I] with entries as large as a dense one's."""
     *experts, outputs, inputs = shape
     ones = (1,) * len(experts)
     # a stack is one matrix, of which the longer edge is that of all experts
@@ -178,7 +178,7 @@ def low_rank_parameter(
 
 
 def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
-    """The tensors whose gradients stand for that of ``parameter``: itself, or the zero factors of a low-rank one.
+    """Returns the leaves that receive the gradient of ``parameter``: itself, or the zero factors of a low-rank one.
 
     Each has the parameter's dims, of size one where it was multiplied by a vector, and a last one.
     """
@@ -188,7 +188,7 @@ def gradient_leaves(parameter: Tensor) -> tuple[Tensor, ...]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number that a tensor shares with its views only."""
+    """Returns a number that a tensor shares with its views only."""
     whole = tensor.factors.twin if isinstance(tensor, LowRankWeight) else tensor
     return int(whole.untyped_storage()._cdata)
 
@@ -226,7 +226,7 @@ def _sizes(given: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _through_twin(name: str) -> Callable[..., LowRankWeight]:
-    """A function that changes the shape alone: torch's own function on the twin says how."""
+    """Returns the rule of a function that changes the shape alone: torch's own function on the twin says how."""
 
     def change(factors: Factors, *args: Any, **kwargs: Any) -> Factors:
         if any(isinstance(arg, torch.dtype) for arg in args):
@@ -237,7 +237,7 @@ def _through_twin(name: str) -> Callable[..., LowRankWeight]:
 
 
 def _same(weight: LowRankWeight, *args: Any, **kwargs: Any) -> LowRankWeight:
-    """A conversion: all weights are float64 on the CPU."""
+    """Ignores a conversion: all weights are float64 on the CPU."""
     wanted = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
     if any(dtype not in (torch.float64, torch.float32) for dtype in wanted):
         raise NoRuleError("another dtype")

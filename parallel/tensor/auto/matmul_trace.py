@@ -74,7 +74,7 @@ _NORMS = frozenset((functional.layer_norm, functional.rms_norm, torch.layer_norm
 
 
 class MatmulTrace(TorchFunctionMode):
-    """Records the products of ``block``. ``cut_off``: parameters whose products are detached."""
+    """Recorder of the products of ``block``. ``cut_off``: parameters with detached products."""
 
     def __init__(self, block: nn.Module, cut_off: Collection[str] = ()) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class MatmulTrace(TorchFunctionMode):
         return out
 
     def _note(self, form: _Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Record a product with a parameter; returns whether it is to be detached."""
+        """Records a product with a parameter; returns whether it is to be detached."""
         weight = args[form.weight] if len(args) > form.weight else kwargs.get("weight", kwargs.get("mat2"))
         found = self._owner_of(weight)
         if found is None or weight is None or weight.dim() < 2:
@@ -128,7 +128,7 @@ class MatmulTrace(TorchFunctionMode):
         return name in self._cut_off
 
     def _note_sum(self, terms: Sequence[Any], made: Tensor) -> None:
-        """Remember a sum of a parameter and something of its shape as a weight of that parameter."""
+        """Remembers a sum of a parameter and something of its shape as a weight of that parameter."""
         for name, parameter in filter(None, map(self._owner_of, terms)):
             if parameter.dim() > 1 and made.shape == parameter.shape and made.stride() == parameter.stride():
                 self._owner[memory_of(made)], self._made[memory_of(made)] = (name, parameter), made
@@ -138,7 +138,7 @@ class MatmulTrace(TorchFunctionMode):
 
 
 def _without_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The value of the norm, with the gradient of an elementwise product with its weight."""
+    """Returns the value of the norm, with the gradient of an elementwise product with its weight."""
     weight = args[2] if len(args) > 2 else kwargs.get("weight")
     bias = args[3] if len(args) > 3 else kwargs.get("bias")
     x = args[0]

@@ -1,14 +1,13 @@
-"""From a block to its styles: for each group of parameters the cheapest strategy that passes the proof.
+"""Search for the styles of a block: for each group of parameters the cheapest strategy that passes the proof.
 
     at once      all groups with plain tensors
-    by module    each group in the module around it, and then the block with what was found
-    one by one   each group in the block, beside those that are decided
+    by module    each group in the module around it, and then the block with the strategies found
+    one by one   each group in the block, together with the decided groups
 
-The first of them whose proof of the whole block holds decides.
+The first of them to pass the proof of the whole block decides.
 
-Which numbers of its modules the code of a block reads, while a plan is tried on it.
-
-A number that was not read can have any value: dividing it gives the same result, and need not be tried.
+A trial also records the numbers of its modules that the code of a block reads. A number that was not read can have any
+value: dividing it gives the same result, and need not be tried.
 
 A group of parameters in the innermost module around it: the smaller block on which its strategies are tried.
 
@@ -16,8 +15,8 @@ A group of parameters in the innermost module around it: the smaller block on wh
                     q k v o                   gate up down
                     └ tried alone             └ tried alone
 
-Such a module gets the arguments that it has in a run of the whole block, and of its outputs those count that reach an
-output of the block. What holds of it alone need not hold of the block, whose proof decides.
+Such a module gets the arguments that it has in a run of the whole block. Its outputs count if they reach an output of
+the block. A strategy that is right in the module alone can be wrong in the block; the block's proof decides.
 """
 
 import copy
@@ -81,12 +80,12 @@ class Search:
     """What was decided about groups of other blocks, which is tried first for equal ones."""
 
     def decide(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """A strategy for each group, all of them proven together in the block."""
+        """Returns a strategy for each group, all of them proven together in the block."""
         found = (self._at_once(groups, tp) or self._by_module(groups, tp)) if len(groups) > 1 else []
         return found or self._one_by_one(groups, tp)
 
     def _at_once(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """What is known of the groups of other blocks, and plain tensors for the others; empty if that is wrong."""
+        """Returns known decisions for groups of other blocks and plain tensors for the rest; empty if that is wrong."""
         found = [one for group in groups if (one := self._likely(group, tp)) is not None]
         if len(found) < len(groups):
             return []
@@ -94,7 +93,7 @@ class Search:
         return [replace(one, note=one.note or _note(one.way, "", verdict)) for one in found] if verdict.holds else []
 
     def _likely(self, group: CoupledParameters, tp: int) -> Decided | None:
-        """What is known of an equal group, or else plain tensors, if they can be."""
+        """Returns the known decision for an equal group, or else plain tensors if the group allows them."""
         before = (one for one in self.known if one.group == group and one.way.how != "replicate")
         way = local(self.block, group, tp)
         return next(before, None if way is None else Decided(group, way, ""))
@@ -119,10 +118,10 @@ class Search:
         return [decided[group.row] for group in groups] if right else []
 
     def _one_by_one(self, groups: Sequence[CoupledParameters], tp: int) -> list[Decided]:
-        """A strategy for each group, proven together with those chosen before it.
+        """Chooses a strategy for each group, proven together with the strategies chosen before it.
 
         Groups without a right strategy are tried once more together with all others: code between groups may reject a
-        sharded input beside a replicated one.
+        sharded input together with a replicated one.
         """
         styles: dict[str, str] = {}
         decided: dict[str, Decided] = {}
@@ -156,7 +155,7 @@ class Search:
     def _with_numbers(
         self, group: CoupledParameters, before: Mapping[str, str], plain: ShardingStrategy, problem: str, tp: int
     ) -> Decided | None:
-        """Divide one number; where that changes the problem, divide a second one as well, and so on."""
+        """Divides one number; where that changes the problem, divides a second one as well, and so on."""
         all_numbers = divisible_attributes(self.block, group, tp)
         problems: dict[tuple[Number, ...], str] = {(): problem}
         reads: dict[tuple[Number, ...], set[Number]] = {(): self._watched(before, plain, all_numbers, tp)[1]}
@@ -182,7 +181,7 @@ class Search:
     def _watched(
         self, before: Mapping[str, str], way: ShardingStrategy, numbers: Sequence[Number], tp: int
     ) -> tuple[Verdict, set[Number]]:
-        """The verdict on a strategy, and which of ``numbers`` the code has read."""
+        """Returns the verdict on a strategy, and the ``numbers`` that the code has read."""
         reads = AttributeReads(numbers)
         return self._try(before, way, tp, reads.watch), reads.seen
 
@@ -210,14 +209,14 @@ def _together(ways: Iterable[ShardingStrategy]) -> ShardingStrategy:
 
 
 def _note(way: ShardingStrategy, first: str, verdict: Verdict) -> str:
-    """What :attr:`Decided.why` says besides the numbers that are divided."""
+    """Returns the part of :attr:`Decided.why` that follows the divided numbers."""
     gathering = ", ".join(name for name in verdict.gathers if name != PROOF)
     gathers = f"; gathers for {gathering}" if gathering else ""
     if way.how == "local":
         return f"plain tensors{gathers}"
     if way.how == "local+":
         return gathers
-    return f"plain tensors: {first or 'the weight is not that of a linear layer'}{gathers}"
+    return f"plain tensors: {first or 'the weight belongs to no linear layer'}{gathers}"
 
 
 _CONFIG = "config."
@@ -233,7 +232,7 @@ class AttributeReads:
         self._watching = False
 
     def watch(self, block: nn.Module) -> None:
-        """Note what is read of a block that nobody else uses: its modules get classes that tell it."""
+        """Records the attributes read of a private copy of a block: its modules get classes that report reads."""
         if not self._watching:
             self._watching = True
             self.seen.clear()
@@ -281,7 +280,7 @@ def enclosing_module(group: CoupledParameters) -> str:
 
 
 def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
-    """The same group by the names that its parameters have in the module at ``path``.
+    """Returns the same group by the names that its parameters have in the module at ``path``.
 
     Partial gradients outside the module would be due to a partial gradient of its input, which is wrong there.
     """
@@ -301,7 +300,7 @@ def group_inside(group: CoupledParameters, path: str) -> CoupledParameters:
 
 
 def strategy_outside(way: ShardingStrategy, path: str) -> ShardingStrategy:
-    """The same strategy by the names in the block around the module at ``path``."""
+    """Returns the same strategy by the names in the block around the module at ``path``."""
     styles = {f"{path}.{name}".rstrip("."): style for name, style in way.styles.items()}
     return way._replace(styles=styles, changes=tuple(f"{path}.{change}" for change in way.changes))
 
@@ -315,7 +314,7 @@ def reference_inside(truth: BlockReference, path: str) -> BlockReference | None:
         return BlockReference(module, [call.given], call.used) if call.used else None
     except WholeWeightError:
         raise
-    except Exception as error:  # what code gives its modules may be anything
+    except Exception as error:  # code may pass anything to its modules
         if is_own_mistake(error):
             raise
         return None
@@ -352,7 +351,7 @@ def _watching(module: nn.Module) -> Iterator[_Observed]:
         call.given = pytree.tree_map(_copied, (args, dict(kwargs)))
 
     def after(_: nn.Module, args: Any, out: Any) -> Any:
-        seen = pytree.tree_map(_named, out)  # what the module itself does with an output is no use of it
+        seen = pytree.tree_map(_named, out)  # the module's own use of an output does not count
         call.outputs = pytree.tree_leaves(seen)
         return seen
 
@@ -365,10 +364,10 @@ def _watching(module: nn.Module) -> Iterator[_Observed]:
 
 
 def _copied(leaf: Any) -> Any:
-    """An argument with content of its own; no leaf of the graph, so that the block may write into it.
+    """Returns an argument with content of its own; no leaf of the graph, so that the block may write into it.
 
     Raises:
-        ValueError: it is a parameter, whose gradient would be missed.
+        ValueError: it is a parameter; its gradient would be missed.
     """
     if not isinstance(leaf, Tensor):
         return copy.deepcopy(leaf)
@@ -383,7 +382,7 @@ def _named(leaf: Any) -> Any:
 
 
 def _reaching(leaves: list[Any], outputs: list[Any]) -> frozenset[int]:
-    """The places of the leaves of which a float output is a function with a gradient."""
+    """Returns the places of the leaves of which a float output is a function with a gradient."""
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     total = sum((out.sum() for out in outputs if out.requires_grad), torch.zeros(()))
     if not places or not total.requires_grad:

@@ -5,8 +5,8 @@ local     plain tensors; linear layers with f and g. Enough for code that says v
 local+    the same, with some of the whole numbers that the code reads divided by the number of ranks
 view      the parameters are global tensors and show their full shape; slower in Python, right for any use of widths
 
-They are listed cheapest first. Embeddings and heads are sharded by vocabulary: those that belong together by a tie or
-by their number of rows, or without a head the embedding with the most rows. Other embeddings (positions, token types)
+They are listed cheapest first. Embeddings and heads are sharded by vocabulary if a tie or their number of rows
+connects them; without a head, the embedding with the most rows is. Other embeddings (positions, token types)
 are small; replicated, they need no sum.
 """
 
@@ -60,7 +60,7 @@ def local(block: nn.Module, group: CoupledParameters, tp: int) -> ShardingStrate
 
 
 def view(block: nn.Module, group: CoupledParameters, tp: int, partial: bool = True) -> ShardingStrategy:
-    """The strategy in which all sharded parameters show their full shape.
+    """Returns the strategy in which all sharded parameters show their full shape.
 
     ``partial``: replicated parameters between columns and row have partial gradients. Otherwise a replicated tensor is
     copied where it meets a sharded one, which also sums the partial gradient that reaches it there (a positional key
@@ -78,7 +78,7 @@ def _cut_style(block: nn.Module, name: str, cut: ParameterCut, tp: int) -> str:
 
 
 def _words(block: nn.Module, layer: str, kind: str, cut: ParameterCut, tp: int) -> str:
-    """The style of a linear layer; without a ``head`` word the head width that its parent names applies."""
+    """Returns the style of a linear layer; without a ``head`` word the head width that its parent names applies."""
     module = block.get_submodule(layer)
     dim = 0 if (kind == "column") != is_conv1d(module) else 1
     size = block.get_parameter(f"{layer}.weight").shape[dim]
@@ -105,7 +105,7 @@ def _owner(name: str) -> str:
 
 
 def _called(block: nn.Module, layer: str) -> bool:
-    """Whether the layer is called; nn.MultiheadAttention reads the weight of its output layer instead."""
+    """Returns True if the layer is called; nn.MultiheadAttention reads the weight of its output layer instead."""
     return not isinstance(block.get_submodule(_owner(layer)), nn.MultiheadAttention)
 
 
@@ -117,7 +117,7 @@ class Number(NamedTuple):
 
 
 def divisible_attributes(block: nn.Module, group: CoupledParameters, tp: int) -> list[Number]:
-    """The whole numbers of the group's modules that the ranks can share."""
+    """Returns the whole numbers of the group's modules that the ranks can share."""
     paths: dict[str, None] = {}
     for name in group.cuts:
         parts = name.split(".")[:-1]
@@ -142,7 +142,7 @@ def _shares(owner: object, name: str, tp: int) -> bool:
 
 
 def _names_read(module: nn.Module) -> set[str]:
-    """The names in the code of the module's own methods."""
+    """Returns the names in the code of the module's own methods."""
     classes = [base for base in type(module).__mro__ if base.__module__ != "torch.nn.modules.module"]
     functions = [f for base in classes for f in vars(base).values() if isinstance(f, FunctionType)]
     return {name for f in functions if f.__name__ != "__init__" for name in _names_in(f.__code__)}
@@ -157,7 +157,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def with_numbers(way: ShardingStrategy, chosen: Sequence[Number]) -> ShardingStrategy:
-    """The same strategy with some numbers divided by the number of ranks."""
+    """Returns the same strategy with some numbers divided by the number of ranks."""
     changed = dict(way.styles)
     for module, attribute in chosen:
         before = changed.get(module)
@@ -208,5 +208,5 @@ def _outputs(module: nn.Module) -> int:
 
 
 def _is_head(name: str) -> bool:
-    """Whether a linear layer lies outside all chains of blocks."""
+    """Returns True if a linear layer is outside all chains of blocks."""
     return not any(part.isdecimal() for part in name.split("."))

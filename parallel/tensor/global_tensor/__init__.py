@@ -18,7 +18,7 @@ The files:
 
     index_sets      which indices of a dim each rank holds (DTensor's Shard, for any set of rows); no torch
     layout          full shape and index sets of an operation's result; no torch
-    global_tensor   the class; ``context`` is what all global tensors of a model share
+    global_tensor   the class; ``context`` is the state that all global tensors of a model share
     operands        from a plain or global tensor to the local shard that an operation needs
     redistribute    from shards to full tensors, and sums over the ranks
     rules/          one rule for each torch function, listed in ``rules.table``

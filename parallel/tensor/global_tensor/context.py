@@ -1,4 +1,4 @@
-"""What all global tensors of a model share: the axis, the rules, tensors that have entered, records for the plan."""
+"""State that all global tensors of a model share: the axis, the rules, entered tensors, records for the plan."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,8 +45,8 @@ class GlobalTensorContext:
         self.partial: set[nn.Parameter] = set()
         """The plain parameters that met a global tensor: each rank has a partial gradient, to be summed once a step."""
         self.planned: frozenset[nn.Parameter] | None = None
-        """In training, the parameters that are summed once a step; those that the plan's example did not show as
-        partial are summed at each use."""
+        """In training, the parameters that are summed once a step; a parameter that the plan's example did not show
+        as partial is summed at each use."""
         self.equal: set[nn.Parameter] = set()
         """Parameters that plain code uses as well: their gradient is summed at each use, as for any plain tensor."""
         self.reached_below: str | None = None
@@ -55,17 +55,17 @@ class GlobalTensorContext:
         self._found: dict[Hashable, Any] = {}
 
     def sums_once(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient of ``parameter`` stays partial until the end of the step."""
+        """Returns True if the gradient of ``parameter`` stays partial until the end of the step."""
         return self.planned is None or parameter in self.planned
 
     def clear(self) -> None:
-        """Forget the tensors that have entered; called at the end of a block."""
+        """Forgets the tensors that have entered; called at the end of a block."""
         self._entered.clear()
 
     def entered(self, key: Hashable, given: Tensor, enter: Callable[[Callable[[], None]], Tensor]) -> Tensor:
         """``enter(passed)``, made from ``given``: one result per key until ``passed`` is called, in backward.
 
-        The key contains the id of ``given``, which stays valid because ``given`` is kept alive here.
+        The key contains the id of ``given``, which stays valid because the context keeps ``given`` alive.
         """
         hit = self._entered.get(key)
         if hit is not None and hit[0] is given:
@@ -95,7 +95,7 @@ class GlobalTensorContext:
         return found  # type: ignore[no-any-return]
 
     def note_gather(self, name: str) -> None:
-        """Record a gather by the function ``name``."""
+        """Records a gather by the function ``name``."""
         self.gathers[name] = self.gathers.get(name, 0) + 1
 
     @contextmanager

@@ -117,12 +117,12 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """Whether the shard is on a GPU."""
+        """True if the shard is on a GPU."""
         return self.local.is_cuda
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether the shard is a leaf of the graph."""
+        """True if the shard is a leaf of the graph."""
         return self.local.is_leaf
 
     @property
@@ -132,7 +132,7 @@ class GlobalTensor(WrapperTensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the shard requires a gradient."""
+        """True if the shard requires a gradient."""
         return self.local.requires_grad
 
     @requires_grad.setter
@@ -141,17 +141,17 @@ class GlobalTensor(WrapperTensor):
         follow_grad(self)
 
     def size(self, dim: int | None = None) -> Any:
-        """The full size."""
+        """Returns the full size."""
         return self.full if dim is None else self.full[dim]
 
     def dim(self) -> int:
-        """The number of dims."""
+        """Returns the number of dims."""
         return len(self.full)
 
     ndimension = dim
 
     def numel(self) -> int:
-        """The number of elements of the full tensor."""
+        """Returns the number of elements of the full tensor."""
         return self.full.numel()
 
     nelement = numel
@@ -174,7 +174,7 @@ def global_tensors_in(args: Any, kwargs: Any) -> Iterator[GlobalTensor]:
 
 
 def has_views(args: Any, kwargs: Any) -> bool:
-    """Whether an argument is a global tensor."""
+    """Returns True if an argument is a global tensor."""
     return next(global_tensors_in(args, kwargs), None) is not None
 
 
@@ -186,7 +186,7 @@ def show_parameter(
 
 
 def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
-    """The result of an elementwise operation on ``x``, whose shard is ``local``."""
+    """Returns the result of an elementwise operation on ``x``, with the shard ``local``."""
     if local is x.local:
         return x
     made = GlobalTensor(local, x.full, x.sets, x.views)
@@ -195,14 +195,14 @@ def like(x: GlobalTensor, local: Tensor) -> GlobalTensor:
 
 
 def follow_grad(x: GlobalTensor) -> None:
-    """Update whether ``x`` requires a gradient, after a write into ``local``."""
+    """Updates whether ``x`` requires a gradient, after a write into ``local``."""
     wanted = x.local.requires_grad
     with torch._C.DisableTorchFunction():  # which also bypasses function modes
         torch._C.TensorBase.requires_grad.__set__(x, wanted)  # type: ignore[attr-defined]
 
 
 def _caller(function: str) -> str:
-    """The name of the autograd.Function that is being applied, or else of the operation."""
+    """Returns the name of the autograd.Function that is being applied, or else of the operation."""
     frame: FrameType | None = sys._getframe(2)
     if frame is not None and frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
         return f"autograd.Function {frame.f_locals['cls'].__name__}"
@@ -217,7 +217,7 @@ def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_below(context: "GlobalTensorContext") -> None:
-    """Raise for code that has reached a global tensor below ``__torch_function__``.
+    """Raises for code that has reached a global tensor below ``__torch_function__``.
 
     Raises:
         EngineError: names the code and the remedy.

@@ -1,11 +1,11 @@
-"""Which indices of a dim each rank holds: sorted sets, compared by value. Pure arithmetic.
+"""Index sets: the indices of a dim that each rank holds, sorted and compared by value. Pure arithmetic.
 
     blocks      0 0 0 1 1 1      every rank an equal block in rank order: collectives need no copy
     even        0 1 0 1 0 1      every index on one rank, equally many on each
     thirds      0 1 | 0 1 | 0 1  a fused q, k, v
     shared      01 01 | 01 01    an index on several ranks: gradients are partial
 
-A dim of which all ranks hold everything has None in place of an Index.
+A dim that every rank holds in full has None in place of an Index.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,12 +69,12 @@ class Index:
 
     @cached_property
     def once(self) -> bool:
-        """Whether every index is on exactly one rank."""
+        """True if every index is on exactly one rank."""
         return sum(self.counts) == self.size
 
     @cached_property
     def even(self) -> bool:
-        """Whether every index is on exactly one rank and all ranks hold equally many."""
+        """True if every index is on exactly one rank and all ranks hold equally many."""
         return self.once and len(set(self.counts)) == 1
 
     @cached_property
@@ -84,7 +84,7 @@ class Index:
 
     @cached_property
     def blocks(self) -> bool:
-        """Whether the Index is even and the concatenation of all ranks' shards is in order."""
+        """True if the Index is even and the concatenation of all ranks' shards is in order."""
         return self.even and bool((np.concatenate(self.ranks) == np.arange(self.size)).all())
 
     @cached_property
@@ -96,12 +96,12 @@ class Index:
 
     @classmethod
     def even_blocks(cls, size: int, ranks: int) -> "Index":
-        """Equal blocks in rank order; ``ranks`` divides ``size``."""
+        """Returns equal blocks in rank order; ``ranks`` divides ``size``."""
         return cls(np.split(np.arange(size), ranks), size)
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[Range], ranks: int) -> "Index | None":
-        """The Index of a row of the shard table, whose ranges cover the dim."""
+        """Returns the Index of a row of the shard table; ``ranges`` cover the dim."""
         held = [[np.arange(r.start, r.stop) for r in ranges if rank in r.holders] for rank in range(ranks)]
         size = max(r.stop for r in ranges)
         return index_of([np.sort(np.concatenate(pieces or [np.arange(0)])) for pieces in held], size)
@@ -111,7 +111,7 @@ Sets = tuple[Index | None, ...]
 
 
 def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
-    """The Index of these ranks; None if every rank holds all indices.
+    """Returns the Index of these ranks; None if every rank holds all indices.
 
     Raises:
         NoRuleError: a dim of one element would be sharded, which broadcasting does not allow.
@@ -124,7 +124,7 @@ def index_of(ranks: Sequence[Indices], size: int) -> Index | None:
 
 
 def common(a: Index | None, b: Index | None) -> Index | None:
-    """The indices that each rank holds of both.
+    """Returns the intersection of both index sets on each rank.
 
     Raises:
         NoRuleError: some index would have no holder.
@@ -141,18 +141,18 @@ def common(a: Index | None, b: Index | None) -> Index | None:
 
 
 def replaced(entries: Sequence[Entry], place: int, entry: Entry) -> tuple[Entry, ...]:
-    """``entries``, sizes or index sets by dim, with another one at ``place``."""
+    """Returns ``entries``, sizes or index sets by dim, with ``entry`` at ``place``."""
     return (*entries[:place], entry, *entries[place + 1 :])
 
 
 def covers(sets: Iterable[Index | None]) -> bool:
-    """Whether every element (one index of each dim) of dims sharded this way is on some rank."""
+    """Returns True if every element (one index of each dim) of dims sharded this way is on some rank."""
     kinds = [index.kinds for index in sets if index is not None]
     return len(kinds) < 2 or all(_meet(masks) for masks in product(*kinds))
 
 
 def held_once(sets: Iterable[Index | None]) -> bool:
-    """Whether every element of dims sharded this way is on exactly one rank."""
+    """Returns True if every element of dims sharded this way is on exactly one rank."""
     kinds = [index.kinds for index in sets if index is not None]
     return bool(kinds) and all(_meet(masks).bit_count() == 1 for masks in product(*kinds))
 
@@ -165,7 +165,7 @@ def _meet(masks: Iterable[int]) -> int:
 
 
 def positions(have: Index | None, want: Index | None, rank: int) -> Indices | None:
-    """The positions of the indices in ``want`` within those of ``have``, on rank ``rank``; None if both are the same.
+    """Returns the positions of ``want``'s indices within ``have``'s, on rank ``rank``; None if both are the same.
 
     Raises:
         NoRuleError: the rank holds less than it should.

@@ -1,6 +1,6 @@
 """Full shapes and index sets of the results of operations. Pure arithmetic.
 
-reshape works on groups of dims whose products agree; a group without a sharded dim needs nothing:
+reshape works on groups of dims with equal products; a group without a sharded dim needs nothing:
 
     (B, T, 3 C)  ->  (B, T, 3, H, D)      groups  B | T | 3 C -> 3 H D
                         rank 0 holds of 3 C the flat numbers {q0, k0, v0}
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
 
 def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
-    """The broadcast of all dims but the last ``tail`` (size 1 there), and what each rank holds of all operands.
+    """Returns the broadcast of all dims but the last ``tail`` (size 1 there), with the indices each rank holds of all.
 
     Raises:
         NoRuleError: some element would have no holder.
@@ -46,7 +46,7 @@ def join_layouts(layouts: Sequence[Layout], tail: int = 0) -> Layout:
 
 
 def checked(shape: Shape, sets: Sets) -> Layout:
-    """The layout of ``shape`` and ``sets``.
+    """Returns the layout of ``shape`` and ``sets``.
 
     Raises:
         NoRuleError: some element would have no holder.
@@ -57,7 +57,7 @@ def checked(shape: Shape, sets: Sets) -> Layout:
 
 
 def local_shape(layout: Layout, rank: int) -> Shape:
-    """The shape of the shard on ``rank``."""
+    """Returns the shape of the shard on ``rank``."""
     pairs = zip(layout.shape, layout.sets, strict=True)
     return tuple(size if index is None else index.counts[rank] for size, index in pairs)
 
@@ -82,7 +82,7 @@ def infer_size(numel: int, shape: Sequence[int]) -> Shape:
 
 
 def reshaped(layout: Layout, shape: Shape) -> Layout:
-    """The layout after a reshape to ``shape``.
+    """Returns the layout after a reshape to ``shape``.
 
     Raises:
         NoRuleError: a rank's elements are no product of index sets in the new shape.
@@ -97,7 +97,7 @@ def reshaped(layout: Layout, shape: Shape) -> Layout:
 
 
 def dim_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """The shortest runs of neighbouring dims of both shapes whose products agree."""
+    """Yields the shortest runs of neighbouring dims of both shapes with equal products."""
     i = j = 0
     while i < len(old) or j < len(new):
         left, right = list(range(i, min(i + 1, len(old)))), list(range(j, min(j + 1, len(new))))
@@ -134,7 +134,7 @@ def _unravel(flat: Indices, shape: Sequence[int]) -> list[Indices]:
 
 
 def sliced(index: Index, taken: Indices) -> tuple[Index, Index | None]:
-    """Who holds the indices ``taken`` of a dim: by their old numbers, and by their new ones (ascending)."""
+    """Returns the Index of the indices ``taken`` of a dim, by their old and by their new numbers (ascending)."""
     held = [np.intersect1d(own, taken, assume_unique=True) for own in index.ranks]
     new = index_of([np.searchsorted(taken, own) for own in held], len(taken))
     return Index(held, index.size), new
@@ -150,7 +150,7 @@ def repeated(index: Index, times: int, interleaved: bool) -> Index:
 
 
 def concatenated(pieces: Sequence[tuple[int, Index | None]], ranks: int) -> Index | None:
-    """The Index of a dim that concatenates ``pieces``, each given by its size and Index."""
+    """Returns the Index of a dim that concatenates ``pieces``, each given by its size and Index."""
     if all(index is None for _, index in pieces):
         return None
     starts = np.cumsum([0] + [size for size, _ in pieces])

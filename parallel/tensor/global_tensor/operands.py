@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Full shape and index sets of a global or a plain tensor."""
+    """Returns the full shape and index sets of a global or a plain tensor."""
     if type(tensor) is GlobalTensor:
         return Layout(tensor.full, tensor.sets)
     return Layout(tensor.shape, (None,) * tensor.ndim)
@@ -42,7 +42,7 @@ class Joined(NamedTuple):
 
 
 def broadcast_operands(context: "GlobalTensorContext", tensors: Sequence[Tensor], tail: int = 0) -> Joined:
-    """The broadcast of the operands, and what each rank holds of all of them; the last ``tail`` dims are left out.
+    """Returns the broadcast of the operands and the indices each rank holds of all, without the last ``tail`` dims.
 
     Raises:
         NoRuleError: some element would have no holder.
@@ -57,18 +57,18 @@ def _join(layouts: Sequence[Layout], tail: int) -> Joined:
 
 
 def _wanted(shape: Shape, sets: Sets, tail: int) -> Sets:
-    """``sets`` for the dims of an operand; dims of size one are left to broadcasting."""
+    """Returns ``sets`` for the dims of an operand; dims of size one are left to broadcasting."""
     offset = len(sets) - len(shape)
     return tuple(sets[offset + dim] if shape[dim] != 1 else None for dim in range(len(shape) - tail))
 
 
 def part(context: "GlobalTensorContext", tensor: Tensor, sets: Sets) -> Tensor:
-    """The shard of an operand whose dims are to be sharded as the last of ``sets``."""
+    """Returns the shard of an operand; its dims become sharded as the last of ``sets``."""
     return fit(context, tensor, _wanted(tensor.shape, sets, 0))
 
 
 def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
-    """The shard of an operand whose first dims are to be sharded as ``wanted``."""
+    """Returns the shard of an operand; its first dims become sharded as ``wanted``."""
     if type(tensor) is not GlobalTensor:
         return cut_operand_as(context, tensor, wanted)
     local = tensor.local
@@ -79,7 +79,7 @@ def fit(context: "GlobalTensorContext", tensor: Tensor, wanted: Sets) -> Tensor:
 
 
 def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) -> Tensor:
-    """The shard of a plain tensor whose first dims are to be sharded as ``wanted``."""
+    """Returns the shard of a plain tensor; its first dims become sharded as ``wanted``."""
     if plain.requires_grad:  # its gradient is complete only after a sum or a gather: once a step, or here
         if isinstance(plain, nn.Parameter) and plain not in context.equal and context.sums_once(plain):
             context.partial.add(plain)
@@ -96,12 +96,12 @@ def cut_operand_as(context: "GlobalTensorContext", plain: Tensor, wanted: Sets) 
 
 
 def copied(context: "GlobalTensorContext", plain: Tensor) -> Tensor:
-    """The one copy of a plain tensor whose gradient is summed over the ranks."""
+    """Returns the one copy of a plain tensor that sums its gradient over the ranks."""
     return context.entered(id(plain), plain, lambda passed: copy_to(plain, context.axis, passed=passed))
 
 
 def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | None, want: Index | None) -> Tensor:
-    """The slice of ``local`` that belongs to ``want``: a view of it if its indices are evenly spaced.
+    """Returns the slice of ``local`` for ``want``: a view if its indices are evenly spaced.
 
     Raises:
         NoRuleError: this rank does not hold it.
@@ -115,7 +115,7 @@ def pick(context: "GlobalTensorContext", local: Tensor, dim: int, have: Index | 
 
 
 def on_device(context: "GlobalTensorContext", key: Any, places: Any, device: torch.device) -> Tensor:
-    """Indices as a tensor on ``device``, cached under ``key``."""
+    """Returns indices as a tensor on ``device``, cached under ``key``."""
     return context.find(key, lambda: torch.as_tensor(places, device=device))
 
 

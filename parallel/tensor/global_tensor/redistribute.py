@@ -1,4 +1,4 @@
-"""From shards to full tensors and back, and sums over the ranks (DTensor: redistribute).
+"""Redistribution: shards to full tensors and back, and sums over the ranks (DTensor: redistribute).
 
                                               forward                   backward
     full            global -> plain           all-gather                own slice
@@ -44,11 +44,11 @@ STATISTICS = "statistics"
 
 
 class SequenceError(PlanError):
-    """A sequence whose length the number of tensor ranks does not divide."""
+    """Sequence length that the number of tensor ranks does not divide."""
 
 
 def full(x: GlobalTensor, reason: str) -> Tensor:
-    """The full tensor on every rank, as a plain tensor; ``reason`` is recorded."""
+    """Gathers ``x`` into a plain tensor on every tensor rank; records ``reason``."""
     context = x.views
     context.note_gather(reason)
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
@@ -66,7 +66,7 @@ def full(x: GlobalTensor, reason: str) -> Tensor:
 
 
 def gather_global(x: GlobalTensor) -> GlobalTensor:
-    """The same global tensor with all elements on every rank, gathered once for all uses; gradients are summed."""
+    """Returns ``x`` with all elements on every rank, gathered once for all uses; gradients are summed."""
     context, local = x.views, x.local
     dims = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[dims[0]] if len(dims) == 1 else None
@@ -85,19 +85,19 @@ def gather_global(x: GlobalTensor) -> GlobalTensor:
 
 
 def add(context: "GlobalTensorContext", local: Tensor, label: str) -> Tensor:
-    """The sum of ``local`` over the ranks; no other code reads ``local``."""
+    """All-reduces ``local`` over the tensor ranks; no other code reads ``local``."""
     return reduce_from(local, context.axis, label)
 
 
 def enter_stream(context: "GlobalTensorContext", x: Tensor) -> Tensor:
-    """A plain tensor [B, S, H] as a global tensor sharded along S, as after ``add_rows``; other tensors unchanged."""
+    """Shards a plain tensor [B, S, H] along S, as ``add_rows`` does; returns other tensors unchanged."""
     if context.axis.size == 1 or x.ndim != 3 or x.shape[-2] % context.axis.size:
         return x
     return cut_rows(context, slice_of(x, context.axis, x.ndim - 2, COLUMN_INPUTS), tuple(x.shape))
 
 
 def stream_dim(x: GlobalTensor) -> int | None:
-    """The only sharded dim, if it is sharded into equal blocks in rank order; otherwise None."""
+    """Returns the only sharded dim if it is sharded into equal blocks in rank order; otherwise None."""
     cut = [dim for dim, index in enumerate(x.sets) if index is not None]
     index = x.sets[cut[0]] if len(cut) == 1 else None
     return cut[0] if index is not None and index.blocks else None
@@ -106,7 +106,7 @@ def stream_dim(x: GlobalTensor) -> int | None:
 def add_rows(
     context: "GlobalTensorContext", local: Tensor, folded: tuple[int, ...] | None = None, label: str = ROW_OUTPUTS
 ) -> GlobalTensor | Tensor:
-    """The sum of a product's partial results over the ranks, sharded along the rows under ``context.sequence``.
+    """Sums a product's partial results over the ranks; under ``context.sequence`` the sum is sharded along the rows.
 
     ``folded``: the dims that were flattened into the first of two dims.
 
@@ -136,14 +136,14 @@ def add_rows(
 
 
 def cut_rows(context: "GlobalTensorContext", local: Tensor, shape: tuple[int, ...]) -> GlobalTensor:
-    """The global tensor of ``shape`` [.., S, O] of which ``local`` are this rank's rows."""
+    """Returns the global tensor of ``shape`` [.., S, O]; ``local`` contains this rank's rows."""
     ranks = context.axis.size
     index = context.find(("blocks", shape[-2]), lambda: Index.even_blocks(shape[-2], ranks)) if ranks > 1 else None
     return GlobalTensor(local, shape, (*(None,) * (len(shape) - 2), index, None), context)
 
 
 def in_order(context: "GlobalTensorContext", joined: Tensor, dim: int, index: Index) -> Tensor:
-    """The concatenated shards of all ranks, with every index moved to its place."""
+    """Returns the concatenated shards of all ranks with every index moved to its place."""
     if index.blocks:
         return joined
     return joined.index_select(dim, on_device(context, ("order", index, joined.device), index.order, joined.device))

@@ -1,1 +1,1 @@
-"""Logits whose vocabulary is sharded over axis tp, and losses on them that never gather the vocabulary."""
+"""Logits with a vocabulary sharded over axis tp, and losses on them that never gather the vocabulary."""

@@ -1,4 +1,4 @@
-"""Lazy logits: what they will be computed from, and the functions that they pass through without being computed.
+"""Lazy logits: their hidden states and head, and the functions that they pass through without being computed.
 
     from a head      hidden states, weight and bias   computed as: their product
     from logits      the same after a view, a slice   computed as: that function of the source's logits
@@ -81,7 +81,7 @@ class LogitsSource(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the logits are still to be computed."""
+        """True while the logits are still to be computed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +98,7 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
     """A function that computes the logits of ``hidden``, with gradients; autocast has been applied to its tensors
     already.
 
-    ``weight``: the parameter, whose version counter tells whether it has been updated.
+    ``weight``: the parameter, with a version counter that shows updates.
 
     Raises:
         EngineError: the weight, the bias or the hidden states have changed in the meantime.
@@ -126,7 +126,7 @@ def product_of(hidden: LogitShard, weight: Tensor) -> Callable[[], LogitShard]:
 
 
 def derived(source: LogitsSource, part: LogitShard, change: Callable[[LogitShard], Any]) -> LazyLogits:
-    """The recipe for ``change`` applied to the source's logits, in the present grad mode.
+    """Returns the recipe for ``change`` applied to the source's logits, in the present grad mode.
 
     ``part`` is the result of ``change`` on the hidden states.
     """

@@ -1,7 +1,7 @@
-"""This rank's shard of logits whose vocabulary is sharded over the axis "tp", and the operands that meet it.
+"""Shard of logits with a vocabulary sharded over the axis "tp", and the operands that meet it.
 
-    LogitShard       what the rules for functions work on. Of lazy logits it holds the hidden states and the head that
-                     makes logits of them; functions that change shapes then change the hidden states
+    LogitShard       operand of the rules for functions. For lazy logits it holds the hidden states and the head that
+                     computes the logits; functions that change shapes then change the hidden states
     cut_operand      a bias [V] is narrowed to this rank's columns; its gradient is gathered
     share_operand    a temperature [], [1] or [B, S, 1] is the same for all columns; its gradient is summed
 
@@ -23,7 +23,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """How a vocabulary lies on the tensor ranks."""
+    """Distribution of a vocabulary over the tensor ranks."""
 
     axis: TensorAxis
     widths: tuple[int, ...]
@@ -80,17 +80,17 @@ class LateProduct:
     kernels: Kernels
 
     def detached(self) -> "LateProduct":
-        """The same product without gradients."""
+        """Returns the same product without gradients."""
         bias = None if self.bias is None else self.bias.detach()
         return LateProduct(self.weight.detach(), bias, self.dtype, self.kernels)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitShard:
-    """A tensor whose dim ``dim`` is the vocabulary, of which this rank holds ``local``."""
+    """Tensor with the vocabulary as its dim ``dim``; this rank holds the shard ``local``."""
 
     local: Tensor
-    """This rank's shard; with a ``product`` the hidden states, whose width stands where the vocabulary will be."""
+    """This rank's shard; with a ``product`` the hidden states, with their width in place of the vocabulary."""
     vocabulary: Vocabulary
     dim: int
     """The dim of the vocabulary, counted from the front."""
@@ -123,7 +123,7 @@ class LogitShard:
 
     @property
     def is_last(self) -> bool:
-        """Whether the vocabulary is the last dim."""
+        """True if the vocabulary is the last dim."""
         return self.dim == self.local.dim() - 1
 
     def rows(self) -> Tensor:
@@ -131,18 +131,18 @@ class LogitShard:
         return self.local.movedim(self.dim, -1).reshape(-1, self.width)
 
     def now(self, local: Tensor, dim: int | None = None, same: bool = False) -> "LogitShard":
-        """The shard with another ``local``; ``same``: its values and the order of tokens are unchanged."""
+        """Returns the shard with another ``local``; ``same``: its values and the order of tokens are unchanged."""
         dim = self.dim if dim is None else dim
         softmax = self.softmax if same else SharedSoftmax()
         return LogitShard(local, self.vocabulary, dim, softmax, self.product)
 
     def detached(self) -> "LogitShard":
-        """The same shard without gradients."""
+        """Returns the same shard without gradients."""
         product = None if self.product is None else self.product.detached()
         return LogitShard(self.local.detach(), self.vocabulary, self.dim, self.softmax, product)
 
     def aligned(self, other: "LogitShard") -> bool:
-        """Whether both shards hold the same columns, in the same dim counted from the back."""
+        """Returns True if both shards hold the same columns, in the same dim counted from the back."""
         mine, its = self.vocabulary, other.vocabulary
         places = self.dim - self.local.dim() == other.dim - other.local.dim()
         return places and mine.widths == its.widths and mine.axis is its.axis

@@ -9,7 +9,7 @@ the caller gathers. Values are computed in fp32 or wider and returned in the dty
 
 Shape suffixes: N tokens, V the vocabulary, W this rank's columns of it.
 
-Softmax terms of logits whose vocabulary is sharded over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
+Softmax terms of logits with a vocabulary sharded over the axis "tp" (Megatron-LM, Shoeybi et al. 2019, section 3).
 
     cross-entropy   log_sum - picked              log_sum   log sum_v exp(x_v - max x)
     z-loss          (log_sum + max x)^2           picked    x_target - max x
@@ -18,8 +18,8 @@ Softmax terms of logits whose vocabulary is sharded over the axis "tp" (Megatron
 Each rank computes maximum and terms of its shard, and they are reduced over the ranks with the label "loss", in fp32:
 the maximum in one all-reduce, all terms in a second one. Backward needs no communication: every rank has the softmax of
 its own columns. In torch it is saved; kernels recompute it (``kernels.ops.cross_entropy``) and save two numbers per
-token. Cross-entropy sends 3 scalars per token, or 4 with label smoothing; a z-loss beside it sends nothing more, and
-alone it sends 2.
+token. Cross-entropy sends 3 scalars per token, or 4 with label smoothing; a z-loss sends nothing more with it, and
+2 alone.
 
 The maximum is a constant for gradients: in every formula above its contributions cancel.
 
@@ -75,7 +75,7 @@ class Terms(NamedTuple):
 
 
 def softmax_terms(logits: LogitShard, question: Question) -> Terms:
-    """The terms of all tokens; those that the shared softmax of ``logits`` knows already are not sent again."""
+    """Returns the terms of all tokens; terms that the shared softmax of ``logits`` already has are not sent again."""
     vocabulary, shared = logits.vocabulary, logits.softmax
     question = question._replace(start=vocabulary.start)
     if logits.product is not None:
@@ -205,7 +205,7 @@ class OverAxis:
 
 
 def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question) -> LinearTerms:
-    """The terms of all tokens of lazy logits; the softmax is stored for other losses of the same logits."""
+    """Returns the terms of all tokens of lazy logits; the softmax is stored for other losses of the same logits."""
     shared, axis = hidden.softmax, hidden.vocabulary.axis
     known = None if shared.parts is None else Softmax(*shared.parts[:2])
     conditions = Conditions(product.kernels, None if axis.size == 1 else OverAxis(axis), known)
@@ -216,7 +216,7 @@ def linear_terms_of(hidden: LogitShard, product: LateProduct, question: Question
 
 
 def summed_loss(logits: LogitShard, target_N: Tensor, form: CrossEntropy) -> Tensor | None:
-    """The reduced loss on an unsharded vocabulary, computed together with its gradients; None otherwise."""
+    """Returns the reduced loss on an unsharded vocabulary, computed together with its gradients; None otherwise."""
     product = logits.product
     if product is None or logits.vocabulary.axis.size > 1 or form.reduction == "none":
         return None
@@ -238,7 +238,7 @@ class _Options:
 
     @property
     def understood(self) -> bool:
-        """Whether the rules below return what torch returns for these arguments."""
+        """True if the rules below return torch's result for these arguments."""
         logits, target, weight = self.input, self.target, self.weight
         return (
             isinstance(logits, LogitShard)
@@ -270,7 +270,7 @@ class _Options:
         return target.reshape(-1)
 
     def reduced(self, losses_N: Tensor, target_N: Tensor) -> Tensor:
-        """The losses without ignored labels, reduced; a mean is weighted as in torch."""
+        """Returns the losses without ignored labels, reduced; a mean is weighted as in torch."""
         ignored_N = (self.target == self.ignore_index).reshape(-1)
         counted_N = ~ignored_N if self.weight is None else self.weight[target_N].masked_fill(ignored_N, 0)
         found = self.form.reduced(losses_N.masked_fill(ignored_N, 0), counted_N)

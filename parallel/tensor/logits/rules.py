@@ -53,7 +53,7 @@ def _part(operand: Any, first: LogitShard) -> Any:
 
 
 def _converted(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """``to`` and similar; a shard may also be the tensor whose dtype another one takes."""
+    """``to`` and similar; a shard may also be the tensor that another one takes its dtype from."""
     args = tuple(arg.local if isinstance(arg, LogitShard) else arg for arg in args)
     kwargs = {name: arg.local if isinstance(arg, LogitShard) else arg for name, arg in kwargs.items()}
     if not isinstance(x, LogitShard):
@@ -95,7 +95,7 @@ def _flatten(func: Callable[..., Any], x: Any, start_dim: int = 0, end_dim: int 
 
 
 def _rearranged(func: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Functions that reorder, add or drop dims; the new order is read off an empty tensor whose sizes name its dims."""
+    """Applies functions that reorder, add or drop dims; an empty tensor with sizes that name its dims shows it."""
     if not isinstance(x, LogitShard) or any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
         return NotImplemented
     sizes = [1 if size == 1 and dim != x.dim else dim + 2 for dim, size in enumerate(x.local.shape)]
@@ -139,7 +139,7 @@ def _split(func: Callable[..., Any], x: Any, size: Any, dim: int = 0) -> Any:
 
 
 def _along(func: Callable[..., Any], x: Any, dim: int, *args: Any, **kwargs: Any) -> Any:
-    """A slice along a dim other than the vocabulary; selecting one row drops the dim itself."""
+    """Returns a slice along a dim other than the vocabulary; selecting one row drops the dim itself."""
     if not isinstance(x, LogitShard) or not isinstance(dim, int) or dim % x.local.dim() == x.dim:
         return NotImplemented
     local = func(x.local, dim, *args, **kwargs)
@@ -148,7 +148,7 @@ def _along(func: Callable[..., Any], x: Any, dim: int, *args: Any, **kwargs: Any
 
 
 def _functions(*names: str) -> list[Callable[..., Any]]:
-    """The functions of torch and methods of tensors with these names, as far as they exist."""
+    """Returns the functions of torch and methods of tensors with these names, as far as they exist."""
     found = [getattr(owner, name, None) for owner in (torch, Tensor) for name in names]
     return [function for function in found if function is not None]
 

@@ -32,7 +32,7 @@ from engine.parallel.trace.torch_function import METADATA, function_name, writes
 
 
 class ShardedLogits(Tensor):
-    """A tensor whose vocabulary dim is sharded: this rank holds ``part``.
+    """Tensor with a sharded vocabulary dim: this rank holds ``part``.
 
     Raises:
         EngineError: a function writes into it in place, or registers a hook on it.
@@ -45,12 +45,12 @@ class ShardedLogits(Tensor):
 
     @staticmethod
     def wrap(local_W: Tensor, vocabulary: Vocabulary) -> "ShardedLogits":
-        """The logits [.., V] of which ``local_W`` is this rank's shard."""
+        """Returns the logits [.., V] of which ``local_W`` is this rank's shard."""
         return ShardedLogits.of(LogitShard(local_W, vocabulary, local_W.dim() - 1))
 
     @staticmethod
     def of(part: LogitShard) -> "ShardedLogits":
-        """The logits of which ``part`` is this rank's shard."""
+        """Returns logits with ``part`` as this rank's shard."""
         wrapped: ShardedLogits = _Wrap.apply(part.local, part)  # type: ignore[no-untyped-call]
         wrapped._part = part
         return wrapped
@@ -73,13 +73,13 @@ class ShardedLogits(Tensor):
 
     @property
     def waits(self) -> bool:
-        """Whether these logits, and those that they derive from, are still to be computed."""
+        """True while these logits, and the logits that they derive from, are still to be computed."""
         source = None if self._waiting is None else self._waiting.source
         return self._part is None and (source is None or source.waits)
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """How the vocabulary lies on the ranks."""
+        """Distribution of the vocabulary over the tensor ranks."""
         return self._held.vocabulary
 
     @property
@@ -91,16 +91,16 @@ class ShardedLogits(Tensor):
 
     @property
     def alone(self) -> bool:
-        """Whether this rank holds the full vocabulary."""
+        """True if this rank holds the full vocabulary."""
         return self.vocabulary.axis.size == 1
 
     @property
     def gathered(self) -> bool:
-        """Whether these logits have been gathered."""
+        """True if these logits have been gathered."""
         return self._full is not None
 
     def full(self, reason: str = "full") -> Tensor:
-        """The full tensor, plain, with gradients: one all-gather over "tp", label "logits"."""
+        """Returns the full tensor, plain, with gradients: one all-gather over "tp", label "logits"."""
         part, vocabulary = self.part, self.vocabulary
         local, dim = part.local, part.dim
         if self.alone:
@@ -180,12 +180,12 @@ def _found(tree: Any) -> Iterator[ShardedLogits]:
 
 
 def _is_plain(logits: Any) -> bool:
-    """Whether these logits are computed and full, and so behave as the plain tensor that they wrap."""
+    """Returns True if these logits are computed and full, and so behave as the plain tensor that they wrap."""
     return isinstance(logits, ShardedLogits) and logits._part is not None and logits.alone
 
 
 def _late(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of a function that lazy logits pass through without being computed, or ``NotImplemented``."""
+    """Returns the result of a function that lazy logits pass through without being computed, or ``NotImplemented``."""
     logits = args[0] if args else kwargs.get("input")
     if not isinstance(logits, ShardedLogits) or not logits.waits or logits._waiting is None:
         return NotImplemented
@@ -275,7 +275,7 @@ def _wait(waiting: LazyLogits) -> ShardedLogits:
 
 
 def _renamed(logits: ShardedLogits) -> ShardedLogits:
-    """The same logits without gradients, for ``detach`` below autograd."""
+    """Returns the same logits without gradients, for ``detach`` below autograd."""
     made = _empty(logits._held)
     if logits._part is not None:
         made._part = logits._part.now(logits._part.local.detach(), same=True)

@@ -1,4 +1,4 @@
-"""Values of each token that losses and metrics of policies are made of, from logits whose vocabulary may be sharded.
+"""Values of each token for losses and metrics of policies, from logits with a vocabulary that may be sharded.
 
 Shape suffixes: B rows, S tokens, V the vocabulary.
 """
@@ -43,7 +43,7 @@ def token_values(
 
 
 def _summed(values_BSV: Tensor) -> Tensor:
-    """The sum over the vocabulary, [B, S]."""
+    """Returns the sum over the vocabulary, [B, S]."""
     if not isinstance(values_BSV, ShardedLogits):
         return values_BSV.sum(-1)
     part = values_BSV.part

@@ -1,7 +1,7 @@
 """The all-reduce of an input gradient, overlapped with weight gradients (Megatron-LM: async_grad_allreduce).
 
 The gradient of x is complete when the last layer that shares x has added to it, and must be summed over the tensor
-ranks before it leaves the region. The weight gradients of those layers need no sum, so they are computed while it is in
+ranks before it leaves the region. The weight gradients of these layers need no sum, so they are computed while it is in
 flight:
 
     forward    x ── arrive ── f ──┬── query            token of query ──┐
@@ -13,8 +13,8 @@ Of the nodes that are ready, autograd runs the one that was created last. The fo
 tokens, f, products, and so backward runs in the order above. Each node's gradients are passed on at once, so that only
 one dW exists at a time.
 
-This is for devices on which collectives run beside compute (``TensorAxis.overlap``), and for tensors whose sum takes
-longer than launching a few more nodes. x and every dy live until their dW is done; nothing else is kept.
+It serves devices that overlap collectives with compute (``TensorAxis.overlap``), and tensors with a sum that takes
+longer than launching a few more nodes. x and every dy live until their dW is done; nothing else is retained.
 
 With ``Entrance.regather`` the forward keeps only this rank's shard of x, and the gathered x is freed after the forward.
 Backward gathers it once more, for all layers that share it, while the input gradients, which do not need it, are
@@ -55,7 +55,7 @@ from engine.parallel.tensor.tp_axis import TensorAxis
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """How a tensor reaches the column layers that share it; ``owned`` and ``passed`` as in :func:`copy_to`."""
+    """Path of a tensor to the column layers that share it; ``owned`` and ``passed`` as in :func:`copy_to`."""
 
     axis: TensorAxis
     owned: bool
@@ -63,7 +63,7 @@ class Entrance:
     dim: int | None = None
     """The dim along which the tensor is sharded and must be gathered; None: every rank has all of it."""
     regather: bool = False
-    """Whether the gathered tensor is freed after the forward and gathered once more for the weight gradients."""
+    """True if the gathered tensor is freed after the forward and gathered once more for the weight gradients."""
 
 
 class Shared:
@@ -74,7 +74,7 @@ class Shared:
         self._products = products
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """The layer's own product, with its weight gradient deferred if possible."""
+        """Returns the layer's own product, with its weight gradient deferred if possible."""
         for product in self._products:
             if product.layer is layer and product.fits(self.copy):
                 return product.multiply(self.copy)
@@ -123,7 +123,7 @@ def _is_worth_it(x: Tensor, axis: TensorAxis) -> bool:
 
 
 def has_own_weights(layer: nn.Module) -> bool:
-    """Whether the layer multiplies by its parameters as they are, and their gradients may be computed later."""
+    """Returns True if the layer multiplies by its parameters as they are, and their gradients may be computed later."""
     parameters = layer._parameters
     if "multiply" in vars(layer) or not {"weight", "bias"} <= parameters.keys():
         return False  # a split backward has replaced the product, or torch.nn.utils.parametrize computes the weight
@@ -162,7 +162,7 @@ class _LateProduct:
         self._token: Tensor = _Weights.apply(token, self._work, self._weight, self._bias)  # type: ignore[no-untyped-call]
 
     def fits(self, x: Tensor) -> bool:
-        """Whether the layer still has the same parameters."""
+        """Returns True if the layer still has the same parameters."""
         parameters, weight = self.layer._parameters, self._weight
         same = parameters.get("weight") is weight and parameters.get("bias") is self._bias
         return same and weight is not None and can_multiply(x, weight)
@@ -195,7 +195,7 @@ class _Again:
             self._coming = self._axis.start_all_gather(part.contiguous(), COLUMN_INPUTS)
 
     def take(self) -> Tensor:
-        """The gathered tensor, for one use; the last use frees it."""
+        """Returns the gathered tensor, for one use; the last use frees it."""
         if self._coming is not None:
             rows, pending = self._coming
             pending.wait()
@@ -228,7 +228,7 @@ class _Work:
         return True  # without the node, backward asks for no gradient of the parameters
 
     def take(self, node: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of weight and bias, which are computed now; None for a weight whose main gradient has it."""
+        """Computes the gradients of weight and bias; None for a weight if its main gradient already contains it."""
         wanted, self._wanted = self._wanted, None
         if wanted is None:
             return None, None

@@ -7,11 +7,11 @@ A chunk is the same slice of every rank's rows, so its product has rows of all r
 
     rank 0  a0 a1 | rank 1  b0 b1      chunk 0: a0 b0      chunk 1: a1 b1      result: a0 a1 b0 b1
 
-One chunk is the plain form: gather, multiply; multiply, scatter. It is used where collectives do not run beside compute
-or the tensor is small (:func:`choose_pieces`, ``TensorAxis.overlap``). The weight gradient is computed while the last
-sum of the input gradient is in flight, from the gathered input, which is kept, or with ``regather`` gathered once more
-beside the input gradient (T times less memory, one more all-gather). Results equal those of one chunk up to rounding: a
-BLAS may add in another order.
+One chunk is the plain form: gather, multiply; multiply, scatter. It is used if collectives do not overlap compute, or
+the tensor is small (:func:`choose_pieces`, ``TensorAxis.overlap``). The weight gradient is computed while the last
+sum of the input gradient is in flight, from the gathered input, which is saved or, with ``regather``, gathered again
+next to the input gradient (T times less memory, one more all-gather). Results equal those of one chunk up to rounding:
+a BLAS may add in another order.
 
 In a region the first column layer gathers its input this way, and the others share the gathered rows
 (:class:`SharedInPieces`); the row layer scatters its product (:func:`scatter_product`).
@@ -53,7 +53,7 @@ MOST_PIECES = 4
 
 @dataclass(frozen=True, slots=True)
 class Pieced:
-    """The settings of a product whose rows travel; ``label``: of its collectives, "column inputs" or "row outputs"."""
+    """Settings of a product that sends rows; ``label``: of its collectives, "column inputs" or "row outputs"."""
 
     axis: TensorAxis
     label: str
@@ -67,20 +67,20 @@ class Pieced:
 
     @property
     def moves(self) -> Moves:
-        """Who multiplies and communicates."""
+        """Implementation that multiplies and communicates."""
         return self.chosen or (FUSED_MOVES if fuses(self.axis) else PLAIN_MOVES)
 
     def route(self, part: Tensor) -> Route:
-        """The route for ``part``, this rank's rows."""
+        """Returns the route for ``part``, this rank's rows."""
         pieces = choose_pieces(part.shape[-2], part.numel() * part.element_size(), part.device.type, self.axis)
         return Route(self.axis, self.label, pieces if self.pieces is None or self.axis.dry else self.pieces)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """The weight as [I, O], a view."""
+        """Returns the weight as [I, O], a view."""
         return weight if self.transposed else weight.t()
 
     def back(self, weight: Tensor, dy: Tensor) -> Tensor:
-        """The weight as [O, I], which maps ``dy`` to the gradient of x."""
+        """Returns the weight as [O, I], which maps ``dy`` to the gradient of x."""
         return self.matrix(weight.to(dy.dtype)).t()
 
 
@@ -129,7 +129,7 @@ def _check_pieces(part: Tensor, pieced: Pieced) -> None:
     rows, pieces = part.shape[-2], pieced.pieces or 1
     if rows % pieces:
         raise EngineError(
-            f"the {rows} rows of a tensor rank are to travel in {pieces} pieces, but {pieces} does not divide {rows}; "
+            f"{pieces} pieces were requested of the {rows} rows of a tensor rank, but {pieces} does not divide {rows}; "
             f"choose a number of pieces that divides {rows}, or leave it out."
         )
 
@@ -211,7 +211,7 @@ def _start_gather(part: Tensor, route: Route) -> Callable[[], Tensor]:
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
-    """The dtype in which a product of x is computed; autocast leaves float64 as it is."""
+    """Returns the dtype in which a product of x is computed; autocast leaves float64 as it is."""
     casts = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     return torch.get_autocast_dtype(x.device.type) if casts else x.dtype
 
@@ -231,7 +231,7 @@ class SharedInPieces(Shared):
         return self._whole
 
     def multiply(self, layer: nn.Module) -> Tensor:
-        """The layer's product with the gathered rows."""
+        """Returns the layer's product with the gathered rows."""
         if self._whole is None and any(layer is other for other in self._plain) and has_own_weights(layer):
             weight, bias = layer._parameters["weight"], layer._parameters["bias"]
             assert weight is not None
@@ -244,8 +244,10 @@ class SharedInPieces(Shared):
 
 
 def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Whether ``rows`` rows of a rank, with as many bytes as ``part``, are to travel while others are multiplied: in
-    more than one chunk, or tile by tile; not in fewer bits, whose blocks chunks would cut."""
+    """Returns True if ``rows`` rows of a rank, with as many bytes as ``part``, travel while others are multiplied.
+
+    They travel in more than one chunk, or tile by tile; never in fewer bits, since chunks would cut their blocks.
+    """
     if axis.wire is not None:
         return False
     size = part.numel() * part.element_size()
@@ -253,8 +255,8 @@ def is_in_pieces(rows: int, part: Tensor, axis: TensorAxis, operation: Operation
 
 
 def _is_fused(part: Tensor, axis: TensorAxis, operation: Operation) -> bool:
-    """Whether kernels may communicate for a product of ``part``, or for the gradient of ``part``, whose other size
-    nobody knows here."""
+    """Returns True if kernels may communicate for a product of ``part`` or for its gradient; the product's other size
+    is unknown here."""
     if axis.measured is None or not fuses(axis) or not part.numel():
         return fuses(axis)
     width = part.shape[-1]

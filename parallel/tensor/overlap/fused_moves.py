@@ -1,9 +1,9 @@
-"""Products whose rows travel inside the kernel that multiplies them: a tile is multiplied when its rows have come, and
+"""Products that send rows inside the kernel: a tile is multiplied when its rows have arrived, and
 sent when it is done (``kernels/gpu/overlap``). Where that was measured to be faster, copies carry the rows to a kernel
 that waits for them (:mod:`~engine.parallel.tensor.overlap.fused_moves`).
 
-What does not fit the kernel or the memory of the axis goes by collectives, which every rank decides alike, from shapes
-and dtypes. Bytes and calls are counted as those of the collectives that the kernels replace.
+A product that does not fit the kernel or the memory of the axis runs with collectives. Every rank decides equally, from
+shapes and dtypes. Bytes and calls are counted as if the replaced collectives had run.
 
 Shape suffixes: B sequences of L rows each that a rank holds, W ranks, K the dim that is summed over, N columns.
 
@@ -42,12 +42,12 @@ _ALIGNED = 16
 
 
 def fuses(axis: TensorAxis) -> bool:
-    """Whether products on this axis communicate by themselves; not in a dry run, nor where results are kept."""
+    """Returns True if kernels of products on this axis communicate; not in a dry run, nor with kept results."""
     return axis.symmetric is not None and not axis.dry and axis.repeats is None
 
 
 def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype) -> bool:
-    """Whether a product of these sizes is to communicate by itself, as far as sizes tell."""
+    """Returns True if the kernel of a product is to communicate, judged by the sizes alone."""
     row = measured_row(axis, operation, sizes, dtype)
     return fuses(axis) and (axis.measured is None or (row is not None and row.fuses))
 
@@ -55,12 +55,12 @@ def runs_in_kernel(axis: TensorAxis, operation: Operation, sizes: ProductSizes, 
 def measured_row(
     axis: TensorAxis, operation: Operation, sizes: ProductSizes, dtype: torch.dtype
 ) -> OverlapChoice | None:
-    """What was measured of a product of these sizes, where only what was measured to win runs in kernels."""
+    """Returns the measurement of a product of these sizes; None if the axis has no measurements, or none of it."""
     return None if axis.measured is None else axis.measured.find(operation, sizes, dtype)
 
 
 def tile_for(row: OverlapChoice | None, dtype: torch.dtype) -> "Tile":
-    """The tile that was measured to be the fastest, or the one that ships."""
+    """Returns the tile that was measured to be the fastest, or the one that ships."""
     from engine.kernels.gpu.launch_shapes import Tile
     from engine.kernels.gpu.overlap.launches import tile_of
 
@@ -139,14 +139,14 @@ def in_shape(result: Tensor, shape: tuple[int, ...]) -> Tensor:
 def fits(
     buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: int, row: OverlapChoice | None = None
 ) -> bool:
-    """Whether the kernels can multiply these rows with ``matrix`` [K, N] and send ``size`` bytes to each rank, in the
-    tile of ``row``.
+    """Returns True if the kernels can multiply these rows with ``matrix`` [K, N] and send ``size`` bytes to each rank,
+    in the tile of ``row``.
 
-    What they cannot is said once; every rank finds the same.
+    The reason against it is reported once; every rank finds the same result.
     """
     reason = _obstacle(buffer, rows_BLK, matrix, size, row)
     if reason:
-        buffer.say_once(f"{tuple(rows_BLK.shape)} x {tuple(matrix.shape)} goes by collectives: {reason}")
+        buffer.say_once(f"the product {tuple(rows_BLK.shape)} x {tuple(matrix.shape)} runs with collectives: {reason}")
     return not reason
 
 
@@ -161,13 +161,15 @@ def _obstacle(buffer: SymmetricBuffer, rows_BLK: Tensor, matrix: Tensor, size: i
     if any(width * matrix.element_size() % _ALIGNED for width in (depth, matrix.shape[1])):
         return f"its rows are no multiple of {_ALIGNED} bytes"
     if not buffer.fits(size, signals_of(sequences, rows, matrix.shape[1], tile_for(row, matrix.dtype))):
-        return f"a rank would send {size} bytes to each other; raise parallel.overlap_buffer_bytes"
+        return f"a rank would send {size} bytes to every other rank; raise parallel.overlap_buffer_bytes"
     return ""
 
 
 def completion(buffer: SymmetricBuffer, device: torch.device) -> Callable[[], None]:
-    """What completes a call: on CPUs, where the kernel has ended, whether everything came. A GPU is asked once a step
-    (:meth:`Comm.check_kernels`), since the host would wait for it."""
+    """Returns the check that completes a call: on CPUs, where the kernel has ended, that all data arrived.
+
+    A GPU is checked once a step (:meth:`Comm.check_kernels`), since the host would wait for it.
+    """
     return buffer.check if is_host(device) else lambda: None
 
 
@@ -181,7 +183,7 @@ COPIED_BYTES = 4 << 20
 
 @contextmanager
 def copied_rows(part_BLK: Tensor, buffer: SymmetricBuffer, epoch: int, tile_rows: int) -> Iterator[None]:
-    """Send ``part_BLK``, contiguous, to all ranks in the call ``epoch``, each ``tile_rows`` rows with a signal.
+    """Sends ``part_BLK``, contiguous, to all ranks in the call ``epoch``, each ``tile_rows`` rows with a signal.
 
     A product that is launched inside waits for them (``launch_gather_product`` with half "multiply").
     """
@@ -222,6 +224,6 @@ def leave_rows(part_BLK: Tensor, numbers: Tensor, buffer: SymmetricBuffer, call:
 
 
 def rows_of_a_copy(part_BLK: Tensor, tile_rows: int) -> int:
-    """The fewest rows, a multiple of those of a tile, that have ``COPIED_BYTES``."""
+    """Returns the fewest rows, a multiple of a tile's rows, that have ``COPIED_BYTES``."""
     tile_bytes = tile_rows * part_BLK.shape[-1] * part_BLK.element_size()
     return tile_rows * -(-COPIED_BYTES // tile_bytes)

@@ -1,10 +1,10 @@
-"""A row layer's product whose sum over the ranks is made inside its kernels (without sequence parallelism).
+"""Product of a row layer that sums over the ranks inside its kernels (without sequence parallelism).
 
     one-shot    product to all ranks │ sum                      two ranks: each sends what a ring would
     two-shot    product of each part to its owner │ sum │ to all ranks │ collect
     by switch   product stays │ the switch sums, and sends to all ranks │ collect      where GPUs have such (multicast)
 
-The choice is made from the number of ranks, so that the bytes are those of the plan.
+The number of ranks makes the choice, so that the bytes equal the plan's.
 
 Shape suffixes: P this rank's shard of the features, O outputs, M rows.
 """
@@ -41,7 +41,7 @@ _ONE_SHOT = 2
 
 
 def sums_in_kernel(layer: nn.Module, x: Tensor, axis: TensorAxis) -> bool:
-    """Whether :func:`multiply_and_sum` can take the layer's product of ``x`` [.., P]; the same on all ranks."""
+    """Returns True if :func:`multiply_and_sum` can take the layer's product of ``x`` [.., P]; the same on all ranks."""
     weight = layer._parameters.get("weight")
     if not fuses(axis) or weight is None or "multiply" in vars(layer):  # parametrized, or its backward is split
         return False
@@ -105,8 +105,8 @@ def _next_call(buffer: SymmetricBuffer, tile: "Tile") -> "KernelCall":
 def sum_in_turns(
     x_MP: Tensor, matrix_PO: Tensor, next_call: "Callable[[], KernelCall]"
 ) -> Generator[None, None, Tensor]:
-    """The sum over the ranks of ``x_MP`` times ``matrix_PO``, [M, O]; it yields where the next launch waits for what
-    the other ranks have launched so far."""
+    """Sums ``x_MP`` times ``matrix_PO`` over the ranks, [M, O]; yields where the next launch waits for the launches
+    of other ranks."""
     from engine.kernels.gpu.overlap.launches import (
         launch_collect_slots,
         launch_forward_slots,
@@ -137,7 +137,7 @@ def sum_in_turns(
 
 
 def last_turn(turns: Generator[None, None, Tensor]) -> Tensor:
-    """What the launches of a rank that runs beside the others give."""
+    """Runs all launches of a rank, alternating with the other ranks, and returns their result."""
     while True:
         try:
             next(turns)

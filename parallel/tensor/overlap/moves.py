@@ -1,4 +1,4 @@
-"""Products whose rows travel: what they are asked for, and the plain form by collectives of the axis.
+"""Products that send rows: their interface, and the plain form with collectives of the axis.
 
 Shape suffixes: T tensor ranks, S the sequence, I inputs, O outputs.
 """
@@ -95,7 +95,7 @@ def _product(rows: Tensor, matrix: Tensor, bias: Tensor | None, route: Route) ->
 
 
 class Moves(NamedTuple):
-    """The two products whose rows travel."""
+    """The two products that send rows."""
 
     gather: GatherProduct
     scatter: ProductScatter

@@ -26,14 +26,14 @@ from engine.parallel.comm.symmetric_memory import SymmetricBuffer
 
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _ALIGNED = 16
-"""Bytes of which rows are a multiple, so that a program loads whole lines."""
+"""Rows are a multiple of so many bytes, so that a program loads whole lines."""
 AllToAll = Callable[[list[Tensor]], list[Tensor]]
-"""Sends each rank its rows, and returns what has come from each."""
+"""Sends each rank its rows, and returns the rows that arrived from each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRoute:
-    """Which rows go where in a call, and through which memory."""
+    """Route of a call's rows: their destinations, and the memory that they travel through."""
 
     rows: ExpertRows
     buffer: SymmetricBuffer
@@ -109,7 +109,7 @@ class _ProductReturn(torch.autograd.Function):
 
 
 def _dispatch(tokens: Tensor, weight: Tensor, route: ExpertRoute, *, keeps: bool) -> tuple[Tensor, Tensor]:
-    """The product, and what has come, [R, K], if it ``keeps`` that."""
+    """Returns the product, and the rows that arrived, [R, K], if ``keeps``."""
     from engine.kernels.gpu.overlap.expert_matmul import launch_dispatch_product
     from engine.kernels.gpu.overlap.launches import KernelCall
 
@@ -149,7 +149,9 @@ def _complete(buffer: SymmetricBuffer, device: torch.device) -> None:
         try:
             buffer.check()
         except RuntimeError as error:
-            raise EngineError(f"a product of experts failed: {error}; look for the first traceback.") from error
+            raise EngineError(
+                f"a product of experts failed: {error}; look for the first traceback of the job."
+            ) from error
 
 
 def _check(rows: Tensor, weight: Tensor, count: int) -> None:
@@ -159,8 +161,8 @@ def _check(rows: Tensor, weight: Tensor, count: int) -> None:
         )
     if rows.dim() != 2 or weight.dim() != 3 or rows.shape != (count, weight.shape[1]):
         raise EngineError(
-            f"rows {tuple(rows.shape)} and experts {tuple(weight.shape)} do not fit the counts, which say {count} "
-            "rows; pass rows [rows, inputs], sorted by expert, and experts [experts, inputs, outputs]."
+            f"rows {tuple(rows.shape)} and experts {tuple(weight.shape)} do not match the counts, which sum to "
+            f"{count} rows; pass rows [rows, inputs], sorted by expert, and experts [experts, inputs, outputs]."
         )
     if any(size * rows.element_size() % _ALIGNED for size in weight.shape[1:]):
         raise EngineError(

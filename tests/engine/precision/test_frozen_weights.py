@@ -124,7 +124,7 @@ def test_what_codes_cannot_do_is_said() -> None:
         with pytest.raises(EngineError, match="copy_weights_from: the other engine stores frozen weights as codes"):
             other.copy_weights_from(eng)
     assert type(model.blocks[0].up).__name__ == "QuantizedLinear"
-    with pytest.raises(PlanError, match=r"the weight of 'blocks.0.up' was quantized by an engine that had this model"):
+    with pytest.raises(PlanError, match=r"weight of 'blocks.0.up' was quantized by an earlier engine of this model"):
         engine.initialize(model, config())
 
 

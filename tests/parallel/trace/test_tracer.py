@@ -257,7 +257,7 @@ HERE = re.escape(__file__)
     [
         (branch, rf"{HERE}:\d+ reads the content of a tensor on the host \(__bool__\) between units, where only one"),
         (read_item, rf"{HERE}:\d+ reads the content of a tensor on the host \(__float__\) between units"),
-        (differentiate, rf"{HERE}:\d+ differentiates \(grad\) between units, where the graph lies on several stages"),
+        (differentiate, rf"{HERE}:\d+ differentiates \(grad\) between units, where the graph spans several stages"),
         (write_parameter, rf"{HERE}:\d+ writes parameter 'embed.weight' in place \(mul_\) between units"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

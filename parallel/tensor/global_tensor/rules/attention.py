@@ -72,7 +72,7 @@ def _grouped(context: "GlobalTensorContext", func: Function, tensors: tuple[Any,
 
 
 def _matching_groups(context: "GlobalTensorContext", tensors: tuple[Any, ...], times: int) -> list[Tensor] | None:
-    """The shards, if every rank holds exactly the key heads of its query heads; otherwise None."""
+    """Returns the shards, if every rank holds exactly the key heads of its query heads; otherwise None."""
     if any(type(tensor) is not GlobalTensor for tensor in tensors):
         return None
     query, key, value = tensors
@@ -103,7 +103,7 @@ def multi_head_in_steps(*args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     a = SimpleNamespace(**bound.arguments)
     if any(given is not None for given in (a.bias_k, a.bias_v, a.static_k, a.static_v)) or a.add_zero_attn:
-        raise NoRuleError("keys beside those of the input")
+        raise NoRuleError("keys beyond the input")
     batched = a.query.ndim == 3
     inputs = [a.query, a.key, a.value]
     if not batched:
@@ -142,7 +142,7 @@ def _project(a: SimpleNamespace, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _mask(a: SimpleNamespace, query: Tensor) -> Any:
-    """The mask that is added to the scores [batch, heads, queries, keys]."""
+    """Returns the mask that is added to the scores [batch, heads, queries, keys]."""
     mask = _additive(a.attn_mask, query.dtype)
     if mask is not None and mask.ndim == 3:
         mask = mask.view(-1, a.num_heads, *mask.shape[1:])

@@ -10,7 +10,7 @@ Dropout takes its random numbers by who holds the elements:
     held by all ranks     equal numbers: generators agree
     held by some ranks    every rank draws the mask of the full tensor and takes its slice
 
-The two seedings are those of a region (``layers.parallel_region``), here around each draw: every number in between
+Each draw has the two seedings of a region (``layers.parallel_region``): every number in between
 belongs to a shard, and afterwards generators agree on all ranks.
 """
 
@@ -61,7 +61,7 @@ def dropout_(
 def drop(
     context: "GlobalTensorContext", func: Function, input: Any, how: tuple[float, bool], inplace: bool | None
 ) -> Any:
-    """Run ``func(input, *how)``; ``how`` is (probability, training).
+    """Runs ``func(input, *how)``; ``how`` is (probability, training).
 
     Raises:
         NoRuleError: several ranks, but not all, hold some elements, and the function is no product with a mask.
@@ -81,7 +81,7 @@ def drop(
 
 
 def draws_alone(sets: Sets, p: float) -> bool:
-    """Whether a rank draws its own numbers for a shard; False if nothing is drawn, or all ranks draw equal numbers.
+    """Returns True if a rank draws its own numbers for a shard; False if nothing is drawn, or equal numbers on all.
 
     Raises:
         NoRuleError: several ranks, but not all, hold some elements.
@@ -94,7 +94,7 @@ def draws_alone(sets: Sets, p: float) -> bool:
 
 
 def elementwise(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Broadcast the operands and run on shards."""
+    """Broadcasts the operands and runs on shards."""
     if not kwargs:
         first: Any = args[0]
         other: Any = args[1] if len(args) == 2 else None
@@ -117,7 +117,7 @@ def _broadcast(context: "GlobalTensorContext", func: Function, args: Any, kwargs
 
 
 def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write into the shard of ``target``.
+    """Writes into the shard of ``target``.
 
     Raises:
         EngineError: the shard is a copy of the memory that plain code would write into.
@@ -138,7 +138,7 @@ def in_place(context: "GlobalTensorContext", func: Function, target: Any, *args:
 
 
 def check_memory(target: GlobalTensor, name: str) -> None:
-    """Refuse a write into ``target`` that would miss the tensor that it was sliced from.
+    """Refuses a write into ``target`` that would miss the tensor that it was sliced from.
 
     Raises:
         EngineError: the shard of ``target`` is a copy.
@@ -151,7 +151,7 @@ def check_memory(target: GlobalTensor, name: str) -> None:
 
 
 def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args: Any, **kwargs: Any) -> Any:
-    """``given`` with another dtype or on another device, possibly those of another tensor."""
+    """Converts ``given`` to another dtype or device, possibly taken from another tensor."""
     args = tuple(other.local if type(other) is GlobalTensor else other for other in args)
     kwargs = {key: other.local if type(other) is GlobalTensor else other for key, other in kwargs.items()}
     if type(given) is GlobalTensor:
@@ -160,7 +160,7 @@ def cast_like(context: "GlobalTensorContext", func: Function, given: Any, *args:
 
 
 def where(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """``where`` with three arguments; with one it returns positions that depend on content."""
+    """Applies ``torch.where`` with three arguments; with one, its positions depend on content and no rule applies."""
     if len(args) + len(kwargs) == 1:
         raise NoRuleError("places depend on content")
     return elementwise(context, func, *args, **kwargs)

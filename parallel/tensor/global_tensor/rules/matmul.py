@@ -1,6 +1,6 @@
 """Matrix products on shards: linear, matmul, addmm, einsum, grouped products, embedding.
 
-Every dim of every operand gets a letter; operands are narrowed to what each rank holds of all of them:
+Every dim of every operand gets a letter; operands are narrowed to the indices that a rank holds of all:
 
     x_BSI  w_OI  ->  y_BSO     w sharded along O   y is sharded along O                                column
                                w sharded along I   each rank has a partial sum over I                  row
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class EinsumSpec(NamedTuple):
-    """Which dims of the operands meet, by letters; letters that ``out`` lacks are summed over."""
+    """Letters of the operands' dims: equal letters meet, and a letter that ``out`` lacks is summed over."""
 
     operands: tuple[str, ...]
     out: str
@@ -85,7 +85,7 @@ def plus_bias(out: GlobalTensor | Tensor, bias: Tensor | None) -> GlobalTensor |
 
 
 def _with_whole(context: "GlobalTensorContext", tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The operands, with the first one gathered that is sharded and not a parameter.
+    """Returns the operands, with the first one gathered that is sharded and not a parameter.
 
     Raises:
         NoRuleError: there is no such operand.
@@ -119,7 +119,7 @@ def _plan(layouts: Sequence[Layout], product: EinsumSpec) -> _Plan:
 
 
 def _sum_once(cut: dict[str, Index | None], out: str) -> None:
-    """Check that every term of the sum is on one rank and every rank has a partial sum of the full result.
+    """Checks that every term of the sum is on one rank and every rank has a partial sum of the full result.
 
     Raises:
         NoRuleError: a term is on several ranks and cannot be left to one, or the result itself is sharded.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def of_part(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Ask the shards, when the answer holds for the full tensors too: dtype, device."""
+    """Asks the shards, when the answer holds for the full tensors too: dtype, device."""
     args = tuple(value.local if type(value) is GlobalTensor else value for value in args)
     return func(*args, **{key: value.local if type(value) is GlobalTensor else value for key, value in kwargs.items()})
 
@@ -30,7 +30,7 @@ def size_of(context: "GlobalTensorContext", func: Function, input: Any) -> Any:
 
 
 def strides(context: "GlobalTensorContext", func: Function, input: Any, dim: int | None = None) -> Any:
-    """The strides that the full tensor has once it is gathered."""
+    """Returns the strides that the full tensor has once it is gathered."""
     steps = [1]
     for size in reversed(input.full[1:]):
         steps.insert(0, steps[0] * max(size, 1))

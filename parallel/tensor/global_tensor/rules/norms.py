@@ -108,5 +108,5 @@ def add_norm_rule(
 
 
 def _cut(context: "GlobalTensorContext", affine: Tensor, sets: Sets) -> GlobalTensor:
-    """A weight or bias sharded as the width; the gradient of a plain one is recorded as partial."""
+    """Returns a weight or bias sharded as the width; the gradient of a plain one is recorded as partial."""
     return GlobalTensor(part(context, affine, sets), affine.shape, sets, context)

@@ -28,7 +28,7 @@ _TopK = type(torch.zeros(1).topk(1))
 
 
 def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
-    """The dims that ``dim`` means, counted from the front; None and () mean all of them."""
+    """Returns the dims that ``dim`` means, counted from the front; None and () mean all of them."""
     if dim is None or dim == () or dim == []:
         return tuple(range(x.ndim))
     return tuple(positive_dim(one, x.ndim) for one in (dim if isinstance(dim, tuple | list) else (dim,)))
@@ -154,7 +154,7 @@ def total(
 
 
 def summed(x: GlobalTensor, dims: Sequence[int], keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """The plain sum over ``dims``, one of which is sharded, as is no other dim of ``x``.
+    """Returns the plain sum over ``dims``, one of which is sharded, as is no other dim of ``x``.
 
     Raises:
         NoRuleError: other dims are sharded.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def moved(x: GlobalTensor, local: Tensor, full: Shape, sets: Sets, copied: bool = False) -> GlobalTensor:
-    """A global tensor of the same elements as ``x``."""
+    """Returns a global tensor of the same elements as ``x``."""
     made = GlobalTensor(local, full, sets, x.views)
     made.copied = x.copied or copied
     return made
@@ -57,7 +57,7 @@ def reshape_as(context: "GlobalTensorContext", func: Function, input: Any, other
 
 
 def to_shape(x: GlobalTensor, shape: Shape) -> GlobalTensor:
-    """The elements in row-major order, in another shape."""
+    """Returns the elements in row-major order, in another shape."""
     context = x.views
     if shape == x.full:
         return moved(x, x.local.view_as(x.local), x.full, x.sets)
@@ -83,7 +83,7 @@ def permute(context: "GlobalTensorContext", func: Function, input: Any, *sizes: 
 
 
 def ordered(x: GlobalTensor, dims: tuple[int, ...]) -> GlobalTensor:
-    """The tensor with its dims in the order ``dims``."""
+    """Returns the tensor with its dims in the order ``dims``."""
     full, sets = tuple(x.full[dim] for dim in dims), tuple(x.sets[dim] for dim in dims)
     return moved(x, x.local.permute(dims), full, sets)
 
@@ -168,7 +168,7 @@ def expand_as(context: "GlobalTensorContext", func: Function, input: Any, other:
 
 
 def to_expanded(x: GlobalTensor, sizes: Shape) -> GlobalTensor:
-    """The global tensor with ``sizes``, where -1 keeps a dim."""
+    """Returns the global tensor with ``sizes``, where -1 keeps a dim."""
     new = len(sizes) - x.ndim
     kept = zip(sizes[new:], x.full, strict=True) if new >= 0 else ()
     if new < 0 or -1 in sizes[:new] or any(old not in (1, size) and size != -1 for size, old in kept):
@@ -191,7 +191,7 @@ def repeat(context: "GlobalTensorContext", func: Function, input: Any, *sizes: A
 
 
 def tile(context: "GlobalTensorContext", func: Function, input: Any, *sizes: Any, dims: Any = None) -> Any:
-    """``tile``: ``repeat`` whose times belong to the last dims."""
+    """Applies ``tile``: ``repeat`` with the times of the last dims."""
     times = given_sizes(sizes, dims=dims)
     return repeat(context, func, input, repeats=(*(1,) * (input.ndim - len(times)), *times))
 

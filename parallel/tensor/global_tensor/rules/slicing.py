@@ -1,9 +1,9 @@
 """Functions that slice tensors, and functions that concatenate them.
 
-qkv.split(C, dim=2)      every rank keeps what it holds of each third
+qkv.split(C, dim=2)      every rank keeps its part of each third
 x[:, -1]                 one position of a sharded sequence: its holder sends it to all ranks
 cat([k_0, k_1], dim)     sharded along another dim: the sharding stays
-                         sharded along dim: each rank concatenates what it holds of every operand
+                         sharded along dim: each rank concatenates its part of every operand
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def _joined(layouts: list[Layout], dim: int, ranks: int) -> Layout:
 
 
 def span(x: GlobalTensor, dim: int, taken: slice) -> GlobalTensor | Tensor:
-    """A slice of one dim; a single element that only some ranks hold is sent to all ranks and becomes plain."""
+    """Returns a slice of one dim; a single element that only some ranks hold is sent to all ranks and becomes plain."""
     context, index = x.views, x.sets[dim]
     bounds = taken.indices(x.full[dim])
     if bounds[2] < 1:

@@ -47,7 +47,7 @@ _MEMORY = frozenset((
 
 
 def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwargs: Any) -> Any:
-    """Run ``func`` on plain tensors.
+    """Runs ``func`` on plain tensors.
 
     Raises:
         EngineError: ``func`` writes into a global tensor, or reads its memory.
@@ -64,7 +64,7 @@ def gathered(context: "GlobalTensorContext", func: Function, *args: Any, **kwarg
 
 
 def _written(name: str, args: Any, kwargs: Any) -> list[Any]:
-    written = [kwargs.get("out"), kwargs.get("inputs")]  # the latter of backward: whose .grad is written
+    written = [kwargs.get("out"), kwargs.get("inputs")]  # the latter of backward, which writes their .grad
     if args and (writes_in_place(name) or name.startswith("set ") or kwargs.get("inplace") is True):
         written.append(args[0])
     return written
@@ -230,5 +230,5 @@ TENSOR_RULES = Rules(by_function=_table(), fallback=gathered)
 
 
 def global_context(axis: TensorAxis, sequence: bool = False, regather: bool = False) -> GlobalTensorContext:
-    """A new context of global tensors with all rules; see :class:`GlobalTensorContext`."""
+    """Returns a new context of global tensors with all rules; see :class:`GlobalTensorContext`."""
     return GlobalTensorContext(axis, TENSOR_RULES, sequence, regather)

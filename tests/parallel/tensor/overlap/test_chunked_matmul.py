@@ -266,7 +266,7 @@ def test_pieces_are_chosen_by_size_and_divide_the_rows() -> None:
 def test_what_cannot_be_cut_is_refused_before_anything_is_sent() -> None:
     def body(axis: TensorAxis) -> None:
         weight = torch.zeros(OUT, IN)
-        message = "the 4 rows of a tensor rank are to travel in 3 pieces, but 3 does not divide 4"
+        message = "3 pieces were requested of the 4 rows of a tensor rank, but 3 does not divide 4"
         with pytest.raises(EngineError, match=message):
             gather_multiply(torch.zeros(4, IN), weight, None, Pieced(axis, COLUMN_INPUTS, 3))
         with pytest.raises(EngineError, match=message):
