@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """What torch does not know of a type of device."""
+    """Properties of a type of device that torch does not report."""
 
     collectives: str
     """The backend of ``torch.distributed`` that carries its tensors."""
@@ -61,24 +61,24 @@ def find_accelerator() -> str | None:
 
 
 def count_devices(kind: str) -> int:
-    """How many devices of a type this process sees."""
+    """Returns the number of devices of a type that this process sees."""
     count: int = _module(kind).device_count()
     return count
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether ``device`` is the CPU, whose tensors the host reads without waiting."""
+    """Returns True if ``device`` is the CPU: the host reads its tensors without waiting."""
     return device.type == "cpu"
 
 
 def compiles_triton(device: torch.device) -> bool:
-    """Whether Triton kernels are compiled for ``device``."""
+    """Returns True if Triton kernels are compiled for ``device``."""
     row = ACCELERATORS.get(device.type)
     return row is not None and row.compiles_triton
 
 
 def multiplies_wide(device: torch.device) -> bool:
-    """Whether torch multiplies 16-bit matrices into an fp32 one on ``device``."""
+    """Returns True if torch multiplies 16-bit matrices into an fp32 one on ``device``."""
     row = ACCELERATORS.get(device.type)
     return row is not None and row.multiplies_wide
 
@@ -238,7 +238,7 @@ class SideStream:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """What is given inside begins when the current stream has done what it was given before."""
+        """Queues the block's work after all earlier work of the current stream."""
         if self._stream is None:
             yield
             return
@@ -248,7 +248,7 @@ class SideStream:
 
     @contextmanager
     def after(self, events: Iterable[torch.Event | None]) -> Iterator[None]:
-        """What is given inside begins after ``events``, which :func:`record_event` made, whatever else runs."""
+        """Queues the block's work after ``events`` of :func:`record_event` only, whatever else runs."""
         if self._stream is None:
             yield
             return
@@ -270,7 +270,7 @@ class SideStream:
 
 
 def _is_accelerator(device: torch.device) -> bool:
-    """Whether anything is queued on ``device``: not on the CPU, and not on the meta device, which computes nothing."""
+    """Returns True if ``device`` queues work: the CPU does not, and the meta device computes nothing."""
     return device.type not in ("cpu", "meta")
 
 

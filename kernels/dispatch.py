@@ -70,11 +70,11 @@ class MainGradients:
         return bool(self._of)
 
     def register(self, parameter: Tensor, main: MainGradient) -> None:
-        """From now on products add the gradient of ``parameter`` to ``main``."""
+        """Makes products add the gradient of ``parameter`` to ``main``."""
         self._of[id(parameter)] = parameter, main
 
     def clear(self) -> None:
-        """From now on every gradient is made apart."""
+        """Makes products return every gradient as a tensor of its own again."""
         self._of.clear()
 
     def use(self, weight: Tensor) -> MainGradient | None:
@@ -86,7 +86,7 @@ class MainGradients:
 
 
 def is_executed(node: Any) -> bool:
-    """Whether the running backward executes ``node``.
+    """Returns True if the running backward executes ``node``.
 
     A nested ``torch.autograd.grad`` inside a recomputed block asks for other gradients and may leave it out.
     """

@@ -81,7 +81,7 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """How numbers are encoded."""
+    """Format of encoded numbers."""
 
     bits: int
     """8 or 4; 1: signs alone (:func:`encode_signs`)."""
@@ -176,7 +176,7 @@ class BlockCodec:
         decode_blocks(messages_Rm, out_Rs, self.wire, self.kernels)
 
     def rounded(self, values_s: Tensor, dtype: torch.dtype) -> Tensor:
-        """What whoever receives the message of ``values_s`` gets, in ``dtype``."""
+        """Encodes and decodes ``values_s``: returns the receiver's values, in ``dtype``."""
         out = torch.empty(values_s.shape, dtype=dtype, device=values_s.device)
         self.decode(self.message(values_s).view(1, -1), out.view(1, -1))
         return out
@@ -213,7 +213,7 @@ class CastCodec:
 
 
 def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
-    """What encodes and decodes a format."""
+    """Returns the codec of a format."""
     return BlockCodec(wire, kernels) if isinstance(wire, BlockFormat) else CastCodec(wire)
 
 

@@ -53,7 +53,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How weights are held."""
+    """Format of stored weights."""
 
     kind: WeightKind
     block: int

@@ -33,7 +33,7 @@ def round_half_even(x):
 
 @triton.jit
 def is_number(x):
-    """Whether x is finite."""
+    """Returns True if x is finite."""
     return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
 
 

@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """What launches depend on of a GPU."""
+    """Properties of a GPU that launches depend on."""
 
     capability: tuple[int, int]
     processors: int

@@ -29,7 +29,7 @@ class MatrixRule(Protocol):
         """Multiplications of an update on average, by which the owners of matrices are balanced."""
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """What is kept of a whole matrix, by name; without what is kept of every part of it."""
+        """Returns shapes of the state of a whole matrix, by name, without the state of its parts."""
 
     def update(self, direction_AB: Tensor, state: MatrixState, step: int) -> Tensor:
         """Return the update [A, B] of a matrix, and write its state.

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class CheckpointPolicy(Protocol):
-    """What is recomputed, as in the configuration's section ``activation_checkpointing``."""
+    """Policy of recomputation, as in the configuration's section ``activation_checkpointing``."""
 
     @property
     def mode(self) -> str:
@@ -188,7 +188,7 @@ def _blocks(model: nn.Module) -> Mapping[str, nn.Module]:
 
 
 def _switched_on(model: nn.Module) -> bool:
-    """Whether Hugging Face's own switch is on, under its new or its old name."""
+    """Returns True if Hugging Face's own switch is on, under its new or its old name."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return bool(next((getattr(model, name) for name in names if hasattr(type(model), name)), False))
 

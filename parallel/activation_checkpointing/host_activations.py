@@ -104,7 +104,7 @@ class HostActivations:
         return self._last
 
     def _pack(self, tensor: Tensor, run: _BlockRun, block: nn.Module) -> Any:
-        """What the graph holds in place of a tensor: the tensor, or where its memory is kept and how it lies there."""
+        """Returns the graph's substitute for a tensor: the tensor itself, or its host copy, shape and strides."""
         extent = _extent(tensor)
         if tensor.device != self._device or not extent or _belongs_to(block, tensor):
             return tensor
@@ -173,7 +173,7 @@ def _drop(run: _BlockRun, needed: Set[_Kept]) -> None:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements of the run of memory in which a tensor lies; 0 if it is not worth a copy, or has no plain memory."""
+    """Elements of the run of memory that contains a tensor; 0 if it is not worth a copy, or has no plain memory."""
     if tensor.layout != torch.strided or type(tensor) not in _PLAIN or tensor.is_meta:
         return 0
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -183,7 +183,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _belongs_to(block: nn.Module, tensor: Tensor) -> bool:
-    """Whether the tensor lies in a parameter or buffer; asked anew each time, because ZeRO 3 gathers them meanwhile."""
+    """Returns True if the tensor is part of a parameter or buffer. No cache: ZeRO 3 gathers them meanwhile."""
     memory = _memory(tensor)
     return any(_memory(own) == memory for own in (*block.parameters(), *block.buffers()))
 

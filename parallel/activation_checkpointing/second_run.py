@@ -38,7 +38,7 @@ _NOTHING = object()
 
 
 class BlockState:
-    """What the forwards of one block read and write beside their parameters."""
+    """State that the forwards of one block read and write, without their parameters."""
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = tuple(block.modules())
@@ -132,7 +132,7 @@ class _Contents:
         self.items, self._sizes = tuple(self._items()), self._lengths()
 
     def holds(self) -> bool:
-        """Whether all have the same objects still."""
+        """Returns True if all still have the same objects."""
         try:
             return self._lengths() == self._sizes and all(map(is_, self._items(), self.items))
         except KeyError:  # an attribute was deleted, and another one added
@@ -156,7 +156,7 @@ class _Copied:
     """A copy of what the first run has found."""
 
     def written(self, exactly: bool) -> bool:
-        """Whether it has been written since; ``exactly`` compares the content.
+        """Returns True if the tensor has been written since; ``exactly`` compares the content.
 
         The version alone is not enough: torch's batch normalisation writes its running mean without counting it.
         """
@@ -212,7 +212,7 @@ class _Walk:
 
 
 class _Reach(_Walk):
-    """What a forward reaches from the modules of the block, whatever it is given."""
+    """State that a forward reaches from the modules of the block, whatever its arguments are."""
 
     def __init__(self, modules: tuple[nn.Module, ...], before: "_Reach | None") -> None:
         super().__init__(before)
@@ -255,7 +255,7 @@ class _Found(_Walk):
 
     @property
     def has_tensors(self) -> bool:
-        """Whether forwards may write tensors in place."""
+        """True if forwards may write tensors in place."""
         return bool(self._tensors)
 
     def copy(self, written: set[_Key], everything: bool) -> None:
@@ -326,7 +326,7 @@ def _read(live: dict[str, Any], left: frozenset[str], of_module: bool) -> _Space
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether both have the same objects; by identity, because ``==`` of tensors gives a tensor."""
+    """Returns True if both have the same objects, by identity: ``==`` of tensors returns a tensor."""
     return len(one) == len(other) and all(map(is_, one.values(), other.values()))
 
 
@@ -343,7 +343,7 @@ def _write(space: _Space, values: dict[str, Any]) -> None:
 
 
 def _is_constant(module: nn.Module) -> bool:
-    """Whether the module is one of torch's whose forwards write nothing, and read nothing that another one writes.
+    """Returns True for a module of torch that writes nothing in forward and reads nothing that another one writes.
 
     All of its own attributes are those that torch declares as constants; it has no buffer and reads no training flag.
     """
@@ -369,7 +369,7 @@ def _aside() -> Iterator[None]:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether the state of such objects is the user's: not torch's, and not the engine's."""
+    """Returns True if the state of such objects is the user's: not torch's, and not the engine's."""
     return kind.__module__.partition(".")[0] not in ("torch", "engine")
 
 

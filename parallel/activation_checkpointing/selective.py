@@ -250,7 +250,7 @@ def _states(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 class Selective:
-    """How blocks run whose listed operators, and sums over ``axis``, are kept."""
+    """Selective checkpointing of blocks: results of listed operators, and of sums over ``axis``, are saved."""
 
     def __init__(self, operators: frozenset[Operator], axis: TensorAxis | None = None) -> None:
         self._operators, self._axis = operators, axis

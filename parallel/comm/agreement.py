@@ -112,7 +112,7 @@ def from_first(make: Callable[[], bytes], comm: Comm, device: torch.device, pati
 
 @contextmanager
 def _still_there(comm: Comm, device: torch.device, patience: float | None) -> Iterator[None]:
-    """On rank 0: while the block runs, the others are told so, since a group waits only so long."""
+    """Sends the other ranks a sign of life from rank 0 while the block runs, because groups time out."""
     if patience is None:
         yield
         return
@@ -140,7 +140,7 @@ def _still_there(comm: Comm, device: torch.device, patience: float | None) -> It
 
 
 def _reduced(comm: Comm, device: torch.device, length: int, busy: bool = False) -> tuple[int, bool]:
-    """What rank 0 has to say: the length, and whether it is busy."""
+    """All-reduces rank 0's length of its message and its flag "busy" over the world; returns both."""
     head = torch.tensor([length, busy], dtype=torch.int64, device=device)
     comm.all_reduce(head, "world", "start").wait()
     return int(head[0]), bool(head[1])

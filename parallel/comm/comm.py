@@ -283,7 +283,7 @@ class Comm:
         except PeerEndedError as error:
             raise EngineError(f"{error}; look for the first traceback of the job.") from error
         except RuntimeError as error:
-            raise EngineError(f"{error}: that rank has ended, stands still, or makes other calls.") from error
+            raise EngineError(f"{error}: that rank has ended, hangs, or makes other calls.") from error
 
     def connect_data(self, members: tuple[int, ...]) -> None:
         """Prepare ``all_to_all`` between these indices of the shard line. Every rank calls it, in the same order."""
@@ -332,9 +332,9 @@ class Comm:
         return _Route(ranks, Stream(EventKind.COLLECTIVE, self.grid.sharding, name))
 
     def agree_on_gathers(self, said: bytes, label: str) -> Sequence[bytes]:
-        """What each rank says that ``gather_parameters`` joins, in order of index; all give the same number of bytes.
+        """All-gathers ``said`` over the ranks that ``gather_parameters`` joins, in order of index; sizes are equal.
 
-        The hosts talk, so that nobody waits for a device.
+        The hosts communicate, so no rank waits for a device.
         """
         size = self.grid.size(self.grid.sharding)
         answers: list[bytes] = [said] if size == 1 else []
@@ -419,7 +419,7 @@ class Comm:
 
 
 class _Route(NamedTuple):
-    """Who takes part in a collective or message, and in which order it is issued."""
+    """Participants of a collective or message, and the stream that orders it."""
 
     ranks: int
     stream: Stream

@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.02
 
 
 def has_lost_ranks(error: BaseException) -> bool:
-    """Whether a rank raises this because its communication has failed."""
+    """Returns True if a rank raises this error because its communication has failed."""
     return isinstance(error, EngineError) and isinstance(error.__cause__, RuntimeError)
 
 
@@ -96,7 +96,7 @@ class FailedCalls:
             raise EngineError(self._verdict)
 
     def sentence(self, error: BaseException) -> EngineError | None:
-        """What the rank that has failed first says, for a rank that has lost it in ``error``; None: it says nothing."""
+        """Returns the error of the rank that failed first, if ``error`` is a lost connection to it; None if unknown."""
         if not has_lost_ranks(error) or self._store is None:
             return None
         self._known.wait(2 * _WORDS_SECONDS)

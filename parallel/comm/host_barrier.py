@@ -38,7 +38,7 @@ _SETUP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLinks:
-    """What connects a rank to the others of its axis; by their index."""
+    """Connections of a rank to the others of its axis, by their index."""
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     """Connected streams, closed by the system when a rank ends."""
@@ -81,7 +81,7 @@ class HostBarrier:
 
     @property
     def descriptors(self) -> dict[int, int]:
-        """By index, that of the link to each other rank, which the system closes when that rank ends."""
+        """Descriptor of the link to each other rank, by index; the system closes it when that rank ends."""
         return {index: link.fileno() for index, link in self._links.sockets.items()}
 
     def arrive(self) -> None:
@@ -142,7 +142,7 @@ def _distances(size: int) -> list[int]:
 
 
 def _poll(links: RankLinks, index: int) -> select.poll:
-    """What tells that a rank has rung, or has ended."""
+    """Returns a poll that is ready once the rank of ``index`` has signalled or ended."""
     ready = select.poll()
     ready.register(links.heard[index], select.POLLIN)
     ready.register(links.sockets[index], select.POLLIN)

@@ -82,7 +82,7 @@ class TorchHostGroup:
     def _begin(self, data: memoryview, other: int, call: Callable[[torch.Tensor], dist.Work | None]) -> Wait:
         if self._closed:
             raise EngineError(
-                "a checkpoint was to be read or written after close(): the engine is over; make a new one."
+                "a checkpoint was read or written after close(), which ends this engine; initialize a new one."
             )
         parts = [data[start : start + MESSAGE_LIMIT] for start in range(0, len(data), MESSAGE_LIMIT)]
         try:

@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What a launcher other than torchrun tells a process."""
+    """Identity that a launcher other than torchrun passes to a process."""
 
     launcher: str
     rank: int
@@ -162,7 +162,7 @@ def _slurm_step(variables: _Variables) -> _Task | None:
 
 
 def _meeting_point(task: _Task, variables: _Variables) -> tuple[str, int]:
-    """Where the ranks of a job without torchrun meet: as given, or the first node of a Slurm step."""
+    """Returns address and port of the rendezvous without torchrun: as set, or the first node of a Slurm step."""
     address = variables.get("MASTER_ADDR") or _first_node(task, variables)
     port = _port(variables) if "MASTER_PORT" in variables else _slurm_port(task, variables)
     if address is None or port is None:

@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store of the job: before there are groups, after one has failed, and before
+"""Messages between ranks through the store of the job: before there are groups, after one has failed, and before
 rare calls that all of them have to make.
 
     ranks 1 ..   hello: a word of this start, and a digest of what the rank was given
@@ -53,7 +53,7 @@ class KeyStore(Protocol):
         """The value of a key that exists."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether the keys exist."""
+        """Returns True if the keys exist."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Return when the keys exist."""
@@ -79,7 +79,7 @@ class Difference:
 
 
 class _Verdict(TypedDict):
-    """What rank 0 tells all ranks."""
+    """Verdict that rank 0 sends to all ranks."""
 
     missing: list[tuple[int, int, int]]
     """Ranks that have not come, as ``rank_runs`` tells them."""
@@ -151,7 +151,7 @@ class Rendezvous:
         return verdict
 
     def _answered(self, rank: int) -> bool:
-        """Whether ``rank`` has taken the answer to its newest hello; a hello of an earlier start is answered, too."""
+        """Answers a new hello of ``rank``; returns True if the rank has taken the answer to its newest one."""
         hello = self._read(f"hello/{rank}")
         if hello is not None and hello != self._heard.get(rank):
             self._heard[rank] = hello
@@ -241,7 +241,7 @@ class FailureReports:
     def absent(self, what: str, peers: Sequence[int]) -> str:
         """Words about the ``peers`` whose collective was not ``what``; empty if nothing is known.
 
-        It never takes much longer than two seconds: the store may be that of a rank which has ended or stands still.
+        It never takes much longer than two seconds: the store may be that of a rank that has ended or hangs.
         """
         words: list[str] = []
         asking = threading.Thread(target=self._ask, args=(what, peers, words.append), daemon=True)
@@ -267,7 +267,7 @@ class FailureReports:
         except RuntimeError:
             tell("rank 0 does not answer" if self._rank else "")
             return
-        words = [f"{name_ranks(silent)} did not come, ended or stands still"] * bool(silent)
+        words = [f"{name_ranks(silent)} did not come, ended or hangs"] * bool(silent)
         tell(", ".join([*words, *elsewhere]))
 
 
@@ -362,7 +362,7 @@ class JointCalls:
         return f"{self._last}/{self._made[self._last]}"
 
     def _wait(self, seconds: float) -> bool:
-        """Whether all came in time. The store is asked more and more seldom: its own wait keeps Ctrl-C waiting too."""
+        """Returns True if all came in time. Polls the store with growing pauses: its own wait would block Ctrl-C."""
         deadline, pause = time.monotonic() + seconds, 1e-3
         while not self._store.check([f"{self._here()}/all"]):
             if self._store.check(["left"]):

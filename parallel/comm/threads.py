@@ -164,7 +164,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class _ProcessState:
-    """What a process has one of, and each rank needs for itself."""
+    """State that a process has once and each rank needs for itself."""
 
     generator: torch.Tensor
     random: Any
@@ -315,7 +315,7 @@ Group = tuple[str, tuple[int, ...]]
 
 @dataclass(slots=True)
 class _Post:
-    """What the ranks of one engine have issued and not yet completed."""
+    """Calls that the ranks of one engine have issued and not yet completed."""
 
     rounds: dict[Group, Rounds] = field(default_factory=dict)
     boxes: defaultdict[tuple[Channel, int, int], _Box] = field(default_factory=lambda: defaultdict(_Box))

@@ -111,7 +111,7 @@ class TorchBackend:
         return {} if found is None else {name: found for name in alike if grid.peers(name) == grid.peers(axis)}
 
     def shares(self, axis: Axis) -> bool:
-        """Whether collectives of ``axis`` go through shared memory."""
+        """Returns True if collectives of ``axis`` go through shared memory."""
         return axis in self._shared
 
     def share_bytes(self, axis: Axis, size: int) -> SharedBytes | None:

@@ -217,7 +217,7 @@ def open_world(world: World, store: Store | None = None) -> None:
 
 
 def meeting_point(world: World) -> str:
-    """Where the ranks meet, in words."""
+    """Returns the address and port of the rendezvous, or the words "the process group"."""
     return "the process group" if world.place is None else f"{world.place.address}:{world.place.port}"
 
 

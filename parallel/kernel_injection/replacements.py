@@ -98,7 +98,7 @@ def _operator(module: nn.Module, found: NormModule) -> Callable[[Tensor], Tensor
 
 
 def _rounds_alike(copy: nn.Module, forward: Callable[..., Any], x: Tensor) -> bool:
-    """Whether a bfloat16 input gives a bfloat16 output."""
+    """Returns True if a bfloat16 input makes a bfloat16 output."""
     return bool(forward(copy.bfloat16(), x.bfloat16()).dtype == torch.bfloat16)
 
 

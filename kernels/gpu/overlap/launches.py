@@ -430,5 +430,5 @@ def tile_shape(tile: Tile) -> dict[str, Any]:
 
 
 def precision() -> str:
-    """Of products of fp32 numbers, as torch is set: "tf32" or "ieee"."""
+    """Returns the precision of fp32 products that torch is set to: "tf32" or "ieee"."""
     return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"

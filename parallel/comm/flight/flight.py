@@ -58,7 +58,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamWaits:
-    """What a rank has waited for in one stream of collectives or messages since its start."""
+    """Waits of a rank in one stream of collectives or messages since its start."""
 
     kind: EventKind
     axis: str
@@ -72,7 +72,7 @@ class StreamWaits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """What one rank's file says at one moment."""
+    """Content of one rank's flight file at one moment."""
 
     rank: int
     size: int

@@ -40,7 +40,7 @@ def axis_names(identity: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class Phase(IntEnum):
-    """What a rank is in, as far as the engine knows."""
+    """Phase of a rank, as far as the engine can see."""
 
     USER = 0
     """The user's code: between two calls of the engine."""
@@ -51,7 +51,7 @@ class Phase(IntEnum):
 
 
 class EventKind(IntEnum):
-    """What an event is."""
+    """Kind of an event."""
 
     COLLECTIVE = 0
     SEND = 1

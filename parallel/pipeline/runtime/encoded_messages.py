@@ -31,11 +31,11 @@ class MessageEncoder:
     def __init__(self, form: ActivationFormat, kernels: Kernels, feedback: bool) -> None:
         self._form, self._codec, self._feedback = form, make_codec(form.wire, kernels), feedback
         self._residuals: dict[tuple[int, int, int], Tensor] = {}
-        """What the last message has left out, fp32 [1, s], by value, sending and receiving stage."""
+        """Rounding error of the last message, fp32 [1, s], by value, sending and receiving stage."""
 
     @property
     def residuals(self) -> tuple[Tensor, ...]:
-        """What the last gradients have left out."""
+        """Rounding errors of the last gradients sent."""
         return tuple(self._residuals.values())
 
     def encodes(self, dtype: torch.dtype, elements: int) -> bool:
@@ -68,7 +68,7 @@ class MessageEncoder:
         out.view(-1).copy_(values.view(-1)[: out.numel()])
 
     def _residual(self, place: tuple[int, int, int], values: Tensor) -> Tensor:
-        """That of a value; zeros where none is kept, or one of another shape."""
+        """Returns the residual of a value; zeros if none is stored, or one of another shape."""
         kept = self._residuals.get(place)
         if kept is None or kept.shape != values.shape:
             kept = torch.zeros(values.shape, dtype=torch.float32, device=values.device)

@@ -146,7 +146,7 @@ class SplitBackward:
 
     @property
     def open(self) -> DeferredWeightGrads | None:
-        """Where the running backward defers weight gradients to; None outside an I."""
+        """Deferred weight gradients of the running backward; None outside an I."""
         return self._open
 
 

@@ -224,7 +224,7 @@ class ReceiveBuffers:
         return tensor
 
     def lent(self, tensor: Tensor) -> bool:
-        """Whether this is a buffer in use."""
+        """Returns True if ``tensor`` is a buffer in use."""
         return tensor.untyped_storage()._cdata in self._lent
 
     def give(self, tensor: Tensor) -> bool:

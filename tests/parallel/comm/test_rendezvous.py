@@ -128,7 +128,7 @@ def test_a_report_names_who_did_not_come_and_who_was_elsewhere() -> None:
     assert (
         words[0]
         == words[2]
-        == ("rank 3 did not come, ended or stands still, rank 1 was in all_reduce 'gradients' over dp")
+        == ("rank 3 did not come, ended or hangs, rank 1 was in all_reduce 'gradients' over dp")
     )
 
 
