@@ -36,7 +36,7 @@ def all_or_none(comm: Comm, device: torch.device, failure: str = _UNREADY) -> It
     if problem is not None:
         raise problem
     if failed is not None:
-        raise EngineError(f"rank {failed} {failure}; its message tells why.")
+        raise EngineError(f"rank {failed} {failure}; read its error.")
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def _worded(error: Exception) -> str:
 def _error_of_first(text: str) -> EngineError:
     name, _, sentence = text.partition(":")
     kind = next((kind for kind in EngineError.__subclasses__() if kind.__name__ == name), EngineError)
-    return kind(sentence or f"rank 0 {_UNREADY}; its message tells why.")
+    return kind(sentence or f"rank 0 {_UNREADY}; read its error.")
 
 
 def gather_from_all(
@@ -172,7 +172,7 @@ def gather_from_all(
 
 
 def first_rank(own: bool, comm: Comm, device: torch.device, label: str) -> int | None:
-    """The first rank of the world whose ``own`` is true, on every rank; None if there is none.
+    """Returns the first rank of the world with a true ``own``, on every rank; None if there is none.
 
     One all-reduce of 8 bytes, whatever the number of ranks.
     """

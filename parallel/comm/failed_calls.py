@@ -1,7 +1,7 @@
 """Calls of the engine that have failed on a rank in the middle of communication, and whether the engine goes on.
 
     all ranks fail at one place     their communication matches, so the engine goes on from the state before the call
-    one rank fails, or elsewhere    others wait for what this rank does not send: the engine is over on every rank
+    one rank fails, or elsewhere    others wait for messages of this rank: the engine has ended on every rank
 
 The error is raised at once. Whoever catches it learns the verdict at the next call: a thread waits for the votes of the
 other ranks in the store of the job. If the engine is over, the rank ends its communication, so that ranks that wait for

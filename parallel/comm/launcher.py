@@ -74,7 +74,7 @@ def find_place(variables: _Variables) -> Place | None:
 
 
 def local_rank(variables: _Variables, rank: int) -> int:
-    """This process's number among those of its node; ``rank`` where nothing tells it."""
+    """Returns this process's local rank on its node; ``rank`` if no variable has it."""
     task = _find_task(variables)
     return read_count(variables, "LOCAL_RANK", task.local_rank if task is not None else rank)
 
@@ -168,7 +168,7 @@ def _meeting_point(task: _Task, variables: _Variables) -> tuple[str, int]:
     if address is None or port is None:
         command = _COMMANDS[task.launcher].format(size=task.size)
         raise GridError(
-            f"rank {task.rank} of {task.size} was started by {task.launcher}, and nothing tells where the ranks meet; "
+            f"rank {task.rank} of {task.size} was started by {task.launcher}, and no address of a rendezvous is set; "
             f"start with `{command}`, or with torchrun on every node, or set TRINE_LAUNCHER=none for {task.size} runs "
             "of one process."
         )
@@ -191,7 +191,7 @@ def _first_node(task: _Task, variables: _Variables) -> str | None:
 
 
 def _slurm_port(task: _Task, variables: _Variables) -> int | None:
-    """A port below those that systems give away; jobs and steps that share a node get different ones."""
+    """Returns a port below the ephemeral range of systems; jobs and steps that share a node get different ones."""
     if task.launcher != "Slurm" or "SLURM_JOB_ID" not in variables:
         return None
     job, step = read_count(variables, "SLURM_JOB_ID", 0), read_count(variables, "SLURM_STEP_ID", 0)

@@ -11,11 +11,11 @@ collectives; there is nothing else that a call has to agree on.
 
 Who has ended is known by a thread that the operating system wakes, and a word that kernels look at:
 
-    a rank ends, however    the system closes its sockets, and tells those who hold a descriptor of its process
+    a rank ends, however    the system closes its sockets, and informs all who have a descriptor of its process
     every other rank        poll returns at once, the thread writes ended[index] = 1, of the next one that ends 2, ..
     a kernel that waits     looks at the word every so often, and gives up
 
-The descriptor is for a rank that leaves children behind, such as workers that load data: they keep its sockets open.
+The descriptor is for a rank that leaves running children, such as workers that load data: they keep its sockets open.
 The socket is for a rank that closes its engine and goes on, and where processes are hidden from each other. It costs
 nothing while nobody ends. Ranks of other hosts are not watched; their end is found by time.
 """
@@ -205,7 +205,7 @@ class SymmetricBuffer:
         return size <= self.sizes.capacity and tiles <= self.sizes.most
 
     def say_once(self, sentence: str) -> None:
-        """Tell in the log what is not sent this way, the first time."""
+        """Logs a call that is not sent this way, the first time."""
         if sentence not in self._said:
             self._said.add(sentence)
             logger.info("overlap: %s", sentence)

@@ -1,4 +1,4 @@
-"""Trials: a copy of a module with other weights runs beside an operator, to find out whether both compute the same."""
+"""Trials: a copy of a module with other weights runs against an operator, to see if both compute the same."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,5 @@
-"""The reader of flight files: what a rank is in, since when, and what it did before. Needs no torch and no help of the
-rank, which may stand still or have ended."""
+"""The reader of flight files: a rank's current call, its start, and the calls before it. Needs no torch
+and no help of the rank, which may hang or have ended."""
 
 import json
 import mmap
@@ -97,7 +97,7 @@ class Flight:
     sums: Sums
     streams: tuple[StreamWaits, ...]
     words: str
-    """What it said at its end."""
+    """Last words of the rank."""
 
     @property
     def host(self) -> str:
@@ -243,5 +243,5 @@ def rank_runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def ranks_of(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that ``rank_runs`` has told."""
+    """Parses the ranks that ``rank_runs`` has formatted."""
     return tuple(first + step * number for first, step, count in runs for number in range(count))

@@ -1,4 +1,4 @@
-"""The writer of a flight file: a rank says what it begins, what it waits for and what has ended.
+"""The writer of a flight file: a rank records calls that it begins, waits for and ends.
 
 The file is mapped into memory, so a note is a few stores; the kernel keeps them when the process is killed.
 """
@@ -102,7 +102,7 @@ class FlightRecorder:
         return began
 
     def waited(self, sequence: int, stream: Stream, began: int, size: int = 0) -> None:
-        """Note that what this rank has waited for since ``began``, of ``size`` bytes, is complete."""
+        """Records that the call of ``size`` bytes that this rank has waited for since ``began`` is complete."""
         ended = now()
         layout.SEQUENCE.pack_into(self._map, layout.WAIT_AT, 0)
         self._end(sequence, ended)
