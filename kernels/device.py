@@ -1,4 +1,4 @@
-"""The device that a rank computes on: the one door to what differs between GPUs, other accelerators and the CPU.
+"""The device that a rank computes on: the single place for differences between GPUs, other accelerators and the CPU.
 
     host           the CPU: an operator has run when its call returns, and the host reads any tensor
     accelerator    any other type: operators are queued, and the host waits for them when it reads a tensor
@@ -142,7 +142,7 @@ def device_generator(device: torch.device) -> torch.Generator | None:
 
 
 def host_words(count: int, device: torch.device) -> torch.Tensor:
-    """Zeros, int32, in memory of the host that kernels on ``device`` read where it lies."""
+    """Zeros, int32, in memory of the host that kernels on ``device`` read in place."""
     return torch.zeros(count, dtype=torch.int32, pin_memory=_is_accelerator(device))
 
 
@@ -174,7 +174,7 @@ def device_name(device: torch.device) -> str:
 
 
 def triton_target(capability: tuple[int, int]) -> Any:
-    """An NVIDIA GPU of a compute capability, as Triton names what it compiles for."""
+    """An NVIDIA GPU of a compute capability, as Triton names its targets."""
     from triton.backends.compiler import GPUTarget
 
     major, minor = capability
@@ -259,12 +259,12 @@ class SideStream:
             yield
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """The memory of ``tensor``, of the current stream, is given to others only after what is given here by now."""
+        """Frees the memory of ``tensor``, of the current stream, only after the work queued here by now."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def join(self) -> None:
-        """The current stream goes on when this one has done what it was given."""
+        """Makes the current stream wait for the queued work of this one."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 

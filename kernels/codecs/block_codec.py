@@ -143,7 +143,7 @@ class Codec(Protocol):
     """Makes messages [R, m] of values [R, s] and values of messages; ``s`` is a padded number of elements."""
 
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """The messages, uint8 [R, m], of the values and what is left of earlier ones."""
+        """Returns the messages, uint8 [R, m], of the values and the residual of earlier ones."""
 
     def decode(self, messages_Rm: Tensor, out_Rs: Tensor) -> None:
         """Decode each message into its row, contiguous, rounded once to its dtype."""
@@ -190,7 +190,7 @@ class CastCodec:
 
     @torch.no_grad()
     def encode(self, values_Rs: Tensor, residual_Rs: Tensor | None = None) -> Tensor:
-        """The rounded values as bytes; the residual gets what rounding leaves out, 0 where that is not finite."""
+        """The rounded values as bytes; the residual gets the rounding error, 0 where that is not finite."""
         given = values_Rs if residual_Rs is None else values_Rs.float().add(residual_Rs)
         cast = given.to(self.wire.dtype).contiguous()
         if residual_Rs is not None:
@@ -221,7 +221,7 @@ def make_codec(wire: NumberFormat, kernels: Kernels) -> Codec:
 def encode_blocks(values_Rs: Tensor, wire: BlockFormat, kernels: Kernels, residual_Rs: Tensor | None = None) -> Tensor:
     """Return the messages of ``values_Rs`` [R, s], uint8 [R, m]; ``s`` is a multiple of the block.
 
-    With a residual (fp32, contiguous) the sum of values and residual is encoded, and what the code leaves out of it
+    With a residual (fp32, contiguous) the sum of values and residual is encoded, and the rounding error of it
     stays in the residual (error feedback, Seide et al. 2014); where the sum is not finite, 0 stays.
 
     Codes are neither differentiated nor compiled with a model, so this is a plain function and no custom operator.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 MatrixState = Mapping[str, Tensor]
-"""What is kept of one matrix, by name; an update writes it in place."""
+"""State of one matrix, by name; an update writes it in place."""
 
 
 class MatrixRule(Protocol):
@@ -56,7 +56,7 @@ def both_sides(left: Tensor | None, matrix_AB: Tensor, right: Tensor | None) -> 
 
 
 def transposed(matrix: Tensor | None) -> Tensor | None:
-    """The transpose of what may be the identity."""
+    """Returns the transpose of a matrix or of the identity."""
     return None if matrix is None else matrix.T
 
 

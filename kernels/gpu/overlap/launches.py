@@ -1,4 +1,4 @@
-"""Launches of the kernels that communicate. What they need of the ranks is a :class:`Mailbox`; nothing here knows how
+"""Launches of the kernels that communicate. They reach the ranks through a :class:`Mailbox`; nothing here knows how
 its memory came to be shared. All ranks make the same calls, with equal shapes, and count their epochs alike.
 
 Shape suffixes: B sequences of L rows each that a rank holds, W ranks, K the dim that is summed over, N columns.
